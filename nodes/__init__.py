@@ -1,0 +1,1 @@
+"""The ComfyUI face: thin wrappers of service/api."""

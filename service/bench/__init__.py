@@ -1,0 +1,1 @@
+"""Measuring on this machine: load, prefill, decode, beside peers in the same run."""

@@ -1,0 +1,1 @@
+"""What a token leaves behind, behind one protocol."""

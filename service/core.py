@@ -1,0 +1,195 @@
+"""The vocabulary that every room shares. No tensors, no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Literal
+
+from .errors import RequestError
+
+Finish = Literal["stop", "length", "stop_string", "repetition", "cancelled"]
+Thinking = Literal["on", "off", "auto"]
+CancelCheck = Callable[[], bool]
+
+SEED_LIMIT = 2**64
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a stage has come; `done` and `total` are bytes while loading, tokens while reading a prompt."""
+
+    stage: Literal["load", "prefill", "decode"]
+    done: int
+    total: int
+
+
+ProgressReport = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer."""
+
+    role: str
+    content: str
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. None means the model's own default; temperature 0 is greedy."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None
+
+    def validated(self) -> Sampling:
+        """Return self, or raise RequestError naming the first value that is out of range and what is allowed."""
+        for name, low, high, low_open in _RANGES:
+            _check_range(name, getattr(self, name), low, high, low_open)
+        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0):
+            raise RequestError(f"top_k is {self.top_k!r}; use a whole number, 0 for no limit")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEED_LIMIT):
+            raise RequestError(f"seed is {self.seed!r}; use a whole number from 0 to 2^64-1")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or token < 0 or not isinstance(bias, int | float) or math.isnan(bias):
+                raise RequestError(f"logit_bias has {token!r}: {bias!r}; use token ids from 0 and numbers")
+        return self
+
+    def with_defaults(self, defaults: Sampling) -> Sampling:
+        """Fill what is None from `defaults`; the seed and the biases stay the request's own."""
+        missing = {
+            f.name: getattr(defaults, f.name)
+            for f in fields(self)
+            if f.name not in ("seed", "logit_bias") and getattr(self, f.name) is None
+        }
+        return replace(self, **missing)
+
+
+_RANGES: tuple[tuple[str, float, float, bool], ...] = (
+    ("temperature", 0.0, math.inf, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+    ("repetition_penalty", 0.0, math.inf, True),
+)
+
+
+def _check_range(name: str, value: float | None, low: float, high: float, low_open: bool) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < low or value > high or (low_open and value == low):
+        above = f"above {low:g}" if low_open else f"from {low:g}"
+        limit = "" if math.isinf(high) else f" to {high:g}"
+        raise RequestError(f"{name} is {value!r}; use a number {above}{limit}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of a model: a conversation, a raw text without a template (`prompt`), or raw token ids. Exactly one of them.
+
+    `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
+    `repetition_stop` None means on, except for raw ids.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    ids: tuple[int, ...] | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    thinking: Thinking = "auto"
+    thinking_budget: int | None = None
+    repetition_stop: bool | None = None
+
+    def validated(self) -> Request:
+        """Return self, or raise RequestError with the first thing that is wrong."""
+        given = (bool(self.messages), self.prompt is not None, self.ids is not None)
+        if sum(given) != 1:
+            raise RequestError(f"a request needs exactly one of messages, prompt and ids; {sum(given)} were given")
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens!r}; use a whole number from 1")
+        budget = self.thinking_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+            raise RequestError(f"thinking_budget is {budget!r}; use a whole number from 0")
+        if self.thinking not in ("on", "off", "auto"):
+            raise RequestError(f"thinking is {self.thinking!r}; use on, off or auto")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise RequestError("a stop string is empty; leave it out or write at least one character")
+        self._check_text()
+        self.sampling.validated()
+        return self
+
+    def _check_text(self) -> None:
+        if self.ids is not None:
+            if not self.ids:
+                raise RequestError("the list of token ids is empty; give at least one id")
+            return
+        if self.prompt is not None and not self.prompt:
+            raise RequestError("the prompt is empty; write at least one character")
+        if self.messages and not any(m.role == "user" and m.content.strip() for m in self.messages):
+            raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
+        texts = [self.prompt or "", *(m.content for m in self.messages), *(m.reasoning for m in self.messages), *self.stop]
+        for text in texts:
+            half = _SURROGATE.search(text)
+            if half:
+                code = ord(half.group())
+                raise RequestError(f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. `completion` counts every sampled token, reasoning and the final EOS included."""
+
+    prompt: int
+    completion: int
+    reasoning: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one stage (load, prefill, decode) cost: seconds, bytes read or moved, page faults and pool allocations."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    major_faults: int = 0
+    minor_faults: int = 0
+    allocations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The whole of a finished generation. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total."""
+
+    text: str
+    reasoning: str
+    ids: tuple[int, ...]
+    finish: Finish
+    seed: int
+    usage: Usage
+    seconds: Mapping[str, float]
+    stages: Mapping[str, Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step of a generation: text that became visible, the token behind it, progress, and on the last event the result."""
+
+    text: str = ""
+    reasoning: str = ""
+    token: int | None = None
+    progress: Progress | None = None
+    result: Result | None = None

@@ -1,0 +1,1 @@
+"""The arithmetic: a plain reference that is the truth, and faster paths that must agree with it."""

@@ -1,0 +1,1 @@
+"""From checkpoint files to leased memory: validated headers, names, streaming reads."""

@@ -1,0 +1,1 @@
+"""The pool: bytes, owners, leases. Knows nothing of models."""

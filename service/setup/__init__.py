@@ -1,0 +1,1 @@
+"""Making and checking an installation: tree, ComfyUI, doctor, demo."""
