@@ -1,3 +1,191 @@
-"""The one configuration: onedesk.toml of the tree, with defaults for everything. Unknown keys are errors."""
+"""The one configuration: onedesk.toml of the tree, with defaults for everything. Unknown keys are errors.
+
+    [memory]   budget numbers; the pool's settings (memory/budget.py) hold the defaults
+    [models]   roots = ["models"], default = "NAME", context = 8192
+    [service]  host, port, concurrency, queue, deadline
+
+Bytes may be written as whole numbers or as text such as "4GiB". Relative roots start at the file's folder.
+"""
 
 from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from .errors import FileError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE_NAME = "onedesk.toml"
+
+_Kind = Literal["text", "texts", "whole", "number", "bytes", "flag"]
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_UNITS: Mapping[str, int] = {"": 1, **{p: 1000**i for i, p in enumerate("KMGT", 1)}, **{p + "I": 1024**i for i, p in enumerate("KMGT", 1)}}
+
+# Key -> what it must be. The keys of [memory] are the fields of memory.MemorySettings; a test holds the two together.
+_TABLES: Mapping[str, Mapping[str, _Kind]] = {
+    "memory": {
+        "limit_percent": "number",
+        "kept_back_percent": "number",
+        "headroom_percent": "number",
+        "floor": "bytes",
+        "slab": "bytes",
+        "align": "whole",
+        "weight_align": "whole",
+        "debug": "flag",
+    },
+    "models": {"roots": "texts", "default": "text", "context": "whole"},
+    "service": {"host": "text", "port": "whole", "concurrency": "whole", "queue": "whole", "deadline": "number"},
+}
+_WORDS: Mapping[_Kind, str] = {
+    "text": "a text",
+    "texts": "a list of texts",
+    "whole": "a whole number",
+    "number": "a number",
+    "bytes": 'whole bytes or a text such as "4GiB"',
+    "flag": "true or false",
+}
+_RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
+    ("models", "context"): (1, 2**31),
+    ("service", "port"): (0, 65535),
+    ("service", "concurrency"): (1, 4096),
+    ("service", "queue"): (0, 65536),
+    ("service", "deadline"): (0, 7 * 86400),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Where the service listens and how much it takes on; `deadline` is seconds for one request, 0 for none."""
+
+    host: str = "127.0.0.1"
+    port: int = 8787
+    concurrency: int = 4
+    queue: int = 64
+    deadline: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings. `tree` is the folder of the onedesk.toml that was read, None without one; `memory` has only the keys set there."""
+
+    tree: Path | None = None
+    file: Path | None = None
+    model_roots: tuple[Path, ...] = ()
+    default_model: str | None = None
+    context: int | None = None
+    memory: Mapping[str, int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
+    service: ServiceSettings = field(default_factory=ServiceSettings)
+
+    @property
+    def cache(self) -> Path:
+        """Where what can be made again is kept: the tree's cache, or .cache of the checkout when there is no tree."""
+        return self.tree / "cache" if self.tree else package_folder() / ".cache"
+
+
+def package_folder() -> Path:
+    """The folder of this package: the checkout, the pack in custom_nodes, or its place in site-packages."""
+    return Path(__file__).resolve().parent.parent
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "4GiB", "512 MiB", "2G" or "1000"; ValueError when it is none of these. KiB is 1024, KB is 1000."""
+    match = _SIZE.fullmatch(text)
+    if not match:
+        raise ValueError(f"{text!r} is no size; write for example 4GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def installed_file() -> Path | None:
+    """The onedesk.toml of the tree whose envs/NAME is the running Python, None when this Python stands in no tree."""
+    envs = Path(sys.prefix).resolve().parent
+    file = envs.parent / FILE_NAME
+    return file if envs.name == "envs" and file.is_file() else None
+
+
+def load_config(path: Path | None = None) -> Config:
+    """Read `path`, or the tree's onedesk.toml when None, or take the defaults when there is none.
+
+    Raises FileError for a file that is absent, unreadable or not TOML, an unknown table or key, a wrong type, or a value out of range.
+    """
+    path = path or installed_file()
+    if path is None:
+        return Config(model_roots=_with_demo_models([]))
+    document = _read(path)
+    tables = {name: _table(path, name, document.get(name, {})) for name in _TABLES}
+    unknown = sorted(set(document) - set(_TABLES))
+    if unknown:
+        raise FileError(f"{path.name}: unknown table or key {unknown[0]!r}; known tables: {', '.join(_TABLES)}")
+    tree = path.resolve().parent
+    models = tables["models"]
+    roots = [tree / Path(root).expanduser() for root in models.get("roots", ["models"])]
+    return Config(
+        tree=tree,
+        file=path.resolve(),
+        model_roots=_with_demo_models(roots),
+        default_model=models.get("default"),
+        context=models.get("context"),
+        memory=MappingProxyType(tables["memory"]),
+        service=ServiceSettings(**tables["service"]),
+    )
+
+
+def _with_demo_models(roots: list[Path]) -> tuple[Path, ...]:
+    """The user's roots first, then the toy models that come with this package, where they are."""
+    demo = package_folder() / "models"
+    return tuple(dict.fromkeys([*roots, demo] if demo.is_dir() else roots))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise FileError(f"cannot read the configuration {path.name}: {error.strerror}; name another file with --config") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path.name} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"{path.name} is not valid TOML: {error}") from error
+
+
+def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
+    known = _TABLES[name]
+    if not isinstance(value, dict):
+        raise FileError(f"{path.name}: {name} is {value!r}; write it as a table, [{name}]")
+    for key in value:
+        if key not in known:
+            raise FileError(f"{path.name}: unknown key {key!r} in [{name}]; known keys: {', '.join(known)}")
+    return {key: _value(f"{path.name}: {key} in [{name}]", known[key], item, _RANGES.get((name, key))) for key, item in value.items()}
+
+
+def _value(where: str, kind: _Kind, value: Any, bounds: tuple[float, float] | None) -> Any:
+    if kind == "bytes" and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise FileError(f"{where}: {error}") from error
+    if not _fits_kind(kind, value):
+        raise FileError(f"{where} is {value!r}; use {_WORDS[kind]}")
+    if bounds and not bounds[0] <= value <= bounds[1]:
+        raise FileError(f"{where} is {value!r}; use {bounds[0]} to {bounds[1]}")
+    return value
+
+
+def _fits_kind(kind: _Kind, value: Any) -> bool:
+    if kind == "flag":
+        return isinstance(value, bool)
+    if kind == "text":
+        return isinstance(value, str)
+    if kind == "texts":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and (kind == "whole" or value >= 0)

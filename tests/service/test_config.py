@@ -1,0 +1,136 @@
+"""onedesk.toml: what is read, what is refused, and which message says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from onedesk.service import config as config_module
+from onedesk.service.config import Config, ServiceSettings, installed_file, load_config, package_folder, parse_bytes
+from onedesk.service.errors import FileError
+
+DEMO = [package_folder() / "models"] if (package_folder() / "models").is_dir() else []
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "onedesk.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_empty_file_gives_the_defaults_and_the_trees_models(tmp_path):
+    config = load_config(write(tmp_path, ""))
+    assert config.tree == tmp_path
+    assert list(config.model_roots) == [tmp_path / "models", *DEMO]
+    assert config.service == ServiceSettings()
+    assert dict(config.memory) == {}
+    assert config.cache == tmp_path / "cache"
+
+
+def test_every_table_is_read(tmp_path):
+    text = """
+    [memory]
+    limit_percent = 55.5
+    floor = "2GiB"
+    slab = 1048576
+    debug = true
+    [models]
+    roots = ["llm", "/srv/qwen"]
+    default = "小模型"
+    context = 4096
+    [service]
+    host = "127.0.0.2"
+    port = 9000
+    concurrency = 2
+    queue = 3
+    deadline = 1.5
+    """
+    config = load_config(write(tmp_path, text))
+    assert dict(config.memory) == {"limit_percent": 55.5, "floor": 2 * 1024**3, "slab": 1048576, "debug": True}
+    assert list(config.model_roots) == [tmp_path / "llm", Path("/srv/qwen"), *DEMO]
+    assert (config.default_model, config.context) == ("小模型", 4096)
+    assert config.service == ServiceSettings("127.0.0.2", 9000, 2, 3, 1.5)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    path = tmp_path / "onedesk.toml"
+    path.write_bytes(b"\xef\xbb\xbf[service]\nport = 1\n")
+    assert load_config(path).service.port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service"),
+        ("port = 1\n", "unknown table or key 'port'"),
+        ("[service]\nprot = 1\n", "unknown key 'prot' in [service]; known keys: host, port, concurrency, queue, deadline"),
+        ("service = 3\n", "service is 3; write it as a table, [service]"),
+        ('[service]\nport = "80"\n', "port in [service] is '80'; use a whole number"),
+        ("[service]\nport = true\n", "port in [service] is True; use a whole number"),
+        ("[service]\nport = 65536\n", "port in [service] is 65536; use 0 to 65535"),
+        ("[service]\ndeadline = nan\n", "deadline in [service] is nan; use a number"),
+        ("[service]\nhost = 1\n", "host in [service] is 1; use a text"),
+        ("[models]\nroots = 'models'\n", "roots in [models] is 'models'; use a list of texts"),
+        ("[models]\ncontext = 0\n", "context in [models] is 0; use 1 to"),
+        ("[memory]\nfloor = '4 potatoes'\n", "floor in [memory]: '4 potatoes' is no size"),
+        ("[memory]\nfloor = -1\n", "floor in [memory] is -1; use whole bytes"),
+        ("[memory]\ndebug = 1\n", "debug in [memory] is 1; use true or false"),
+        ("[service\n", "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, wanted):
+    with pytest.raises(FileError) as caught:
+        load_config(write(tmp_path, text))
+    assert wanted in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(FileError, match=r"cannot read the configuration absent\.toml: No such file"):
+        load_config(tmp_path / "absent.toml")
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'[models]\ndefault = "\xe9"\n')
+    with pytest.raises(FileError, match=r"latin\.toml is not UTF-8"):
+        load_config(latin)
+
+
+def test_the_tree_of_the_running_python_is_found(tmp_path, monkeypatch):
+    prefix = tmp_path / "envs" / "onedesk"
+    prefix.mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    assert installed_file() is None
+    assert load_config() == Config(model_roots=tuple(DEMO))
+    write(tmp_path, "[service]\nport = 5\n")
+    assert load_config().tree == tmp_path
+    assert load_config().service.port == 5
+    other = write(prefix, "[service]\nport = 6\n")
+    assert load_config(other).service.port == 6
+
+
+def test_without_a_tree_the_toy_models_of_the_package_are_offered(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(config_module, "package_folder", lambda: tmp_path)
+    assert load_config().model_roots == ()
+    (tmp_path / "models").mkdir()
+    assert load_config() == Config(model_roots=(tmp_path / "models",))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("0", 0), ("121GiB", 121 * 1024**3), ("1.5 gib", 3 * 1024**3 // 2), ("2K", 2000), ("3KiB", 3072), ("7B", 7), (" 4 MB ", 4_000_000)],
+)
+def test_sizes(text, wanted):
+    assert parse_bytes(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1GiBs", "1e9", "4 PiB", "nan"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError, match="is no size"):
+        parse_bytes(text)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().context = 1
