@@ -1,6 +1,6 @@
 """The one configuration: onedesk.toml of the tree, with defaults for everything. Unknown keys are errors.
 
-    [memory]   budget numbers; the pool's settings (memory/budget.py) hold the defaults
+    [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
     [models]   roots = ["models"], default = "NAME", context = 8192
     [service]  host, port, concurrency, queue, deadline
 
@@ -34,18 +34,25 @@ _UNITS: Mapping[str, int] = {"": 1, **{p: 1000**i for i, p in enumerate("KMGT", 
 # Key -> what it must be. The keys of [memory] are the fields of memory.MemorySettings; a test holds the two together.
 _TABLES: Mapping[str, Mapping[str, _Kind]] = {
     "memory": {
-        "limit_percent": "number",
-        "kept_back_percent": "number",
-        "headroom_percent": "number",
+        "limit": "number",
+        "limit_bytes": "bytes",
+        "kept_back": "number",
         "floor": "bytes",
-        "slab": "bytes",
+        "headroom": "number",
+        "initial_slab": "bytes",
+        "own_slab": "bytes",
         "align": "whole",
         "weight_align": "whole",
+        "guard": "whole",
+        "shortfall": "number",
+        "poll_loading": "number",
+        "poll": "number",
         "debug": "flag",
     },
     "models": {"roots": "texts", "default": "text", "context": "whole"},
     "service": {"host": "text", "port": "whole", "concurrency": "whole", "queue": "whole", "deadline": "number"},
 }
+MEMORY_KEYS = tuple(_TABLES["memory"])
 _WORDS: Mapping[_Kind, str] = {
     "text": "a text",
     "texts": "a list of texts",

@@ -10,6 +10,7 @@ import pytest
 from onedesk.service import config as config_module
 from onedesk.service.config import Config, ServiceSettings, installed_file, load_config, package_folder, parse_bytes
 from onedesk.service.errors import FileError
+from onedesk.service.memory.budget import SETTING_NAMES
 
 DEMO = [package_folder() / "models"] if (package_folder() / "models").is_dir() else []
 
@@ -32,9 +33,9 @@ def test_an_empty_file_gives_the_defaults_and_the_trees_models(tmp_path):
 def test_every_table_is_read(tmp_path):
     text = """
     [memory]
-    limit_percent = 55.5
+    limit = 0.555
     floor = "2GiB"
-    slab = 1048576
+    initial_slab = 1048576
     debug = true
     [models]
     roots = ["llm", "/srv/qwen"]
@@ -48,10 +49,14 @@ def test_every_table_is_read(tmp_path):
     deadline = 1.5
     """
     config = load_config(write(tmp_path, text))
-    assert dict(config.memory) == {"limit_percent": 55.5, "floor": 2 * 1024**3, "slab": 1048576, "debug": True}
+    assert dict(config.memory) == {"limit": 0.555, "floor": 2 * 1024**3, "initial_slab": 1048576, "debug": True}
     assert list(config.model_roots) == [tmp_path / "llm", Path("/srv/qwen"), *DEMO]
     assert (config.default_model, config.context) == ("小模型", 4096)
     assert config.service == ServiceSettings("127.0.0.2", 9000, 2, 3, 1.5)
+
+
+def test_the_memory_table_has_the_pools_settings():
+    assert tuple(config_module.MEMORY_KEYS) == SETTING_NAMES
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path):
