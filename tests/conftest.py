@@ -1,0 +1,83 @@
+"""What the tests share: the real ComfyUI, started once a session, and tiny models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui import Comfy
+from onedesk.service.errors import PeerError
+from onedesk.service.setup.comfyui import ComfyProcess
+from onedesk.service.setup.tree import Tree
+from tiny_models import ENCODER, write_image_models, write_language_model
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TINY_WRITER = "tiny-writer"
+TINY_WRITER_HIDDEN = 64
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--comfyui", type=Path, default=None, help="folder of a ComfyUI whose requirements this Python has")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def tiny_writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 checkpoint (a folder) that writes printable ASCII and never ends by itself. Read only: copy it to change it."""
+    return write_language_model(tmp_path_factory.mktemp("checkpoint") / TINY_WRITER, hidden=TINY_WRITER_HIDDEN)
+
+
+@pytest.fixture(scope="session")
+def comfyui_folder(request: pytest.FixtureRequest) -> Path:
+    """Where the real ComfyUI lies: beside this Python's environment, as install.sh makes it, or where --comfyui says."""
+    folder: Path = request.config.getoption("--comfyui") or Path(sys.prefix).parent / "ComfyUI"
+    if not (folder / "main.py").is_file():
+        pytest.fail(f"no ComfyUI in {folder}: run ./install.sh --test, or name one with pytest --comfyui FOLDER", pytrace=False)
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def comfyui_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory for ComfyUI with only this pack, the nodes of the tests, and tiny models of every kind that is needed.
+
+    models/: diffusion_models/tiny_painter_16 and _64, vae/tiny_coder, text_encoders/tiny_encoder (.safetensors), llm/tiny-writer.
+    """
+    base = tmp_path_factory.mktemp("comfyui")
+    for name in ("models", "custom_nodes", "input", "output", "user", "temp"):
+        (base / name).mkdir()
+    (base / "custom_nodes" / "onedesk").symlink_to(REPOSITORY, target_is_directory=True)
+    (base / "custom_nodes" / "onedesk_tests").symlink_to(REPOSITORY / "tests" / "comfyui_pack", target_is_directory=True)
+    write_image_models(base / "models", (ENCODER["hidden_size"], TINY_WRITER_HIDDEN))
+    write_language_model(base / "models" / "llm" / TINY_WRITER, hidden=TINY_WRITER_HIDDEN)
+    return base
+
+
+@pytest.fixture(scope="session")
+def comfyui(comfyui_folder: Path, comfyui_base: Path) -> Iterator[Comfy]:
+    """The real ComfyUI with only this pack, on a free port of 127.0.0.1, for the whole session."""
+    arguments = [
+        "--base-directory",
+        str(comfyui_base),
+        "--database-url",
+        "sqlite:///:memory:",
+        "--disable-auto-launch",
+        "--disable-api-nodes",
+    ]
+    arguments += ["--disable-all-custom-nodes", "--whitelist-custom-nodes", "onedesk", "onedesk_tests"]
+    arguments += [] if torch.cuda.is_available() else ["--cpu"]
+    caches = Tree(comfyui_base).environment()
+    process = ComfyProcess(Path(sys.executable), comfyui_folder, arguments, log=comfyui_base / "comfyui.log", environment=caches)
+    try:
+        process.start()
+    except PeerError as reason:
+        pytest.fail(f"the real ComfyUI does not start: {reason}", pytrace=False)
+    yield Comfy(process, comfyui_base)
+    process.stop()
