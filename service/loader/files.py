@@ -1,0 +1,117 @@
+"""Opening the files of a checkpoint: regular files only, inside the folders that may be read, remembered by size and time."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError, ModelError
+
+JSON_LIMIT = 64 << 20  # bytes; the index of a checkpoint with 100,000 tensors has about 12 MB
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was when its header was read. `shown` is its name in messages, relative to the model folder; `size` is in bytes."""
+
+    path: Path
+    shown: str
+    size: int
+    modified_ns: int
+    inode: tuple[int, int]
+
+    def same_as(self, other: os.stat_result) -> bool:
+        """Whether `other` describes the same bytes: same file, size and time of change."""
+        return (self.size, self.modified_ns, self.inode) == (other.st_size, other.st_mtime_ns, (other.st_dev, other.st_ino))
+
+
+@contextmanager
+def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:
+    """Yield a read-only descriptor and what the file is now. Raises FileError when it is absent, unreadable or not a regular file."""
+    try:
+        # O_NONBLOCK: a FIFO in place of a model file must not block the caller for ever
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise FileError(f"{shown} cannot be opened: {os.strerror(error.errno or 0)}") from None
+    except ValueError:
+        raise FileError(f"{shown!r} is not a file name") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileError(f"{shown} is not a regular file; a checkpoint consists of plain files")
+        yield fd, SourceFile(path, shown, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, nbytes: int, offset: int, shown: str) -> bytes:
+    """Read `nbytes` at `offset`; FileError when the file ends before."""
+    parts: list[bytes] = []
+    have = 0
+    while have < nbytes:
+        try:
+            part = os.pread(fd, nbytes - have, offset + have)
+        except OSError as error:
+            raise FileError(f"{shown} cannot be read at byte {offset + have}: {os.strerror(error.errno or 0)}") from None
+        if not part:
+            raise FileError(
+                f"{shown} ends at byte {offset + have} while {nbytes} bytes from byte {offset} were read; it changed or is damaged"
+            )
+        parts.append(part)
+        have += len(part)
+    return b"".join(parts)
+
+
+def read_json_object(path: Path, shown: str) -> dict[str, Any]:
+    """The JSON object in a small UTF-8 file. FileError when it cannot be read, ModelError when it is not a JSON object."""
+    with open_regular(path, shown) as (fd, source):
+        if source.size > JSON_LIMIT:
+            raise ModelError(f"{shown} has {source.size} bytes; a JSON file of a checkpoint has at most {JSON_LIMIT}")
+        raw = read_exactly(fd, source.size, 0, shown)
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{shown} is not UTF-8 text (byte {error.start}); download it again") from None
+    except RecursionError:
+        raise ModelError(f"{shown} is nested too deeply to be a file of a checkpoint") from None
+    except ValueError as error:
+        raise ModelError(f"{shown} is not JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{shown} holds a JSON {json_kind(value)}; an object with named values is needed")
+    return value
+
+
+def is_inside(path: Path, bases: Iterable[Path]) -> bool:
+    """Whether `path`, all its symlinks followed, lies in one of `bases` (which are resolved already)."""
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of symlinks, a NUL
+        return False
+    return any(real.is_relative_to(base) for base in bases)
+
+
+def plain_parts(name: str) -> tuple[str, ...] | None:
+    """The parts of a relative name a/b/c, or None when it could leave its folder: empty, absolute, `..`, backslash, control character."""
+    if not name or any(c == "\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
+        return None
+    parts = tuple(name.split("/"))
+    if any(part in ("", ".", "..") for part in parts):
+        return None
+    return parts
+
+
+def short(name: str, limit: int = 120) -> str:
+    """A name taken from a file, quoted and cut, fit for a message."""
+    return ascii(name if len(name) <= limit else name[:limit] + "...")
+
+
+def json_kind(value: Any) -> str:
+    """What JSON calls the type of a parsed value."""
+    names = {bool: "truth value", int: "number", float: "number", str: "text", list: "list", dict: "object"}
+    return names.get(type(value), "null")

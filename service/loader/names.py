@@ -1,0 +1,137 @@
+"""Model names: what the model folders hold, and the only way from a name to a path."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import FileError, ModelError
+from .checkpoint import INDEX, PARTIAL_SUFFIXES, SINGLE
+from .files import is_inside, plain_parts, short
+
+logger = logging.getLogger(__name__)
+
+IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds live under this folder of the tree
+_MODEL_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model that can be chosen: `name` is unique among all roots, `path` a folder or a lone safetensors file."""
+
+    name: str
+    path: Path
+
+
+class ModelRoots:
+    """The folders that hold models, searched in order; `targets` are further folders that symlinks may lead to."""
+
+    def __init__(self, roots: Sequence[Path], *, targets: Sequence[Path] = ()) -> None:
+        self.roots = tuple(Path(root).absolute() for root in roots)
+        # Every folder that a symlink may lead to, resolved.
+        self.bases = tuple(root.resolve() for root in (*self.roots, *(Path(target) for target in targets)))
+
+    def list(self) -> list[ModelEntry]:
+        """Every model folder and lone file, broken ones included, sorted by name within a root; nothing is opened."""
+        return [entry for entry, _ in self._entries()]
+
+    def resolve(self, name: str) -> Path:
+        """The path of a listed name. FileError for a name that could leave the roots, ModelError for an unknown one."""
+        parts = plain_parts(name)
+        if parts is None:
+            raise FileError(f"the model name {short(name)} is not allowed; use a name as `onedesk models` lists it, not a path")
+        entries = self._entries()
+        for entry, qualified in entries:
+            if name in (entry.name, qualified):
+                return entry.path
+        for root in self.roots:
+            path = root.joinpath(*parts)
+            if path.exists() and not is_inside(path, self.bases):
+                raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; put the model itself there")
+        raise ModelError(f"there is no model {short(name)}; {_advice(name, [entry.name for entry, _ in entries])}")
+
+    def find(self, name_or_path: str | Path) -> Path:
+        """For the command: a listed name, or the path of a folder or file anywhere. FileError or ModelError when it is neither."""
+        text = os.fspath(name_or_path)
+        if not text or "\0" in text:
+            raise FileError(f"{short(text)} is neither a model name nor a path")
+        for entry, qualified in self._entries():
+            if text in (entry.name, qualified):
+                return entry.path
+        path = Path(text).expanduser()
+        if path.exists():
+            return path
+        known = [entry.name for entry in self.list()]
+        raise ModelError(f"there is no model {short(text)}, and no folder or file of that path; {_advice(text, known)}")
+
+    def _entries(self) -> list[tuple[ModelEntry, str]]:
+        """Each entry with the name that also says its root, which stays valid when another root has the same name."""
+        found: list[tuple[ModelEntry, str]] = []
+        taken: set[str] = set()
+        seen: set[Path] = set()
+        for root in self.roots:
+            for name, path in _scan_root(root, self.bases):
+                real = path.resolve()
+                if real in seen:  # two roots that overlap, or a link beside its target
+                    continue
+                seen.add(real)
+                qualified = _free(f"{name} [{root.name}]", taken)
+                unique = name if name not in taken else qualified
+                taken.update((unique, qualified))
+                found.append((ModelEntry(unique, path), qualified))
+        return found
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number = 2
+    free = name
+    while free in taken:
+        free, number = f"{name[:-1]} {number}]", number + 1
+    return free
+
+
+def _scan_root(root: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    yield from ((path.name, path) for path in _lone_files(root, bases))
+    for folder in _folders(root, bases):
+        if folder.name == IMAGE_MODELS:
+            continue
+        if _holds_model(folder):
+            yield folder.name, folder
+            continue
+        yield from ((f"{folder.name}/{inner.name}", inner) for inner in _folders(folder, bases) if _holds_model(inner))
+
+
+def _lone_files(root: Path, bases: Sequence[Path]) -> list[Path]:
+    names = _names(root)
+    if "config.json" not in names:
+        return []
+    return [root / name for name in names if name.endswith(".safetensors") and is_inside(root / name, bases)]
+
+
+def _folders(parent: Path, bases: Sequence[Path]) -> list[Path]:
+    return [path for name in _names(parent) if (path := parent / name).is_dir() and is_inside(path, bases)]
+
+
+def _holds_model(folder: Path) -> bool:
+    """Whether a folder is meant as a model: it has a configuration, weights of any format, or a part of a download."""
+    return any(name in ("config.json", INDEX, SINGLE) or name.endswith((*_MODEL_SUFFIXES, *PARTIAL_SUFFIXES)) for name in _names(folder))
+
+
+def _names(folder: Path) -> list[str]:
+    """What a folder holds without hidden names, sorted; nothing when it is absent or may not be read."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        logger.info("model folder %s is skipped: %s", folder.name, error.strerror)
+        return []
+
+
+def _advice(name: str, known: Sequence[str]) -> str:
+    if not known:
+        return "the model folders are empty: put a model folder there, or get one with `onedesk pull`"
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:5]
+    return f"there are {len(known)}, such as {', '.join(short(n) for n in near)}"

@@ -1,0 +1,293 @@
+"""Reading tensors from checkpoint files straight into memory that is already there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from ..core import CancelCheck, Progress, ProgressReport
+from ..errors import Cancelled, FileError
+from .files import SourceFile, open_regular, short
+from .header import TensorInfo
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 8 << 20
+PIECES_LIMIT = 1024  # IOV_MAX of Linux
+PROGRESS_SECONDS = 0.05
+READERS = 2
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+        "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
+        "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStats:
+    """Bytes read and seconds it took."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Bytes that lie together in one file: from `offset` on they fill `views` (flat uint8, one device) one after the other."""
+
+    source: SourceFile
+    device: torch.device
+    offset: int
+    nbytes: int = 0
+    views: list[torch.Tensor] = field(default_factory=list)
+
+
+def stream_tensors(
+    jobs: Sequence[tuple[TensorInfo, torch.Tensor]],
+    *,
+    stage: Literal["load"] = "load",
+    progress: ProgressReport | None = None,
+    cancel: CancelCheck | None = None,
+    drop_behind: bool = True,
+    readers: int = READERS,
+) -> StreamStats:
+    """Fill each destination with the bytes of its tensor, in the order of the files, and wait until all are there.
+
+    A destination is contiguous, has the tensor's number of bytes, and its dtype or uint8 for the raw bytes; nothing is converted.
+    CPU memory is read into directly; another device gets its bytes through one bounce buffer a reader. With `drop_behind` the
+    file's pages leave the page cache as soon as they are copied. `progress` and `cancel` are called on the calling thread.
+    Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone, has changed
+    since its header was read, ends early or cannot be read, ValueError for a destination that does not fit.
+    """
+    started = time.perf_counter()
+    chunks = _plan(jobs)
+    total = sum(chunk.nbytes for chunk in chunks)
+    if cancel is not None and cancel():
+        raise Cancelled(f"loading was stopped before the first of {total} bytes was read")
+    for device in {chunk.device for chunk in chunks if chunk.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()  # the destinations may still be in use by work queued before
+    with ExitStack() as opened:
+        files = {source: opened.enter_context(_opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)}
+        run = _Run(chunks, files, drop_behind)
+        count = max(1, min(readers, len(chunks)))
+        with ThreadPoolExecutor(count, thread_name_prefix="onedesk-read") as pool:
+            try:
+                futures = [pool.submit(run.read_all) for _ in range(count)]
+                _watch(run.done, count, Progress(stage, 0, total), progress, cancel)
+            finally:
+                run.stop.set()
+        for future in futures:
+            future.result()
+        for source, fd in files.items():
+            _check_unchanged(source, fd)
+            if drop_behind:
+                _drop(fd, *_span(chunks, source))
+    if progress is not None:
+        progress(Progress(stage, total, total))
+    return StreamStats(total, time.perf_counter() - started)
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of a safetensors dtype; the 6-bit floats, which torch lacks, are uint8."""
+    return TORCH_DTYPES.get(dtype, torch.uint8)
+
+
+def _plan(jobs: Sequence[tuple[TensorInfo, torch.Tensor]]) -> list[_Chunk]:
+    """Cut the jobs, in file order, into chunks that end at multiples of CHUNK_BYTES in their file."""
+    chunks: list[_Chunk] = []
+    for info, target in sorted(jobs, key=lambda job: (str(job[0].file), job[0].start)):
+        view = _flat(info, target)
+        done = 0
+        while done < info.nbytes:
+            at = info.start + done
+            last = chunks[-1] if chunks else None
+            if last is None or not _continues(last, info.source, view.device, at):
+                last = _Chunk(info.source, view.device, at)
+                chunks.append(last)
+            take = min(info.nbytes - done, CHUNK_BYTES - at % CHUNK_BYTES)
+            last.views.append(view[done : done + take])
+            last.nbytes += take
+            done += take
+    return chunks
+
+
+def _continues(chunk: _Chunk, source: SourceFile, device: torch.device, at: int) -> bool:
+    follows = chunk.source == source and chunk.device == device and chunk.offset + chunk.nbytes == at
+    return follows and at % CHUNK_BYTES != 0 and len(chunk.views) < PIECES_LIMIT
+
+
+def _flat(info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
+    """The destination as flat uint8 over the same memory, [info.nbytes]."""
+    where = f"the destination of {short(info.name)}"
+    if target.dtype not in (torch_dtype(info.dtype), torch.uint8):
+        raise ValueError(f"{where} is {target.dtype}, the file has {info.dtype}; nothing is converted while reading")
+    if target.nbytes != info.nbytes:
+        raise ValueError(f"{where} has {target.nbytes} bytes, the file has {info.nbytes}")
+    if not target.is_contiguous():
+        raise ValueError(f"{where} is not contiguous (shape {tuple(target.shape)}, strides {target.stride()})")
+    return target.detach().reshape(-1).view(torch.uint8)
+
+
+class _Run:
+    """What the readers of one stream share: the next chunk, the stop flag, and the queue of bytes done (None: a reader has ended)."""
+
+    def __init__(self, chunks: list[_Chunk], files: Mapping[SourceFile, int], drop_behind: bool) -> None:
+        self.chunks, self.files, self.drop_behind = chunks, files, drop_behind
+        self.stop = threading.Event()
+        self.done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def read_all(self) -> None:
+        """Read chunks until none is left or the run is stopped; an error here stops the other readers too."""
+        bounces: dict[torch.device, _Bounce] = {}
+        complete = False
+        try:
+            while (index := self._take()) is not None:
+                self._read(index, bounces)
+                self.done.put(self.chunks[index].nbytes)
+            complete = True
+        finally:
+            if not complete:
+                self.stop.set()
+            self.done.put(None)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self.stop.is_set() or self._next >= len(self.chunks):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _read(self, index: int, bounces: dict[torch.device, _Bounce]) -> None:
+        chunk = self.chunks[index]
+        fd = self.files[chunk.source]
+        if chunk.device.type == "cpu":
+            _fill(fd, [memoryview(view.numpy()) for view in chunk.views], chunk)
+        else:
+            bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, _Bounce(chunk.device))
+            _fill(fd, [bounce.window(chunk.nbytes)], chunk)
+            bounce.hand_over(chunk.views)
+        if self.drop_behind:
+            _drop(fd, chunk.offset, chunk.nbytes)
+
+
+class _Bounce:
+    """One host buffer, pinned for CUDA, through which a reader feeds a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=cuda)
+        self.stream = torch.cuda.Stream(device) if cuda else None
+
+    def window(self, nbytes: int) -> memoryview:
+        return memoryview(self.buffer.numpy())[:nbytes]
+
+    @torch.inference_mode()
+    def hand_over(self, views: Sequence[torch.Tensor]) -> None:
+        """Copy the buffer's beginning into `views`, one after the other, and wait for it."""
+        parts = torch.split(self.buffer[: sum(view.numel() for view in views)], [view.numel() for view in views])
+        with torch.cuda.stream(self.stream):
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part, non_blocking=True)
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+def _watch(
+    done: queue.SimpleQueue[int | None], readers: int, start: Progress, progress: ProgressReport | None, cancel: CancelCheck | None
+) -> None:
+    """Follow the readers until all have ended: report at most every PROGRESS_SECONDS, ask for cancel at every chunk."""
+    got, told = 0, time.monotonic()
+    while readers:
+        try:
+            step = done.get(timeout=PROGRESS_SECONDS)
+        except queue.Empty:
+            step = 0
+        if step is None:
+            readers -= 1
+        else:
+            got += step
+        if cancel is not None and cancel():
+            raise Cancelled(f"loading was stopped after {got} of {start.total} bytes")
+        if progress is not None and got < start.total and time.monotonic() - told >= PROGRESS_SECONDS:
+            progress(Progress(start.stage, got, start.total))
+            told = time.monotonic()
+
+
+def _fill(fd: int, views: list[memoryview], chunk: _Chunk) -> None:
+    at, end = chunk.offset, chunk.offset + chunk.nbytes
+    while at < end:
+        try:
+            got = os.preadv(fd, views, at)
+        except OSError as error:
+            raise FileError(f"{chunk.source.shown} cannot be read at byte {at} of {chunk.source.size}: {error.strerror}") from None
+        if got <= 0:
+            raise FileError(
+                f"{chunk.source.shown} ends at byte {at} while bytes up to {end} were read; it had {chunk.source.size} bytes "
+                "when it was opened: it was changed meanwhile, get it again"
+            )
+        at += got
+        views = _rest(views, got)
+
+
+def _rest(views: list[memoryview], got: int) -> list[memoryview]:
+    """What is left of `views` after `got` bytes were written."""
+    for index, view in enumerate(views):
+        if got < len(view):
+            return [view[got:], *views[index + 1 :]]
+        got -= len(view)
+    return []
+
+
+@contextmanager
+def _opened(source: SourceFile) -> Iterator[int]:
+    """The file opened again, if it still is the one whose header was read."""
+    with open_regular(source.path, source.shown) as (fd, _):
+        _check_unchanged(source, fd)
+        _advise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield fd
+
+
+def _check_unchanged(source: SourceFile, fd: int) -> None:
+    now = os.fstat(fd)
+    if not source.same_as(now):
+        raise FileError(
+            f"{source.shown} was changed or replaced since its header was read "
+            f"(it had {source.size} bytes, now {now.st_size}); open the model again"
+        )
+
+
+def _span(chunks: Sequence[_Chunk], source: SourceFile) -> tuple[int, int]:
+    """Offset and length of the part of a file that was read."""
+    mine = [chunk for chunk in chunks if chunk.source == source]
+    return mine[0].offset, mine[-1].offset + mine[-1].nbytes - mine[0].offset
+
+
+def _drop(fd: int, offset: int, nbytes: int) -> None:
+    """Let the page cache forget the pages that lie in this part of the file."""
+    _advise(fd, offset - offset % PAGE, nbytes + offset % PAGE, os.POSIX_FADV_DONTNEED)
+
+
+def _advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+    try:
+        os.posix_fadvise(fd, offset, nbytes, advice)
+    except OSError as error:  # a file system without a page cache
+        logger.debug("fadvise %d is not supported here: %s", advice, error.strerror)
