@@ -1,1 +1,1 @@
-"""Measuring on this machine: load, prefill, decode, beside peers in the same run."""
+"""Measuring: load, prefill and decode of a model, beside the read ceiling of the machine and beside a peer in the same run."""

@@ -1,0 +1,87 @@
+"""A checkpoint's files as the page cache sees them: evicted, read whole, and how much of them is resident."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+BLOCK = 8 << 20
+READERS = 4
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # mincore's other bits are reserved
+
+
+def evict(files: Sequence[Path]) -> None:
+    """Drop the files' clean pages from the page cache."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def read_whole(files: Sequence[Path], *, readers: int = READERS) -> float:
+    """Seconds to read every byte once, with `readers` threads into reused buffers: the raw speed that a load is held against."""
+    started = time.perf_counter()
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            with ThreadPoolExecutor(readers) as threads:
+                list(threads.map(_read_part, [(fd, at, size) for at in range(0, size, -(-size // readers) or 1)], [readers] * readers))
+        finally:
+            os.close(fd)
+    return time.perf_counter() - started
+
+
+def _read_part(part: tuple[int, int, int], readers: int) -> None:
+    fd, at, size = part
+    end = min(size, at + -(-size // readers))
+    buffer = memoryview(bytearray(BLOCK))
+    while at < end:
+        got = os.preadv(fd, [buffer[: min(BLOCK, end - at)]], at)
+        if not got:
+            return
+        at += got
+
+
+class Residency:
+    """Counts the bytes of some files that are in the page cache (mincore over a mapping that is never touched)."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._maps = [self._map(path) for path in files]
+
+    def _map(self, path: Path) -> tuple[int, int, ctypes.Array[ctypes.c_ubyte]]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            start = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        finally:
+            os.close(fd)
+        if start in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), "cannot map the file to look at its residency")
+        return start, size, (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+
+    def resident(self) -> int:
+        """Bytes resident now, whole pages."""
+        pages = 0
+        for start, size, vector in self._maps:
+            if self._libc.mincore(start, size, vector):
+                raise OSError(ctypes.get_errno(), "mincore refused to tell the file's residency")
+            pages += bytes(vector).translate(_LOWEST_BIT).count(1)
+        return pages * mmap.PAGESIZE
+
+    def close(self) -> None:
+        for start, size, _ in self._maps:
+            self._libc.munmap(start, size)
+        self._maps = []

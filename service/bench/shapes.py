@@ -1,0 +1,122 @@
+"""Random checkpoints with the shapes of published models, for measuring where no weights are at hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import FileError
+from ..model.families import family_of
+from ..model.spec import Source
+
+log = logging.getLogger(__name__)
+
+_CHUNK_ELEMENTS = 4 << 20  # 8 MiB of BF16 and 16 MiB of FP32 at a time, whatever the model's size
+_SPREAD = 0.02  # standard deviation of the weights, as at the start of training
+
+
+def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool) -> Mapping[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "attention_bias": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288, False),
+}
+
+
+def random_checkpoint(name: str, cache: Path) -> Path:
+    """The folder of a random BF16 checkpoint with the shape `name` of SHAPES, written on first use under cache/bench.
+
+    No tokenizer, no end token: it is driven with token ids. Writing holds a few MiB, never a tensor as a whole. Raises FileError
+    when the disk has no room for it or cannot be written.
+    """
+    folder = cache / "bench" / name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as started:
+            whole = Path(started) / name
+            whole.mkdir()
+            write_random(whole, SHAPES[name])
+            whole.rename(folder)
+    except OSError as error:
+        if folder.is_dir():  # another process was faster
+            return folder
+        raise FileError(f"cannot write the random checkpoint {name} into the cache: {error.strerror}; free some room there") from error
+    return folder
+
+
+def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> None:
+    """Write config.json and model.safetensors with random weights (normal, BF16; norms are 1) into an existing folder."""
+    family = family_of(config)
+    sources = [source for wanted in family.destinations(family.read_config(config)) for source in wanted.sources]
+    header = _header(sources)
+    needed = len(header) + sum(2 * math.prod(source.shape) for source in sources)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise FileError(f"the random checkpoint needs {needed:,} bytes and the disk of the cache has {free:,} free; free some room there")
+    log.info("writing a random checkpoint of %.2f GB", needed / 1e9)
+    generator = torch.Generator().manual_seed(seed)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for source in sources:
+            for chunk in _values(source, generator):
+                _write(file, chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2), encoding="utf-8")
+
+
+def _header(sources: list[Source]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for source in sources:
+        end = at + 2 * math.prod(source.shape)
+        entries[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _values(source: Source, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    left = math.prod(source.shape)
+    while left:
+        size = min(left, _CHUNK_ELEMENTS)
+        wide = torch.ones(size) if len(source.shape) == 1 else torch.randn(size, generator=generator).mul_(_SPREAD)
+        yield wide.to(torch.bfloat16)
+        left -= size
+
+
+def _write(file: BinaryIO, values: torch.Tensor) -> None:
+    file.write(values.view(torch.uint8).numpy().data)
