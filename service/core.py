@@ -63,8 +63,8 @@ class Sampling:
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEED_LIMIT):
             raise RequestError(f"seed is {self.seed!r}; use a whole number from 0 to 2^64-1")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0 or not isinstance(bias, int | float) or math.isnan(bias):
-                raise RequestError(f"logit_bias has {token!r}: {bias!r}; use token ids from 0 and numbers")
+            if not isinstance(token, int) or token < 0 or not isinstance(bias, int | float) or not math.isfinite(bias):
+                raise RequestError(f"logit_bias has {token!r}: {bias!r}; use token ids from 0 and finite numbers")
         return self
 
     def with_defaults(self, defaults: Sampling) -> Sampling:

@@ -1,0 +1,394 @@
+"""The one door to the engine: open a model, ask it, close it. Nodes, the command and the service are wrappers of this."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import load_config
+from .core import CancelCheck, Event, Message, ProgressReport, Request, Sampling, Thinking
+from .engine.generation import Generation, Prepared, cancelled_result
+from .engine.runner import Stopped
+from .engine.sequence import Limits
+from .engine.session import Blueprint, Session, draw_blueprint, open_session
+from .engine.stages import StageMeter
+from .errors import Cancelled, ModelError, RequestError
+from .loader.checkpoint import open_checkpoint
+from .loader.names import ModelRoots
+from .memory.budget import Need
+from .memory.pool import Pool, Released
+from .text.template import ChatTemplate, load_template
+from .text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT = 4096
+QUANTIZATIONS = ("none",)
+# How often a call that waits for the model looks whether it should stop.
+WAIT_SECONDS = 0.1
+
+
+class OpenModel:
+    """A handle of one model, loaded when it is first used and again after it gave way. May be shared between threads.
+
+    One generation runs at a time; others wait. Made by `open_model`.
+    """
+
+    def __init__(self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path) -> None:
+        self.name = name
+        self.path = path
+        self.pool = pool
+        self._blueprint = blueprint
+        self._kernel_cache = kernel_cache
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._closed = False
+        folder = blueprint.checkpoint.folder
+        self._tokenizer = _Late(lambda: load_tokenizer(folder))
+        self._template = _Late(lambda: load_template(folder))
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._blueprint.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self._blueprint.widths.vocab
+
+    @property
+    def hidden_size(self) -> int:
+        return self._blueprint.widths.hidden
+
+    @property
+    def layers(self) -> int:
+        return self._blueprint.config.layers
+
+    @property
+    def need(self) -> Need:
+        """Bytes that the model takes while it is loaded."""
+        return self._blueprint.need
+
+    @property
+    def loaded(self) -> bool:
+        return self._session is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a generation or a load is under way."""
+        return self._lock.locked()
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels run and why; empty while the model is not loaded."""
+        return self._session.kernels if self._session else ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises ModelError when there is none."""
+        return self._tokenizer.get()
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The checkpoint's chat template. Raises ModelError when there is none."""
+        return self._template.get()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, control tokens recognized."""
+        return self.tokenizer.encode(text)
+
+    def render(self, messages: Sequence[Message], thinking: Thinking = "auto") -> str:
+        """The conversation as the model reads it, up to where its answer begins."""
+        return self.template.render(messages, thinking=thinking)
+
+    def held_bytes(self) -> int:
+        """Bytes leased now."""
+        session = self._session
+        return session.held_bytes() if session else 0
+
+    def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
+        """Bring the model into memory now. Raises Cancelled, MemoryFull, FileError."""
+        with self._exclusive(cancel):
+            self._loaded(progress, cancel)
+
+    def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Iterator[Event]:
+        """Answer `request` as a stream of events; the last one has the result.
+
+        Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked before every
+        token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled". `progress` hears of a load.
+        """
+        prepared = self._prepare(request)
+        return self._run(prepared, cancel, progress)
+
+    def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
+        """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
+        self._check_ids(ids)
+        if len(ids) > self.context:
+            raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
+        with self._exclusive(cancel), _cancellable():
+            return self._loaded(None, cancel).runner.logprobs(ids, cancel)
+
+    def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
+        """As `score` for a text of any length, in windows that overlap by half; also returns how many windows there were."""
+        ids = self.encode(text)
+        if not ids:
+            raise RequestError("the text to score is empty; give at least one character")
+        values = self.score(ids[: self.context], cancel=cancel)
+        windows, done = 1, min(len(ids), self.context)
+        overlap = max(1, self.context // 2)
+        while done < len(ids):
+            start = done - overlap
+            window = ids[start : start + self.context]
+            values += self.score(window, cancel=cancel)[overlap - 1 :]
+            done = start + len(window)
+            windows += 1
+        return values, windows
+
+    def embed_prompt(
+        self,
+        prompt: str | Sequence[int],
+        layers: Sequence[int],
+        *,
+        cancel: CancelCheck | None = None,
+        progress: ProgressReport | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of `prompt` for an image model: [tokens, hidden * len(layers)] fp32 on the CPU, no final norm.
+
+        `layers` count blocks: 9 is the state after 9 blocks, -1 after all of them, -2 after all but one. Raises RequestError, Cancelled.
+        """
+        after = [self._block_count(layer) for layer in layers]
+        if not after:
+            raise RequestError("no layer was named; give at least one, such as -2")
+        ids = list(prompt) if not isinstance(prompt, str) else self.encode(prompt)
+        self._check_ids(ids)
+        if len(ids) > self.context:
+            raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.context}; shorten it or open with more context")
+        with self._exclusive(cancel), _cancellable():
+            return self._loaded(progress, cancel).runner.states(ids, after, cancel)
+
+    def give_way(self) -> tuple[Released, ...]:
+        """Return the model's bytes, measured; the handle stays and loads again when it is next used.
+
+        A running generation is never cut: while one runs nothing is returned.
+        """
+        if not self._lock.acquire(blocking=False):
+            return ()
+        try:
+            return self._release()
+        finally:
+            self._lock.release()
+
+    def close(self) -> tuple[Released, ...]:
+        """Return the model's bytes for good, after a running generation has ended."""
+        with self._lock:
+            self._closed = True
+            return self._release()
+
+    def _release(self) -> tuple[Released, ...]:
+        session, self._session = self._session, None
+        if session is None:
+            return ()
+        released = session.release()
+        log.info("%s gave back %d of %d bytes", self.name, sum(r.measured for r in released), sum(r.asked for r in released))
+        return released
+
+    @contextmanager
+    def _exclusive(self, cancel: CancelCheck | None) -> Iterator[None]:
+        while not self._lock.acquire(timeout=WAIT_SECONDS):
+            if cancel and cancel():
+                raise Cancelled(f"stopped while waiting for {self.name}, which is busy")
+        try:
+            if self._closed:
+                raise RequestError(f"{self.name} was closed; open it again")
+            yield
+        finally:
+            self._lock.release()
+
+    def _loaded(self, progress: ProgressReport | None, cancel: CancelCheck | None) -> Session:
+        if self._session is None:
+            self._session = open_session(self.name, self._blueprint, self.pool, self._kernel_cache, progress, cancel)
+        return self._session
+
+    def _run(self, prepared: Prepared, cancel: CancelCheck | None, progress: ProgressReport | None) -> Iterator[Event]:
+        started = time.perf_counter()
+        meter = StageMeter(self.pool)
+        try:
+            with self._exclusive(cancel):
+                was_loaded = self.loaded
+                with meter.measure("load"):
+                    session = self._loaded(progress, cancel)
+                load_seconds = 0.0 if was_loaded else time.perf_counter() - started
+                meter.add_bytes("load", 0 if was_loaded else session.loaded.bytes)
+                generation = Generation(prepared, session.runner, meter, self._blueprint.plan.nbytes, cancel)
+                yield from generation.events(started, load_seconds)
+        except Cancelled:
+            yield Event(result=cancelled_result(prepared, time.perf_counter() - started))
+
+    def _prepare(self, request: Request) -> Prepared:
+        request = request.validated()
+        tokenizer = self._tokenizer.get() if request.ids is None else self._tokenizer.or_none()
+        in_reasoning = False
+        if request.ids is not None:
+            ids: Sequence[int] = request.ids
+        elif request.prompt is not None:
+            ids = self.encode(request.prompt)
+        else:
+            rendered = self.render(request.messages, request.thinking)
+            in_reasoning = rendered.rstrip().endswith("<think>")
+            ids = self.encode(rendered)
+        self._check_ids(ids)
+        room = self.context - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context is {self.context}: no room for an answer; "
+                f"shorten the prompt by {1 - room} tokens or open the model with a larger context"
+            )
+        generation_defaults = sampling_defaults(self._blueprint.checkpoint.generation)
+        family_defaults = self._blueprint.family.default_sampling(request.thinking)
+        sampling = request.sampling.with_defaults(generation_defaults).with_defaults(family_defaults)
+        choosable = min(tokenizer.size, self.vocab_size) if tokenizer else self.vocab_size
+        reasoning = request.thinking_budget
+        limits = Limits(
+            request.max_tokens,
+            room - min(request.max_tokens, room // 2) if reasoning is None else reasoning,
+            room,
+            frozenset(self._end_tokens(tokenizer)),
+        )
+        repetition = request.repetition_stop if request.repetition_stop is not None else request.ids is None
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        return Prepared(tuple(ids), sampling, seed, limits, request.stop, in_reasoning, repetition, tokenizer, choosable)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("the prompt has no tokens; write at least one character")
+        for at, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"token id {token!r} at position {at} is not one of the model's {self.vocab_size}; use 0 to {self.vocab_size - 1}"
+                )
+
+    def _block_count(self, layer: int) -> int:
+        count = layer if layer >= 0 else self.layers + 1 + layer
+        if not 0 <= count <= self.layers:
+            raise RequestError(
+                f"layer {layer} does not exist; {self.name} has {self.layers} blocks: use 0 to {self.layers} or -1 to -{self.layers + 1}"
+            )
+        return count
+
+    def _end_tokens(self, tokenizer: Tokenizer | None) -> set[int]:
+        checkpoint = self._blueprint.checkpoint
+        for source in (checkpoint.generation, checkpoint.config):
+            value = source.get("eos_token_id")
+            found = {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and not isinstance(i, bool)}
+            if found:
+                return found
+        named = (tokenizer.id_of(text) for text in ("<|im_end|>", "<|endoftext|>")) if tokenizer else ()
+        return {token for token in named if token is not None}
+
+
+class _Late:
+    """A part that is read when it is first needed, once."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._value: Any = None
+
+    def get(self) -> Any:
+        with self._lock:
+            if self._value is None:
+                self._value = self._make()
+            return self._value
+
+    def or_none(self) -> Any:
+        """The part, or None where the checkpoint has none that can be used."""
+        try:
+            return self.get()
+        except ModelError:
+            return None
+
+
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    try:
+        yield
+    except Stopped:
+        raise Cancelled("stopped while reading the prompt") from None
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
+    """A checkpoint's own defaults from generation_config.json; a value that is out of range is a ModelError."""
+    if generation.get("do_sample") is False:
+        return Sampling(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    try:
+        return Sampling(**{name: generation[name] for name in names if generation.get(name) is not None}).validated()
+    except RequestError as error:
+        raise ModelError(f"generation_config.json: {error}") from error
+
+
+def pick_device(device: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise RequestError(f"device is {device!r}; use auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device is cuda, but torch sees no CUDA device here; use auto or cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_context(context: int | None, allowed: int) -> int:
+    """The context to open with: as asked, or 4,096 where the model allows that much. Raises RequestError with both numbers."""
+    if context is None:
+        return min(DEFAULT_CONTEXT, allowed)
+    if isinstance(context, bool) or not isinstance(context, int) or context < 2:
+        raise RequestError(f"context is {context!r}; use a whole number from 2")
+    if context > allowed:
+        raise RequestError(f"context is {context}, but the model's config allows {allowed}; use at most that")
+    return context
+
+
+def perplexity(logprobs: Sequence[float]) -> float | None:
+    """exp of the mean negative log-probability; None without any."""
+    if not logprobs:
+        return None
+    mean = -sum(logprobs) / len(logprobs)
+    return math.exp(mean) if mean < 700 else None
+
+
+def open_model(
+    model: str | Path,
+    *,
+    pool: Pool,
+    roots: ModelRoots | None = None,
+    context: int | None = None,
+    quant: str = "none",
+    device: str = "auto",
+    load: bool = True,
+    progress: ProgressReport | None = None,
+    cancel: CancelCheck | None = None,
+    kernel_cache: Path | None = None,
+) -> OpenModel:
+    """Open `model`: a Path is taken as it is, a str is a name among `roots`. With load=False it loads when it is first used.
+
+    Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()` turns true.
+    """
+    if quant not in QUANTIZATIONS:
+        raise RequestError(f"quant is {quant!r}; this version supports {', '.join(QUANTIZATIONS)}")
+    path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
+    checkpoint = open_checkpoint(path, roots=roots.bases if roots else ())
+    draft = draw_blueprint(checkpoint, pick_device(device), 2)
+    blueprint = replace(draft, context=pick_context(context, draft.config.max_position))
+    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, kernel_cache or load_config(None).cache)
+    if load:
+        opened.load(progress=progress, cancel=cancel)
+    return opened

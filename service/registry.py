@@ -1,0 +1,110 @@
+"""The one process-wide registry: which models are open, and the pool of each device that they share."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from .api import OpenModel, open_model, pick_device
+from .config import Config, load_config
+from .core import CancelCheck, ProgressReport
+from .errors import RequestError
+from .loader.names import ModelRoots
+from .memory.budget import MemorySettings
+from .memory.pool import Pool, Released
+from .memory.truth import read_truth
+
+_Key = tuple[Path, int | None, str, str]
+
+
+class Registry:
+    """Handles by choice: the same model, context, quantization and device is one handle, whoever asks. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._models: dict[_Key, OpenModel] = {}
+        self._pools: dict[str, Pool] = {}
+        self._config: Config | None = None
+
+    def configure(self, config: Config) -> None:
+        """Set the configuration for pools and models opened from now on; without it the installation's own is read at first use."""
+        with self._lock:
+            self._config = config
+
+    @property
+    def config(self) -> Config:
+        with self._lock:
+            if self._config is None:
+                self._config = load_config(None)
+            return self._config
+
+    def pool(self, device: str = "auto") -> Pool:
+        """The pool of a device, made when first asked for."""
+        kind = pick_device(device).type
+        with self._lock:
+            if kind not in self._pools:
+                values: dict[str, Any] = dict(self.config.memory)
+                self._pools[kind] = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+            return self._pools[kind]
+
+    def open(
+        self,
+        model: str | Path,
+        *,
+        roots: ModelRoots | None = None,
+        context: int | None = None,
+        quant: str = "none",
+        device: str = "auto",
+        load: bool = True,
+        progress: ProgressReport | None = None,
+        cancel: CancelCheck | None = None,
+    ) -> OpenModel:
+        """As api.open_model, but the same choice gives the same handle."""
+        if not isinstance(model, Path):
+            roots = roots or ModelRoots(self.config.model_roots)
+        path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
+        kind = pick_device(device).type
+        key = (path.resolve(), context, quant, kind)
+        with self._lock:
+            opened = self._models.get(key)
+            if opened is None:
+                opened = open_model(
+                    model,
+                    pool=self.pool(kind),
+                    roots=roots,
+                    context=context,
+                    quant=quant,
+                    device=kind,
+                    load=False,
+                    kernel_cache=self.config.cache,
+                )
+                self._models[key] = opened
+        if load:
+            opened.load(progress=progress, cancel=cancel)
+        return opened
+
+    def models(self) -> list[OpenModel]:
+        """Every handle, loaded or not, oldest first."""
+        with self._lock:
+            return list(self._models.values())
+
+    def release(self, owner: str | None = None) -> list[Released]:
+        """Let one model (by name) or all give way; busy ones keep what they hold. RequestError names the owners for an unknown one."""
+        models = self.models()
+        if owner is not None:
+            models = [model for model in models if model.name == owner]
+            if not models:
+                names = ", ".join(sorted({model.name for model in self.models()})) or "none"
+                raise RequestError(f"no open model is called {owner!r}; open are: {names}")
+        return [released for model in models for released in model.give_way()]
+
+    def close(self) -> None:
+        """Close every model and forget it."""
+        with self._lock:
+            models, self._models = list(self._models.values()), {}
+        for model in models:
+            model.close()
+
+
+REGISTRY = Registry()
