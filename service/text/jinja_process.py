@@ -1,0 +1,215 @@
+"""The parent's side of jinja_child.py: starts it, asks it, bounds it, ends it.
+
+Why a process: a chat template is a program from a downloaded file, and one expression of it ('a' * 10**10, two lists nested forty deep
+compared with each other) can spend minutes or all memory inside a single C call. There no thread can be stopped, no tracer or
+operator hook is asked, and the interpreter lock is held: in ComfyUI everything would stand still. A process can be killed at any
+point, and its memory has a limit that the kernel keeps. It stays open between renders: starting it costs 0.1 s, a render 1 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from ..errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_CHILD = Path(__file__).with_name("jinja_child.py")
+_LOOK_EVERY = 0.05  # seconds between two looks at a render that takes long
+_ALARM_AFTER = 1.0  # seconds past the limit when the child ends itself, should we be gone
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one render may use: seconds, bytes of text as UTF-8, and resident bytes of the process that renders."""
+
+    seconds: float = 5.0
+    text: int = 16 * 2**20
+    memory: int = 512 * 2**20
+    start_seconds: float = 30.0  # for the process to come up, on a machine that is busy
+
+
+Why = Literal["time", "memory", "ended"]
+
+
+class ChildEndedError(Exception):
+    """The process is gone; `why` says what for, `status` how."""
+
+    def __init__(self, why: Why, status: int | None) -> None:
+        super().__init__(f"{why}, status {status}")
+        self.why: Why = why
+        self.status = status
+
+
+class JinjaProcess:
+    """One child process, started at the first use and again after it was ended. Safe to call from several threads."""
+
+    def __init__(self, limits: RenderLimits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._release: weakref.finalize | None = None
+        self._source: str | None = None  # the template that the running child has compiled
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None while there is none."""
+        return self._process.pid if self._process else None
+
+    def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit, ModelError where it cannot be started,
+        TypeError or ValueError for values that JSON cannot say."""
+        limits = self._limits
+        with self._lock:
+            known = self._running() and self._source == source
+            request = {"source": None if known else source, "values": dict(values), "limit": limits.text}
+            body = json.dumps(request | {"seconds": limits.seconds + _ALARM_AFTER}).encode("ascii")
+            if self._process is None:
+                self._start()
+            answer = self._exchange(body, limits.seconds)
+            self._source = source
+            return answer
+
+    def close(self) -> None:
+        """End the child; a later render starts another."""
+        with self._lock:
+            self._end()
+
+    def _running(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            log.info("the template process %d had ended (status %s)", self._process.pid, self._process.returncode)
+            self._end()
+        return self._process is not None
+
+    def _start(self) -> None:
+        folders = _folders_of("jinja2", "markupsafe")
+        if not sys.executable:
+            raise ModelError("chat templates are rendered in a Python process of their own, and this program does not say where Python is")
+        # -I -S: no user site, no .pth files, no environment; the child imports the standard library and the two folders only
+        command = [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), *folders]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            raise ModelError(f"the process that renders chat templates cannot be started: {error.strerror}") from error
+        self._release = weakref.finalize(self, _kill, self._process)
+        try:
+            self._exchange(None, self._limits.start_seconds)
+        except ChildEndedError as error:
+            raise ModelError(f"the process that renders chat templates did not come up ({error}); is jinja2 installed whole?") from error
+
+    def _exchange(self, body: bytes | None, seconds: float) -> dict[str, Any]:
+        """Send a frame (None: nothing) and wait for one, ending the child past a limit."""
+        process = self._process
+        if process is None:
+            raise ChildEndedError("ended", None)
+        watch = _Watch(process, seconds, self._limits.memory)
+        frame = None
+        try:
+            with watch:
+                frame = _talk(process, body, cap=8 * self._limits.text + 2**20)
+        finally:
+            # Past a limit, out of step, or left by an interrupt: in each case this child is of no use any more
+            if watch.why or frame is None:
+                self._end()
+        if watch.why or frame is None:
+            alarm = -getattr(signal, "SIGALRM", 0)
+            by_itself: Why = "time" if alarm and process.returncode == alarm else "ended"
+            raise ChildEndedError(watch.why or by_itself, process.returncode)
+        return json.loads(frame)
+
+    def _end(self) -> None:
+        self._process = self._source = None
+        if self._release:
+            self._release()
+            self._release = None
+
+
+class _Watch:
+    """A thread that kills `process` past its time or memory, for as long as the block runs; `why` tells that it did."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory: int) -> None:
+        self.why: Why | None = None
+        self._process, self._memory = process, memory
+        self._deadline = time.monotonic() + seconds
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="onedesk-template-watch", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(min(_LOOK_EVERY, max(0.0, self._deadline - time.monotonic()))):
+            if time.monotonic() >= self._deadline:
+                self.why = "time"
+            elif _resident(self._process.pid) > self._memory:
+                self.why = "memory"
+            if self.why:
+                self._process.kill()
+                return
+
+
+def _resident(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+def _talk(process: subprocess.Popen[bytes], body: bytes | None, cap: int) -> bytes | None:
+    """Write one frame and read one; None where the other side is gone or answers more than `cap` bytes."""
+    if process.stdin is None or process.stdout is None:
+        return None
+    try:
+        if body is not None:
+            process.stdin.write(len(body).to_bytes(4, "big") + body)
+            process.stdin.flush()
+        head = process.stdout.read(4)
+        length = int.from_bytes(head, "big")
+        if len(head) < 4 or length > cap:
+            return None
+        frame = process.stdout.read(length)
+    except OSError:  # a broken pipe
+        return None
+    return frame if len(frame) == length else None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            with contextlib.suppress(OSError):  # what was still to be written to it
+                pipe.close()
+
+
+def _folders_of(*packages: str) -> list[str]:
+    """The folders that hold `packages`, in the order in which this process looks."""
+    folders = []
+    for package in packages:
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ModelError(f"chat templates need the package {package}; install it into this environment (pip install {package})")
+        folders.append(str(Path(spec.origin).parents[1]))
+    return list(dict.fromkeys(folders))

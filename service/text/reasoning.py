@@ -1,0 +1,190 @@
+"""Splitting what a model thinks from what it answers: `<think>` reasoning `</think>` answer, across token borders.
+
+The rules, which are those of Qwen's templates where these say something:
+- Only a `<think>` at the very start of the answer (after blanks, or right after an earlier `</think>`) opens reasoning; later in the
+  answer it is text. A prompt that ends with `<think>` has opened it already, and a model that repeats the tag is forgiven.
+- Line feeds right after either tag and before `</think>` belong to the tag. Nothing else is dropped.
+- Reasoning that is never closed is reasoning to the end.
+- A `</think>` in an answer that had neither reasoning nor a `<think>` says that all before it was reasoning; elsewhere it is text.
+- A `</think>` between two equal quotes or backticks is being talked about and closes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+OPEN, CLOSE = "<think>", "</think>"
+_QUOTES = frozenset("`'\"")
+
+Channel = Literal["text", "reasoning", "reclaim"]
+Segment = tuple[Channel, str]
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt leaves the model inside `<think>`."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+def split_reasoning(answer: str, in_reasoning: bool = False) -> tuple[str, str]:
+    """(reasoning, text) of a whole answer, by the rules above."""
+    splitter = ReasoningSplitter(in_reasoning)
+    parts: dict[str, list[str]] = {"text": [], "reasoning": []}
+    for channel, piece in [*splitter.push(answer), *splitter.finish()]:
+        if channel == "reclaim":
+            parts = {"text": [], "reasoning": ["".join(parts["text"]).strip("\n")]}
+        else:
+            parts[channel].append(piece)
+    return "".join(parts["reasoning"]), "".join(parts["text"])
+
+
+class ReasoningSplitter:
+    """Takes text in pieces and gives it back in order as ("text", piece), ("reasoning", piece) and, at most once,
+    ("reclaim", ""): all text so far was reasoning. Holds back only what may be part of a tag, and line feeds beside one."""
+
+    def __init__(self, in_reasoning: bool = False) -> None:
+        self._state: Literal["start", "opened", "reasoning", "closed", "answer"] = "opened" if in_reasoning else "start"
+        self._held = ""
+        self._last = ""  # the last character given out, for a quote before a tag
+        self._may_repeat = in_reasoning  # the model may write the tag that the prompt has already
+        self._orphan_closes = not in_reasoning
+        self._divide = ""  # what stands between two blocks of reasoning
+        self._out: list[Segment] = []
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next character is reasoning, as far as is known."""
+        return self._state in ("opened", "reasoning")
+
+    def push(self, text: str) -> list[Segment]:
+        """The segments that are certain now."""
+        self._held += text
+        return self._run(last=False)
+
+    def finish(self) -> list[Segment]:
+        """The segments that were held back, tags that never became whole among them."""
+        return self._run(last=True)
+
+    def _run(self, last: bool) -> list[Segment]:
+        steps = {
+            "start": self._at_start,
+            "opened": self._after_open,
+            "reasoning": self._within_reasoning,
+            "closed": self._after_close,
+            "answer": self._within_answer,
+        }
+        while self._held and steps[self._state](last):
+            pass
+        out, self._out = self._out, []
+        return out
+
+    def _give(self, channel: Channel, length: int) -> None:
+        piece, self._held = self._held[:length], self._held[length:]
+        if not piece:
+            return
+        if channel == "reasoning" and self._divide:
+            piece, self._divide = self._divide + piece, ""
+        self._last = piece[-1]
+        self._out.append((channel, piece))
+
+    # Each step below takes from the front of what is held; True means that another step may follow.
+
+    def _at_start(self, last: bool) -> bool:
+        begun = self._held.lstrip()
+        if begun.startswith(OPEN):
+            self._enter(begun)
+            return True
+        if OPEN.startswith(begun) and not last:
+            return False
+        self._state = "answer"
+        return True
+
+    def _enter(self, begun: str) -> None:
+        self._held = begun[len(OPEN) :]
+        self._state = "opened"
+        self._orphan_closes = self._may_repeat = False
+
+    def _after_open(self, last: bool) -> bool:
+        if self._may_repeat:
+            begun = self._held.lstrip()
+            if begun.startswith(OPEN):
+                self._enter(begun)
+                return True
+            if OPEN.startswith(begun) and not last:
+                return False
+            self._may_repeat = False
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._state = "reasoning"
+        return bool(self._held)
+
+    def _within_reasoning(self, last: bool) -> bool:
+        place = self._held.find(CLOSE)
+        if place < 0:
+            self._give("reasoning", len(self._held) if last else _before_tag(self._held))
+            return False
+        quoted = self._quoted(place, last)
+        if quoted is None:
+            self._give("reasoning", max(0, place - 1))
+            return False
+        if quoted:
+            self._give("reasoning", place + len(CLOSE))
+            return True
+        self._give("reasoning", len(self._held[:place].rstrip("\n")))
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        self._held = self._held[self._held.index(CLOSE) + len(CLOSE) :]
+        self._state = "closed"
+        self._orphan_closes = False
+        self._divide = "\n\n"
+
+    def _after_close(self, last: bool) -> bool:
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._state = "start"
+        return bool(self._held)
+
+    def _within_answer(self, last: bool) -> bool:
+        if not self._orphan_closes:
+            self._give("text", len(self._held))
+            return False
+        opened, closed = self._held.find(OPEN), self._held.find(CLOSE)
+        if opened >= 0 and not 0 <= closed < opened:
+            self._orphan_closes = False
+            return True
+        if closed < 0:
+            keep = 0 if last else max(_begun(self._held, CLOSE), _begun(self._held, OPEN))
+            self._give("text", len(self._held) - keep)
+            return False
+        quoted = self._quoted(closed, last)
+        if quoted is None:
+            self._give("text", max(0, closed - 1))
+            return False
+        if quoted:
+            self._give("text", closed + len(CLOSE))
+            return True
+        self._give("text", closed)
+        self._out.append(("reclaim", ""))
+        self._close()
+        return True
+
+    def _quoted(self, place: int, last: bool) -> bool | None:
+        """Whether the tag at `place` stands in quotes; None while the character after it is not there yet."""
+        before = self._held[place - 1] if place else self._last
+        if before not in _QUOTES:
+            return False
+        after = self._held[place + len(CLOSE) : place + len(CLOSE) + 1]
+        if not after:
+            return False if last else None
+        return after == before
+
+
+def _begun(text: str, tag: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def _before_tag(text: str) -> int:
+    """Length of `text` without what may be the beginning of `</think>` and the line feeds that would belong to it."""
+    return len(text[: len(text) - _begun(text, CLOSE)].rstrip("\n"))
