@@ -26,7 +26,7 @@ class Runner:
     def __init__(self, network: Decoder, cache: KVCache, scratch: Scratch, device: torch.device) -> None:
         self.network = network
         self.cache = cache
-        self._scratch = scratch
+        self.scratch = scratch
         self._device = device
         self._token = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -42,15 +42,15 @@ class Runner:
         state = torch.empty(0)
         for at in range(0, len(ids), CHUNK):
             chunk = torch.tensor(ids[at : at + CHUNK], dtype=torch.int64, device=self._device)
-            state = self.network.forward(chunk, self.cache, self._scratch, _stopper(cancel))
+            state = self.network.forward(chunk, self.cache, self.scratch, _stopper(cancel))
             report(min(len(ids), at + CHUNK))
-        return self.network.logits(state[-1:], self._scratch)[0]
+        return self.network.logits(state[-1:], self.scratch)[0]
 
     def decode(self, token: int) -> torch.Tensor:
         """One step behind the cache: scores [vocab] for the token after `token`, valid until the next call."""
         self._token.fill_(token)
-        state = self.network.forward(self._token, self.cache, self._scratch)
-        return self.network.logits(state, self._scratch)[0]
+        state = self.network.forward(self._token, self.cache, self.scratch)
+        return self.network.logits(state, self.scratch)[0]
 
     def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None) -> list[float]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model."""
@@ -58,11 +58,11 @@ class Runner:
         values: list[float] = []
         for at in range(0, len(ids), CHUNK):
             chunk = torch.tensor(ids[at : at + CHUNK], dtype=torch.int64, device=self._device)
-            state = self.network.forward(chunk, self.cache, self._scratch, _stopper(cancel)).clone()
+            state = self.network.forward(chunk, self.cache, self.scratch, _stopper(cancel)).clone()
             following = ids[at + 1 : at + 1 + len(chunk)]
             for row in range(0, len(following), SCORED_ROWS):
                 wanted = torch.tensor(following[row : row + SCORED_ROWS], device=self._device)
-                scores = self.network.logits(state[row : row + len(wanted)], self._scratch).float()
+                scores = self.network.logits(state[row : row + len(wanted)], self.scratch).float()
                 picked = scores.gather(1, wanted[:, None])[:, 0] - scores.logsumexp(-1)
                 values.extend(picked.tolist())
         return values
@@ -82,7 +82,7 @@ class Runner:
                 if index in after:
                     kept[index] = state.float().to("cpu", copy=True)
 
-            self.network.forward(chunk, self.cache, self._scratch, between)
+            self.network.forward(chunk, self.cache, self.scratch, between)
             rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
