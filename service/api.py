@@ -53,6 +53,8 @@ class OpenModel:
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._closed = False
+        # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
+        self.companion: object = None
         folder = blueprint.checkpoint.folder
         self._tokenizer = _Late(lambda: load_tokenizer(folder))
         self._template = _Late(lambda: load_template(folder))

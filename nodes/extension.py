@@ -1,0 +1,23 @@
+"""The list of nodes that ComfyUI asks for."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .encode import OnedeskTextEncoder
+from .folders import offer_llm_folder
+from .generate import OnedeskGenerate
+from .load import OnedeskLoadModel
+from .memory import OnedeskRelease
+from .prompt import OnedeskPrompt
+from .sampling import OnedeskSampling
+
+
+class Onedesk(ComfyExtension):
+    """The pack."""
+
+    async def on_load(self) -> None:
+        offer_llm_folder()
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [OnedeskLoadModel, OnedeskPrompt, OnedeskSampling, OnedeskGenerate, OnedeskTextEncoder, OnedeskRelease]

@@ -1,0 +1,58 @@
+"""Where ComfyUI and the tree keep what the nodes offer by name: language models and the user's presets."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import folder_paths
+
+from ..service.config import load_config
+from ..service.errors import OnedeskError
+from ..service.loader.checkpoint import open_checkpoint
+from ..service.loader.names import ModelRoots
+from .presets import PACK_FOLDER
+from .values import ModelChoice
+
+log = logging.getLogger(__name__)
+
+KIND = "llm"
+# Packs that came earlier use both spellings; on Linux they are two folders.
+KINDS = (KIND, "LLM")
+
+
+def offer_llm_folder() -> None:
+    """Make models/llm known to ComfyUI, beside what another pack or extra_model_paths.yaml has put under the same name."""
+    folder_paths.add_model_folder_path(KIND, str(Path(folder_paths.models_dir) / KIND))
+
+
+def model_roots() -> ModelRoots:
+    """Every folder that holds language models: ComfyUI's, then those of onedesk.toml. A broken onedesk.toml costs only its own folders."""
+    roots = [Path(path) for kind in KINDS if kind in folder_paths.folder_names_and_paths for path in folder_paths.get_folder_paths(kind)]
+    targets: list[Path] = []
+    try:
+        config = load_config()
+        roots += config.model_roots
+        targets.append(config.cache)
+    except OnedeskError as error:
+        log.warning("only ComfyUI's model folders are offered: %s", error)
+    return ModelRoots(list(dict.fromkeys(roots)), targets=targets)
+
+
+def preset_folders() -> tuple[Path, Path]:
+    """The pack's presets, then the user's: onedesk/presets in ComfyUI's user folder."""
+    return PACK_FOLDER, Path(folder_paths.get_user_directory()) / "onedesk" / "presets"
+
+
+def check_model(choice: ModelChoice) -> None:
+    """Read a model's headers, so that a missing shard is told when the loader runs. Raises FileError, ModelError."""
+    roots = model_roots()
+    open_checkpoint(roots.resolve(choice.name), roots=roots.bases)
+
+
+def file_stamps(name: str) -> list[list[str | int]]:
+    """[name, bytes, nanoseconds] of each file of a model, sorted. Raises FileError, ModelError for a name that is not there."""
+    path = model_roots().resolve(name)
+    files = path.iterdir() if path.is_dir() else (path, path.with_name("config.json"))
+    states = ((file.name, file.stat()) for file in sorted(files) if file.is_file())
+    return [[file, state.st_size, state.st_mtime_ns] for file, state in states]

@@ -1,0 +1,169 @@
+"""One run of a node that uses a model: room, load, work in a thread, what the page sees meanwhile, Stop, and giving way afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from comfy_api.latest import Caching, ComfyAPI
+from comfy_execution.cache_provider import unregister_cache_provider
+from server import PromptServer
+
+import nodes as comfy_nodes
+
+from ..service.api import OpenModel
+from ..service.core import CancelCheck
+from ..service.errors import Cancelled, MemoryFull
+from ..service.memory.pool import Released
+from . import bridge
+from .phase import Graph
+from .show import View, displayable, returned
+from .values import GIVE_WAY, ModelChoice
+
+log = logging.getLogger(__name__)
+
+# How often the page is told of new text and progress, in seconds.
+TICK = 0.1
+
+T = TypeVar("T")
+
+
+class Hidden(Protocol):
+    """What ComfyUI tells a node about where it stands."""
+
+    unique_id: str
+    dynprompt: Graph
+
+
+class Task(Protocol[T]):
+    """The work of a node. Both methods run in a thread of their own; `prepare` checks everything that can be refused before loading."""
+
+    def prepare(self, model: OpenModel, cancel: CancelCheck) -> None: ...
+
+    def run(self, model: OpenModel, cancel: CancelCheck) -> T: ...
+
+    def kept(self, value: T, /) -> object:
+        """The part of the value that ComfyUI's cache will hold, and nothing else will."""
+        ...
+
+
+class PageView(View):
+    """A view that ComfyUI's page follows."""
+
+    async def send(self) -> None:
+        """Tell the page what has changed since the last time. Called by the thread that runs workflows."""
+        text, progress = self.changes()
+        if progress is not None:
+            await ComfyAPI().execution.set_progress(progress.done, max(1, progress.total), node_id=self.node_id)
+        if text is not None:
+            server = PromptServer.instance
+            server.send_progress_text(displayable(text), self.node_id, server.client_id)
+
+
+async def in_thread(work: Callable[[CancelCheck], T], view: PageView) -> T:
+    """Run `work` in a thread while the view follows it. Its cancel check turns true on Stop and when the workflow is given up.
+
+    Returns or raises what `work` does, never before its thread is done with it.
+    """
+    stop = threading.Event()
+
+    def cancel() -> bool:
+        return stop.is_set() or bridge.cancelled()
+
+    context = contextvars.copy_context()
+    future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work, cancel))
+    try:
+        while not future.done():
+            await view.send()
+            await asyncio.wait({future}, timeout=TICK)
+    finally:
+        stop.set()
+        await asyncio.wait({future})
+        await view.send()
+    return future.result()
+
+
+class Job(Generic[T]):
+    """A task on one model for one run of a node."""
+
+    def __init__(self, choice: ModelChoice, hidden: Hidden, view: PageView, task: Task[T]) -> None:
+        self.choice = choice
+        self.view = view
+        self.load_seconds = 0.0
+        self.released: tuple[Released, ...] = ()
+        self._node_id = hidden.unique_id
+        self._graph = hidden.dynprompt
+        self._task = task
+
+    async def run(self) -> T:
+        """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its policy says so."""
+        model = bridge.open_model(self.choice)
+        tracker = bridge.listed(model).tracker
+        tracker.begin(self._graph)
+        kept: object | None = None
+        try:
+            await in_thread(lambda cancel: self._task.prepare(model, cancel), self.view)
+            await self._load(model)
+            value = await in_thread(lambda cancel: self._task.run(model, cancel), self.view)
+            kept = self._task.kept(value)
+        except Cancelled:
+            raise bridge.interrupted() from None
+        finally:
+            bridge.keep_listed(model)
+            tracker.finish(self._graph, self._node_id, kept)
+            if self.choice.policy == GIVE_WAY:
+                await self._give_way(model)
+        return value
+
+    async def _load(self, model: OpenModel) -> None:
+        if model.loaded:
+            return
+        started = time.perf_counter()
+        bridge.make_room(model)
+        try:
+            await in_thread(lambda cancel: model.load(progress=self.view.report, cancel=cancel), self.view)
+        except MemoryFull as full:
+            bridge.make_more_room(model, full)
+            await in_thread(lambda cancel: model.load(progress=self.view.report, cancel=cancel), self.view)
+        self.load_seconds = time.perf_counter() - started
+
+    async def _give_way(self, model: OpenModel) -> None:
+        if not bridge.listed(model).tracker.needed(self._graph, self.choice.name, _is_output):
+            self.released = await asyncio.to_thread(bridge.give_way, model)
+        elif not bridge.listed(model).tracker.running:
+            await ComfyAPI().caching.register_provider(_AtTheEnd(model))
+
+
+class _AtTheEnd(Caching.CacheProvider):
+    """Lets a model give way when the running workflow ends, in case the text node that it waits for is never run.
+
+    ComfyUI tells only cache providers of the end. This one caches nothing and takes itself out at the first end it hears of.
+    """
+
+    def __init__(self, model: OpenModel) -> None:
+        self._model = model
+
+    async def on_lookup(self, context: Caching.CacheContext) -> None:
+        return None
+
+    async def on_store(self, context: Caching.CacheContext, value: Caching.CacheValue) -> None:
+        """Nothing is kept."""
+
+    def should_cache(self, context: Caching.CacheContext, value: Caching.CacheValue | None = None) -> bool:
+        return False
+
+    def on_prompt_end(self, prompt_id: str) -> None:
+        unregister_cache_provider(self)
+        # A node that still runs is being cancelled, and lets the model give way itself.
+        if not bridge.listed(self._model).tracker.running:
+            log.info("%s", returned(bridge.give_way(self._model)) or f"{self._model.name} had given way before the end of the workflow")
+
+
+def _is_output(class_type: str) -> bool:
+    known = comfy_nodes.NODE_CLASS_MAPPINGS  # pyright: ignore[reportAttributeAccessIssue] - ComfyUI's nodes.py, not our folder
+    return bool(getattr(known.get(class_type), "OUTPUT_NODE", False))

@@ -1,0 +1,75 @@
+"""OnedeskLoadModel: which model, in which form, and when it gives way."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..service.errors import OnedeskError
+from .folders import check_model, file_stamps, model_roots
+from .sockets import CATEGORY, MODEL
+from .values import AS_STORED, POLICIES, QUANT_OF_WEIGHTS, STAY, ModelChoice
+
+
+class OnedeskLoadModel(io.ComfyNode):
+    """Chooses a model. Nothing is loaded here: the first node that writes or encodes with it loads it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        names = [entry.name for entry in model_roots().list()]
+        return io.Schema(
+            node_id="OnedeskLoadModel",
+            display_name="Load Language Model",
+            category=CATEGORY,
+            description="Chooses a Qwen language model. The first node that uses it loads it; two equal loaders share one model.",
+            search_aliases=["LLM", "Qwen", "load language model", "text model"],
+            inputs=[
+                io.Combo.Input(
+                    "model",
+                    options=names,
+                    tooltip="A model folder in ComfyUI's models/llm or in the tree's models. Put a folder there and press R to see it.",
+                ),
+                io.Combo.Input(
+                    "weights",
+                    options=list(QUANT_OF_WEIGHTS),
+                    default=AS_STORED,
+                    tooltip="The form that the weights have in memory. As stored: exactly what the file holds.",
+                ),
+                io.Int.Input(
+                    "context",
+                    default=4096,
+                    min=1,
+                    max=2**31 - 1,
+                    tooltip="Tokens that prompt, reasoning and answer may have together. Their memory is reserved when the model loads.",
+                ),
+                io.Combo.Input(
+                    "policy",
+                    options=list(POLICIES),
+                    default=STAY,
+                    tooltip="When the model returns its memory. Stay: when the image models need the room. "
+                    "Give way after the prompt: as soon as the last text node of the workflow has run; the next use loads it again.",
+                ),
+            ],
+            outputs=[MODEL.Output(display_name="model", tooltip="The choice, for the nodes that write, describe or encode.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model: str | None = None) -> bool | str:
+        """Refuse a bad name when the workflow is queued. With `model` named here, ComfyUI leaves that check to us."""
+        if model is None:
+            return True
+        try:
+            model_roots().resolve(model)
+        except OnedeskError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, model: str | None = None, **_: object) -> list[list[str | int]]:
+        """Names, sizes and times of the model's files: a model that was replaced on disk is not answered from the cache."""
+        return file_stamps(model) if model else []
+
+    @classmethod
+    def execute(cls, model: str, weights: str, context: int, policy: str) -> io.NodeOutput:
+        choice = ModelChoice(model, weights, context, policy)
+        check_model(choice)
+        return io.NodeOutput(choice)

@@ -1,0 +1,83 @@
+"""What nodes show to people: text that is safe to display, and one line of statistics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ..service.core import Progress, Result
+from ..service.memory.budget import show as show_bytes
+from ..service.memory.pool import Released
+
+# The page gets the whole text ten times a second; more than this it cannot show usefully anyway.
+SHOWN_CHARACTERS = 20_000
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|[\ud800-\udfff]")
+_FINISH = {
+    "stop": "finished by itself",
+    "length": "cut at the token limit",
+    "stop_string": "ended at a stop string",
+    "repetition": "ended because it repeated itself",
+    "cancelled": "stopped",
+}
+
+
+def displayable(text: str) -> str:
+    """The end of a text, with control characters that a page or a console would act on shown as U+FFFD; line ends and tabs stay."""
+    shown = _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return shown if len(shown) <= SHOWN_CHARACTERS else "… " + shown[-SHOWN_CHARACTERS:]
+
+
+class View:
+    """What a node shows while it works: written by the working thread, followed by another."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self._text = self._sent_text = ""
+        self._progress: Progress | None = None
+        self._sent_progress: Progress | None = None
+
+    def write(self, text: str) -> None:
+        """Show `text` instead of what was shown."""
+        self._text = text
+
+    def report(self, progress: Progress) -> None:
+        """Move the node's progress bar."""
+        self._progress = progress
+
+    def changes(self) -> tuple[str | None, Progress | None]:
+        """The text and the progress, each None unless it has changed since the last call."""
+        text, progress = self._text, self._progress
+        new_text = text if text != self._sent_text else None
+        new_progress = progress if progress is not self._sent_progress else None
+        self._sent_text, self._sent_progress = text, progress
+        return new_text, new_progress
+
+
+def statistics(model: str, result: Result, load_seconds: float) -> str:
+    """One line: tokens, speeds, seconds, the effective seed, and why the answer ended."""
+    usage = result.usage
+    first, total = result.seconds["first_token"], result.seconds["total"]
+    speed = f", {(usage.completion - 1) / (total - first):.1f} tokens/s" if usage.completion > 1 and total > first else ""
+    thought = f" ({usage.reasoning} of them thinking)" if usage.reasoning else ""
+    load_seconds = load_seconds or result.seconds.get("load", 0.0)
+    loading = f"load {load_seconds:.2f} s, " if load_seconds else ""
+    return (
+        f"{model}: {usage.prompt} tokens read, {usage.completion} written{thought}{speed}; {loading}"
+        f"first token {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}"
+    )
+
+
+def returned(released: Iterable[Released]) -> str:
+    """What gave way: asked and measured bytes, and seconds. "" for nothing."""
+    items = list(released)
+    if not items:
+        return ""
+    asked, measured = sum(item.asked for item in items), sum(item.measured for item in items)
+    owners = ", ".join(dict.fromkeys(item.owner for item in items))
+    seconds = sum(item.seconds for item in items)
+    return f"gave way: {owners}, asked {show_bytes(asked)}, measured {show_bytes(measured)} back in {seconds:.2f} s"
+
+
+def numbered(texts: Sequence[str], total: int) -> str:
+    """Several answers one below the other, each with its number; a single one as it is."""
+    return texts[0] if total == 1 and texts else "\n\n".join(f"[{number}/{total}] {text}" for number, text in enumerate(texts, 1))

@@ -1,0 +1,47 @@
+"""What travels along the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop them freely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..service.core import Message, Sampling, Thinking
+
+STAY = "stay"
+GIVE_WAY = "give way after the prompt"
+POLICIES = (STAY, GIVE_WAY)
+AS_STORED = "as stored"
+# What the loader's `weights` choice is called in service.api; later choices are appended.
+QUANT_OF_WEIGHTS = {AS_STORED: "none"}
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """ONEDESK_MODEL: which model, in which form, and when it gives way. A description, never the model: the registry owns that."""
+
+    name: str
+    weights: str = AS_STORED
+    context: int = 4096
+    policy: str = STAY
+
+    @property
+    def quant(self) -> str:
+        return QUANT_OF_WEIGHTS[self.weights]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """ONEDESK_MESSAGES: the turns so far, oldest first."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """ONEDESK_SAMPLING: how to choose tokens and when to stop. `bias` names tokens by id or by a text that is one token."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    thinking: Thinking = "auto"
+    thinking_budget: int | None = None
+    repetition_stop: bool = True
+    bias: tuple[tuple[int | str, float], ...] = ()
