@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from ..errors import RequestError
 from .truth import Truth
@@ -68,11 +70,17 @@ def _check_share(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model states before anything of it is loaded, in bytes."""
+    """What a model states before anything of it is loaded, in bytes.
+
+    `context` is the tokens that `kv` is for, and `weights_of` what the weights would be in other forms ("int8", "int4"): with them a
+    refusal can name the choice that fits. KV is taken to grow evenly with the context.
+    """
 
     weights: int
     kv: int = 0
     scratch: int = 0
+    context: int = 0
+    weights_of: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def total(self) -> int:
@@ -80,7 +88,7 @@ class Need:
         return self.weights + self.kv + self.scratch
 
     def with_headroom(self, share: float) -> int:
-        """The parts together plus `share` on top."""
+        """The parts together plus `share` on top, rounded up."""
         return self.total + math.ceil(self.total * share)
 
 
@@ -98,29 +106,106 @@ class Budget:
         return self.limit - self.kept_back
 
 
-def make_budget(truth: Truth, settings: MemorySettings) -> Budget:
-    """Make the budget of a pool from what is available now.
-
-    Raises RequestError, with the figures, if the settings cannot be met by this machine.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What could be leased now, in bytes: within the `budget`, of what the `machine` has left above the floor, and what `yielding`
+    leases and `neighbours` would add by giving way. `used` and `available` are the figures behind it.
     """
+
+    budget: int
+    machine: int
+    yielding: int
+    neighbours: int
+    used: int
+    available: int
+
+    @property
+    def now(self) -> int:
+        """Bytes that fit without anybody giving way."""
+        return min(self.budget, self.machine)
+
+    @property
+    def most(self) -> int:
+        """Bytes that fit after everybody gave way who can."""
+        return min(self.budget + self.yielding, self.machine + self.yielding + self.neighbours)
+
+
+def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0) -> Budget:
+    """Make the budget of a pool from what is available now; `own` bytes that the pool itself has in memory count as available.
+
+    limit = min(share of what is available, available - floor). On a machine with less than the floor available the limit is 0: every
+    lease is refused, with figures, and the truth can still be shown.
+    Raises RequestError, with the figures, if the settings can never be met by this machine or not while others hold what they hold.
+    """
+    available = min(truth.total, truth.available + own)
     if settings.floor >= truth.total:
         raise RequestError(
             f"memory floor is {show(settings.floor)}, but the machine has {show(truth.total)} in all; use a floor below that"
         )
-    room = max(0, truth.available - settings.floor)
-    limit = int(truth.available * settings.limit)
+    limit = int(available * settings.limit)
     if settings.limit_bytes is not None:
-        held = truth.total - truth.available
-        if settings.limit_bytes > truth.total:
-            raise RequestError(f"memory limit_bytes is {show(settings.limit_bytes)}, more than the machine's {show(truth.total)}")
-        if settings.limit_bytes > truth.available:
-            raise RequestError(
-                f"memory limit_bytes is {show(settings.limit_bytes)}, but the system and other programs hold {show(held)} of "
-                f"{show(truth.total)}: {show(truth.available)} are available; use at most that"
-            )
         limit = settings.limit_bytes
-    limit = min(limit, room)
+        _check_limit(limit, truth.total, available, settings.floor)
+    limit = max(0, min(limit, available - settings.floor))
     return Budget(limit, int(limit * settings.kept_back), settings.floor)
+
+
+def _check_limit(limit: int, total: int, available: int, floor: int) -> None:
+    if limit > total:
+        raise RequestError(f"memory limit_bytes is {show(limit)}, more than the machine's {show(total)}; use less than that")
+    if limit > available - floor:
+        raise RequestError(
+            f"memory limit_bytes is {show(limit)}, but of {show(total)} the system and other programs hold {show(total - available)} "
+            f"and the floor keeps {show(floor)}; use at most {show(max(0, available - floor))}"
+        )
+
+
+def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Budget, room: Room) -> str:
+    """Say why `need` does not fit, with every figure, and which choice would."""
+    wanted = need.with_headroom(settings.headroom)
+    return (
+        f"{owner} needs {show(wanted)} (weights {show(need.weights)}, KV {show(need.kv)}, scratch {show(need.scratch)}, and "
+        f"{settings.headroom:.0%} headroom {show(wanted - need.total)}), but {show(max(0, room.most))} can be had: limit "
+        f"{show(budget.limit)}, kept back {show(budget.kept_back)}, used {show(room.used)}, of which {show(room.yielding)} would give "
+        f"way, floor {show(budget.floor)}, available {show(room.available)}, neighbours would free {show(room.neighbours)}. "
+        + _choices(need, settings, room.most)
+    )
+
+
+def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, room: Room) -> str:
+    """Say why one lease does not fit, with every figure."""
+    return (
+        f"{owner} asks for {show(nbytes)} of {kind}, but {show(max(0, room.now))} can be leased: limit {show(budget.limit)}, kept back "
+        f"{show(budget.kept_back)}, used {show(room.used)}, floor {show(budget.floor)}, available {show(room.available)}; release a "
+        "model, choose a smaller context, or raise the limit in [memory]"
+    )
+
+
+def fitting_context(need: Need, headroom: float, most: int) -> int:
+    """The largest context in tokens, a multiple of 256 where it is that long, at which `need` with its headroom is at most `most`."""
+    if need.context < 1 or need.kv < 1:
+        return 0
+    spare = math.floor(most / (1 + headroom)) - need.weights - need.scratch
+    tokens = max(0, min(need.context, spare * need.context // need.kv))
+    return tokens // 256 * 256 if tokens >= 256 else tokens
+
+
+def _choices(need: Need, settings: MemorySettings, most: int) -> str:
+    """Name what would fit: a smaller context, other weights at the same context, or what another model may weigh."""
+    found = []
+    context = fitting_context(need, settings.headroom, most)
+    if context:
+        found.append(f"a context of {context} (asked: {need.context})")
+    for form, weights in need.weights_of.items():
+        other = replace(need, weights=weights)
+        if other.with_headroom(settings.headroom) <= most:
+            found.append(f"{form} ({show(weights)} of weights)")
+    if found:
+        return "What fits: " + ", or ".join(found) + "."
+    weights = math.floor(max(0, most) / (1 + settings.headroom)) - need.scratch
+    if weights > 0:
+        return f"No form of this model fits; choose another model of at most {show(weights)} with its KV, or release what is open."
+    return "Nothing fits now; close other programs or release what is open, then try again."
 
 
 def show(nbytes: int) -> str:
@@ -129,6 +214,3 @@ def show(nbytes: int) -> str:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.1f} {unit}".replace(".0 ", " ")
     return f"{nbytes} B"
-
-
-SETTING_NAMES = tuple(field.name for field in fields(MemorySettings))

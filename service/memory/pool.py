@@ -5,187 +5,333 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
-from ..errors import MemoryFull, RequestError
+from ..core import CancelCheck
+from ..errors import Cancelled, MemoryFull, RequestError
+from .arbiter import Arbiter, Neighbour
 from .backends.cuda import CudaBackend
 from .backends.mapped import MappedBackend
-from .backends.protocol import Backend, Slab
-from .budget import Budget, MemorySettings, Need, make_budget, show
+from .backends.protocol import Backend, Returned
+from .budget import MIB, Budget, MemorySettings, Need, Room, explain_lease_refusal, explain_refusal, make_budget, show
+from .guard import broken_zones, plan_layout, write_zones
+from .lease import GiveWay, Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released, Terms
+from .policy import KINDS, STAY, Kind, Policy, order_of_giving_way
+from .slabs import Block, SlabStore
 from .truth import Truth
+
+__all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", "LeaseReturnedError", "Neighbour", "Pool", "Released"]
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["weights", "kv", "state", "scratch", "table"]
-KINDS: tuple[str, ...] = get_args(Kind)
+# From this size on a lease is worth a look at what the machine has left (about 0.2 ms); smaller ones live within the headroom.
+_LOOK = MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
-    """What a return of bytes did: bytes asked for, bytes measured to be back, seconds it took."""
+class Counters:
+    """What happened since the pool was made. `seconds` is the time spent inside lease()."""
 
-    owner: str
-    asked: int
-    measured: int
+    allocations: int
+    releases: int
+    shortfalls: int
+    give_ways: int
+    refusals: int
+    damaged: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseInfo:
-    """A lease as others see it; `idle` is seconds since it was last used, 0 while it is in use."""
-
-    owner: str
-    kind: Kind
-    nbytes: int
-    residency: str
-    idle: float
-    in_use: bool
-
-
-class Lease:
-    """Bytes held by an owner for a purpose. Made by Pool.lease only."""
-
-    def __init__(self, pool: Pool, owner: str, kind: Kind, nbytes: int, slab: Slab) -> None:
-        self.owner = owner
-        self.kind: Kind = kind
-        self.nbytes = nbytes
-        self._pool = pool
-        self._slab = slab
-        self._storage: torch.Tensor | None = slab.storage(0, nbytes)
-        self._cursor = 0
-        self._users = 0
-        self._last_used = time.monotonic()
-
-    @property
-    def released(self) -> bool:
-        """Whether the bytes have been returned."""
-        return self._storage is None
-
-    def carve(self, shape: Sequence[int], dtype: torch.dtype, *, align: int = 256) -> torch.Tensor:
-        """Return the next unused part of the lease as a tensor of `shape` and `dtype`, its start aligned to `align` bytes.
-
-        The content is whatever the bytes hold. Raises MemoryFull if the lease has not that much left, RequestError if it was returned.
-        """
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        with self._pool.lock:
-            if self._storage is None:
-                raise RequestError(f"{self.owner}'s {self.kind} lease was returned; nothing can be carved from it")
-            start = -(-self._cursor // align) * align
-            if start + nbytes > self.nbytes:
-                raise MemoryFull(
-                    f"{self.owner}'s {self.kind} lease of {self.nbytes} bytes has {max(0, self.nbytes - start)} left, {nbytes} are needed"
-                )
-            self._cursor = start + nbytes
-            self._pool.allocations += 1
-            return self._storage[start : start + nbytes].view(dtype).view(tuple(shape))
-
-    def populate(self) -> None:
-        """Bring every page in now, so that later touches do not fault."""
-        self._slab.populate(0, self.nbytes)
-
-    @contextmanager
-    def using(self) -> Iterator[Lease]:
-        """Hold the lease in use: it cannot be returned meanwhile."""
-        with self._pool.lock:
-            if self._storage is None:
-                raise RequestError(f"{self.owner}'s {self.kind} lease was returned; it cannot be used")
-            self._users += 1
-        try:
-            yield self
-        finally:
-            with self._pool.lock:
-                self._users -= 1
-                self._last_used = time.monotonic()
-
-    def release(self) -> Released:
-        """Return the bytes and measure what came back."""
-        return self._pool.take_back(self)
-
-    def info(self) -> LeaseInfo:
-        """Describe the lease."""
-        idle = 0.0 if self._users else time.monotonic() - self._last_used
-        return LeaseInfo(self.owner, self.kind, self.nbytes, self._pool.residency, idle, self._users > 0)
-
-
 class Pool:
-    """All bytes that Onedesk may hold on one device. Every method may be called from any thread."""
+    """All bytes that Onedesk may hold on one device. Every method may be called from any thread.
+
+    Written invariants, held by `verify`: the leases' bytes never exceed the budget's spendable bytes; every lease lies in exactly one
+    block and no two leases share a byte; an empty slab is closed.
+    """
 
     def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth]) -> None:
+        """Make the budget from what is available now. Raises RequestError if the settings cannot be met by this machine."""
         self.device = device
         self.settings = settings
         self.read_truth = truth_reader
+        self.budget: Budget = make_budget(truth_reader(), settings)
         self.lock = threading.RLock()
         self.allocations = 0
-        self.budget: Budget = make_budget(truth_reader(), settings)
-        self._backend: Backend = MappedBackend() if torch.device(device).type == "cpu" else CudaBackend(device)
-        self._leases: list[Lease] = []
+        self.backend: Backend = MappedBackend() if torch.device(device).type == "cpu" else CudaBackend(device)
+        self._store = SlabStore(self.backend, settings, self.lock)
+        self._leases: dict[Lease, Block] = {}
+        self._returning: dict[Lease, Block] = {}
+        self._used = 0
+        self.arbiter = Arbiter(self)
+        self._loading = threading.RLock()
+        self._loaders = 0
+        self._counts: dict[str, int] = dict.fromkeys(("releases", "shortfalls", "give_ways", "refusals", "damaged"), 0)
+        self._seconds = 0.0
+
+    # What there is
 
     @property
     def residency(self) -> str:
-        """Where this pool's leases live."""
-        return "host" if self._backend.name == "mmap" else "device"
+        """Where this pool's leases live: device or host."""
+        return self.backend.residency
+
+    @property
+    def loading(self) -> bool:
+        """Whether somebody loads now; the watch looks more often then."""
+        return self._loaders > 0
 
     def used(self) -> int:
         """Bytes that all leases hold."""
+        return self._used
+
+    def held(self) -> int:
+        """Bytes of all slabs; on the host these are addresses, and pages only where leases were touched."""
+        return self._store.held
+
+    def fragmentation(self) -> float:
+        """Share of the held bytes that is free but splintered, 0 to 1."""
+        return self._store.fragmentation()
+
+    def counters(self) -> Counters:
+        """What happened since the pool was made."""
         with self.lock:
-            return sum(lease.nbytes for lease in self._leases)
+            return Counters(allocations=self.allocations, seconds=self._seconds, **self._counts)
+
+    def holders(self) -> list[Lease]:
+        """All leases, oldest first."""
+        with self.lock:
+            return list(self._leases)
 
     def leases(self) -> list[LeaseInfo]:
         """Describe all leases, oldest first."""
+        return [lease.info() for lease in self.holders()]
+
+    def room(self, truth: Truth | None = None) -> Room:
+        """Say what could be leased now: within the budget, of what the machine has, and of either if all that can gave way."""
+        truth = truth or self.read_truth()
         with self.lock:
-            return [lease.info() for lease in self._leases]
+            leases = list(self._leases)
+            budget = self.budget.spendable - self._used
+            yielding = [lease for lease in order_of_giving_way(leases) if lease.terms.give_way is not None]
+            slack = self._store.held - self._used if self.backend.commits else 0
+        resident = {lease: lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in leases}
+        promised = sum(lease.nbytes - resident[lease] for lease in leases)
+        available = truth.available if self.backend.commits else min(truth.available, truth.host_available)
+        neighbours = self.arbiter.neighbours_could_free()
+        return Room(
+            budget=budget,
+            machine=available - self.budget.floor - promised + slack,
+            yielding=sum(lease.nbytes for lease in yielding),
+            neighbours=neighbours,
+            used=self._used,
+            available=available,
+        )
 
     def check(self, owner: str, need: Need) -> None:
-        """Raise MemoryFull, with every figure, unless `need` and its headroom fit beside what is leased now."""
-        wanted = need.with_headroom(self.settings.headroom)
-        used = self.used()
-        truth = self.read_truth()
-        room = min(self.budget.spendable - used, truth.available - self.budget.floor)
-        if wanted > room:
-            raise MemoryFull(
-                f"{owner} needs {show(wanted)} (weights {show(need.weights)}, KV {show(need.kv)}, scratch {show(need.scratch)}, "
-                f"{self.settings.headroom:.0%} headroom), but the pool has room for {show(max(0, room))}: limit {show(self.budget.limit)}, "
-                f"kept back {show(self.budget.kept_back)}, used {show(used)}, available {show(truth.available)}; "
-                "choose a smaller context, int4, or another model"
-            )
+        """Raise MemoryFull unless `need` with its headroom fits, if need be after everybody who can gave way.
 
-    def lease(self, owner: str, kind: Kind, nbytes: int, *, align: int = 64) -> Lease:
-        """Lease `nbytes` for `owner`. Raises MemoryFull if the budget has not that much left."""
+        The message has every figure and a choice that would fit. Takes nothing and frees nothing.
+        """
+        room = self.room()
+        if need.with_headroom(self.settings.headroom) > room.most:
+            self.count("refusals")
+            raise MemoryFull(explain_refusal(owner, need, self.settings, self.budget, room))
+
+    # Leasing
+
+    def lease(
+        self,
+        owner: str,
+        kind: Kind,
+        nbytes: int,
+        *,
+        align: int = 64,
+        policy: Policy = STAY,
+        give_way: GiveWay | None = None,
+        cold: bool = False,
+    ) -> Lease:
+        """Lease `nbytes` for `owner`; others are asked to give way if they must.
+
+        The start is aligned to `align`, and at least as a weight tensor needs. See Terms for `policy`, `give_way` and `cold`.
+        Raises MemoryFull with the figures if it does not fit, RequestError on a wrong kind, size or alignment.
+        """
+        self._check_request(owner, kind, nbytes, align)
+        started = time.perf_counter()
+        terms = Terms(policy, give_way, cold)
+        try:
+            for last in (False, True):
+                lacking = self._lacking(nbytes)
+                if lacking <= 0:
+                    lease = self._place(owner, kind, nbytes, align, terms, last=last)
+                    if lease is not None:
+                        return lease
+                    lacking = nbytes
+                if not last:
+                    self.make_room(lacking)
+        finally:
+            with self.lock:
+                self._seconds += time.perf_counter() - started
+        self.count("refusals")
+        raise MemoryFull(explain_lease_refusal(owner, kind, nbytes, self.budget, self.room()))
+
+    def make_room(self, lacking: int) -> list[Released]:
+        """Ask leases to give way until `lacking` more bytes can be leased; see Arbiter.make_room."""
+        return self.arbiter.make_room(lacking)
+
+    @contextmanager
+    def loads(self, owner: str, cancel: CancelCheck | None = None) -> Iterator[None]:
+        """Wait until nobody else loads, then hold the turn: two that size themselves at once would both count the same bytes.
+
+        Raises Cancelled if `cancel()` turns true while waiting.
+        """
+        while not self._loading.acquire(timeout=0.05):
+            if cancel is not None and cancel():
+                raise Cancelled(f"{owner} was stopped while it waited for another model to load")
+        with self.lock:
+            self._loaders += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._loaders -= 1
+            self._loading.release()
+
+    def resize(self, settings: MemorySettings) -> Budget:
+        """Take new shares, floor and limits for the budget, counting what the leases hold as available. Slab sizes stay.
+
+        Raises RequestError if the new budget would be below what is leased.
+        """
+        budget = make_budget(self.read_truth(), settings, own=self._resident())
+        with self.lock:
+            if budget.spendable < self._used:
+                raise RequestError(
+                    f"the new memory budget has {show(budget.spendable)} to lease (limit {show(budget.limit)}, kept back "
+                    f"{show(budget.kept_back)}), but {show(self._used)} are leased now; release a model first"
+                )
+            self.settings, self.budget = settings, budget
+        return budget
+
+    # Returning
+
+    def take_back(self, lease: Lease) -> Released:
+        """Return a lease's bytes to the system and measure what came back; Lease.release calls it.
+
+        On the host the measure is exact: mincore over the lease's own pages before and after. MemAvailable moves with every other
+        process and lags behind, so its change is only reported beside it (`available_delta`). On a device it is the driver's free
+        figure, or torch's reserve on an integrated GPU. Less than 98 % (settings.shortfall) of what was asked is a warning that
+        names the owner, and a counter. Raises LeaseReturnedError the second time, LeaseBusyError while it is in use.
+        """
+        started = time.perf_counter()
+        with self.lock:
+            lease.detach()
+            block = self._returning[lease] = self._leases.pop(lease)
+        self._inspect(lease)
+        look = lease.nbytes >= _LOOK
+        before = self.read_truth().available if look else 0
+        returned = self._store.give_back(block, lease)
+        delta = self.read_truth().available - before if look else None
+        with self.lock:
+            del self._returning[lease]
+            self._used -= lease.nbytes
+            self._counts["releases"] += 1
+        return self._report(lease, returned, delta, time.perf_counter() - started)
+
+    def verify(self) -> None:
+        """Check the pool's invariants, and in debug mode the guard zones and the seals.
+
+        Raises LeaseDamagedError naming every lease that was overwritten; BrokenInvariantError if the bookkeeping is wrong.
+        """
+        with self.lock:
+            self._store.check(self._leases, settled=not self._returning)
+            damage = [words for lease in self._leases for words in self._damage(lease)]
+        if damage:
+            self.count("damaged", len(damage))
+            raise LeaseDamagedError("; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode")
+
+    @property
+    def debug(self) -> bool:
+        """Whether leases have guard zones and seals."""
+        return self.settings.debug
+
+    def count_carve(self) -> None:
+        """Lease only, under the lock: a carved tensor is an allocation too."""
+        self.allocations += 1
+
+    # Inside
+
+    def _check_request(self, owner: str, kind: Kind, nbytes: int, align: int) -> None:
         if kind not in KINDS:
             raise RequestError(f"lease kind is {kind!r}; use one of {', '.join(KINDS)}")
-        if nbytes < 1:
-            raise RequestError(f"a lease of {nbytes} bytes was asked for; use at least 1")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise RequestError(f"{owner} asks for a lease of {nbytes!r} bytes; use a whole number from 1")
+        if align < 1 or align & (align - 1) or align > self.backend.alignment:
+            raise RequestError(f"lease alignment is {align!r}; use a power of two up to {self.backend.alignment}")
+
+    def _lacking(self, nbytes: int) -> int:
+        """Bytes that must come free before `nbytes` fit; 0 or less if they fit now."""
+        lacking = self._used + nbytes - self.budget.spendable
+        if nbytes >= _LOOK:
+            lacking = max(lacking, nbytes - self.room().machine)
+        return lacking
+
+    def _place(self, owner: str, kind: Kind, nbytes: int, align: int, terms: Terms, *, last: bool) -> Lease | None:
+        """Take the bytes, or return None if somebody else was faster or the system refuses; on the `last` try its refusal is raised."""
+        align = max(align, self.settings.weight_align)
+        if nbytes >= self.backend.page > 0:
+            align = max(align, self.backend.page)  # whole pages of its own: all of it can go back
+        layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0)
         with self.lock:
-            used = self.used()
-            if used + nbytes > self.budget.spendable:
-                raise MemoryFull(
-                    f"{owner} asks for {show(nbytes)} of {kind}, but {show(used)} of {show(self.budget.spendable)} are leased; "
-                    "release a model or choose a smaller context"
-                )
-            lease = Lease(self, owner, kind, nbytes, self._backend.open(nbytes, whole=True))
-            self._leases.append(lease)
+            if self._used + nbytes > self.budget.spendable:
+                return None
+            try:
+                block = self._store.take(layout.total, align, self.budget.spendable - self._store.held)
+            except MemoryFull:
+                if last:
+                    raise
+                return None
+            lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency), terms)
+            write_zones(block.slab, block.offset, layout)
+            self._leases[lease] = block
+            self._used += nbytes
             self.allocations += 1
             return lease
 
-    def take_back(self, lease: Lease) -> Released:
-        """Return a lease's bytes to the system and measure it."""
+    def _inspect(self, lease: Lease) -> None:
+        """Look at the guard zones before they go; damage is told, and does not stop the return."""
+        block = lease.place.block
+        for zone in broken_zones(lease.place.slab, block, lease.place.layout):
+            self.count("damaged")
+            log.error("the guard zone %s %s was overwritten", zone, lease.title)
+
+    def _damage(self, lease: Lease) -> list[str]:
+        place = lease.place
+        words = [f"the guard zone {zone} {lease.title} was overwritten" for zone in broken_zones(place.slab, place.block, place.layout)]
+        if lease.sealed_content_changed():
+            words.append(f"{lease.title} was overwritten: its checksum changed since it was sealed")
+        return words
+
+    def _report(self, lease: Lease, returned: Returned, delta: int | None, seconds: float) -> Released:
+        asked, measured = min(returned.asked, lease.nbytes), min(returned.measured, lease.nbytes)
+        released = Released(lease.owner, asked, measured, seconds, delta)
+        log.debug("%s returned: asked %d, measured %d bytes, available %s, %.4f s", lease.title, asked, measured, delta, seconds)
+        if measured < (1 - self.settings.shortfall) * asked:
+            self.count("shortfalls")
+            log.warning(
+                "%s returned %s of %s (%.0f %%): something still holds the rest; a tensor of it kept alive, or locked pages",
+                lease.title,
+                show(measured),
+                show(asked),
+                released.share * 100,
+            )
+        return released
+
+    def _resident(self) -> int:
+        return sum(lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in self.holders())
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Inside this room only: add to one of Counters."""
         with self.lock:
-            if lease.released:
-                raise RequestError(f"{lease.owner}'s {lease.kind} lease was returned before; it cannot be returned twice")
-            if lease._users:
-                raise RequestError(f"{lease.owner}'s {lease.kind} lease is in use by a running generation; stop it first")
-            started = time.monotonic()
-            held = lease._slab.resident(0, lease.nbytes)
-            lease._storage = None
-            lease._slab.discard(0, lease.nbytes)
-            left = lease._slab.resident(0, lease.nbytes)
-            lease._slab.close()
-            self._leases.remove(lease)
-            return Released(lease.owner, held, held - left, time.monotonic() - started)
+            self._counts[name] += by

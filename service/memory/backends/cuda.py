@@ -7,61 +7,109 @@ from collections.abc import Mapping
 import torch
 
 from ...errors import MemoryFull
+from .protocol import Part, Returned
+
+_CHUNK = 64 << 20
+
+
+def _empty_caches(device: torch.device) -> None:
+    """Hand what torch keeps for later back to the driver, on both sides: pinned host blocks are bytes of the pool too."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    accelerator = getattr(torch, "accelerator", None)  # absent before torch 2.6
+    empty_host = getattr(accelerator, "empty_host_cache", None)
+    if empty_host is not None:
+        empty_host()
 
 
 class CudaSlab:
-    """One torch block. It cannot be given back in parts, and lives for as long as a tensor on it does."""
+    """One torch block. It goes back only as a whole, and not before the last tensor on it has died: a stale view shows as a
+    shortfall of the release, never as a wrong address.
+    """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, integrated: bool) -> None:
         self.nbytes = nbytes
         self._device = device
+        self._integrated = integrated
         try:
             self._block: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
-            raise MemoryFull(f"{device} refused a block of {nbytes} bytes: {error}") from error
+            first = str(error).splitlines()[0]
+            raise MemoryFull(f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less") from error
 
-    def storage(self, offset: int, nbytes: int) -> torch.Tensor:
-        if self._block is None:
-            raise MemoryFull("the slab has been given back")
-        return self._block[offset : offset + nbytes]
-
-    def viewed(self, storage: object) -> bool:
-        return False
+    def part(self, offset: int, nbytes: int) -> Part:
+        return Part(self._open_block()[offset : offset + nbytes], None)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Nothing to do: a device block is backed when it is made."""
+        """Nothing to bring in: a device block is backed when it is made."""
+
+    def advise(self, advice: str, offset: int, nbytes: int) -> bool:
+        return False
+
+    def lock(self, offset: int, nbytes: int) -> bool:
+        """A device block is never paged out."""
+        return True
 
     def resident(self, offset: int, nbytes: int) -> int:
         return 0 if self._block is None else nbytes
 
-    def discard(self, offset: int, nbytes: int) -> None:
-        """Nothing to do: only whole blocks go back."""
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self._open_block()[offset : offset + nbytes].cpu().numpy().tobytes()
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._open_block()[offset : offset + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def checksum(self, offset: int, nbytes: int) -> int:
-        return int(self.storage(offset, nbytes).sum(dtype=torch.int64).item())
+        """Sum of bytes weighted by their place, modulo 2^64; in chunks, so that it needs little beside the block."""
+        total = 0
+        for start in range(offset, offset + nbytes, _CHUNK):
+            chunk = self._open_block()[start : min(start + _CHUNK, offset + nbytes)].to(torch.int64)
+            weights = torch.arange(start, start + chunk.numel(), device=self._device) * 2 + 1
+            total += int((chunk * weights).sum().item())
+        return total % (1 << 64)
 
-    def close(self) -> None:
-        """Drop the block and empty torch's caches on both sides, so that the bytes reach the driver."""
+    def give_back(self, offset: int, nbytes: int) -> Returned:
+        """A part cannot go back alone; its bytes wait in the slab for the next lease."""
+        return Returned(0, 0)
+
+    def close(self) -> Returned:
+        """Drop the block, empty torch's caches and measure: on a discrete GPU what the driver has more of, on an integrated one,
+        where page cache moves that figure, what torch reserves less.
+        """
+        if self._block is None:
+            return Returned(0, 0)
+        _empty_caches(self._device)
+        before = self._measure()
         self._block = None
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        empty_host = getattr(torch.accelerator, "empty_host_cache", None)
-        if empty_host is not None:
-            empty_host()
+        _empty_caches(self._device)
+        return Returned(self.nbytes, max(0, min(self.nbytes, self._measure() - before)))
+
+    def _measure(self) -> int:
+        if self._integrated:
+            return -torch.cuda.memory_reserved(self._device)
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def _open_block(self) -> torch.Tensor:
+        if self._block is None:
+            raise MemoryFull("the slab has been given back; lease again")
+        return self._block
 
 
 class CudaBackend:
     """Plain device memory through torch."""
 
     name = "cuda"
+    residency = "device"
     commits = True
     page = 0
+    alignment = 512  # torch's own rounding of every block
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
 
     def open(self, nbytes: int, *, whole: bool) -> CudaSlab:
-        return CudaSlab(nbytes, self._device)
+        return CudaSlab(nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0)))
 
     def capabilities(self) -> Mapping[str, bool]:
-        return {"available": torch.cuda.is_available(), "host_cache": hasattr(torch.accelerator, "empty_host_cache")}
+        accelerator = getattr(torch, "accelerator", None)
+        return {"available": torch.cuda.is_available(), "empty_host_cache": hasattr(accelerator, "empty_host_cache")}

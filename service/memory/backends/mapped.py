@@ -1,20 +1,29 @@
-"""Host memory: private anonymous mappings with advice, prefetch, locking and exact residency."""
+"""Host memory: private anonymous mappings with advice, prefetch, locking and exact residency.
+
+Private, because a shared mapping (Python's default) faults 2-3 times slower. Residency is mincore's, page by page.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
+import threading
 import weakref
 import zlib
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from ...errors import MemoryFull
+from .protocol import Part, Returned
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
-_ADVICE = {
+# Linux's numbers; Python names only some of them.
+ADVICE: Mapping[str, int] = {
     "normal": 0,
     "random": 1,
     "willneed": 3,
@@ -24,94 +33,143 @@ _ADVICE = {
     "populate_read": 22,
     "populate_write": 23,
 }
-# One call over a whole large lease would hold the mapping's lock for seconds; slices let other threads and a cancel in between.
-_SLICE = 1 << 30
+# One call over a whole large lease would hold the process's map lock for seconds; other threads get in between slices.
+_SLICE = 256 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("madvise", "mincore", "mlock", "munlock"):
+    getattr(_libc, _name).restype = ctypes.c_int
+
+
+def advise(address: int, nbytes: int, advice: str) -> bool:
+    """Advise the kernel about the whole pages inside [address, address + nbytes), slice by slice; False if it does not take it."""
+    first = -(-address // PAGE) * PAGE
+    last = (address + nbytes) // PAGE * PAGE
+    return all(_madvise(start, min(_SLICE, last - start), ADVICE[advice]) for start in range(first, last, _SLICE))
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Bytes of the pages touched by [address, address + nbytes) that are in memory, at most `nbytes`; by mincore."""
+    first = address // PAGE * PAGE
+    found = 0
+    for start in range(first, address + nbytes, _SLICE):
+        pages = -(-min(_SLICE, address + nbytes - start) // PAGE)
+        vector = np.empty(pages, dtype=np.uint8)
+        if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), ctypes.c_void_p(vector.ctypes.data)) == 0:
+            found += int(np.count_nonzero(vector & 1)) * PAGE
+    return min(nbytes, found)
+
+
+def _madvise(start: int, nbytes: int, advice: int) -> bool:
+    while _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(advice)) != 0:
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+            return False
+    return True
 
 
 class MappedSlab:
-    """One private anonymous mapping.
+    """One private anonymous mapping, its start aligned to a huge page if `huge`.
 
-    Private, because a shared one (Python's default) faults 2-3 times slower. After `close` the pages are gone at once; the address
-    range is unmapped only when the last tensor on it dies, so a stale view reads zeros and never ends the process.
+    A part that is given back loses its pages at once (MADV_DONTNEED); its addresses stay mapped until the last tensor on the slab
+    dies. So a stale view reads zeros and never ends the process; what it writes is on pages that no lease counts.
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.nbytes = nbytes
+        slack = HUGE_PAGE if huge else 0
         try:
-            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, OverflowError, ValueError) as error:
-            raise MemoryFull(f"the system refused to map {nbytes} bytes of anonymous memory ({error})") from error
-        self._view = memoryview(self._map)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._closed = False
-        self.advise("hugepage" if huge else "nohugepage", 0, nbytes)
+            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+            raise MemoryFull(f"the system refused to map {nbytes} bytes of memory: {reason}; release a model or choose less") from error
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        shift = -start % HUGE_PAGE if huge else 0
+        self._address = start + shift
+        self._view: memoryview | None = memoryview(mapping)[shift : shift + nbytes]
+        self._mutex = threading.Lock()
+        self._locked = False
+        advise(self._address, nbytes, "hugepage" if huge else "nohugepage")
 
-    def storage(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return [nbytes] uint8 with a storage of its own, so that its life can be followed."""
-        part = self._view[offset : offset + nbytes]
-        return torch.frombuffer(part, dtype=torch.uint8)
-
-    def viewed(self, storage: object) -> bool:
-        life = storage if isinstance(storage, weakref.ref) else None
-        return life is not None and life() is not None
+    def part(self, offset: int, nbytes: int) -> Part:
+        """Return the part with a storage of its own: a weak reference to it tells when the last view has died."""
+        part = self._open_view()[offset : offset + nbytes]
+        life = weakref.ref(part)
+        return Part(torch.frombuffer(part, dtype=torch.uint8), lambda: life() is not None)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        if not self.advise("populate_write", offset, nbytes):
+        """Fault every page in. Kernels before 5.14 have no MADV_POPULATE_WRITE: there each page is touched."""
+        view = self._open_view()
+        if not advise(self._address + offset, nbytes, "populate_write"):
             for start in range(offset, offset + nbytes, PAGE):
-                self._view[start] = self._view[start]
-
-    def resident(self, offset: int, nbytes: int) -> int:
-        return _resident(self._address + offset, nbytes)
-
-    def discard(self, offset: int, nbytes: int) -> None:
-        self.advise("normal", offset, nbytes)
-        self.advise("dontneed", offset, nbytes)
-
-    def checksum(self, offset: int, nbytes: int) -> int:
-        return zlib.crc32(self._view[offset : offset + nbytes])
+                view[start] = view[start]
 
     def advise(self, advice: str, offset: int, nbytes: int) -> bool:
-        """Give one kind of advice over the whole pages inside that part; False if this kernel does not take it."""
+        return advise(self._address + offset, nbytes, advice)
+
+    def lock(self, offset: int, nbytes: int) -> bool:
+        """mlock; False where RLIMIT_MEMLOCK is too small."""
+        locked = _libc.mlock(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(nbytes)) == 0
+        self._locked = self._locked or locked
+        return locked
+
+    def resident(self, offset: int, nbytes: int) -> int:
+        return resident_bytes(self._address + offset, nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._open_view()[offset : offset + nbytes])
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._open_view()[offset : offset + len(data)] = data
+
+    def checksum(self, offset: int, nbytes: int) -> int:
+        return zlib.crc32(self._open_view()[offset : offset + nbytes])
+
+    def give_back(self, offset: int, nbytes: int) -> Returned:
+        """Drop the whole pages inside the part; a page that it shares with a neighbour is neither asked for nor counted."""
         first = -(-(self._address + offset) // PAGE) * PAGE
-        last = (self._address + offset + nbytes) // PAGE * PAGE
-        return all(
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(_SLICE, last - start)), _ADVICE[advice]) == 0
-            for start in range(first, last, _SLICE)
-        )
+        length = (self._address + offset + nbytes) // PAGE * PAGE - first
+        if length <= 0:
+            return Returned(0, 0)
+        before = resident_bytes(first, length)
+        if self._locked:
+            _libc.munlock(ctypes.c_void_p(first), ctypes.c_size_t(length))
+        advise(first, length, "normal")
+        advise(first, length, "dontneed")
+        return Returned(before, before - resident_bytes(first, length))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self.discard(0, self.nbytes)
-        del self._view, self._map  # unmapped when the last tensor on it lets go
+    def close(self) -> Returned:
+        with self._mutex:
+            if self._view is None:
+                return Returned(0, 0)
+            returned = self.give_back(0, -(-self.nbytes // PAGE) * PAGE)
+            self._view = None  # the mapping goes with its last view
+            return returned
 
-
-def _resident(address: int, nbytes: int) -> int:
-    first = address // PAGE * PAGE
-    pages = -(-(address + nbytes - first) // PAGE)
-    vector = (ctypes.c_ubyte * pages)()
-    if _libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * PAGE), vector) != 0:
-        return 0
-    return min(nbytes, sum(1 for page in vector if page & 1) * PAGE)
+    def _open_view(self) -> memoryview:
+        view = self._view
+        if view is None:
+            raise MemoryFull("the slab has been given back; lease again")
+        return view
 
 
 class MappedBackend:
-    """Anonymous host memory. Opening a slab takes address space only; pages are taken when touched."""
+    """Anonymous host memory. Opening a slab takes addresses only; its pages are taken when they are touched."""
 
     name = "mmap"
+    residency = "host"
     commits = False
     page = PAGE
+    alignment = PAGE
 
     def open(self, nbytes: int, *, whole: bool) -> MappedSlab:
+        """Open a slab. Huge pages only for a slab of one lease: giving a part of a huge page back would return nothing."""
         return MappedSlab(nbytes, huge=whole and nbytes >= HUGE_PAGE)
 
     def capabilities(self) -> Mapping[str, bool]:
-        slab = MappedSlab(HUGE_PAGE, huge=False)
-        try:
-            return {advice: slab.advise(advice, 0, PAGE) for advice in _ADVICE}
-        finally:
-            slab.close()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
+        """Try each advice, mincore and mlock on a small mapping."""
+        slab = MappedSlab(16 * PAGE, huge=False)
+        found = {advice: slab.advise(advice, 0, PAGE) for advice in ADVICE}
+        slab.write(0, b"\1")
+        found["mincore"] = slab.resident(0, PAGE) == PAGE
+        found["mlock"] = slab.lock(0, PAGE)
+        slab.close()
+        return found

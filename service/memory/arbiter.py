@@ -1,0 +1,89 @@
+"""Who gives way when there is no room: our own leases in the order of policy.py, then the neighbours on the same memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import OnedeskError
+from .budget import show
+from .lease import Lease, Released
+from .policy import due, order_of_giving_way
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+log = logging.getLogger(__name__)
+
+
+class Neighbour(Protocol):
+    """Somebody else on the same memory that frees on request: ComfyUI's models, a peer engine."""
+
+    def could_free(self) -> int:
+        """Bytes that it would free if asked for everything."""
+        ...
+
+    def free(self, nbytes: int) -> int:
+        """Free about `nbytes`; return what it says it freed."""
+        ...
+
+
+class Arbiter:
+    """Asks owners to give way. Holds no lock while it asks, because an owner's answer is to return its leases."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._neighbours: list[Neighbour] = []
+
+    def add_neighbour(self, neighbour: Neighbour) -> None:
+        """Let `neighbour` be asked when the machine, not the budget, lacks room."""
+        with self._pool.lock:
+            self._neighbours.append(neighbour)
+
+    def remove_neighbour(self, neighbour: Neighbour) -> None:
+        """Ask `neighbour` no more."""
+        with self._pool.lock:
+            self._neighbours.remove(neighbour)
+
+    def neighbours_could_free(self) -> int:
+        """Bytes that all neighbours together would free."""
+        return sum(neighbour.could_free() for neighbour in list(self._neighbours))
+
+    def make_room(self, lacking: int) -> list[Released]:
+        """Ask until `lacking` more bytes can be leased; return what came back, which may be less.
+
+        Our own leases go first, because a neighbour's bytes help only where the machine lacks them; a lease in use or pinned is never
+        asked. Stops when nobody is left to ask.
+        """
+        goal = self._pool.room().now + lacking
+        released: list[Released] = []
+        asked: set[Lease] = set()
+        while self._pool.room().now < goal:
+            order = [lease for lease in order_of_giving_way(self._pool.holders()) if lease.terms.give_way and lease not in asked]
+            if not order:
+                break
+            asked.add(order[0])
+            released += self._ask(order[0])
+        for neighbour in list(self._neighbours):
+            room = self._pool.room()
+            if room.now < goal and room.machine < room.budget:
+                freed = neighbour.free(goal - room.machine)
+                log.debug("a neighbour was asked for %s and freed %s", show(goal - room.machine), show(freed))
+        return released
+
+    def release_due(self, *, phase_over: bool = False) -> list[Released]:
+        """Ask those leases to give way whose policy says so now: ttl run out, or phase when `phase_over`."""
+        leases = [lease for lease in due(self._pool.holders(), phase_over=phase_over) if lease.terms.give_way]
+        return [released for lease in leases if not lease.released for released in self._ask(lease)]
+
+    def _ask(self, lease: Lease) -> list[Released]:
+        """Ask one lease's owner; one that turned busy meanwhile keeps its bytes."""
+        if lease.terms.give_way is None:
+            return []
+        try:
+            released = list(lease.terms.give_way())
+        except OnedeskError as error:
+            log.info("%s does not give way: %s", lease.title, error)
+            return []
+        self._pool.count("give_ways")
+        return released

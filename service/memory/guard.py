@@ -1,0 +1,50 @@
+"""Where a lease lies in its slab, and the guard zones around it in debug mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .backends.protocol import Slab
+
+_PATTERN = bytes(range(0xA5, 0xB5))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes in bytes of a block: [front, whose last `guard` bytes are the guard zone][body][guard zone]."""
+
+    front: int
+    body: int
+    guard: int
+
+    @property
+    def total(self) -> int:
+        """What the block takes of its slab."""
+        return self.front + self.body + self.guard
+
+    def zones(self, block: int) -> dict[str, int]:
+        """Offset in the slab of each guard zone of a block that starts at `block`."""
+        if not self.guard:
+            return {}
+        return {"before": block + self.front - self.guard, "after": block + self.front + self.body}
+
+
+def plan_layout(nbytes: int, align: int, guard: int) -> Layout:
+    """Lay out a body of `nbytes` whose start keeps the block's own alignment; `guard` 0 means no zones."""
+    front = -(-guard // align) * align if guard else 0
+    return Layout(front, nbytes, guard)
+
+
+def write_zones(slab: Slab, block: int, layout: Layout) -> None:
+    """Fill the guard zones with their pattern."""
+    for offset in layout.zones(block).values():
+        slab.write(offset, _pattern(layout.guard))
+
+
+def broken_zones(slab: Slab, block: int, layout: Layout) -> list[str]:
+    """Name the zones ("before", "after") that no longer hold their pattern."""
+    return [name for name, offset in layout.zones(block).items() if slab.read(offset, layout.guard) != _pattern(layout.guard)]
+
+
+def _pattern(nbytes: int) -> bytes:
+    return (_PATTERN * (nbytes // len(_PATTERN) + 1))[:nbytes]

@@ -1,0 +1,148 @@
+"""The slabs that a pool holds: shared ones cut by the arena, and one of its own for each large lease."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import RLock
+
+from ..errors import MemoryFull
+from .arena import Arena, BrokenInvariantError, Stretch
+from .backends.protocol import Backend, Returned, Slab
+from .budget import MemorySettings, show
+from .lease import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes in a slab. `address` is the arena's, None if the slab belongs to this block alone."""
+
+    slab: Slab
+    offset: int
+    address: int | None
+
+
+class SlabStore:
+    """Opens slabs when blocks are asked for, and closes each as soon as it is empty."""
+
+    def __init__(self, backend: Backend, settings: MemorySettings, lock: RLock) -> None:  # type: ignore[valid-type]
+        self.backend = backend
+        self.arena = Arena(settings.align)
+        self._settings = settings
+        self._lock = lock
+        self._shared: dict[int, Slab] = {}
+        self._own: dict[int, Slab] = {}
+        self._waiting: list[tuple[Lease, int]] = []
+
+    @property
+    def held(self) -> int:
+        """Bytes of all slabs; on the host, where untouched pages hold nothing, this is addresses more than memory."""
+        with self._lock:
+            return self.arena.held + sum(slab.nbytes for slab in self._own.values())
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of returned leases whose place is not used again because a view of them still lives."""
+        with self._lock:
+            self._sweep()
+            return sum(lease.nbytes for lease, _ in self._waiting)
+
+    def fragmentation(self) -> float:
+        """Share of the held bytes that is free but splintered; see Arena.fragmentation. Own slabs have no splinters."""
+        with self._lock:
+            held = self.held
+            return self.arena.fragmentation() * self.arena.held / held if held else 0.0
+
+    def take(self, nbytes: int, align: int, room: int) -> Block:
+        """Give out a block. `room` bounds what a new slab may hold where slabs take their bytes at once.
+
+        Raises MemoryFull if the system or `room` refuses.
+        """
+        with self._lock:
+            if nbytes >= self._settings.own_slab:
+                self._check_room(nbytes, room)
+                slab = self.backend.open(nbytes, whole=True)
+                self._own[id(slab)] = slab
+                return Block(slab, 0, None)
+            address = self.arena.allocate(nbytes, align)
+            if address is None and self._sweep():
+                address = self.arena.allocate(nbytes, align)
+            if address is None:
+                self._grow(nbytes + align, room)
+                address = self.arena.allocate(nbytes, align)
+            if address is None:
+                raise BrokenInvariantError(f"a new slab has no block of {nbytes} bytes")
+            base = self.arena.slab_of(address).base
+            return Block(self._shared[base], address - base, address)
+
+    def give_back(self, block: Block, lease: Lease) -> Returned:
+        """Return a block's bytes to the system and say what was measured.
+
+        The slow part runs without the lock. The block's place is used again only when no view of the lease lives any more.
+        """
+        if block.address is None:
+            returned = block.slab.close()
+            with self._lock:
+                del self._own[id(block.slab)]
+            return returned
+        layout = lease.place.layout
+        returned = block.slab.give_back(block.offset, layout.total)
+        with self._lock:
+            if lease.alive is not None and lease.alive():
+                self._waiting.append((lease, block.address))
+                return returned
+            closed = self._free(block.address)
+            return Returned(returned.asked + closed.asked, returned.measured + closed.measured)
+
+    def check(self, blocks: Mapping[Lease, Block], *, settled: bool) -> None:
+        """Raise BrokenInvariantError unless the arena's invariants hold and every lease has a block of its own.
+
+        `settled`: no lease is on its way back, so every block must be a lease's or wait for a view to die.
+        """
+        with self._lock:
+            self._sweep()
+            self.arena.check()
+            addresses = {block.address: lease for lease, block in blocks.items() if block.address is not None}
+            owned = {id(block.slab) for block in blocks.values() if block.address is None}
+            waiting = {address for _, address in self._waiting}
+            if len(addresses) + len(owned) != len(blocks) or waiting & addresses.keys():
+                raise BrokenInvariantError("two leases share a block")
+            for address, lease in addresses.items():
+                if self.arena.size_of(address) < lease.place.layout.total:
+                    raise BrokenInvariantError(f"{lease.title} is larger than its block")
+            if settled and (self.arena.blocks != len(addresses) + len(waiting) or self._own.keys() != owned):
+                raise BrokenInvariantError(f"{self.arena.blocks} blocks for {len(addresses)} leases and {len(waiting)} views")
+            if any(self.arena.is_empty(base) for base in self._shared):
+                raise BrokenInvariantError("an empty slab was not closed")
+
+    def _check_room(self, nbytes: int, room: int) -> None:
+        if self.backend.commits and nbytes > room:
+            raise MemoryFull(f"a slab of {show(nbytes)} does not fit: {show(max(0, room))} are left of the limit; release a model")
+
+    def _grow(self, nbytes: int, room: int) -> None:
+        granule = self._settings.align
+        wanted = -(-nbytes // granule) * granule
+        size = max(wanted, self._settings.initial_slab // granule * granule)
+        if self.backend.commits:
+            size = max(wanted, min(size, room // granule * granule))
+            self._check_room(size, room)
+        slab = self.backend.open(size, whole=False)
+        stretch: Stretch = self.arena.add_slab(size, align=self.backend.alignment)
+        self._shared[stretch.base] = slab
+
+    def _free(self, address: int) -> Returned:
+        base = self.arena.slab_of(address).base
+        self.arena.free(address)
+        if not self.arena.is_empty(base):
+            return Returned(0, 0)
+        self.arena.remove_slab(base)
+        return self._shared.pop(base).close()
+
+    def _sweep(self) -> bool:
+        """Free the places whose last view has died; say whether there was one."""
+        done = [(lease, address) for lease, address in self._waiting if lease.alive is None or not lease.alive()]
+        if done:
+            self._waiting = [entry for entry in self._waiting if entry not in done]
+            for _, address in done:
+                self._free(address)
+        return bool(done)
