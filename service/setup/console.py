@@ -13,9 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..core import Progress
 from ..errors import FileError, RequestError
 
 TEXT_LIMIT = 16 << 20  # bytes; what a chat template takes
+
+
+class UsageError(Exception):
+    """The command line itself is wrong."""
 
 
 class Stop:
@@ -62,6 +67,15 @@ def discard_stdout() -> None:
 def write_json(document: Any) -> None:
     """Write one JSON document to stdout, in ASCII, so that any reader and encoding takes it."""
     sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def show_progress(progress: Progress) -> None:
+    """Keep one line of a terminal's stderr up to date; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return
+    share = progress.done / max(1, progress.total)
+    sys.stderr.write(f"\r{progress.stage} {share:4.0%}" + ("\r\x1b[K" if share >= 1 else ""))
+    sys.stderr.flush()
 
 
 def failure(error: Exception) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+"""One measurement: engines in processes of their own, repeated in turn, medians of each, held against the machine's read ceiling."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..api import pick_device
+from ..config import Config
+from ..errors import FileError, ModelError, RequestError
+from ..loader.checkpoint import Checkpoint, open_checkpoint
+from ..loader.names import ModelRoots
+from ..memory.truth import read_truth
+from ..setup.console import columns
+from .ceiling import read_ceiling
+from .files import Residency, evict, read_whole
+from .shapes import SHAPES, random_checkpoint
+from .subject import Task
+from .worker import Engine, Worker
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["load", "prefill", "decode"]
+EMBEDDING = "model.embed_tokens.weight"
+PROMPT_BEFORE_DECODE = 16
+WARM_UP_TOKENS = 3
+LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "PEAK / SIZE")
+RUN_TITLES = ("ENGINE", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: `tokens` to decode, a `prompt` of so many tokens to prefill, each `cycles` times."""
+
+    kind: Kind
+    model: str
+    quant: str = "none"
+    device: str = "auto"
+    tokens: int = 64
+    prompt: int = 512
+    cycles: int = 5
+    against: Literal["transformers"] | None = None
+
+
+def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
+    """The document of `onedesk bench`. Bytes are integers, times seconds, `share` is of the read ceiling (of a load: of the raw read).
+
+    Raises ModelError, FileError, MemoryFull, RequestError, and PeerError when the peer is absent or fails.
+    """
+    path = find_model(plan.model, config, roots)
+    checkpoint = open_checkpoint(path, roots=roots.bases)
+    device = pick_device(plan.device).type
+    task = Task(
+        path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), tuple(sorted(_end_tokens(checkpoint)))
+    )
+    available = read_truth(device).available
+    ceiling = read_ceiling(device, available=available)
+    engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
+    with ExitStack() as ended:
+        workers = [ended.enter_context(Worker(engine, task)) for engine in engines]
+        rows = _load_rows(plan, checkpoint, workers) if plan.kind == "load" else _run_rows(plan, checkpoint, workers)
+    ceiling = max(ceiling, read_ceiling(device, available=available))
+    return {
+        "kind": plan.kind,
+        "model": checkpoint.name,
+        "quant": plan.quant,
+        "device": device,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "read_bytes_per_second": ceiling,
+        "cycles": plan.cycles,
+        "checkpoint_bytes": checkpoint.weight_bytes,
+        "rows": [row if plan.kind == "load" else row | {"share": row["bytes_per_second"] / ceiling} for row in rows],
+    }
+
+
+def bench_table(document: dict[str, Any]) -> str:
+    """The document for a terminal."""
+    load = document["kind"] == "load"
+    lines = [LOAD_TITLES if load else RUN_TITLES, *(_load_line(row) if load else _run_line(row) for row in document["rows"])]
+    head = f"{document['kind']} of {document['model']} on {document['device']} ({document['machine']}), medians of {document['cycles']}"
+    return f"{head}; memory reads {document['read_bytes_per_second'] / 1e9:.1f} GB/s\n{columns(lines)}"
+
+
+def _load_line(row: dict[str, Any]) -> tuple[str, ...]:
+    times = (f"{row['seconds']:.3f}", f"{row['raw_seconds']:.3f}", f"{row['bytes_per_second'] / 1e9:.2f}")
+    return (row["engine"], row["state"], *times, f"{row['share']:.0%}", f"{row['peak_share']:.2f}")
+
+
+def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
+    counts = (row.get("major_faults_per_token"), row.get("allocations_per_token"))
+    speed = (f"{row['tokens_per_second']:.2f}", f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share']:.0%}")
+    return (row["engine"], str(row["tokens"]), *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts))
+
+
+def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
+    """A model by name or path; else the random checkpoint of that shape, written into the cache on first use."""
+    try:
+        return roots.find(name)
+    except (ModelError, FileError) as error:
+        if name not in SHAPES:
+            raise ModelError(f"{error}; or measure a random checkpoint: {', '.join(SHAPES)}") from error
+        return random_checkpoint(name, config.cache)
+
+
+def _context(plan: Plan, checkpoint: Checkpoint) -> int:
+    wanted = {"load": 2048, "prefill": plan.prompt + 1, "decode": PROMPT_BEFORE_DECODE + plan.tokens}[plan.kind]
+    allowed = checkpoint.config.get("max_position_embeddings")
+    if isinstance(allowed, int) and plan.kind != "load" and wanted > allowed:
+        raise RequestError(f"the measurement takes {wanted} tokens of context and {checkpoint.name} allows {allowed}; ask for fewer")
+    return min(wanted, allowed) if isinstance(allowed, int) else wanted
+
+
+def _end_tokens(checkpoint: Checkpoint) -> Iterator[int]:
+    for source in (checkpoint.generation, checkpoint.config):
+        value = source.get("eos_token_id")
+        yield from {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
+
+
+def _prompt(checkpoint: Checkpoint, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, int(checkpoint.config["vocab_size"]), (tokens,), generator=generator).tolist()
+
+
+def _bytes_a_pass(checkpoint: Checkpoint) -> int:
+    """Weight bytes that a pass over the network reads: all, but of an embedding that is not the head too only single rows."""
+    embedding = checkpoint.tensors.get(EMBEDDING)
+    tied = bool(checkpoint.config.get("tie_word_embeddings", False))
+    return checkpoint.weight_bytes - (0 if tied or embedding is None else embedding.nbytes)
+
+
+def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    decode = plan.kind == "decode"
+    prompt = _prompt(checkpoint, PROMPT_BEFORE_DECODE if decode else plan.prompt)
+    asked: dict[str, Any] = {"ids": prompt, "tokens": plan.tokens} if decode else {"ids": prompt}
+    samples: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in workers}
+    for worker in workers:
+        worker.ask("load")
+        worker.ask(plan.kind, **asked | ({"tokens": WARM_UP_TOKENS} if decode else {}))
+    for cycle in range(plan.cycles):
+        for worker in workers:
+            samples[worker.engine].append(worker.ask(plan.kind, **asked))
+            log.info("%s %s %d of %d: %.3f s", worker.engine, plan.kind, cycle + 1, plan.cycles, samples[worker.engine][-1]["seconds"])
+    return [_run_row(engine, plan, found, _bytes_a_pass(checkpoint)) for engine, found in samples.items()]
+
+
+def _run_row(engine: str, plan: Plan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
+    seconds = statistics.median(sample["seconds"] for sample in samples)
+    row: dict[str, Any] = {
+        "engine": engine,
+        "batch": 1,
+        "tokens": plan.tokens if plan.kind == "decode" else plan.prompt,
+        "seconds": seconds,
+    }
+    row["peak_bytes"] = max(sample["peak_bytes"] for sample in samples)
+    if plan.kind == "prefill":
+        return row | {"tokens_per_second": plan.prompt / seconds, "bytes_per_second": nbytes / seconds}
+    steps = samples[0]["steps"]
+    allocations = [sample["allocations"] for sample in samples]
+    return row | {
+        "tokens_per_second": steps / seconds,
+        "bytes_per_second": nbytes * steps / seconds,
+        "major_faults_per_token": statistics.median(sample["major_faults"] for sample in samples) / steps,
+        "allocations_per_token": None if None in allocations else max(allocations) / steps,
+    }
+
+
+def _load_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """Cold: the files were evicted just before. Warm: they were read whole just before. Raw reads of the same files beside each."""
+    files = checkpoint.files
+    for worker in workers:  # imports and compiled kernels are not part of a load
+        worker.ask("load")
+        worker.ask("unload")
+    raw: dict[str, list[float]] = {"cold": [], "warm": []}
+    samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(plan.cycles):
+        _make_state("cold", files)
+        raw["cold"].append(read_whole(files))
+        raw["warm"].append(read_whole(files))
+        for worker in workers:
+            for state in ("cold", "warm"):
+                cached = _make_state(state, files)
+                samples.setdefault((worker.engine, state), []).append(worker.ask("load") | {"cached": cached})
+                worker.ask("unload")
+    return [_load_row(engine, state, found, raw[state], checkpoint.weight_bytes) for (engine, state), found in samples.items()]
+
+
+def _load_row(engine: str, state: str, samples: Sequence[dict[str, Any]], raw: Sequence[float], nbytes: int) -> dict[str, Any]:
+    seconds, raw_seconds = statistics.median(sample["seconds"] for sample in samples), statistics.median(raw)
+    peak = max(sample["peak_bytes"] for sample in samples)
+    return {
+        "engine": engine,
+        "state": state,
+        "batch": 1,
+        "tokens": 0,
+        "tokens_per_second": None,
+        "seconds": seconds,
+        "raw_seconds": raw_seconds,
+        "bytes_per_second": nbytes / seconds,
+        "share": raw_seconds / seconds,
+        "cached_before_bytes": max(sample["cached"] for sample in samples),
+        "peak_bytes": peak,
+        "peak_share": peak / nbytes,
+    }
+
+
+def _make_state(state: str, files: Sequence[Path]) -> int:
+    """Evict the files or read them whole; returns the bytes that are in the page cache now (a tmpfs or another reader keeps some)."""
+    if state == "warm":
+        read_whole(files)
+    else:
+        evict(files)
+    residency = Residency(files)
+    cached = residency.resident()
+    residency.close()
+    return cached

@@ -1,0 +1,395 @@
+"""The command `onedesk`: parses, calls, prints. Exit 0 success, 1 failure, 2 wrong usage or option value, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .config import Config, load_config
+from .core import SEED_LIMIT, Message, Request, Result, Sampling
+from .errors import Cancelled, OnedeskError, RequestError
+from .setup.console import (
+    Stop,
+    UsageError,
+    discard_stdout,
+    failure,
+    make_streams_safe,
+    read_line,
+    read_piped_text,
+    read_text_file,
+    show_progress,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from .api import OpenModel
+
+log = logging.getLogger(__name__)
+
+SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+ONLY_REASONING = "the model only reasoned and gave no answer; raise --max-tokens, set --thinking-budget, or use --thinking off"
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    make_streams_safe()
+    try:
+        status = _run(arguments, as_json="--json" in options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_stdout()
+        return FAILURE
+    return status
+
+
+def _run(arguments: list[str], *, as_json: bool) -> int:
+    try:
+        args = _parser().parse_args(arguments)
+        logging.basicConfig(stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], force=True)
+        return args.run(args)
+    except UsageError as error:
+        return _fail(error, USAGE, as_json)
+    except (KeyboardInterrupt, Cancelled):
+        return _fail(Cancelled("interrupted"), INTERRUPTED, as_json)
+    except BrokenPipeError:
+        raise
+    except (OnedeskError, OSError, RuntimeError, MemoryError) as error:
+        # RuntimeError: what torch raises when a device fails or has no memory left
+        log.debug("the command failed", exc_info=True)
+        return _fail(error, FAILURE, as_json)
+
+
+def _fail(error: Exception, status: int, as_json: bool) -> int:
+    if as_json:
+        write_json(failure(error))
+    else:
+        print(f"onedesk: {error}", file=sys.stderr)
+    return status
+
+
+def _generate(args: argparse.Namespace) -> int:
+    options = _checked_options(args, repetition_stop=args.repetition_stop)
+    request = _request(args, options).validated()
+    config = load_config(args.config)
+    results: list[Result] = []
+    stop = Stop()
+    with stop.listening(), _opened(args, config) as model:
+        while len(results) < args.n and not stop.asked:
+            results.append(_one(model, _choice(request, results), stop, quiet=args.json))
+    if args.json:
+        documents = [_document(result) for result in results]
+        write_json(documents[0] if args.n == 1 else {"choices": documents})
+    return INTERRUPTED if stop.asked else max(_status(result) for result in results)
+
+
+def _choice(request: Request, before: Sequence[Result]) -> Request:
+    """The next choice: seed of the first one + its place. A seed that was not given has been drawn by then."""
+    if not before:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(before[0].seed + len(before)) % SEED_LIMIT))
+
+
+def _one(model: OpenModel, request: Request, stop: Stop, *, quiet: bool) -> Result:
+    """Run one request; unless quiet, its text goes to stdout and its reasoning to stderr while they are written."""
+    result: Result | None = None
+    for event in model.generate(request, cancel=stop, progress=None if quiet else show_progress):
+        if event.progress and not quiet:
+            show_progress(event.progress)
+        if event.reasoning and not quiet:
+            print(event.reasoning, end="", file=sys.stderr, flush=True)
+        if event.text and not quiet:
+            print(event.text, end="", flush=True)
+        result = event.result or result
+    if result is None:
+        raise RuntimeError("the generation ended without a result")
+    if not quiet:
+        print(flush=True)
+        _tell(result)
+    return result
+
+
+def _tell(result: Result) -> None:
+    first, total = result.seconds["first_token"], result.seconds["total"]
+    print(
+        f"[{result.finish}: {result.usage.prompt} + {result.usage.completion} tokens, the first after {first:.2f} s, "
+        f"all after {total:.2f} s; seed {result.seed}]",
+        file=sys.stderr,
+    )
+    if _status(result) != SUCCESS:
+        print(f"onedesk: {ONLY_REASONING}", file=sys.stderr)
+
+
+def _status(result: Result) -> int:
+    answered = result.text.strip() or not result.reasoning.strip()
+    return SUCCESS if answered or result.finish == "cancelled" else FAILURE
+
+
+def _document(result: Result) -> dict[str, Any]:
+    document = asdict(replace(result, seconds=dict(result.seconds), stages={})) | {"ids": list(result.ids)}
+    document["stages"] = {name: asdict(stage) for name, stage in result.stages.items()}
+    return document if _status(result) == SUCCESS else document | failure(RequestError(ONLY_REASONING))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    options = _checked_options(args)
+    start = [Message("system", args.system)] if args.system else []
+    history = list(start)
+    stop = Stop()
+    with stop.listening(), _opened(args, load_config(args.config)) as model:
+        print("Write a message. /reset starts anew, /exit or Ctrl-D ends.", file=sys.stderr)
+        while (line := read_line("> ")) is not None and line.strip() != "/exit":
+            if line.strip() == "/reset":
+                history = list(start)
+            elif line.strip():
+                history = _turn(model, options, [*history, Message("user", line)], stop)
+    return SUCCESS
+
+
+def _turn(model: OpenModel, options: dict[str, Any], history: list[Message], stop: Stop) -> list[Message]:
+    """Answer the last message; returns the history that the next turn starts from, without what could not be answered."""
+    stop.asked = False
+    try:
+        result = _one(model, Request(messages=tuple(history), **options).validated(), stop, quiet=False)
+    except RequestError as error:
+        print(f"onedesk: {error} (/reset starts anew)", file=sys.stderr)
+        return history[:-1]
+    return [*history, Message("assistant", result.text, result.reasoning)] if result.text.strip() else history[:-1]
+
+
+def _score(args: argparse.Namespace) -> int:
+    if (args.ids is None) == (args.text_file is None):
+        raise UsageError("score needs either --ids or --text-file; see onedesk score --help")
+    text = None if args.text_file is None else read_text_file(args.text_file)
+    from .api import perplexity
+
+    stop = Stop()
+    with stop.listening(), _opened(args, load_config(args.config)) as model:
+        if text is None:
+            logprobs, windows = model.score(args.ids, cancel=stop), 1
+        else:
+            logprobs, windows = model.score_text(text, cancel=stop)
+    score = {"tokens": len(logprobs) + 1, "logprobs": logprobs, "perplexity": perplexity(logprobs), "windows": windows}
+    if args.json:
+        write_json(score)
+    else:
+        print(f"perplexity {score['perplexity']} over {score['tokens']} tokens in {windows} windows")
+    return SUCCESS
+
+
+def _models(args: argparse.Namespace) -> int:
+    from .setup.inventory import model_rows, model_table
+
+    rows = model_rows(load_config(args.config), args.model, device=args.device, context=args.context)
+    write_json(rows) if args.json else print(model_table(rows))
+    return SUCCESS
+
+
+def _memory(args: argparse.Namespace) -> int:
+    from .setup.memory_report import memory_report, memory_table
+
+    report = memory_report(load_config(args.config), device=args.device, proc=args.proc)
+    write_json(report) if args.json else print(memory_table(report))
+    return SUCCESS
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .setup.doctor import examine
+
+    checks = examine(args.config, device=args.device)
+    ok = all(check.status != "failure" for check in checks)
+    if args.json:
+        write_json({"ok": ok, "checks": [asdict(check) for check in checks]})
+    else:
+        for check in checks:
+            print(f"{check.status:<8} {check.name}: {check.detail}" + (f"\n         {check.fix}" if check.fix else ""))
+    return SUCCESS if ok else FAILURE
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench.run import Plan, bench_table, measure
+    from .setup.inventory import default_model, model_roots
+
+    if args.batch != [1]:
+        raise UsageError(f"--batch {','.join(map(str, args.batch))}: batches are not measured yet; use 1")
+    config = load_config(args.config)
+    name = args.model or default_model(config)
+    if name is None:
+        raise UsageError("no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)")
+    plan = Plan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against)
+    document = measure(plan, config, model_roots(config))
+    write_json(document) if args.json else print(bench_table(document))
+    return SUCCESS
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .setup.demo import run_demo
+
+    result = run_demo(args.idea, load_config(args.config))
+    if args.json:
+        write_json(asdict(result) | {"picture": str(result.picture)})
+    else:
+        print(f"idea:    {result.idea}\nprompt:  {result.prompt}\npicture: {result.picture}")
+    return SUCCESS
+
+
+@contextmanager
+def _opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
+    """The model that was asked for, or the default one; it loads when it is first used."""
+    from .registry import REGISTRY
+    from .setup.inventory import default_model, model_roots
+
+    name = args.model or default_model(config)
+    if name is None:
+        raise UsageError("no model is named; use --model NAME, FOLDER or FILE (onedesk models lists the names)")
+    REGISTRY.configure(config)
+    roots = model_roots(config)
+    path = roots.find(name)
+    try:
+        yield REGISTRY.open(path, roots=roots, context=args.context or config.context, quant=args.quant, device=args.device, load=False)
+    finally:
+        REGISTRY.close()
+
+
+def _checked_options(args: argparse.Namespace, *, repetition_stop: bool | None = None) -> dict[str, Any]:
+    """The options of a request, checked before anything is read or loaded: a wrong value is wrong usage."""
+    if args.greedy and args.temperature:
+        raise UsageError("--greedy and --temperature exclude each other; give one of them")
+    sampling = Sampling(
+        temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+    )
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "max_tokens": args.max_tokens,
+        "stop": tuple(args.stop),
+        "thinking": args.thinking,
+        "thinking_budget": args.thinking_budget,
+        "repetition_stop": repetition_stop,
+    }
+    try:
+        Request(ids=(0,), **options).validated()
+    except RequestError as error:
+        raise UsageError(str(error)) from error
+    return options
+
+
+def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
+    if args.ids is not None:
+        if args.prompt is not None or args.system is not None:
+            raise UsageError("--ids is the whole prompt; leave PROMPT and --system out")
+        return Request(ids=args.ids, **options)
+    prompt = args.prompt
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError("no PROMPT and no --ids; see onedesk generate --help")
+    if prompt is None or prompt == "-":
+        piped = read_piped_text()
+        if prompt is None and not piped:
+            raise UsageError("no PROMPT and no --ids; see onedesk generate --help")
+        prompt = piped
+    system = [Message("system", args.system)] if args.system else []
+    return Request(messages=(*system, Message("user", prompt)), **options)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write for example 1,2,3")
+    return tuple(map(int, parts))
+
+
+def _whole_from(low: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= low):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low}")
+        return int(text)
+
+    return whole
+
+
+def _batches(text: str) -> list[int]:
+    return [_whole_from(1)(part) for part in text.split(",")]
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("onedesk", description="Qwen beside your image models in one memory pool, offline.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"onedesk {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(run=run)
+        added.add_argument("--model", metavar="NAME|FOLDER|FILE", help="the model; a name as `onedesk models` lists it, or a path")
+        added.add_argument("--quant", choices=("none",), default="none", help="weights as stored")
+        added.add_argument("--context", type=_whole_from(2), metavar="N", help="tokens that prompt and answer may have together")
+        added.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        added.add_argument("--config", type=Path, metavar="FILE", help="another onedesk.toml than the installation's")
+        added.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice for everything")
+        if json:
+            added.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        return added
+
+    generate = command("generate", _generate, "Answer one prompt.")
+    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - or a pipe reads standard input")
+    generate.add_argument("--ids", type=_ids, metavar="1,2,3", help="raw token ids in place of a prompt: no template, no tokenizer")
+    generate.add_argument("--n", type=_whole_from(1), default=1, metavar="N", help="choices; choice i has seed + i")
+    generate.add_argument("--repetition-stop", type=_switch, metavar="on|off", help="end when the text runs in a circle")
+    _add_sampling(generate)
+    _add_sampling(command("chat", _chat, "Talk with a model; the conversation is kept until /reset.", json=False))
+    score = command("score", _score, "Log-probabilities and perplexity of a text.")
+    score.add_argument("--ids", type=_ids, metavar="1,2,3")
+    score.add_argument("--text-file", type=Path, metavar="F")
+    command("models", _models, "The models that can be opened, and whether they fit.")
+    memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
+    memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
+    command("doctor", _doctor, "Examine this installation, and say what to do about what is wrong.")
+    bench = command("bench", _bench, "Measure load, prefill or decode, beside the machine's read bandwidth.")
+    bench.add_argument("kind", choices=("load", "prefill", "decode"))
+    bench.add_argument("--batch", type=_batches, default=[1], metavar="1")
+    bench.add_argument("--tokens", type=_whole_from(2), default=64, metavar="N", help="tokens to decode")
+    bench.add_argument("--prompt", type=_whole_from(1), default=512, metavar="N", help="tokens of the prompt")
+    bench.add_argument("--cycles", type=_whole_from(1), default=5, metavar="N", help="how often each is measured; medians are shown")
+    bench.add_argument("--against", choices=("transformers",), help="measure it too, in the same run")
+    demo = command("demo", _demo, "Idea in, written prompt and picture out, with the toy models that come along.")
+    demo.add_argument("idea", metavar="IDEA")
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="S", help="the system prompt")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of the answer")
+    parser.add_argument("--temperature", type=float, metavar="T")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--min-p", type=float, metavar="M")
+    parser.add_argument("--seed", type=int, metavar="S", help="0 to 2^64-1")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--stop", action="append", default=[], metavar="STR", help="end before this text; may be repeated")
+    parser.add_argument("--thinking", choices=("on", "off", "auto"), default="auto")
+    parser.add_argument("--thinking-budget", type=int, metavar="N", help="tokens of reasoning")
+
+
+def _version() -> str:
+    try:
+        return version("onedesk")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,124 @@
+"""What models there are: one row each, with what it needs and whether it fits; a broken one is a row with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import pick_context, pick_device
+from ..config import Config
+from ..engine.session import draw_blueprint
+from ..errors import OnedeskError
+from ..loader.checkpoint import Checkpoint, open_checkpoint
+from ..loader.names import ModelRoots
+from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
+from ..memory.truth import read_truth
+from .console import columns
+
+TOY_PREFIX = "onedesk-demo-"
+TOY_NOTE = "a toy that comes with Onedesk to show the chain"
+KV_TOKENS = 1024  # what "1k" is in kv_per_1k
+SMALLEST_CONTEXT = 2
+
+
+def model_roots(config: Config) -> ModelRoots:
+    """The model folders of a configuration; symlinks may lead into the cache of downloads."""
+    return ModelRoots(config.model_roots, targets=[config.cache])
+
+
+def default_model(config: Config) -> str | None:
+    """The model to use when none is named: the configured one, else the only one that is no toy, else the only one."""
+    if config.default_model:
+        return config.default_model
+    names = [entry.name for entry in model_roots(config).list()]
+    real = [name for name in names if not is_toy(name)]
+    for candidates in (real, names):
+        if len(candidates) == 1:
+            return candidates[0]
+    return None
+
+
+def is_toy(name: str) -> bool:
+    """Whether a name is that of a demo model."""
+    return name.rsplit("/", 1)[-1].startswith(TOY_PREFIX)
+
+
+def model_rows(config: Config, model: str | None, *, device: str, context: int | None) -> list[dict[str, Any]]:
+    """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
+
+    `fits` holds for `context` tokens, or the default context, beside nothing else, with headroom. Raises ModelError or FileError
+    when `model` names nothing.
+    """
+    roots = model_roots(config)
+    values: dict[str, Any] = dict(config.memory)
+    settings = MemorySettings(**values)
+    place = pick_device(device)
+    budget = make_budget(read_truth(place.type), settings)
+    chosen = [(entry.name, entry.path) for entry in roots.list()] if model is None else [(model, roots.find(model))]
+    return [_row(name, path, roots, place, context or config.context, settings, budget) for name, path in chosen]
+
+
+def _row(
+    name: str, path: Path, roots: ModelRoots, device: torch.device, context: int | None, settings: MemorySettings, budget: Budget
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "path": str(path), "family": None, "format": None, "parameters": None, "active_parameters": None}
+    row |= {"bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": "", "toy": is_toy(name)}
+    try:
+        checkpoint = open_checkpoint(path, roots=roots.bases)
+        row |= _from_files(checkpoint)
+        draft = draw_blueprint(checkpoint, device, SMALLEST_CONTEXT)
+        blueprint = replace(draft, context=_context(context, draft.config.max_position))
+    except OnedeskError as error:
+        return row | {"reason": str(error)}
+    row["bytes"] = {"weights": blueprint.need.weights, "table": 0, "kv_per_1k": blueprint.kv_shape.nbytes(KV_TOKENS)}
+    row["parameters"] = row["active_parameters"] = blueprint.plan.parameters
+    fits, reason = _verdict(blueprint.need, blueprint.context, settings, budget)
+    return row | {"fits": fits, "reason": reason}
+
+
+def _context(wanted: int | None, allowed: int) -> int:
+    """The context that the row speaks of: what was asked, as far as the model allows it."""
+    return pick_context(None if wanted is None else min(wanted, allowed), allowed)
+
+
+def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the files alone say, also of a family that cannot be opened yet."""
+    census = checkpoint.census()
+    return {
+        "family": str(checkpoint.config["model_type"]).removesuffix("_text"),
+        "format": "+".join(census.bytes_by_dtype),
+        "parameters": census.parameters,
+        "bytes": {"weights": checkpoint.weight_bytes, "table": None, "kv_per_1k": None},
+    }
+
+
+def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget) -> tuple[bool, str]:
+    wanted = need.with_headroom(settings.headroom)
+    fits = wanted <= budget.spendable
+    figures = f"{show(wanted)} with headroom for {context} tokens, of {show(budget.spendable)} in the budget"
+    return fits, f"needs {figures}" if fits else f"does not fit: needs {figures}; choose a smaller context or another model"
+
+
+def model_table(rows: list[dict[str, Any]]) -> str:
+    """The rows for a terminal."""
+    if not rows:
+        return "no models; put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
+    lines = [("NAME", "FAMILY", "FORMAT", "PARAMETERS", "WEIGHTS", "KV / 1024", "FITS", "")]
+    for row in rows:
+        weights, kv, count = row["bytes"]["weights"], row["bytes"]["kv_per_1k"], row["parameters"]
+        lines.append(
+            (
+                row["name"],
+                row["family"] or "-",
+                row["format"] or "-",
+                "-" if count is None else f"{count / 1e6:,.1f} M",
+                "-" if weights is None else show(weights),
+                "-" if kv is None else show(kv),
+                "yes" if row["fits"] else "no",
+                "; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part),
+            )
+        )
+    return columns(lines)
