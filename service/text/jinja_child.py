@@ -183,7 +183,8 @@ def _read(stream: BinaryIO) -> Any:
 
 def _write(stream: BinaryIO, document: Any) -> None:
     body = json.dumps(document).encode("ascii")
-    stream.write(len(body).to_bytes(4, "big") + body)
+    stream.write(len(body).to_bytes(4, "big"))
+    stream.write(body)
     stream.flush()
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
-from ..errors import ModelError
+from ..errors import ModelError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +73,14 @@ class JinjaProcess:
 
     def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit, ModelError where it cannot be started,
-        TypeError or ValueError for values that JSON cannot say."""
+        RequestError for values far beyond the limit of text, TypeError or ValueError for such that JSON cannot say."""
         limits = self._limits
         with self._lock:
             known = self._running() and self._source == source
             request = {"source": None if known else source, "values": dict(values), "limit": limits.text}
             body = json.dumps(request | {"seconds": limits.seconds + _ALARM_AFTER}).encode("ascii")
+            if len(body) > 4 * limits.text:
+                raise RequestError(f"the conversation has {len(body):,} bytes; a prompt has at most {limits.text:,}: shorten the messages")
             if self._process is None:
                 self._start()
             answer = self._exchange(body, limits.seconds)
@@ -183,7 +185,8 @@ def _talk(process: subprocess.Popen[bytes], body: bytes | None, cap: int) -> byt
         return None
     try:
         if body is not None:
-            process.stdin.write(len(body).to_bytes(4, "big") + body)
+            process.stdin.write(len(body).to_bytes(4, "big"))
+            process.stdin.write(body)
             process.stdin.flush()
         head = process.stdout.read(4)
         length = int.from_bytes(head, "big")

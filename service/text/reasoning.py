@@ -48,6 +48,7 @@ class ReasoningSplitter:
         self._may_repeat = in_reasoning  # the model may write the tag that the prompt has already
         self._orphan_closes = not in_reasoning
         self._divide = ""  # what stands between two blocks of reasoning
+        self._spoken = False  # whether there was more than line feeds so far
         self._out: list[Segment] = []
 
     @property
@@ -84,6 +85,7 @@ class ReasoningSplitter:
         if channel == "reasoning" and self._divide:
             piece, self._divide = self._divide + piece, ""
         self._last = piece[-1]
+        self._spoken = self._spoken or bool(piece.strip("\n"))
         self._out.append((channel, piece))
 
     # Each step below takes from the front of what is held; True means that another step may follow.
@@ -137,7 +139,7 @@ class ReasoningSplitter:
         self._held = self._held[self._held.index(CLOSE) + len(CLOSE) :]
         self._state = "closed"
         self._orphan_closes = False
-        self._divide = "\n\n"
+        self._divide = "\n\n" if self._spoken else ""
 
     def _after_close(self, last: bool) -> bool:
         self._held = self._held.lstrip("\n")

@@ -48,12 +48,13 @@ class Tokenizer:
         so does transformers, and a template's output could not be told apart otherwise. Raises RequestError for half a character.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             code = ord(text[error.start])
             raise RequestError(
                 f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
             ) from error
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids that no token has become nothing."""
