@@ -101,10 +101,12 @@ class Generation:
         return self._text.in_reasoning if self._text else False
 
     def _take(self, token: int) -> Iterator[Event]:
-        self._sequence.settle(token, in_reasoning=self._in_reasoning)
+        inside = self._in_reasoning
+        piece = self._text.push(token) if self._text and token not in self._prepared.limits.eos else None
+        # The token that opens reasoning belongs to it: it must not eat the answer's budget.
+        self._sequence.settle(token, in_reasoning=inside or self._in_reasoning)
         if self._sequence.finish == "stop":
             return
-        piece = self._text.push(token) if self._text else None
         if self._text and self._text.stopped:
             self._sequence.end("stop_string")
         if self._repetition and self._repetition.push(token):

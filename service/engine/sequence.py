@@ -33,7 +33,7 @@ class Sequence:
     forced: deque[int] = field(default_factory=deque)
 
     def settle(self, token: int, *, in_reasoning: bool) -> None:
-        """Take in one token, sampled or forced; `in_reasoning` says where the text stood before it."""
+        """Take in one token, sampled or forced; `in_reasoning` says whether it belongs to the reasoning."""
         self.completion += 1
         if token in self.limits.eos:
             self.finish = "stop"
