@@ -75,8 +75,8 @@ def _walk(mount: Path, path: PurePosixPath, layout: _Layout) -> Iterator[CgroupM
 
 def _read_group(folder: Path, group: str, layout: _Layout) -> CgroupMemory | None:
     limits = [limit for limit in (_read_bytes(folder / name) for name in layout.limits) if limit is not None]
-    usage = _read_bytes(folder / layout.usage)
-    if not limits or usage is None:
+    usage = _read_bytes(folder / layout.usage) if limits else None
+    if usage is None:
         return None
     return CgroupMemory(min(limits), usage, _read_inactive(folder, layout.inactive), group)
 

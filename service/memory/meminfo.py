@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from ..errors import FileError
 
 KIB = 1024
@@ -69,6 +71,20 @@ def read_meminfo(proc: Path) -> Mapping[str, int]:
     if "MemTotal" not in figures:
         raise FileError("meminfo has no MemTotal line; the file is not a copy of /proc/meminfo")
     return figures
+
+
+def read_psutil() -> Mapping[str, int]:
+    """The same figures from psutil, in bytes, for machines without /proc (Apple, where wired GPU memory stays unseen)."""
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    names = {
+        "MemTotal": "total",
+        "MemAvailable": "available",
+        "MemFree": "free",
+        "Cached": "cached",
+        "Buffers": "buffers",
+        "Shmem": "shared",
+    }
+    return {name: int(getattr(memory, field, 0)) for name, field in names.items()} | {"SwapFree": int(swap.free)}
 
 
 def read_pressure(proc: Path) -> Pressure | None:

@@ -49,7 +49,7 @@ class Pool:
     """All bytes that Onedesk may hold on one device. Every method may be called from any thread.
 
     Written invariants, held by `verify`: the leases' bytes never exceed the budget's spendable bytes; every lease lies in exactly one
-    block and no two leases share a byte; an empty slab is closed.
+    block and no two leases share a byte; of empty slabs at most one is kept, and none that holds memory.
     """
 
     def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth]) -> None:
@@ -109,26 +109,20 @@ class Pool:
         """Describe all leases, oldest first."""
         return [lease.info() for lease in self.holders()]
 
-    def room(self, truth: Truth | None = None) -> Room:
+    def room(self) -> Room:
         """Say what could be leased now: within the budget, of what the machine has, and of either if all that can gave way."""
-        truth = truth or self.read_truth()
-        with self.lock:
-            leases = list(self._leases)
-            budget = self.budget.spendable - self._used
-            yielding = [lease for lease in order_of_giving_way(leases) if lease.terms.give_way is not None]
-            slack = self._store.held - self._used if self.backend.commits else 0
-        resident = {lease: lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in leases}
-        promised = sum(lease.nbytes - resident[lease] for lease in leases)
-        available = truth.available if self.backend.commits else min(truth.available, truth.host_available)
         neighbours = self.arbiter.neighbours_could_free()
-        return Room(
-            budget=budget,
-            machine=available - self.budget.floor - promised + slack,
-            yielding=sum(lease.nbytes for lease in yielding),
-            neighbours=neighbours,
-            used=self._used,
-            available=available,
-        )
+        with self.lock:
+            yielding = [lease for lease in order_of_giving_way(self._leases) if lease.terms.give_way is not None]
+            machine, available = self._machine_room()
+            return Room(
+                budget=self.budget.spendable - self._used,
+                machine=machine,
+                yielding=sum(lease.nbytes for lease in yielding),
+                neighbours=neighbours,
+                used=self._used,
+                available=available,
+            )
 
     def check(self, owner: str, need: Need) -> None:
         """Raise MemoryFull unless `need` with its headroom fits, if need be after everybody who can gave way.
@@ -163,14 +157,13 @@ class Pool:
         terms = Terms(policy, give_way, cold)
         try:
             for last in (False, True):
-                lacking = self._lacking(nbytes)
-                if lacking <= 0:
-                    lease = self._place(owner, kind, nbytes, align, terms, last=last)
-                    if lease is not None:
-                        return lease
-                    lacking = nbytes
+                with self.lock:
+                    lacking = self._lacking(nbytes)
+                    lease = self._place(owner, kind, nbytes, align, terms, last=last) if lacking <= 0 else None
+                if lease is not None:
+                    return lease
                 if not last:
-                    self.make_room(lacking)
+                    self.make_room(lacking if lacking > 0 else nbytes)
         finally:
             with self.lock:
                 self._seconds += time.perf_counter() - started
@@ -273,31 +266,37 @@ class Pool:
     def _lacking(self, nbytes: int) -> int:
         """Bytes that must come free before `nbytes` fit; 0 or less if they fit now."""
         lacking = self._used + nbytes - self.budget.spendable
-        if nbytes >= _LOOK:
-            lacking = max(lacking, nbytes - self.room().machine)
-        return lacking
+        return max(lacking, nbytes - self._machine_room()[0]) if nbytes >= _LOOK else lacking
+
+    def _machine_room(self) -> tuple[int, int]:
+        """What the machine has for new leases above the floor, and what is available there.
+
+        A leased page that was never touched is promised but still counts as available, so promises are taken off.
+        """
+        truth = self.read_truth()
+        if self.backend.commits:
+            return truth.available - self.budget.floor + self._store.held - self._used, truth.available
+        available = min(truth.available, truth.host_available)
+        return available - self.budget.floor - (self._used - self._resident()), available
 
     def _place(self, owner: str, kind: Kind, nbytes: int, align: int, terms: Terms, *, last: bool) -> Lease | None:
-        """Take the bytes, or return None if somebody else was faster or the system refuses; on the `last` try its refusal is raised."""
+        """Take the bytes; None if the system refuses, but on the `last` try its refusal is raised."""
         align = max(align, self.settings.weight_align)
         if nbytes >= self.backend.page > 0:
             align = max(align, self.backend.page)  # whole pages of its own: all of it can go back
         layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0)
-        with self.lock:
-            if self._used + nbytes > self.budget.spendable:
-                return None
-            try:
-                block = self._store.take(layout.total, align, self.budget.spendable - self._store.held)
-            except MemoryFull:
-                if last:
-                    raise
-                return None
-            lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency), terms)
-            write_zones(block.slab, block.offset, layout)
-            self._leases[lease] = block
-            self._used += nbytes
-            self.allocations += 1
-            return lease
+        try:
+            block = self._store.take(layout.total, align, self.budget.spendable - self._store.held)
+        except MemoryFull:
+            if last:
+                raise
+            return None
+        lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency), terms)
+        write_zones(block.slab, block.offset, layout)
+        self._leases[lease] = block
+        self._used += nbytes
+        self.allocations += 1
+        return lease
 
     def _inspect(self, lease: Lease) -> None:
         """Look at the guard zones before they go; damage is told, and does not stop the return."""

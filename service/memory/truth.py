@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .cgroup import read_cgroup
-from .meminfo import read_meminfo, read_pressure
+from .meminfo import read_meminfo, read_pressure, read_psutil
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -70,7 +70,7 @@ def read_truth(device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROU
     Discrete GPU: device free + what torch's cache holds unused.
     Raises FileError if meminfo cannot be read.
     """
-    meminfo = read_meminfo(proc)
+    meminfo = read_psutil() if proc == _PROC and not _PROC.exists() else read_meminfo(proc)
     pressure = read_pressure(proc)
     group = read_cgroup(proc, cgroup)
     figures = probe(device) if device.partition(":")[0] != "cpu" else None
