@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 from ..errors import RequestError
@@ -214,3 +214,7 @@ def show(nbytes: int) -> str:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.1f} {unit}".replace(".0 ", " ")
     return f"{nbytes} B"
+
+
+# The keys of the [memory] table in onedesk.toml.
+SETTING_NAMES = tuple(setting.name for setting in fields(MemorySettings))
