@@ -11,13 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import FileError, ModelError
-from .files import is_inside, plain_parts, read_json_object, short
+from .files import exists, is_inside, plain_parts, read_json_object, short
 from .header import TensorInfo, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".tmp", ".crdownload", ".aria2", ".download")
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _FOREIGN = (
     ("GGUF", (".gguf",)),
     ("pickle", (".bin", ".pt", ".pth", ".ckpt", ".pkl")),
@@ -66,9 +68,9 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     Raises FileError for what is missing, cut short or unreadable, ModelError for what is there but is no usable checkpoint.
     """
     path = path.absolute()
+    if not exists(path):
+        raise FileError(f"{short(path.name)} does not exist or may not be read; `onedesk models` lists what there is")
     lone = None if path.is_dir() else path
-    if lone is not None and not path.exists():
-        raise FileError(f"{short(path.name)} does not exist; `onedesk models` lists what there is")
     folder = path if lone is None else path.parent
     bases = (folder.resolve(), *(root.resolve() for root in roots))
     files = _Files(folder, bases)
@@ -93,13 +95,13 @@ class _Files:
 
     def has(self, name: str) -> bool:
         path = self.folder / name
-        return path.is_symlink() or path.exists()
+        return exists(path) or path.is_symlink()
 
     def path(self, name: str) -> Path:
         if plain_parts(name) is None:
             raise FileError(f"{short(name)} is not the name of a file inside the model folder {short(self.folder.name)}")
         path = self.folder / name
-        if path.is_symlink() and not path.exists():
+        if path.is_symlink() and not exists(path):
             raise FileError(f"{short(name)} is a symlink to a file that does not exist; download it again")
         if not is_inside(path, self.bases):
             raise FileError(
@@ -115,14 +117,14 @@ class _Files:
 
 
 def _read_config(files: _Files, lone: Path | None) -> dict[str, Any]:
-    if not files.has("config.json"):
+    if not files.has(CONFIG):
         if lone is not None:
             raise FileError(f"there is no config.json beside {short(lone.name)}; put the model's config.json and tokenizer.json next to it")
         _refuse_foreign(files)
         raise FileError(
             f"there is no config.json in {short(files.folder.name)}; {_unfinished(files.names()) or 'download the whole folder'}"
         )
-    config = read_json_object(files.path("config.json"), "config.json")
+    config = read_json_object(files.path(CONFIG), CONFIG)
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ModelError("config.json does not say the model_type (a name such as qwen3); get the config.json that belongs to the weights")
     return config
@@ -135,8 +137,8 @@ def _read_folder(files: _Files) -> dict[str, TensorInfo]:
         return _read_indexed(files)
     names = files.names()
     weights = [name for name in names if name.endswith(".safetensors")]
-    shards = [(name, match) for name in weights if (match := _SHARD.fullmatch(name))]
-    if shards and len(shards) == len(weights):
+    shards = [(name, match) for name in weights if (match := SHARD.fullmatch(name))]
+    if shards:
         return _read_numbered(files, shards)
     if len(weights) == 1:
         return _read_tensors(files, weights)

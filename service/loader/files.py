@@ -96,6 +96,14 @@ def is_inside(path: Path, bases: Iterable[Path]) -> bool:
     return any(real.is_relative_to(base) for base in bases)
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something of this path, symlinks followed; a name that is no file name, or may not be looked up, is nothing."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def plain_parts(name: str) -> tuple[str, ...] | None:
     """The parts of a relative name a/b/c, or None when it could leave its folder: empty, absolute, `..`, backslash, control character."""
     if not name or any(c == "\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):

@@ -6,20 +6,21 @@ Source: the format section of the safetensors documentation.
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import FileError
-from .files import SourceFile, json_kind, open_regular, read_exactly, short
+from .files import SourceFile, open_regular, read_exactly, short
+from .scan import DAMAGED, HeaderText, say
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 PREFIX_BYTES = 8
 SIZE_LIMIT = 2**63 - 1  # no file and no tensor is larger
+RANK_LIMIT = 64  # dimensions; torch has no operation on more
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     {
@@ -29,8 +30,6 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
         "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
     }
 )  # fmt: skip
-
-DAMAGED = "the file is damaged; download it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,96 +70,59 @@ def read_header(path: Path, *, shown: str | None = None) -> Header:
     shown = path.name if shown is None else shown
     with open_regular(path, shown) as (fd, source):
         try:
-            length, raw = _read_raw(fd, source)
-            entries = _parse(raw, shown)
+            text, data_start = _read_text(fd, source)
         except FileError as error:
             looks = _looks_like(read_exactly(fd, min(source.size, 256), 0, shown))
             if looks is None:
                 raise
             raise FileError(f"{shown} is not a safetensors file: it looks like {looks}") from error
-    metadata = _check_metadata(entries.pop("__metadata__", {}), shown)
-    data_start = PREFIX_BYTES + length
-    tensors = {name: _tensor(name, entry, data_start, source) for name, entry in entries.items()}
-    _check_layout(list(tensors.values()), data_start, source)
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    for name in text.keys():  # noqa: SIM118 (a cursor, not a mapping)
+        if name == "__metadata__":
+            metadata = text.texts()
+        else:
+            where = f"{shown}: tensor {short(name)}"
+            tensors[name] = _tensor(name, text.flat_object(where), where, data_start, source)
+    text.finish()
+    _check_layout(tensors.values(), data_start, source)
     return Header(MappingProxyType(tensors), MappingProxyType(metadata), source.size)
 
 
-def _read_raw(fd: int, source: SourceFile) -> tuple[int, bytes]:
-    shown = source.shown
-    if source.size < PREFIX_BYTES:
-        raise FileError(f"{shown} has {source.size} bytes; a safetensors file has at least {PREFIX_BYTES}; {DAMAGED}")
+def _read_text(fd: int, source: SourceFile) -> tuple[HeaderText, int]:
+    """The header's text and the offset at which the tensors' bytes begin."""
+    shown, size = source.shown, source.size
+    if size < PREFIX_BYTES:
+        raise FileError(f"{shown} has {size} bytes; a safetensors file has at least {PREFIX_BYTES}; {DAMAGED}")
     (length,) = struct.unpack("<Q", read_exactly(fd, PREFIX_BYTES, 0, shown))
     if length > HEADER_LIMIT:
         raise FileError(f"{shown}: the header would have {length} bytes, the format allows {HEADER_LIMIT}; {DAMAGED}")
-    if length > source.size - PREFIX_BYTES:
-        raise FileError(f"{shown}: the header would have {length} bytes, only {source.size - PREFIX_BYTES} follow in the file; {DAMAGED}")
-    return length, read_exactly(fd, length, PREFIX_BYTES, shown)
+    if length > size - PREFIX_BYTES:
+        raise FileError(f"{shown}: the header would have {length} bytes, only {size - PREFIX_BYTES} follow in the file; {DAMAGED}")
+    return HeaderText(read_exactly(fd, length, PREFIX_BYTES, shown), shown), PREFIX_BYTES + length
 
 
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return result
-
-
-def _parse(raw: bytes, shown: str) -> dict[str, Any]:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FileError(f"{shown}: the header is not UTF-8 text (byte {error.start} of it); {DAMAGED}") from None
-    if not text.startswith("{"):
-        raise FileError(f"{shown}: the header does not begin with an object; {DAMAGED}")
-    try:
-        value = json.loads(text, object_pairs_hook=_unique)
-    except _DuplicateKeyError as error:
-        raise FileError(f"{shown}: the header has the key {short(error.args[0])} twice; {DAMAGED}") from None
-    except RecursionError:
-        raise FileError(f"{shown}: the header is nested too deeply; {DAMAGED}") from None
-    except ValueError as error:
-        raise FileError(f"{shown}: the header is not JSON ({error}); {DAMAGED}") from None
-    return value
-
-
-def _check_metadata(metadata: Any, shown: str) -> dict[str, str]:
-    if not isinstance(metadata, dict):
-        raise FileError(f"{shown}: __metadata__ is not an object; {DAMAGED}")
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise FileError(f"{shown}: __metadata__ has a value for {short(key)} that is not text; {DAMAGED}")
-    return metadata
-
-
-def _tensor(name: str, entry: Any, data_start: int, source: SourceFile) -> TensorInfo:
-    where = f"{source.shown}: tensor {short(name)}"
+def _tensor(name: str, entry: Mapping[str, Any], where: str, data_start: int, source: SourceFile) -> TensorInfo:
     if any("\ud800" <= c <= "\udfff" for c in name):
         raise FileError(f"{where} has half a character in its name; {DAMAGED}")
-    if not isinstance(entry, dict):
-        raise FileError(f"{where} is not described by an object; {DAMAGED}")
     for key in ("dtype", "shape", "data_offsets"):
         if key not in entry:
             raise FileError(f"{where} has no {key}; {DAMAGED}")
-    dtype = entry["dtype"]
+    dtype, shape = entry["dtype"], entry["shape"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise FileError(f"{where} has the dtype {_value(dtype)}; known are {', '.join(DTYPE_BITS)}")
-    elements = _elements(entry["shape"], where)
+        raise FileError(f"{where} has the dtype {say(dtype)}; known are {', '.join(DTYPE_BITS)}")
+    bits = _elements(shape, where) * DTYPE_BITS[dtype]
     begin, end = _offsets(entry["data_offsets"], where)
     if data_start + end > source.size:
         raise FileError(
             f"{where} ends at byte {data_start + end}, the file has {source.size}; "
             "it is cut short or damaged: finish the download or get it again"
         )
-    bits = elements * DTYPE_BITS[dtype]
     if bits % 8:
-        raise FileError(f"{where} of {dtype} {_value(entry['shape'])} has {bits} bits, not whole bytes; {DAMAGED}")
+        raise FileError(f"{where} of {dtype} {say(shape)} has {bits} bits, which is no whole number of bytes; {DAMAGED}")
     if bits // 8 != end - begin:
-        raise FileError(f"{where} of {dtype} {_value(entry['shape'])} needs {bits // 8} bytes, its offsets give {end - begin}; {DAMAGED}")
-    return TensorInfo(name, dtype, tuple(entry["shape"]), data_start + begin, end - begin, source)
+        raise FileError(f"{where} of {dtype} {say(shape)} needs {bits // 8} bytes, its offsets give {end - begin}; {DAMAGED}")
+    return TensorInfo(name, dtype, tuple(shape), data_start + begin, end - begin, source)
 
 
 def _whole(value: Any) -> bool:
@@ -169,25 +131,27 @@ def _whole(value: Any) -> bool:
 
 def _elements(shape: Any, where: str) -> int:
     if not isinstance(shape, list) or not all(_whole(size) for size in shape):
-        raise FileError(f"{where} has the shape {_value(shape)}; a list of whole numbers from 0 is needed; {DAMAGED}")
+        raise FileError(f"{where} has the shape {say(shape)}; a list of whole numbers from 0 is needed; {DAMAGED}")
+    if len(shape) > RANK_LIMIT:
+        raise FileError(f"{where} has {len(shape)} dimensions; at most {RANK_LIMIT} are possible; {DAMAGED}")
     elements = 1
     for size in shape:
         elements *= size
         if elements > SIZE_LIMIT:
-            raise FileError(f"{where} has the shape {_value(shape)}: more than 2^63 numbers; {DAMAGED}")
+            raise FileError(f"{where} has the shape {say(shape)}: more than 2^63 numbers; {DAMAGED}")
     return elements
 
 
 def _offsets(offsets: Any, where: str) -> tuple[int, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(offset) for offset in offsets):
-        raise FileError(f"{where} has the offsets {_value(offsets)}; two whole numbers from 0 are needed; {DAMAGED}")
+        raise FileError(f"{where} has the offsets {say(offsets)}; two whole numbers from 0 are needed; {DAMAGED}")
     begin, end = offsets
     if begin > end:
         raise FileError(f"{where} has the offsets {begin} to {end}, the end before the beginning; {DAMAGED}")
     return begin, end
 
 
-def _check_layout(tensors: list[TensorInfo], data_start: int, source: SourceFile) -> None:
+def _check_layout(tensors: Iterable[TensorInfo], data_start: int, source: SourceFile) -> None:
     cursor, before = data_start, "the header"
     for info in sorted(tensors, key=lambda t: (t.start, t.nbytes)):
         if info.start != cursor:
@@ -198,21 +162,6 @@ def _check_layout(tensors: list[TensorInfo], data_start: int, source: SourceFile
         cursor, before = info.start + info.nbytes, short(info.name)
     if cursor != source.size:
         raise FileError(f"{source.shown}: {source.size - cursor} bytes follow the last tensor, which ends at byte {cursor}; {DAMAGED}")
-
-
-def _value(value: Any) -> str:
-    """A value from the header, cut: a shape may have a million entries or one of a thousand digits."""
-    if isinstance(value, list):
-        return "[" + ", ".join(_scalar(v) for v in value[:8]) + (", ...]" if len(value) > 8 else "]")
-    return _scalar(value)
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return f"a {json_kind(value)}"
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
-    return short(value, 40) if isinstance(value, str) else repr(value)
 
 
 def _looks_like(head: bytes) -> str | None:

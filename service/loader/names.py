@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FileError, ModelError
-from .checkpoint import INDEX, PARTIAL_SUFFIXES, SINGLE
-from .files import is_inside, plain_parts, short
+from .checkpoint import CONFIG, INDEX, PARTIAL_SUFFIXES, SHARD, SINGLE
+from .files import exists, is_inside, plain_parts, short
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,13 @@ class ModelRoots:
                 return entry.path
         for root in self.roots:
             path = root.joinpath(*parts)
-            if path.exists() and not is_inside(path, self.bases):
+            if exists(path) and not is_inside(path, self.bases):
                 raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; put the model itself there")
+            if exists(path):
+                raise ModelError(
+                    f"{short(name)} is there but is no model: a folder needs config.json and safetensors files, "
+                    "a lone .safetensors file needs config.json beside it"
+                )
         raise ModelError(f"there is no model {short(name)}; {_advice(name, [entry.name for entry, _ in entries])}")
 
     def find(self, name_or_path: str | Path) -> Path:
@@ -62,8 +67,10 @@ class ModelRoots:
         for entry, qualified in self._entries():
             if text in (entry.name, qualified):
                 return entry.path
-        path = Path(text).expanduser()
-        if path.exists():
+        path = Path(text)
+        if text.startswith("~/"):
+            path = path.expanduser()
+        if exists(path):
             return path
         known = [entry.name for entry in self.list()]
         raise ModelError(f"there is no model {short(text)}, and no folder or file of that path; {_advice(text, known)}")
@@ -95,39 +102,61 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _scan_root(root: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    yield from ((path.name, path) for path in _lone_files(root, bases))
-    for folder in _folders(root, bases):
-        if folder.name == IMAGE_MODELS:
-            continue
-        if _holds_model(folder):
-            yield folder.name, folder
-            continue
-        yield from ((f"{folder.name}/{inner.name}", inner) for inner in _folders(folder, bases) if _holds_model(inner))
-
-
-def _lone_files(root: Path, bases: Sequence[Path]) -> list[Path]:
+    """Names and paths of what one root holds: itself, lone files, folders, and folders one level below (org/name)."""
     names = _names(root)
-    if "config.json" not in names:
+    if CONFIG in names and _whole(names):
+        yield root.name, root
+    yield from ((name, root / name) for name in _lone(root, names, bases))
+    for folder in _folders(root, bases):
+        if folder.name != IMAGE_MODELS:
+            yield from _scan_folder(folder, bases)
+
+
+def _scan_folder(folder: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    names = _names(folder)
+    if CONFIG in names or INDEX in names:
+        yield from _models(folder.name, folder, names, bases)
+        return
+    for inner in _folders(folder, bases):
+        yield from _models(f"{folder.name}/{inner.name}", inner, _names(inner), bases)
+    if any(name.endswith((*_MODEL_SUFFIXES, *PARTIAL_SUFFIXES)) for name in names):
+        yield folder.name, folder
+
+
+def _models(name: str, folder: Path, names: Sequence[str], bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """A folder that is meant as a model (broken ones too), or each of its files when there are several with one configuration."""
+    lone = _lone(folder, names, bases)
+    if len(lone) > 1 and not _whole(names):
+        yield from ((f"{name}/{file}", folder / file) for file in lone)
+    elif any(n in (CONFIG, INDEX) or n.endswith((*_MODEL_SUFFIXES, *PARTIAL_SUFFIXES)) for n in names):
+        yield name, folder
+
+
+def _whole(names: Sequence[str]) -> bool:
+    """Whether the safetensors files of a folder together are one model."""
+    return SINGLE in names or INDEX in names or any(SHARD.fullmatch(name) for name in names)
+
+
+def _lone(folder: Path, names: Sequence[str], bases: Sequence[Path]) -> list[str]:
+    """Safetensors files that are a model each: config.json lies beside them and they are no part of another."""
+    if CONFIG not in names:
         return []
-    return [root / name for name in names if name.endswith(".safetensors") and is_inside(root / name, bases)]
+    files = [name for name in names if name.endswith(".safetensors") and name != SINGLE and not SHARD.fullmatch(name)]
+    return [name for name in files if is_inside(folder / name, bases) and not (folder / name).is_dir()]
 
 
 def _folders(parent: Path, bases: Sequence[Path]) -> list[Path]:
-    return [path for name in _names(parent) if (path := parent / name).is_dir() and is_inside(path, bases)]
-
-
-def _holds_model(folder: Path) -> bool:
-    """Whether a folder is meant as a model: it has a configuration, weights of any format, or a part of a download."""
-    return any(name in ("config.json", INDEX, SINGLE) or name.endswith((*_MODEL_SUFFIXES, *PARTIAL_SUFFIXES)) for name in _names(folder))
+    return [path for name in _names(parent) if exists(path := parent / name) and path.is_dir() and is_inside(path, bases)]
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder holds without hidden names, sorted; nothing when it is absent or may not be read."""
+    """What a folder holds without hidden and unprintable names, sorted; nothing when it is absent or may not be read."""
     try:
-        return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
-        logger.info("model folder %s is skipped: %s", folder.name, error.strerror)
+        logger.debug("model folder %s is skipped: %s", folder.name, error.strerror)
         return []
+    return [name for name in names if plain_parts(name)]
 
 
 def _advice(name: str, known: Sequence[str]) -> str:
