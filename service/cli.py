@@ -68,8 +68,8 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         return _fail(Cancelled("interrupted"), INTERRUPTED, as_json)
     except BrokenPipeError:
         raise
-    except (OnedeskError, OSError, RuntimeError, MemoryError) as error:
-        # RuntimeError: what torch raises when a device fails or has no memory left
+    except (OnedeskError, OSError, RuntimeError, MemoryError, ImportError) as error:
+        # RuntimeError: what torch raises when a device fails or has no memory left; ImportError: no torch here (see onedesk doctor)
         log.debug("the command failed", exc_info=True)
         return _fail(error, FAILURE, as_json)
 
@@ -393,3 +393,7 @@ def _version() -> str:
         return version("onedesk")
     except PackageNotFoundError:
         return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

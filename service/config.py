@@ -114,7 +114,7 @@ def parse_bytes(text: str) -> int:
 
 def installed_file() -> Path | None:
     """The onedesk.toml of the tree whose envs/NAME is the running Python, None when this Python stands in no tree."""
-    envs = Path(sys.prefix).resolve().parent
+    envs = Path(sys.prefix).absolute().parent
     file = envs.parent / FILE_NAME
     return file if envs.name == "envs" and file.is_file() else None
 
@@ -126,7 +126,8 @@ def load_config(path: Path | None = None) -> Config:
     """
     path = path or installed_file()
     if path is None:
-        return Config(model_roots=_with_demo_models([]))
+        demo = package_folder() / "models"  # the toy models that the checkout ships; the installer copies them into a tree
+        return Config(model_roots=(demo,) if demo.is_dir() else ())
     document = _read(path)
     tables = {name: _table(path, name, document.get(name, {})) for name in _TABLES}
     unknown = sorted(set(document) - set(_TABLES))
@@ -134,22 +135,15 @@ def load_config(path: Path | None = None) -> Config:
         raise FileError(f"{path.name}: unknown table or key {unknown[0]!r}; known tables: {', '.join(_TABLES)}")
     tree = path.resolve().parent
     models = tables["models"]
-    roots = [tree / Path(root).expanduser() for root in models.get("roots", ["models"])]
     return Config(
         tree=tree,
         file=path.resolve(),
-        model_roots=_with_demo_models(roots),
+        model_roots=tuple(tree / Path(root).expanduser() for root in models.get("roots", ["models"])),
         default_model=models.get("default"),
         context=models.get("context"),
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
     )
-
-
-def _with_demo_models(roots: list[Path]) -> tuple[Path, ...]:
-    """The user's roots first, then the toy models that come with this package, where they are."""
-    demo = package_folder() / "models"
-    return tuple(dict.fromkeys([*roots, demo] if demo.is_dir() else roots))
 
 
 def _read(path: Path) -> dict[str, Any]:
