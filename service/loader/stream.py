@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20  # cold, two readers: 2 and 4 MiB 0.20 s for 256 MiB, 8 MiB 0.33 s, where the kernel reads 8 MiB ahead
 PIECES_LIMIT = 1024  # IOV_MAX of Linux
 PROGRESS_SECONDS = 0.05
+DIRECT_DEVICES = ("cpu",)  # whose memory a read can write to; others get their bytes through a bounce buffer
 READERS = 2
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -185,7 +186,7 @@ class _Run:
     def _read(self, index: int, bounces: dict[torch.device, _Bounce]) -> None:
         chunk = self.chunks[index]
         fd = self.files[chunk.source]
-        if chunk.device.type == "cpu":
+        if chunk.device.type in DIRECT_DEVICES:
             _fill(fd, [memoryview(view.numpy()) for view in chunk.views], chunk)
         else:
             bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, _Bounce(chunk.device))
