@@ -55,7 +55,7 @@ class Client:
     def ask(self, route: str, body: Mapping[str, Any] | None = None, *, timeout: float = ANSWER_SECONDS) -> Any:
         """GET `route`, or POST `body` to it as JSON; returns the decoded answer, None for an empty one. PeerError if it is refused."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{route}", data, {"Content-Type": "application/json"})  # noqa: S310
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{route}", data, {"Content-Type": "application/json"})
         try:
             with OUTSIDE_PROXY.open(request, timeout=timeout) as answer:
                 text = answer.read()

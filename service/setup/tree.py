@@ -1,12 +1,13 @@
-"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie."""
+"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie. Standard library only."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Every cache that a tool under our roof may write, by the variable that moves it; values are folders under the tree's cache/.
+# The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's cache/.
 CACHES: Mapping[str, str] = {
     "XDG_CACHE_HOME": "xdg",
     "PIP_CACHE_DIR": "pip",
@@ -33,6 +34,69 @@ OFFLINE: Mapping[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
 }
+
+SETTINGS = """\
+# Onedesk's one configuration file. Every value is optional; unknown names are errors. See docs/memory.md and docs/service.md.
+
+[models]
+roots = ["models"]
+
+[memory]
+
+[service]
+"""
+
+RUN_HEAD = """\
+#!/usr/bin/env bash
+# Onedesk: start, stop and ask the ComfyUI of this folder. Written by install.sh; every cache stays inside this folder.
+#   run.sh [start|stop|status|demo] [--port N] [-- ARGUMENTS FOR COMFYUI]
+set -euo pipefail
+here=$(cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
+"""
+
+RUN_TAIL = """\
+for name in onedesk service; do
+  python=$here/envs/$name/bin/python
+  if [[ -x $python ]]; then
+    exec "$python" -m onedesk.service.setup.desk "$here" "$@"
+  fi
+done
+echo "run.sh: there is no environment in $here/envs; run install.sh again" >&2
+exit 1
+"""
+
+
+def run_script() -> str:
+    """The text of run.sh. It finds its own folder, so that no path stands in it."""
+    exports = [f'export {name}="$here/cache/{folder}"' for name, folder in CACHES.items()]
+    return RUN_HEAD + "\n".join([*exports, *(f"export {name}={value}" for name, value in OFFLINE.items())]) + "\n" + RUN_TAIL
+
+
+def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool:
+    """Write `text` to `path` in one step unless it is there already; returns whether anything was written."""
+    mode = 0o755 if executable else 0o644
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.chmod(mode)
+    part.replace(path)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What run.sh must know of an installation: which ComfyUI it starts, with which Python, and whose it is.
+
+    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is the link that we put
+    into somebody else's ComfyUI.
+    """
+
+    comfyui: str
+    python: str
+    made: bool
+    pack: str = "onedesk"
+    link: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +145,26 @@ class Tree:
         """The one configuration file."""
         return self.prefix / "onedesk.toml"
 
+    @property
+    def script(self) -> Path:
+        """run.sh."""
+        return self.prefix / "run.sh"
+
+    @property
+    def pack(self) -> Path:
+        """The folder whose only entry is the link `onedesk` to the checkout; it stands on the Python path of our environment."""
+        return self.envs / "pack"
+
+    @property
+    def record(self) -> Path:
+        """Where the Desk of this installation is kept."""
+        return self.envs / "desk.json"
+
+    @property
+    def model_paths(self) -> Path:
+        """The file that tells somebody else's ComfyUI of the tree's models."""
+        return self.envs / "model_paths.yaml"
+
     def folders(self) -> tuple[Path, ...]:
         """Every folder that an installation has, parents first."""
         data = tuple(self.data / name for name in ("input", "output", "user", "knowledge"))
@@ -88,9 +172,25 @@ class Tree:
 
     def make(self) -> None:
         """Make what is missing of the tree; existing folders are left as they are."""
-        for folder in (*self.folders(), *(self.cache / name for name in dict.fromkeys(CACHES.values()))):
+        for folder in (*self.folders(), *(self.cache / name for name in dict.fromkeys(("tmp", *CACHES.values())))):
             folder.mkdir(parents=True, exist_ok=True)
 
     def environment(self) -> dict[str, str]:
         """Variables that keep every cache inside the tree and every hub client offline."""
         return {name: str(self.cache / folder) for name, folder in CACHES.items()} | dict(OFFLINE)
+
+    def write_files(self) -> list[Path]:
+        """Write run.sh, and onedesk.toml if there is none; returns what was written."""
+        written = [self.script] if write_if_changed(self.script, run_script(), executable=True) else []
+        if not self.settings.exists():
+            write_if_changed(self.settings, SETTINGS)
+            written.append(self.settings)
+        return written
+
+    def save_desk(self, desk: Desk) -> None:
+        """Keep `desk` for run.sh."""
+        write_if_changed(self.record, json.dumps(asdict(desk), indent=2) + "\n")
+
+    def load_desk(self) -> Desk | None:
+        """The Desk of this installation, None before the installer has come so far."""
+        return Desk(**json.loads(self.record.read_text(encoding="utf-8"))) if self.record.is_file() else None

@@ -1,0 +1,47 @@
+"""What ./install.sh --test runs after installing: style, types, shell, tests. All of them run, whatever the first ones say."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .environment import TEST_PINS, Environment
+from .steps import Steps
+
+LOG = logging.getLogger(__name__)
+SCRIPTS = ("install.sh", ".ci/run")
+
+
+def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[str]]:
+    """The checks by name, pytest last so that its closing line is; `more` are further arguments of pytest."""
+    python = str(environment.python)
+    checks = {
+        "ruff check": [python, "-m", "ruff", "check", "."],
+        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
+        "pyright": [python, "-m", "pyright", "--pythonpath", python],
+    }
+    shellcheck = environment.folder / "bin" / "shellcheck"
+    if shellcheck.exists():
+        checks["shellcheck"] = [str(shellcheck), *SCRIPTS]
+    else:
+        LOG.info("checks    shellcheck has no package for this processor: the shell scripts are not checked")
+    # The cache of pytest would be written into the checkout.
+    checks["pytest"] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
+    return checks
+
+
+def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Sequence[str] = ()) -> list[str]:
+    """Install what the checks need, run them in the checkout, return the names of those that failed."""
+    environment.add_pins("tests", TEST_PINS)
+    caches = {"RUFF_CACHE_DIR": "ruff", "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis"}
+    variables = steps.environment() | {name: str(steps.tree.cache / folder) for name, folder in caches.items()}
+    failed = []
+    for name, argv in commands(environment, more).items():
+        LOG.info("checks    %s", name)
+        sys.stdout.flush()
+        if subprocess.run(argv, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+            failed.append(name)
+    return failed

@@ -1,0 +1,107 @@
+"""A ComfyUI that somebody has already: its environment is only read, and the pack is linked into its custom_nodes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .environment import PINS, VERSIONS, Environment, pinned
+from .pack import NAME, Project, link
+from .steps import SetupError, Steps
+from .tree import Tree, write_if_changed
+
+LOG = logging.getLogger(__name__)
+# Where people keep the environment of a ComfyUI, from its folder.
+PYTHONS = (".venv/bin/python", "venv/bin/python", "env/bin/python", "../.venv/bin/python", "../venv/bin/python", "../env/bin/python")
+PATH_FILE = "comfyui-environment.pth"
+FOLDERS = "import json, sys; print(json.dumps([p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]))"
+# Kinds of image models; each is a folder of models/comfyui.
+KINDS = (
+    *("checkpoints", "clip_vision", "configs", "controlnet", "diffusers", "diffusion_models", "embeddings", "gligen", "hypernetworks"),
+    *(
+        "latent_upscale_models",
+        "loras",
+        "model_patches",
+        "photomaker",
+        "style_models",
+        "text_encoders",
+        "upscale_models",
+        "vae",
+        "vae_approx",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Somebody's ComfyUI in `folder`, run by `python`."""
+
+    folder: Path
+    python: Path
+    steps: Steps
+
+    def versions(self) -> dict[str, str]:
+        """The packages of its environment."""
+        answer = self.steps.ask(self.python, VERSIONS)
+        if answer is None:
+            raise SetupError(f"{self.python} does not run; name the Python that starts this ComfyUI with --comfyui-python")
+        return json.loads(answer)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Compare its packages before and after; SetupError if one of them has changed."""
+        before = self.versions()
+        if "torch" not in before:
+            raise SetupError(
+                f"{self.python} has no torch, so it cannot be what starts {self.folder}; name the right one with --comfyui-python"
+            )
+        yield
+        after = self.versions()
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        if changed:
+            raise SetupError(f"the environment of {self.folder} has changed while we worked: {', '.join(changed)}; this must never happen")
+        LOG.info("comfyui   its environment is as it was: %d packages, torch %s", len(after), after["torch"])
+
+    def share_packages(self, service: Environment, project: Project) -> None:
+        """Let our environment see what that environment has, behind its own packages, and add there what is missing."""
+        answer = self.steps.ask(self.python, FOLDERS)
+        folders = dict.fromkeys(json.loads(answer or "[]"))
+        write_if_changed(service.packages / PATH_FILE, "".join(f"{folder}\n" for folder in folders))
+        names = [re.split(r"[ ;<>=~\[]", dependency)[0] for dependency in project.dependencies]
+        missing = {name: None for name in names if name not in service.versions()}
+        wanted = pinned(PINS, missing)
+        if wanted and not self.steps.done("service", " ".join(wanted)):
+            with self.steps.step("service", f"adding {', '.join(missing)} to our own environment"):
+                service.pip("service", "--no-deps", *wanted)
+            self.steps.mark("service", " ".join(wanted))
+
+    def add_pack(self, checkout: Path) -> tuple[str, Path | None]:
+        """Link the pack into its custom_nodes; returns the pack's name there and the link, None if the checkout itself stands there."""
+        nodes = self.folder / "custom_nodes"
+        if nodes.is_dir() and checkout.parent.samefile(nodes):
+            return checkout.name, None
+        link(nodes / NAME, checkout)
+        return NAME, nodes / NAME
+
+
+def find_foreign(folder: Path, python: Path | None, steps: Steps) -> Foreign:
+    """The ComfyUI in `folder` and the Python that runs it; SetupError if there is none."""
+    if not (folder / "main.py").is_file() or not (folder / "comfy").is_dir():
+        raise SetupError(f"{folder} is no ComfyUI: it has no main.py and comfy/; name the folder that holds them with --comfyui")
+    choices = [python] if python else [folder / place for place in PYTHONS]
+    for choice in choices:
+        if choice.exists():
+            return Foreign(folder, choice.absolute(), steps)
+    looked = ", ".join(str(choice) for choice in choices)
+    raise SetupError(f"no Python found for {folder} (looked at {looked}); name the one that starts it with --comfyui-python")
+
+
+def model_paths(tree: Tree) -> str:
+    """A model path file that makes ComfyUI look into the tree as well; JSON texts are valid YAML, so any path can stand in it."""
+    lines = ["onedesk:", f"  base_path: {json.dumps(str(tree.models), ensure_ascii=False)}", '  llm: "."']
+    return "\n".join([*lines, *(f'  {kind}: "comfyui/{kind}"' for kind in KINDS)]) + "\n"

@@ -1,0 +1,112 @@
+"""What of the checkout goes into the tree: the links to it, the command `onedesk`, the demo models. Nothing is written into it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from .environment import Environment
+from .steps import SetupError
+from .tree import Tree, write_if_changed
+
+NAME = "onedesk"
+COMMAND = """\
+#!/bin/sh
+here=$(dirname -- "$(readlink -f -- "$0")")
+exec "$here/python" -m onedesk.service.cli "$@"
+"""
+PREFIX_OF_DEMO = "onedesk-demo-"
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """What the installer must know of pyproject.toml. Read without a TOML parser: Python 3.10 has none."""
+
+    version: str
+    requires_python: str
+    dependencies: tuple[str, ...]
+
+
+def read_project(checkout: Path) -> Project:
+    """Read version and dependencies from the checkout's pyproject.toml; SetupError if it is not ours."""
+    text = (checkout / "pyproject.toml").read_text(encoding="utf-8")
+    found = [
+        re.search(pattern, text, re.M) for pattern in (r'^version = (".+")', r'^requires-python = (".+")', r"^dependencies = (\[.*?\])")
+    ]
+    if f'name = "{NAME}"' not in text or None in found:
+        raise SetupError(f"{checkout} is no checkout of Onedesk: its pyproject.toml does not say so")
+    version, python, dependencies = (ast.literal_eval(match[1]) for match in found if match)
+    return Project(version, python, tuple(dependencies))
+
+
+def is_onedesk(folder: Path) -> bool:
+    """Whether `folder` is a checkout of this project."""
+    project = folder / "pyproject.toml"
+    return project.is_file() and f'name = "{NAME}"' in project.read_text(encoding="utf-8", errors="replace")
+
+
+def link(place: Path, checkout: Path) -> bool:
+    """Make `place` a link to the checkout; returns whether anything had to be done.
+
+    A link to another checkout of this project, or to nothing, is replaced. Anything else there is somebody's: SetupError.
+    """
+    if place.exists() and place.samefile(checkout):
+        return False
+    if place.is_symlink() and (not place.exists() or is_onedesk(place)):
+        place.unlink()
+    elif place.is_symlink() or place.exists():
+        raise SetupError(f"{place} is there already and is not ours; move it away, then run install.sh again")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(checkout, target_is_directory=True)
+    return True
+
+
+def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
+    """Make `import onedesk` and the command `onedesk` work in `environment`: a path file, the package's record, a script.
+
+    The package is the checkout itself, by the link in tree.pack; pip lists it and can uninstall it.
+    """
+    project = read_project(checkout)
+    link(tree.pack / NAME, checkout)
+    packages, script = environment.packages, environment.folder / "bin" / NAME
+    record = packages / f"{NAME}-{project.version}.dist-info"
+    for old in packages.glob(f"{NAME}-*.dist-info"):
+        if old != record:
+            shutil.rmtree(old)
+    record.mkdir(exist_ok=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {NAME}", f"Version: {project.version}", f"Requires-Python: {project.requires_python}"]
+    lines += [f"Requires-Dist: {dependency}" for dependency in project.dependencies]
+    files = {
+        packages / f"{NAME}.pth": f"{tree.pack}\n",
+        record / "METADATA": "\n".join(lines) + "\n",
+        record / "INSTALLER": "onedesk\n",
+        record / "WHEEL": "Wheel-Version: 1.0\nGenerator: onedesk\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        record / "entry_points.txt": f"[console_scripts]\n{NAME} = onedesk.service.cli:main\n",
+    }
+    for path, text in files.items():
+        write_if_changed(path, text)
+    write_if_changed(script, COMMAND, executable=True)
+    listed = [*files, script, record / "RECORD"]
+    write_if_changed(record / "RECORD", "".join(f"{os.path.relpath(path, packages)},,\n" for path in listed))
+
+
+def link_demo_models(tree: Tree, checkout: Path) -> list[Path]:
+    """Link the demo models that the checkout ships into the tree's models; returns the links that had to be made.
+
+    A writer is a folder, the image models are files in the folders of their kinds. What is there and is no link is the user's and stays.
+    """
+    shipped = checkout / "models"
+    made = []
+    for model in sorted([*shipped.glob(f"{PREFIX_OF_DEMO}*"), *(shipped / "comfyui").glob(f"*/{PREFIX_OF_DEMO}*")]):
+        place = tree.models / model.relative_to(shipped)
+        if place.exists() and (not place.is_symlink() or place.samefile(model)):
+            continue
+        place.unlink(missing_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(model, target_is_directory=model.is_dir())
+        made.append(place)
+    return made

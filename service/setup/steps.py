@@ -1,0 +1,117 @@
+"""How the installer works: one step after the other, each with a log, a stamp once it is done, and a clear end when it fails."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import OnedeskError
+from .tree import Tree, write_if_changed
+
+LOG = logging.getLogger(__name__)
+TAIL_LINES = 15
+# What a user's shell may hold and what would lead pip or Python out of the tree.
+UNSET = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_ROOT", "PIP_REQUIREMENT")
+
+
+class SetupError(OnedeskError):
+    """The installer cannot go on: what failed, the end of its log, what to do."""
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log that say something."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Runs the steps of one installation in `tree`."""
+
+    tree: Tree
+
+    @property
+    def stamps(self) -> Path:
+        return self.tree.envs / "steps"
+
+    def done(self, step: str, key: str) -> bool:
+        """Whether `step` has been finished for `key`: the versions that it depends on."""
+        stamp = self.stamps / step
+        return stamp.is_file() and stamp.read_text(encoding="utf-8") == key
+
+    def mark(self, step: str, key: str) -> None:
+        """Remember that `step` is finished for `key`."""
+        self.stamps.mkdir(parents=True, exist_ok=True)
+        write_if_changed(self.stamps / step, key)
+
+    def forget(self, step: str) -> None:
+        """Forget that `step` was ever finished."""
+        (self.stamps / step).unlink(missing_ok=True)
+
+    def environment(self) -> dict[str, str]:
+        """The variables that every command of the installer runs with: nothing is cached, and nothing installed, outside the tree."""
+        kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+        ours = {
+            "TMPDIR": str(self.tree.cache / "tmp"),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_NO_INPUT": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "GIT_TERMINAL_PROMPT": "0",
+        }
+        return kept | self.tree.environment() | ours
+
+    @contextmanager
+    def step(self, name: str, what: str) -> Iterator[None]:
+        """Announce a step, and say how long it took."""
+        LOG.info("%-9s %s ...", name, what)
+        begin = time.monotonic()
+        yield
+        LOG.info("%-9s done in %.0f s", name, time.monotonic() - begin)
+
+    def run(
+        self, step: str, argv: Sequence[str | Path], advice: str, *, timeout: float | None = None, more: Mapping[str, str] | None = None
+    ) -> None:
+        """Run a command with its output in the step's log. Raises SetupError with the end of the log and `advice`."""
+        log = self.tree.logs / f"{step}.log"
+        words = [str(word) for word in argv]
+        with log.open("ab") as out:
+            out.write(f"$ {' '.join(words)}\n".encode())
+            out.flush()
+            try:
+                environment = self.environment() | dict(more or {})
+                code = subprocess.run(
+                    words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, timeout=timeout, check=False
+                ).returncode
+                ending = f"it ended with status {code}"
+            except subprocess.TimeoutExpired:
+                code, ending = -1, f"it did not end within {timeout:g} s"
+            except OSError as error:
+                code, ending = -1, f"it could not be started: {error.strerror}"
+        if code != 0:
+            raise SetupError(f"step {step} failed: {Path(words[0]).name}: {ending}\n{tail(log)}\n  log: {log}\n  what to do: {advice}")
+
+    def ask(self, python: Path, code: str) -> str | None:
+        """What a line of Python prints in the environment of `python`; None if it fails."""
+        answer = subprocess.run(
+            [str(python), "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=self.environment(), check=False
+        )
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+@contextmanager
+def locked(tree: Tree) -> Iterator[None]:
+    """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process, however it ends."""
+    path = tree.prefix / ".lock"
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SetupError(f"another install.sh is working in {tree.prefix}; wait for its end, then run this again") from error
+        yield
