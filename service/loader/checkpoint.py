@@ -74,11 +74,12 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     folder = path if lone is None else path.parent
     bases = (folder.resolve(), *(root.resolve() for root in roots))
     files = _Files(folder, bases)
+    # A lone file is looked at first: whoever chose a GGUF file must hear that, not that its config.json is missing.
+    tensors = {} if lone is None else _read_tensors(files, [lone.name])
     config = _read_config(files, lone)
-    generation = (
-        read_json_object(files.path("generation_config.json"), "generation_config.json") if files.has("generation_config.json") else {}
-    )
-    tensors = _read_tensors(files, [lone.name]) if lone is not None else _read_folder(files)
+    generation = read_json_object(files.path(GENERATION), GENERATION) if files.has(GENERATION) else {}
+    if lone is None:
+        tensors = _read_folder(files)
     if not tensors:
         raise ModelError(f"{folder.name} holds no tensor at all; download it again")
     weight_bytes = sum(info.nbytes for info in tensors.values())
