@@ -144,16 +144,17 @@ class Arena:
         self._put(start, end - start)
         return size
 
-    def fragmentation(self) -> float:
-        """Share of the held bytes that is free, but splintered: outside the largest free block of its slab. 0 is none."""
+    def fragmentation(self, request: int | None = None) -> float:
+        """Share of the held bytes that lies in free blocks too small for `request` bytes (None: for a block of average size).
+
+        This is the index of unusable free space that Linux reports of its own pages, over all held bytes; 0 is none.
+        """
         held = self.held
         if not held:
             return 0.0
-        largest: dict[int, int] = {}
-        for address, size in self._free.items():
-            base = self._bases[bisect_right(self._bases, address) - 1]
-            largest[base] = max(size, largest.get(base, 0))
-        return (sum(self._free.values()) - sum(largest.values())) / held
+        if request is None:
+            request = self.used // len(self._used) if self._used else 0
+        return sum(size for size in self._free.values() if size < request) / held
 
     def check(self) -> None:
         """Raise BrokenInvariantError, saying which, if an invariant of this module does not hold."""

@@ -11,16 +11,12 @@ _PATTERN = bytes(range(0xA5, 0xB5))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes in bytes of a block: [front, whose last `guard` bytes are the guard zone][body][guard zone]."""
+    """Sizes in bytes of a block: [front, whose last `guard` bytes are the guard zone][body][guard zone][rest]; `total` is all of it."""
 
     front: int
     body: int
     guard: int
-
-    @property
-    def total(self) -> int:
-        """What the block takes of its slab."""
-        return self.front + self.body + self.guard
+    total: int
 
     def zones(self, block: int) -> dict[str, int]:
         """Offset in the slab of each guard zone of a block that starts at `block`."""
@@ -29,10 +25,13 @@ class Layout:
         return {"before": block + self.front - self.guard, "after": block + self.front + self.body}
 
 
-def plan_layout(nbytes: int, align: int, guard: int) -> Layout:
-    """Lay out a body of `nbytes` whose start keeps the block's own alignment; `guard` 0 means no zones."""
-    front = -(-guard // align) * align if guard else 0
-    return Layout(front, nbytes, guard)
+def plan_layout(nbytes: int, align: int, guard: int, whole: int) -> Layout:
+    """Lay out a body of `nbytes` whose start keeps the block's own alignment, in a block of whole multiples of `whole` bytes.
+
+    `guard` 0 means no zones.
+    """
+    front = -(-guard // align) * align
+    return Layout(front, nbytes, guard, -(-(front + nbytes + guard) // whole) * whole)
 
 
 def write_zones(slab: Slab, block: int, layout: Layout) -> None:

@@ -92,7 +92,7 @@ class Pool:
         return self._store.held
 
     def fragmentation(self) -> float:
-        """Share of the held bytes that is free but splintered, 0 to 1."""
+        """Share of the held bytes that is free, but in pieces too small for an average lease, 0 to 1."""
         return self._store.fragmentation()
 
     def counters(self) -> Counters:
@@ -281,10 +281,9 @@ class Pool:
 
     def _place(self, owner: str, kind: Kind, nbytes: int, align: int, terms: Terms, *, last: bool) -> Lease | None:
         """Take the bytes; None if the system refuses, but on the `last` try its refusal is raised."""
-        align = max(align, self.settings.weight_align)
-        if nbytes >= self.backend.page > 0:
-            align = max(align, self.backend.page)  # whole pages of its own: all of it can go back
-        layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0)
+        whole = self.backend.page if nbytes >= self.backend.page > 0 else 1  # pages of its own: all of it can go back
+        align = max(align, self.settings.weight_align, whole)
+        layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0, whole)
         try:
             block = self._store.take(layout.total, align, self.budget.spendable - self._store.held)
         except MemoryFull:

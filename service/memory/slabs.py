@@ -48,7 +48,7 @@ class SlabStore:
             return sum(lease.nbytes for lease, _ in self._waiting)
 
     def fragmentation(self) -> float:
-        """Share of the held bytes that is free but splintered; see Arena.fragmentation. Own slabs have no splinters."""
+        """Share of the held bytes that is free but of little use; see Arena.fragmentation. Own slabs have none."""
         with self._lock:
             held = self.held
             return self.arena.fragmentation() * self.arena.held / held if held else 0.0
@@ -64,9 +64,8 @@ class SlabStore:
                 slab = self.backend.open(nbytes, whole=True)
                 self._own[id(slab)] = slab
                 return Block(slab, 0, None)
+            self._sweep()
             address = self.arena.allocate(nbytes, align)
-            if address is None and self._sweep():
-                address = self.arena.allocate(nbytes, align)
             if address is None:
                 self._grow(nbytes + align, room)
                 address = self.arena.allocate(nbytes, align)
@@ -141,11 +140,11 @@ class SlabStore:
     def _empty(self) -> list[int]:
         return [base for base in self._shared if self.arena.is_empty(base)]
 
-    def _sweep(self) -> bool:
-        """Free the places whose last view has died; say whether there was one."""
-        done = [(lease, address) for lease, address in self._waiting if lease.alive is None or not lease.alive()]
-        if done:
-            self._waiting = [entry for entry in self._waiting if entry not in done]
-            for _, address in done:
+    def _sweep(self) -> None:
+        """Free the places whose last view has died."""
+        waiting, self._waiting = self._waiting, []
+        for lease, address in waiting:
+            if lease.alive is not None and lease.alive():
+                self._waiting.append((lease, address))
+            else:
                 self._free(address)
-        return bool(done)

@@ -1,0 +1,101 @@
+"""Policies as data: what may give way, in which order, and what is due."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onedesk.service.errors import RequestError
+from onedesk.service.memory.policy import KINDS, PHASE, PINNED, STAY, Kind, Policy, due, order_of_giving_way, parse_policy
+
+
+@dataclass(frozen=True)
+class Holder:
+    name: str
+    kind: Kind = "weights"
+    policy: Policy = STAY
+    idle: float = 1.0
+    in_use: bool = False
+    cold: bool = False
+
+
+def names(holders: list[Holder]) -> list[str]:
+    return [holder.name for holder in holders]
+
+
+def test_the_designs_order():
+    holders = [
+        Holder("old weights", "weights", idle=90),
+        Holder("young weights", "weights", idle=10),
+        Holder("idle kv", "kv", idle=50),
+        Holder("state", "state", idle=60),
+        Holder("young prefix", "kv", idle=1, cold=True),
+        Holder("old prefix", "kv", idle=5, cold=True),
+        Holder("scratch", "scratch", idle=0.1),
+        Holder("busy", "weights", idle=0, in_use=True),
+        Holder("pinned", "weights", policy=PINNED, idle=1000),
+    ]
+    order = ["scratch", "old prefix", "young prefix", "state", "idle kv", "old weights", "young weights"]
+    assert names(order_of_giving_way(holders)) == order
+
+
+HOLDERS = st.builds(
+    Holder,
+    name=st.text(min_size=1, max_size=3),
+    kind=st.sampled_from(KINDS),
+    policy=st.sampled_from([STAY, PHASE, PINNED, Policy("ttl", 30)]),
+    idle=st.floats(0, 1000),
+    in_use=st.booleans(),
+    cold=st.booleans(),
+)
+
+
+@given(st.lists(HOLDERS, max_size=12))
+def test_no_busy_or_pinned_holder_is_ever_asked(holders: list[Holder]):
+    order = order_of_giving_way(holders)
+    assert not any(holder.in_use or holder.policy is PINNED for holder in order)
+    assert len(order) == sum(not holder.in_use and holder.policy is not PINNED for holder in holders)
+    ranks = {"scratch": 0, "kv": 2, "state": 2, "weights": 3, "table": 3}
+    keyed = [(1 if holder.cold and holder.kind in ("kv", "state") else ranks[holder.kind], -holder.idle) for holder in order]
+    assert all(first <= second for first, second in pairwise(keyed))
+
+
+def test_what_is_due():
+    holders = [
+        Holder("stays", policy=STAY, idle=9999),
+        Holder("phase", policy=PHASE, idle=1),
+        Holder("busy phase", policy=PHASE, in_use=True),
+        Holder("young", policy=Policy("ttl", 30), idle=29),
+        Holder("run out", policy=Policy("ttl", 30), idle=30),
+        Holder("at once", policy=Policy("ttl", 0), idle=0.0),
+        Holder("pinned", policy=PINNED, idle=9999),
+    ]
+    assert names(due(holders, phase_over=False)) == ["run out", "at once"]
+    assert names(due(holders, phase_over=True)) == ["run out", "phase", "at once"]
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [("stay", STAY), (" Phase ", PHASE), ("pinned", PINNED), ("ttl 300", Policy("ttl", 300)), ("TTL 0.5", Policy("ttl", 0.5))],
+)
+def test_policies_are_read_and_written(text: str, policy: Policy):
+    assert parse_policy(text) == policy
+    assert parse_policy(str(policy)) == policy
+
+
+@pytest.mark.parametrize("text", ["", "keep", "ttl", "ttl soon", "ttl -1", "ttl nan", "ttl inf", "stay 5", "phase ttl 3"])
+def test_wrong_policies_are_refused(text: str):
+    with pytest.raises(RequestError, match=r"stay, phase, ttl N|number from 0"):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"), [("ttl", None), ("ttl", -1), ("ttl", math.nan), ("ttl", True), ("stay", 5.0), ("pinned", 0.0), ("later", None)]
+)
+def test_wrong_policy_values_are_refused(name: str, seconds: float | None):
+    with pytest.raises(RequestError, match="memory policy"):
+        Policy(name, seconds)  # type: ignore[arg-type]
