@@ -81,15 +81,18 @@ class ModelRoots:
         taken: set[str] = set()
         seen: set[Path] = set()
         for root in self.roots:
-            for name, path in _scan_root(root, self.bases):
+            here: list[tuple[ModelEntry, str]] = []
+            # A link comes after what it leads to: the folder's own name counts.
+            for name, path in sorted(_scan_root(root, self.bases), key=lambda pair: (pair[1].is_symlink(), pair[0])):
                 real = path.resolve()
-                if real in seen:  # two roots that overlap, or a link beside its target
+                if real in seen:
                     continue
                 seen.add(real)
                 qualified = _free(f"{name} [{root.name}]", taken)
                 unique = name if name not in taken else qualified
                 taken.update((unique, qualified))
-                found.append((ModelEntry(unique, path), qualified))
+                here.append((ModelEntry(unique, path), qualified))
+            found += sorted(here, key=lambda pair: pair[0].name)
         return found
 
 

@@ -230,7 +230,7 @@ def test_every_dtype_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
 
 
 def test_metadata_and_names_of_any_language_are_kept(tmp_path: Path) -> None:
-    header = {"__metadata__": {"format": "pt", "写": "}{\"\\"}, "重み.🙂": U8, "": entry("U8", [], 4, 5)}
+    header = {"__metadata__": {"format": "pt", "写": '}{"\\'}, "重み.🙂": U8, "": entry("U8", [], 4, 5)}
     found = read_header(write_raw(tmp_path / "m.safetensors", json.dumps(header, ensure_ascii=False).encode() + b"  \n", b"abcde"))
     assert found.metadata == header["__metadata__"]
     assert list(found.tensors) == ["重み.🙂", ""]
