@@ -1,8 +1,9 @@
 """The program that renders chat templates, in a process of its own. It is run by path, never imported: nothing of Onedesk is in it.
 
-It speaks frames on stdin and stdout: 4 bytes of length, big-endian, then JSON in ASCII. First comes {"ready": true} from here. A
-request is {"source": template or null for the last one, "values": {...}, "seconds": S, "limit": BYTES}; the answer is {"text": ...}
-or {"error": kind, "message": ..., "line": number or null}. The end of stdin ends the program.
+Its arguments are the bytes of memory it may take and the folders of jinja2 and markupsafe. It speaks frames on stdin and stdout:
+4 bytes of length, big-endian, then JSON in ASCII. First comes {"ready": true} from here. A request is {"source": template, or null
+for the last one, "values": {...}, "seconds": S, "limit": BYTES}; the answer is {"text": ...} or {"error": kind, "message": ...,
+"line": number or null}. The end of stdin ends the program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import sys
 from datetime import datetime
 from typing import Any, BinaryIO
 
-MEMORY_LIMIT = 512 * 2**20  # bytes of address space: twice what a template of 16 MiB in four-byte characters needs
+MESSAGE_LIMIT = 1000  # characters of an error that are passed on
+# What rendering can raise beside jinja's own errors. Whatever else comes up ends this process, and the parent says so.
+FAULTS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+)
 
 try:
     import resource
@@ -21,11 +27,11 @@ except ImportError:  # Windows; there the parent watches alone
     resource = None
 
 
-def _confine() -> None:
-    """Bound memory, and take away what no template needs: writing files, starting processes, core dumps."""
+def _confine(memory: int) -> None:
+    """Allow `memory` bytes of address space more, and take away what no template needs: writing files, processes, core dumps."""
     if resource is None:
         return
-    bounds = {"RLIMIT_AS": MEMORY_LIMIT, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
+    bounds = {"RLIMIT_AS": _mapped() + memory, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
     for name, bound in bounds.items():
         kind = getattr(resource, name, None)
         if kind is None:
@@ -36,6 +42,15 @@ def _confine() -> None:
             resource.setrlimit(kind, (wanted, wanted))
         except (ValueError, OSError):  # macOS refuses some of them; there the parent watches alone
             continue
+
+
+def _mapped() -> int:
+    """Bytes of address space in use, libraries included; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - pathlib would be one more import at every start
+            return int(file.read().split()[0]) * (resource.getpagesize() if resource else 0)
+    except OSError:
+        return 0
 
 
 def _alarm(seconds: float) -> None:
@@ -131,6 +146,10 @@ def _line(error: BaseException) -> int | None:
     return line
 
 
+def _fault(kind: str, message: str, line: int | None) -> dict[str, Any]:
+    return {"error": kind, "message": message[:MESSAGE_LIMIT], "line": line}
+
+
 class Renderer:
     """Compiles the last template given and renders it."""
 
@@ -145,20 +164,22 @@ class Renderer:
         """The text of one request, or what went wrong with it."""
         try:
             if request["source"] is not None:
+                self._template = None
                 self._template = self._environment.from_string(request["source"])
             return {"text": self._render(request["values"], request["limit"])}
         except self._errors.TemplateSyntaxError as error:
-            return {"error": "syntax", "message": str(error.message), "line": error.lineno}
+            return _fault("syntax", str(error.message), error.lineno)
         except TemplateRaisedError as error:
-            return {"error": "raised", "message": str(error), "line": _line(error)}
+            return _fault("raised", str(error), _line(error))
         except self._errors.SecurityError as error:
-            return {"error": "sandbox", "message": str(error), "line": _line(error)}
+            return _fault("sandbox", str(error), _line(error))
         except TextTooLongError:
-            return {"error": "long", "message": "", "line": None}
+            return _fault("long", "", None)
         except MemoryError as error:
-            return {"error": "memory", "message": "", "line": _line(error)}
-        except Exception as error:  # noqa: BLE001 - foreign code may raise anything, and the answer names it
-            return {"error": "failed", "message": f"{type(error).__name__}: {error}", "line": _line(error)}
+            return _fault("memory", "", _line(error))
+        except (self._errors.TemplateError, *FAULTS) as error:
+            kind = "failed" if self._template else "syntax"  # nested deeper than Python can compile
+            return _fault(kind, f"{type(error).__name__}: {error}", _line(error))
 
     def _render(self, values: dict[str, Any], limit: int) -> str:
         parts: list[str] = []
@@ -190,10 +211,11 @@ def _write(stream: BinaryIO, document: Any) -> None:
 
 def main() -> None:
     """Serve until stdin ends."""
-    sys.path.extend(sys.argv[1:])  # where the parent found jinja2 and markupsafe
+    memory, *folders = sys.argv[1:]
+    sys.path.extend(folders)  # where the parent found jinja2 and markupsafe
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     renderer = Renderer()
-    _confine()
+    _confine(int(memory))
     _write(sink, {"ready": True})
     while True:
         try:

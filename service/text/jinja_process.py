@@ -84,7 +84,7 @@ class JinjaProcess:
             if self._process is None:
                 self._start()
             answer = self._exchange(body, limits.seconds)
-            self._source = source
+            self._source = source if "text" in answer else None
             return answer
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class JinjaProcess:
         if not sys.executable:
             raise ModelError("chat templates are rendered in a Python process of their own, and this program does not say where Python is")
         # -I -S: no user site, no .pth files, no environment; the child imports the standard library and the two folders only
-        command = [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), *folders]
+        command = [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), str(self._limits.memory), *folders]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True

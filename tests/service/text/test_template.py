@@ -135,6 +135,24 @@ def test_reaching_out_of_the_sandbox_is_refused(source: str) -> None:
         render(source)
 
 
+@pytest.mark.parametrize("source", ["{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 5000 + ")" * 5000 + " }}"])
+def test_a_template_nested_too_deep_does_not_compile(source: str) -> None:
+    template = ChatTemplate({"default": source, "tool_use": "T"}, origin="Model/chat_template.jinja")
+    for _ in range(2):
+        for _ in range(2):
+            with pytest.raises(
+                ModelError, match=r"^Model/chat_template.jinja: the chat template does not compile: (Syntax|Recursion)Error"
+            ):
+                template.render(HELLO)
+        assert template.render(HELLO, extra={"tools": [{}]}) == "T"
+
+
+def test_an_endless_error_is_cut() -> None:
+    with pytest.raises(RequestError) as caught:
+        render("{{ raise_exception('x' * 10 ** 7) }}")
+    assert len(str(caught.value)) < 1100
+
+
 def test_the_template_cannot_see_files_or_start_processes() -> None:
     for source in ("{{ open('x') }}", "{{ import('os') }}", "{{ os.environ }}", "{{ __import__('os') }}"):
         with pytest.raises(ModelError):
@@ -192,8 +210,9 @@ def test_memory_is_watched_from_outside_too(monkeypatch: pytest.MonkeyPatch, tmp
     """As on a system whose kernel keeps no address limit: a child without one is ended by the size that its parent sees."""
     child = tmp_path / "child.py"
     source = jinja_process._CHILD.read_text(encoding="utf-8")
-    assert source.count("    _confine()\n") == 1
-    child.write_text(source.replace("    _confine()\n", ""), encoding="utf-8")
+    confine = "    _confine(int(memory))\n"
+    assert source.count(confine) == 1
+    child.write_text(source.replace(confine, ""), encoding="utf-8")
     monkeypatch.setattr(jinja_process, "_CHILD", child)
     with pytest.raises(ModelError, match=r"takes more than 64 MiB of memory"):
         render(GREEDY["join"], RenderLimits(memory=64 * 2**20))
