@@ -7,9 +7,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -64,6 +64,7 @@ class _Chunk:
     offset: int
     nbytes: int = 0
     views: list[torch.Tensor] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)  # whose bytes the views are, by index
 
 
 def stream_tensors(
@@ -74,17 +75,21 @@ def stream_tensors(
     cancel: CancelCheck | None = None,
     drop_behind: bool = True,
     readers: int = READERS,
+    arrived: Callable[[int], None] | None = None,
 ) -> StreamStats:
-    """Fill each destination with the bytes of its tensor, in the order of the files, and wait until all are there.
+    """Fill each destination with the bytes of its tensor and wait until all are there.
+
+    The files are read front to back; with `arrived` they are read in the order of the jobs instead, and it is called with a job's
+    index as soon as its bytes are there.
 
     A destination is contiguous, has the tensor's number of bytes, and its dtype or uint8 for the raw bytes; nothing is converted.
     CPU memory is read into directly; another device gets its bytes through one bounce buffer a reader. With `drop_behind` the
-    file's pages leave the page cache as soon as they are copied. `progress` and `cancel` are called on the calling thread.
+    file's pages leave the page cache as soon as they are copied. `progress`, `cancel` and `arrived` are called on the calling thread.
     Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone, has changed
     since its header was read, ends early or cannot be read, ValueError for a destination that does not fit.
     """
     started = time.perf_counter()
-    chunks = _plan(jobs)
+    chunks = _plan(jobs, in_file_order=arrived is None)
     total = sum(chunk.nbytes for chunk in chunks)
     if cancel is not None and cancel():
         raise Cancelled(f"loading was stopped before the first of {total} bytes was read")
@@ -97,7 +102,8 @@ def stream_tensors(
         with ThreadPoolExecutor(count, thread_name_prefix="onedesk-read") as pool:
             try:
                 futures = [pool.submit(run.read_all) for _ in range(count)]
-                _watch(run.done, count, Progress(stage, 0, total), progress, cancel)
+                arrivals = _Arrivals(jobs, chunks, arrived) if arrived else None
+                _watch(run.done, count, Progress(stage, 0, total), progress, cancel, arrivals)
             finally:
                 run.stop.set()
         for future in futures:
@@ -116,10 +122,12 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return TORCH_DTYPES.get(dtype, torch.uint8)
 
 
-def _plan(jobs: Sequence[tuple[TensorInfo, torch.Tensor]]) -> list[_Chunk]:
-    """Cut the jobs, in file order, into chunks that end at multiples of CHUNK_BYTES in their file."""
+def _plan(jobs: Sequence[tuple[TensorInfo, torch.Tensor]], *, in_file_order: bool) -> list[_Chunk]:
+    """Cut the jobs into chunks that end at multiples of CHUNK_BYTES in their file."""
     chunks: list[_Chunk] = []
-    for info, target in sorted(jobs, key=lambda job: (str(job[0].file), job[0].start)):
+    order = sorted(range(len(jobs)), key=lambda i: (str(jobs[i][0].file), jobs[i][0].start)) if in_file_order else range(len(jobs))
+    for index in order:
+        info, target = jobs[index]
         view = _flat(info, target)
         done = 0
         while done < info.nbytes:
@@ -130,6 +138,7 @@ def _plan(jobs: Sequence[tuple[TensorInfo, torch.Tensor]]) -> list[_Chunk]:
                 chunks.append(last)
             take = min(info.nbytes - done, CHUNK_BYTES - at % CHUNK_BYTES)
             last.views.append(view[done : done + take])
+            last.jobs.append(index)
             last.nbytes += take
             done += take
     return chunks
@@ -153,12 +162,12 @@ def _flat(info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Run:
-    """What the readers of one stream share: the next chunk, the stop flag, and the queue of bytes done (None: a reader has ended)."""
+    """What the readers of one stream share: the next chunk, the stop flag, and the queue of chunks done (None: a reader has ended)."""
 
     def __init__(self, chunks: list[_Chunk], files: Mapping[SourceFile, int], drop_behind: bool) -> None:
         self.chunks, self.files, self.drop_behind = chunks, files, drop_behind
         self.stop = threading.Event()
-        self.done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._next = 0
         self._lock = threading.Lock()
 
@@ -169,7 +178,7 @@ class _Run:
         try:
             while (index := self._take()) is not None:
                 self._read(index, bounces)
-                self.done.put(self.chunks[index].nbytes)
+                self.done.put(self.chunks[index])
             complete = True
         finally:
             if not complete:
@@ -218,20 +227,45 @@ class _Bounce:
             self.stream.synchronize()
 
 
+class _Arrivals:
+    """Tells which jobs are complete while chunks come in, in any order."""
+
+    def __init__(self, jobs: Sequence[tuple[TensorInfo, torch.Tensor]], chunks: Sequence[_Chunk], arrived: Callable[[int], None]) -> None:
+        self._arrived = arrived
+        self._missing = [0] * len(jobs)
+        for chunk in chunks:
+            for job in chunk.jobs:
+                self._missing[job] += 1
+        for job, parts in enumerate(self._missing):
+            if parts == 0:  # a tensor of no bytes
+                arrived(job)
+
+    def take(self, chunk: _Chunk) -> None:
+        for job in chunk.jobs:
+            self._missing[job] -= 1
+            if self._missing[job] == 0:
+                self._arrived(job)
+
+
 def _watch(
-    done: queue.SimpleQueue[int | None], readers: int, start: Progress, progress: ProgressReport | None, cancel: CancelCheck | None
+    done: queue.SimpleQueue[_Chunk | None],
+    readers: int,
+    start: Progress,
+    progress: ProgressReport | None,
+    cancel: CancelCheck | None,
+    arrivals: _Arrivals | None,
 ) -> None:
     """Follow the readers until all have ended: report at most every PROGRESS_SECONDS, ask for cancel at every chunk."""
     got, told = 0, time.monotonic()
     while readers:
-        try:
-            step = done.get(timeout=PROGRESS_SECONDS)
-        except queue.Empty:
-            step = 0
-        if step is None:
-            readers -= 1
-        else:
-            got += step
+        with suppress(queue.Empty):
+            chunk = done.get(timeout=PROGRESS_SECONDS)
+            if chunk is None:
+                readers -= 1
+            else:
+                got += chunk.nbytes
+                if arrivals is not None:
+                    arrivals.take(chunk)
         if cancel is not None and cancel():
             raise Cancelled(f"loading was stopped after {got} of {start.total} bytes")
         if progress is not None and got < start.total and time.monotonic() - told >= PROGRESS_SECONDS:
@@ -285,7 +319,8 @@ def _check_unchanged(source: SourceFile, fd: int) -> None:
 def _span(chunks: Sequence[_Chunk], source: SourceFile) -> tuple[int, int]:
     """Offset and length of the part of a file that was read."""
     mine = [chunk for chunk in chunks if chunk.source == source]
-    return mine[0].offset, mine[-1].offset + mine[-1].nbytes - mine[0].offset
+    start, end = min(chunk.offset for chunk in mine), max(chunk.offset + chunk.nbytes for chunk in mine)
+    return start, end - start
 
 
 def _drop(fd: int, offset: int, nbytes: int) -> None:
