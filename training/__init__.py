@@ -1,0 +1,1 @@
+"""How the demo models were made. Never installed, never imported by the product; run from the repository root."""
