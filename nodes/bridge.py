@@ -49,7 +49,7 @@ def device() -> str:
     return "cuda" if torch.device(mm.get_torch_device()).type == "cuda" else "cpu"
 
 
-class _Handle(torch.nn.Module):
+class OnedeskModel(torch.nn.Module):
     """What ComfyUI keeps a weak reference to and names in its log."""
 
     device: torch.device | None = None
@@ -60,7 +60,7 @@ class LanguageModel(ModelPatcher):
 
     def __init__(self, model: OpenModel) -> None:
         home = mm.get_torch_device() if device() == "cuda" else torch.device("cpu")
-        super().__init__(_Handle(), home, torch.device("cpu"), size=1)
+        super().__init__(OnedeskModel(), home, torch.device("cpu"), size=1)
         self._open = weakref.ref(model)
         self.tracker = Tracker()
 

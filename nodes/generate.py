@@ -83,7 +83,8 @@ class OnedeskGenerate(io.ComfyNode):
             job = Job(choice, cls.hidden, view, writing)
             written = await job.run()
             answers += written
-            stats += [statistics(choice.name, answer.result, job.load_seconds) for answer in written]
+            loads = chain([job.load_seconds], repeat(0.0))
+            stats += [statistics(choice.name, answer.result, load) for answer, load in zip(written, loads, strict=False)]
             stats[-1] += f"; {returned(job.released)}" if job.released else ""
         texts = [answer.result.text for answer in answers]
         view.write(numbered([f"{text}\n\n{line}" for text, line in zip(texts, stats, strict=True)], len(rows)))

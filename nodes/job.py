@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 TICK = 0.1
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Hidden(Protocol):
@@ -65,29 +66,6 @@ class PageView(View):
             server.send_progress_text(displayable(text), self.node_id, server.client_id)
 
 
-async def in_thread(work: Callable[[CancelCheck], T], view: PageView) -> T:
-    """Run `work` in a thread while the view follows it. Its cancel check turns true on Stop and when the workflow is given up.
-
-    Returns or raises what `work` does, never before its thread is done with it.
-    """
-    stop = threading.Event()
-
-    def cancel() -> bool:
-        return stop.is_set() or bridge.cancelled()
-
-    context = contextvars.copy_context()
-    future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work, cancel))
-    try:
-        while not future.done():
-            await view.send()
-            await asyncio.wait({future}, timeout=TICK)
-    finally:
-        stop.set()
-        await asyncio.wait({future})
-        await view.send()
-    return future.result()
-
-
 class Job(Generic[T]):
     """A task on one model for one run of a node."""
 
@@ -99,6 +77,11 @@ class Job(Generic[T]):
         self._node_id = hidden.unique_id
         self._graph = hidden.dynprompt
         self._task = task
+        self._given_up = threading.Event()
+
+    def _cancelled(self) -> bool:
+        """The task's cancel check: true on Stop, and when the workflow ends for another reason."""
+        return self._given_up.is_set() or bridge.cancelled()
 
     async def run(self) -> T:
         """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its policy says so."""
@@ -107,9 +90,9 @@ class Job(Generic[T]):
         tracker.begin(self._graph)
         kept: object | None = None
         try:
-            await in_thread(lambda cancel: self._task.prepare(model, cancel), self.view)
+            await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
             await self._load(model)
-            value = await in_thread(lambda cancel: self._task.run(model, cancel), self.view)
+            value = await self._in_thread(lambda: self._task.run(model, self._cancelled))
             kept = self._task.kept(value)
         except Cancelled:
             raise bridge.interrupted() from None
@@ -126,11 +109,27 @@ class Job(Generic[T]):
         started = time.perf_counter()
         bridge.make_room(model)
         try:
-            await in_thread(lambda cancel: model.load(progress=self.view.report, cancel=cancel), self.view)
+            await self._in_thread(lambda: model.load(progress=self.view.report, cancel=self._cancelled))
         except MemoryFull as full:
             bridge.make_more_room(model, full)
-            await in_thread(lambda cancel: model.load(progress=self.view.report, cancel=cancel), self.view)
+            await self._in_thread(lambda: model.load(progress=self.view.report, cancel=self._cancelled))
         self.load_seconds = time.perf_counter() - started
+
+    async def _in_thread(self, work: Callable[[], R]) -> R:
+        """Run `work` in a thread while the page follows. Returns or raises what it does, never before the thread is done with it."""
+        context = contextvars.copy_context()
+        future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work))
+        try:
+            while not future.done():
+                await self.view.send()
+                await asyncio.wait({future}, timeout=TICK)
+        except asyncio.CancelledError:
+            self._given_up.set()
+            await asyncio.wait({future})
+            raise
+        finally:
+            await self.view.send()
+        return future.result()
 
     async def _give_way(self, model: OpenModel) -> None:
         if not bridge.listed(model).tracker.needed(self._graph, self.choice.name, _is_output):

@@ -83,7 +83,7 @@ class Writing:
         if result is None:
             raise RequestError("the model's answer ended without a result; run the workflow again")
         if result.finish == "cancelled":
-            self._show(f"{result.text or result.reasoning}\n[stopped after {result.usage.completion} tokens]")
+            self._show(f"{result.text or result.reasoning}\n\n[stopped after {result.usage.completion} tokens]".lstrip())
             raise Cancelled("stopped while writing")
         self._show(result.text)
         if not result.text.strip():

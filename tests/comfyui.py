@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,20 @@ class Run:
     def wait_for(self, kind: str, *, timeout: float = TIMEOUT, **values: object) -> Message:
         """The first message of `kind` whose data has all of `values`, waiting at most `timeout` seconds for it."""
 
+        return self.wait_until(lambda m: m.kind == kind and all(m.data.get(k) == v for k, v in values.items()), timeout=timeout)
+
+    def wait_until(self, wanted: Callable[[Message], bool], *, timeout: float = TIMEOUT) -> Message:
+        """The first message that is wanted, waiting at most `timeout` seconds for it; an error if the workflow ends without it."""
+
         def found() -> Message | None:
-            matches = (m for m in self.messages if m.kind == kind and all(m.data.get(k) == v for k, v in values.items()))
-            return next(matches, None)
+            return next(filter(wanted, list(self.messages)), None)
 
         with self._news:
             if not self._news.wait_for(lambda: found() is not None or self._ended(), timeout):
-                raise TimeoutError(f"no message {kind} {values} within {timeout:g} s; came so far: {[m.kind for m in self.messages]}")
+                raise TimeoutError(f"the message did not come within {timeout:g} s; came so far: {[m.kind for m in self.messages]}")
             message = found()
         if message is None:
-            raise AssertionError(f"the workflow ended without a message {kind} {values}: {self.messages[-1]}")
+            raise AssertionError(f"the workflow ended without the message: {self.messages[-1]}")
         return message
 
     def _ended(self) -> bool:

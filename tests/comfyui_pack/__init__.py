@@ -11,6 +11,8 @@ import folder_paths
 import torch
 from comfy_api.latest import ComfyExtension, io
 
+from .probe import TestFailure, TestList, TestRandomStates
+
 # The same sizes as ENCODER in tests/tiny_models.py.
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -42,7 +44,7 @@ class TestTextEncoder(io.ComfyNode):
 
 class TestPack(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestTextEncoder]
+        return [TestTextEncoder, TestList, TestRandomStates, TestFailure]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -1,0 +1,163 @@
+"""Writing in the real ComfyUI: streaming, caching, seeds, lists, history, sampling options."""
+
+from __future__ import annotations
+
+import json
+
+from comfyui import Comfy, Outcome
+from node_graphs import GIVE_WAY, generate, held, load, node, prompt, sampling, show, shown, state, writing
+
+
+def test_text_is_streamed_into_the_node_and_grows(comfyui: Comfy):
+    outcome = comfyui.run(writing("stream me", max_tokens=60))
+    final = shown(outcome, "text")
+    streamed = [message.data["text"] for message in outcome.texts("write")]
+    assert len(final) == 60  # the tiny writer's tokens are one character each
+    assert len(streamed) >= 2
+    lengths = [len(text) for text in streamed]
+    assert lengths == sorted(lengths)
+    assert all(final.startswith(text) for text in streamed[:-2])
+    assert streamed[-1].startswith(final)
+
+
+def test_streaming_is_at_most_ten_times_a_second(comfyui: Comfy):
+    outcome = comfyui.run(writing("stream slowly", max_tokens=60))
+    times = [message.at for message in outcome.texts("write")]
+    # The last two come as soon as they are there: the whole text, then the text with its statistics.
+    assert len(times) <= 10 * (times[-1] - times[0]) + 3
+
+
+def test_progress_counts_tokens_up_to_the_limit(comfyui: Comfy):
+    outcome = comfyui.run(writing("count tokens", max_tokens=40))
+    seen = [m.data["nodes"]["write"] for m in outcome.messages if m.kind == "progress_state" and "write" in m.data["nodes"]]
+    decoding = [entry["value"] for entry in seen if entry["max"] == 40]
+    assert decoding
+    assert decoding == sorted(decoding)
+
+
+def test_statistics_say_tokens_seed_and_why_it_ended(comfyui: Comfy):
+    statistics = shown(comfyui.run(writing("statistics", seed=77, max_tokens=5)), "stats")
+    assert statistics.startswith("tiny-writer: ")
+    assert "5 written" in statistics
+    assert "seed 77;" in statistics
+    assert "cut at the token limit" in statistics
+
+
+def test_same_inputs_and_seed_are_answered_from_the_cache(comfyui: Comfy):
+    first = comfyui.run(writing("cache me", seed=3))
+    again = comfyui.run(writing("cache me", seed=3))
+    assert "write" in first.executed()
+    assert "write" in again.cached()
+    assert "write" not in again.executed()
+    assert shown(again, "text") == shown(first, "text")
+
+
+def test_a_changed_seed_writes_anew(comfyui: Comfy):
+    first = comfyui.run(writing("another seed", seed=3, max_tokens=30))
+    other = comfyui.run(writing("another seed", seed=4, max_tokens=30))
+    assert "write" in other.executed()
+    assert shown(other, "text") != shown(first, "text")
+
+
+def test_the_same_seed_gives_the_same_text_after_the_cache_is_gone(comfyui: Comfy):
+    first = shown(comfyui.run(writing("repeat me", seed=2**64 - 1, max_tokens=30)), "text")
+    comfyui.free()
+    again = comfyui.run(writing("repeat me", seed=2**64 - 1, max_tokens=30))
+    assert "write" in again.executed()
+    assert shown(again, "text") == first
+
+
+def test_the_global_random_state_is_untouched(comfyui: Comfy):
+    graph = writing("random states", seed=5)
+    graph["before"] = node("TestRandomStates", value=["prompt", 0], turn=0)
+    graph["write"]["inputs"]["messages"] = ["before", 0]
+    graph["after"] = node("TestRandomStates", value=["write", 0], turn=0)
+    outcome = comfyui.run(graph)
+    assert shown(outcome, "before") == shown(outcome, "after")
+
+
+def test_two_equal_loaders_share_one_model(comfyui: Comfy):
+    graph = writing("first loader")
+    graph |= {"load2": load(), "prompt2": prompt("second loader"), "write2": generate("load2", "prompt2"), "text2": show("write2")}
+    assert comfyui.run(graph).ok
+    entries = [entry for entry in state(comfyui)["models"] if entry["name"] == "tiny-writer"]
+    assert len(entries) == 1
+    assert entries[0]["loaded"]
+
+
+def test_one_workflow_many_times_does_not_grow(comfyui: Comfy):
+    comfyui.run(writing("grow", seed=100))
+    before = held(comfyui, "tiny-writer")
+    for seed in range(101, 106):
+        assert comfyui.run(writing("grow", seed=seed)).ok
+    after = state(comfyui)
+    assert held(comfyui, "tiny-writer") == before
+    assert sum(entry["name"] == "OnedeskModel" and entry["loaded"] > 0 for entry in after["comfyui"]) <= len(after["models"])
+
+
+def test_a_list_of_prompts_is_one_execution_that_loads_once_and_gives_way_once(comfyui: Comfy):
+    def allocations_of(texts: list[str]) -> tuple[int, Outcome]:
+        graph = writing(["list", 0], context=640, policy=GIVE_WAY, max_tokens=4)
+        graph["list"] = node("TestList", texts=json.dumps(texts))
+        before = state(comfyui)["allocations"]
+        outcome = comfyui.run(graph)
+        return state(comfyui)["allocations"] - before, outcome
+
+    comfyui.run(writing("open the pool"))
+    for_one, _ = allocations_of(["prompt 0"])
+    for_five, outcome = allocations_of([f"prompt {i}" for i in range(5)])
+    texts, statistics = outcome.outputs["write"]["text"], outcome.outputs["write"]["stats"]
+    assert for_five == for_one > 0
+    assert outcome.executed().count("write") == 1
+    assert len(texts) == len(statistics) == 5
+    assert ["load " in line for line in statistics] == [True] + [False] * 4
+    assert ["gave way" in line for line in statistics] == [False] * 4 + [True]
+    assert shown(comfyui.run(writing("prompt 3", context=640, max_tokens=4)), "text") == texts[3]
+
+
+def test_answers_become_the_history_of_the_next_turn(comfyui: Comfy):
+    graph = writing("first turn")
+    graph["prompt2"] = prompt("second turn", history=["write", 2], system="be brief")
+    graph["write2"] = generate("load", "prompt2", sampling=["options", 0])
+    graph["messages"] = show("prompt2")
+    outcome = comfyui.run(graph)
+    messages = shown(outcome, "messages")
+    order = [messages.index(part) for part in ("be brief", "first turn", shown(outcome, "text")[:1], "second turn")]
+    assert order[0] < order[1] < order[3]
+    assert messages.count("role='system'") == 1
+    assert messages.count("role='assistant'") == 1
+
+
+def test_stop_strings_end_the_answer(comfyui: Comfy):
+    text = shown(comfyui.run(writing("stop strings", seed=9, max_tokens=40)), "text")
+    stop = text[20:22]
+    graph = writing("stop strings", seed=9, max_tokens=40)
+    graph["options"] = sampling(stop=stop)
+    outcome = comfyui.run(graph)
+    assert shown(outcome, "text") == text[: text.index(stop)]
+    assert "ended at a stop string" in shown(outcome, "stats")
+
+
+def test_greedy_does_not_depend_on_the_seed(comfyui: Comfy):
+    graphs = [writing("greedy", seed=seed, max_tokens=20) for seed in (1, 2)]
+    for graph in graphs:
+        graph["options"] = sampling(temperature=0)
+    first, second = (shown(comfyui.run(graph), "text") for graph in graphs)
+    assert first == second
+
+
+def test_a_bias_of_a_quoted_token_decides(comfyui: Comfy):
+    graph = writing("bias", max_tokens=6)
+    graph["options"] = sampling(logit_bias='"Q": 1000')
+    assert shown(comfyui.run(graph), "text") == "QQQQQQ"
+
+
+def test_dynamic_prompts_are_drawn_by_their_own_seed(comfyui: Comfy):
+    def messages(seed: int) -> str:
+        graph = {"prompt": prompt("a {red|green|blue|white|black} {cat|dog}", dynamic=True, seed=seed), "show": show("prompt")}
+        return shown(comfyui.run(graph), "show")
+
+    drawn = {seed: messages(seed) for seed in (1, 2, 3, 4)}
+    assert len(set(drawn.values())) > 1
+    assert messages(1) == drawn[1]
+    assert not any("{" in text.split("content=")[1] for text in drawn.values())
