@@ -89,7 +89,7 @@ def _generate(args: argparse.Namespace) -> int:
     results: list[Result] = []
     stop = Stop()
     with stop.listening(), _opened(args, config) as model:
-        while len(results) < args.n and not stop.asked:
+        while not results or (len(results) < args.n and not stop.asked):
             results.append(_one(model, _choice(request, results), stop, quiet=args.json))
     if args.json:
         documents = [_document(result) for result in results]

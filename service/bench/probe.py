@@ -39,14 +39,15 @@ class PeakWatch:
 
     def _sample(self) -> None:
         while not self._done.wait(SAMPLE_SECONDS):
-            self._look()
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take a sample now."""
         own = status_bytes("RssAnon", "RssShmem") - self._own
         self.peak = max(self.peak, own + max(0, self._residency.resident() - self._cached))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
         self._thread.join()
-        self._look()
+        self.look()
         self._residency.close()

@@ -52,6 +52,11 @@ class Worker:
             raise _error_class(answer["error"]["type"])(answer["error"]["message"])
         return answer
 
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._child.pid
+
     def _last_words(self) -> str:
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip().splitlines()
@@ -120,7 +125,9 @@ def _make_subject(setup: Mapping[str, Any]) -> Subject:
 
 
 def _checkpoint_files(model: Path) -> list[Path]:
-    return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+    return (
+        [path for path in sorted(model.glob("*.safetensors")) if path.is_file()] if model.is_dir() else [model] if model.is_file() else []
+    )
 
 
 def _serve(setup: Mapping[str, Any]) -> None:
