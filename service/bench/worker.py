@@ -125,9 +125,8 @@ def _make_subject(setup: Mapping[str, Any]) -> Subject:
 
 
 def _checkpoint_files(model: Path) -> list[Path]:
-    return (
-        [path for path in sorted(model.glob("*.safetensors")) if path.is_file()] if model.is_dir() else [model] if model.is_file() else []
-    )
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+    return [path for path in files if path.is_file()]
 
 
 def _serve(setup: Mapping[str, Any]) -> None:
