@@ -66,7 +66,7 @@ class Arbiter:
             released += self._ask(order[0])
         for neighbour in list(self._neighbours):
             room = self._pool.room()
-            if room.now < goal and room.machine < room.budget:
+            if room.machine < goal <= room.budget:
                 freed = neighbour.free(goal - room.machine)
                 log.debug("a neighbour was asked for %s and freed %s", show(goal - room.machine), show(freed))
         return released

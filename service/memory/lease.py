@@ -70,10 +70,7 @@ GiveWay = Callable[[], Sequence[Released]]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What an owner agrees to: when it gives way, and how. `cold` marks KV that only keeps a prefix for reuse.
-
-    `give_way` returns the owner's leases and says what came back; without it only the owner itself can return the lease.
-    """
+    """What an owner agrees to: when it gives way, and how; see Lease.offer."""
 
     policy: Policy = STAY
     give_way: GiveWay | None = None
@@ -112,12 +109,12 @@ class Keeper(Protocol):
 class Lease:
     """Made by Pool.lease only. Tensors carved from it stay readable after its return (zeros on the host), but no longer hold it."""
 
-    def __init__(self, keeper: Keeper, owner: str, kind: Kind, nbytes: int, place: Place, terms: Terms) -> None:
+    def __init__(self, keeper: Keeper, owner: str, kind: Kind, nbytes: int, place: Place) -> None:
         self.owner = owner
         self.kind: Kind = kind
         self.nbytes = nbytes
         self.place = place
-        self.terms = terms
+        self.terms = Terms()
         self._keeper = keeper
         part = place.slab.part(place.start, nbytes)
         self.alive = part.alive
@@ -195,6 +192,15 @@ class Lease:
         if tensor is None:
             raise LeaseReturnedError(f"{self.title} was returned; open the model again to use it")
         return tensor
+
+    def offer(self, give_way: GiveWay, *, policy: Policy = STAY, cold: bool = False) -> None:
+        """Let the pool ask for the lease when others need the room, or when `policy` says so; call it when the owner is ready for that.
+
+        `give_way` is called without any lock, from any thread, while the lease is not in use. It returns this lease, and what else its
+        owner then has no use for, and says what came back. `cold` marks KV that only keeps a prefix for reuse.
+        """
+        with self._keeper.lock:
+            self.terms = Terms(policy, give_way, cold)
 
     def reset(self) -> None:
         """Forget what was carved, so that the same bytes can be carved anew; earlier tensors alias them from now on."""

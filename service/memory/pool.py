@@ -19,8 +19,8 @@ from .backends.mapped import MappedBackend
 from .backends.protocol import Backend, Returned
 from .budget import MIB, Budget, MemorySettings, Need, Room, explain_lease_refusal, explain_refusal, make_budget, show
 from .guard import broken_zones, plan_layout, write_zones
-from .lease import GiveWay, Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released, Terms
-from .policy import KINDS, STAY, Kind, Policy, order_of_giving_way
+from .lease import Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released
+from .policy import KINDS, Kind, order_of_giving_way
 from .slabs import Block, SlabStore
 from .truth import Truth
 
@@ -136,30 +136,20 @@ class Pool:
 
     # Leasing
 
-    def lease(
-        self,
-        owner: str,
-        kind: Kind,
-        nbytes: int,
-        *,
-        align: int = 64,
-        policy: Policy = STAY,
-        give_way: GiveWay | None = None,
-        cold: bool = False,
-    ) -> Lease:
+    def lease(self, owner: str, kind: Kind, nbytes: int, *, align: int = 64) -> Lease:
         """Lease `nbytes` for `owner`; others are asked to give way if they must.
 
-        The start is aligned to `align`, and at least as a weight tensor needs. See Terms for `policy`, `give_way` and `cold`.
-        Raises MemoryFull with the figures if it does not fit, RequestError on a wrong kind, size or alignment.
+        The start is aligned to `align`, and at least as a weight tensor needs. The new lease stays until its owner returns it, or until
+        the owner offers it with Lease.offer. Raises MemoryFull with the figures if it does not fit, RequestError on a wrong kind, size
+        or alignment.
         """
         self._check_request(owner, kind, nbytes, align)
         started = time.perf_counter()
-        terms = Terms(policy, give_way, cold)
         try:
             for last in (False, True):
                 with self.lock:
                     lacking = self._lacking(nbytes)
-                    lease = self._place(owner, kind, nbytes, align, terms, last=last) if lacking <= 0 else None
+                    lease = self._place(owner, kind, nbytes, align, last=last) if lacking <= 0 else None
                 if lease is not None:
                     return lease
                 if not last:
@@ -279,7 +269,7 @@ class Pool:
         available = min(truth.available, truth.host_available)
         return available - self.budget.floor - (self._used - self._resident()), available
 
-    def _place(self, owner: str, kind: Kind, nbytes: int, align: int, terms: Terms, *, last: bool) -> Lease | None:
+    def _place(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
         """Take the bytes; None if the system refuses, but on the `last` try its refusal is raised."""
         whole = self.backend.page if nbytes >= self.backend.page > 0 else 1  # pages of its own: all of it can go back
         align = max(align, self.settings.weight_align, whole)
@@ -290,7 +280,7 @@ class Pool:
             if last:
                 raise
             return None
-        lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency), terms)
+        lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency))
         write_zones(block.slab, block.offset, layout)
         self._leases[lease] = block
         self._used += nbytes

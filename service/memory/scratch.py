@@ -44,11 +44,13 @@ class Scratch:
     def take(self, shape: Sequence[int], dtype: torch.dtype, *, align: int = 64) -> torch.Tensor:
         """Give out a tensor of `shape` and `dtype` with one reference; its content is whatever the bytes hold.
 
-        Raises MemoryFull if no free block is large enough.
+        An empty tensor takes no block and counts no references. Raises MemoryFull if no free block is large enough.
         """
         shape = tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
-        address = self._arena.allocate(nbytes or 1, align)
+        if not nbytes:
+            return self._tensor[:0].view(dtype).view(shape)
+        address = self._arena.allocate(nbytes, align)
         if address is None:
             raise MemoryFull(
                 f"{self._lease.title} of {self._lease.nbytes} bytes has no block of {nbytes} left ({self.used} are given out, the "
@@ -63,10 +65,14 @@ class Scratch:
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Add a reference to a tensor that is given out."""
+        if not tensor.numel():
+            return
         self._counts[self._offset_of(tensor)] += 1
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Drop a reference; with the last one the block is free. Raises RequestError if the tensor is not given out."""
+        if not tensor.numel():
+            return
         offset = self._offset_of(tensor)
         count = self._counts.pop(offset)
         if count > 1:

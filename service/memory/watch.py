@@ -15,7 +15,7 @@ from .truth import Truth
 
 log = logging.getLogger(__name__)
 
-_SPARK = 121.7 * GIB  # the machine that the thresholds were found on; smaller ones get the same shares
+_SPARK = int(121.7 * GIB)  # the machine that the thresholds were found on; smaller ones get the same shares
 _REST = 2.0  # seconds after asking for room in which nothing is asked again: bytes need a moment to come back
 _THERMAL_PERIOD = 10.0
 

@@ -334,7 +334,8 @@ def test_resizing(pool: Pool):
 
 
 def test_pinned_pages_and_policies_are_shown(pool: Pool):
-    lease = pool.lease("a", "kv", 4096, policy=PINNED, cold=True)
+    lease = pool.lease("a", "kv", 4096)
+    lease.offer(lambda: [lease.release()], policy=PINNED, cold=True)
     (info,) = pool.leases()
     assert info.policy == PINNED
     assert info.cold
@@ -396,4 +397,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestPoolMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)

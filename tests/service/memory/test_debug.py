@@ -1,0 +1,108 @@
+"""Debug mode: guard zones and seals name the lease that was overwritten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from onedesk.service.memory.budget import KIB, MIB
+from onedesk.service.memory.guard import plan_layout
+from onedesk.service.memory.lease import LeaseDamagedError
+from onedesk.service.memory.pool import Pool
+
+
+@pytest.fixture
+def pool(make_pool: Callable[..., Pool]) -> Iterator[Pool]:
+    pool = make_pool(debug=True)
+    yield pool
+    assert pool.used() == 0
+
+
+def raw(lease: object, before: int, after: int) -> torch.Tensor:
+    """The bytes around a lease, which a faulty kernel could write to."""
+    place = lease.place  # type: ignore[attr-defined]
+    return place.slab.part(place.start - before, before + lease.nbytes + after).tensor  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 10_000, 2 * MIB + 100])
+@pytest.mark.parametrize("zone", ["before", "after"])
+def test_a_write_past_either_end_is_named(pool: Pool, nbytes: int, zone: str, caplog: pytest.LogCaptureFixture):
+    other = pool.lease("innocent", "kv", nbytes)
+    lease = pool.lease("session 2", "kv", nbytes)
+    lease.tensor.fill_(0xA5)
+    other.tensor.fill_(0)
+    pool.verify()
+    raw(lease, 16, 16)[0 if zone == "before" else -1] ^= 1
+    with pytest.raises(LeaseDamagedError) as caught:
+        pool.verify()
+    assert f"the guard zone {zone} session 2's kv lease was overwritten" in str(caught.value)
+    assert "innocent" not in str(caught.value)
+    assert pool.counters().damaged == 1
+    with caplog.at_level(logging.ERROR):
+        lease.release()
+    assert f"the guard zone {zone} session 2's kv lease was overwritten" in caplog.text
+    assert pool.counters().damaged == 2
+    pool.verify()
+    other.release()
+
+
+def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
+    first, second = (pool.lease(f"session {number}", "kv", 64 * KIB) for number in (1, 2))
+    starts = sorted((lease.place.start, lease.place.start + lease.nbytes) for lease in (first, second))
+    assert starts[1][0] - starts[0][1] >= 2 * 16
+    first.tensor.fill_(1)
+    second.tensor.fill_(2)
+    pool.verify()
+    first.release()
+    second.release()
+
+
+def test_a_sealed_lease_that_changes_is_named(pool: Pool):
+    lease = pool.lease("writer", "weights", 3 * MIB)
+    weights = lease.carve((512, 512), torch.float32)
+    weights.fill_(1.5)
+    lease.seal()
+    pool.verify()
+    weights[511, 511] += 2**-20
+    with pytest.raises(LeaseDamagedError, match="writer's weights lease was overwritten: its checksum changed"):
+        pool.verify()
+    lease.unseal()
+    pool.verify()
+    lease.seal()
+    pool.verify()
+    lease.release()
+
+
+def test_without_debug_mode_there_are_no_zones_and_no_seals(make_pool: Callable[..., Pool]):
+    pool = make_pool()
+    lease = pool.lease("writer", "weights", 64 * KIB)
+    assert lease.place.layout.guard == 0
+    lease.seal()
+    lease.tensor.fill_(3)
+    assert not lease.sealed_content_changed()
+    pool.verify()
+    lease.release()
+
+
+@pytest.mark.parametrize("align", [64, 256, 4096])
+@pytest.mark.parametrize("guard", [0, 16, 64, 100])
+@pytest.mark.parametrize("whole", [1, 4096])
+def test_the_layout_keeps_the_alignment(align: int, guard: int, whole: int):
+    layout = plan_layout(1000, align, guard, whole)
+    assert layout.front % align == 0
+    assert layout.front >= guard
+    assert layout.total >= layout.front + 1000 + guard
+    assert layout.total % whole == 0
+    zones = layout.zones(8192)
+    assert zones == ({"before": 8192 + layout.front - guard, "after": 8192 + layout.front + 1000} if guard else {})
+
+
+def test_a_guard_of_another_width(make_pool: Callable[..., Pool]):
+    pool = make_pool(debug=True, guard=40)
+    lease = pool.lease("writer", "kv", 1000)
+    raw(lease, 40, 40)[-1] ^= 1
+    with pytest.raises(LeaseDamagedError, match="after writer's kv lease"):
+        pool.verify()
+    lease.release()
