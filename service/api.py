@@ -20,12 +20,13 @@ from .core import CancelCheck, Event, Message, ProgressReport, Request, Sampling
 from .engine.generation import Generation, Prepared, cancelled_result
 from .engine.runner import Stopped
 from .engine.sequence import Limits
-from .engine.session import Blueprint, Session, draw_blueprint, open_session
+from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session
 from .engine.stages import StageMeter
 from .errors import Cancelled, ModelError, RequestError
 from .loader.checkpoint import open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
+from .memory.policy import STAY, Policy
 from .memory.pool import Pool, Released
 from .text.template import ChatTemplate, load_template
 from .text.tokenizer import Tokenizer, load_tokenizer
@@ -53,6 +54,7 @@ class OpenModel:
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._closed = False
+        self._policy: Policy = STAY
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
         folder = blueprint.checkpoint.folder
@@ -80,6 +82,18 @@ class OpenModel:
     def need(self) -> Need:
         """Bytes that the model takes while it is loaded."""
         return self._blueprint.need
+
+    @property
+    def policy(self) -> Policy:
+        """When the model gives way without being asked."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        session = self._session
+        if session is not None:
+            session.offer(policy, self.give_way)
 
     @property
     def loaded(self) -> bool:
@@ -119,9 +133,9 @@ class OpenModel:
         return session.held_bytes() if session else 0
 
     def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
-        """Bring the model into memory now. Raises Cancelled, MemoryFull, FileError."""
-        with self._exclusive(cancel):
-            self._loaded(progress, cancel)
+        """Bring the model into memory now and wait until it is there. Raises Cancelled, MemoryFull, FileError."""
+        with self._exclusive(cancel), self._session_for(progress, cancel) as session:
+            session.settle()
 
     def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Iterator[Event]:
         """Answer `request` as a stream of events; the last one has the result.
@@ -137,8 +151,8 @@ class OpenModel:
         self._check_ids(ids)
         if len(ids) > self.context:
             raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
-        with self._exclusive(cancel), _cancellable():
-            return self._loaded(None, cancel).runner.logprobs(ids, cancel)
+        with self._exclusive(cancel), self._session_for(None, cancel) as session:
+            return session.runner.logprobs(ids, cancel)
 
     def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
         """As `score` for a text of any length, in windows that overlap by half; also returns how many windows there were."""
@@ -175,8 +189,8 @@ class OpenModel:
         self._check_ids(ids)
         if len(ids) > self.context:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.context}; shorten it or open with more context")
-        with self._exclusive(cancel), _cancellable():
-            return self._loaded(progress, cancel).runner.states(ids, after, cancel)
+        with self._exclusive(cancel), self._session_for(progress, cancel) as session:
+            return session.runner.states(ids, after, cancel)
 
     def give_way(self) -> tuple[Released, ...]:
         """Return the model's bytes, measured; the handle stays and loads again when it is next used.
@@ -216,25 +230,37 @@ class OpenModel:
         finally:
             self._lock.release()
 
-    def _loaded(self, progress: ProgressReport | None, cancel: CancelCheck | None) -> Session:
+    @contextmanager
+    def _session_for(self, progress: ProgressReport | None, cancel: CancelCheck | None) -> Iterator[Session]:
+        """The session for one use, opened if need be; one whose weights did not all arrive is given back. Raises Cancelled."""
         if self._session is None:
-            self._session = open_session(self.name, self._blueprint, self.pool, self._kernel_cache, progress, cancel)
-        return self._session
+            opening = Opening(self.pool, self._kernel_cache, progress, cancel)
+            self._session = open_session(self.name, self._blueprint, opening)
+            self._session.offer(self._policy, self.give_way)
+        session = self._session
+        try:
+            with session.using():
+                yield session
+                if not session.settled:
+                    session.settle()
+        except Stopped:
+            raise Cancelled("stopped while reading the prompt") from None
+        finally:
+            if not session.settled:
+                self._release()
 
     def _run(self, prepared: Prepared, cancel: CancelCheck | None, progress: ProgressReport | None) -> Iterator[Event]:
         started = time.perf_counter()
         meter = StageMeter(self.pool)
+        finished = False
         try:
-            with self._exclusive(cancel):
-                was_loaded = self.loaded
-                with meter.measure("load"):
-                    session = self._loaded(progress, cancel)
-                load_seconds = 0.0 if was_loaded else time.perf_counter() - started
-                meter.add_bytes("load", 0 if was_loaded else session.loaded.bytes)
-                generation = Generation(prepared, session.runner, meter, self._blueprint.plan.nbytes, cancel)
-                yield from generation.events(started, load_seconds)
+            with self._exclusive(cancel), self._session_for(progress, cancel) as session:
+                for event in Generation(prepared, session, meter, self._blueprint.plan.nbytes, cancel).events(started):
+                    finished = event.result is not None
+                    yield event
         except Cancelled:
-            yield Event(result=cancelled_result(prepared, time.perf_counter() - started))
+            if not finished:
+                yield Event(result=cancelled_result(prepared, time.perf_counter() - started))
 
     def _prepare(self, request: Request) -> Prepared:
         request = request.validated()
@@ -318,14 +344,6 @@ class _Late:
             return self.get()
         except ModelError:
             return None
-
-
-@contextmanager
-def _cancellable() -> Iterator[None]:
-    try:
-        yield
-    except Stopped:
-        raise Cancelled("stopped while reading the prompt") from None
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:

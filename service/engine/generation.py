@@ -12,9 +12,10 @@ from ..core import CancelCheck, Event, Finish, Progress, Result, Sampling, Usage
 from ..text.repetition import RepetitionCheck
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
-from .runner import Runner, Stopped
+from .runner import Stopped
 from .sampler import Sampler
 from .sequence import Limits, Sequence
+from .session import Session
 from .stages import StageMeter
 
 # Put behind reasoning that has used up its budget, so that the answer can begin (our wording).
@@ -37,11 +38,12 @@ class Prepared:
 
 
 class Generation:
-    """Runs a prepared request on a runner; `events()` is the one way through it."""
+    """Runs a prepared request on a session; `events()` is the one way through it."""
 
-    def __init__(self, prepared: Prepared, runner: Runner, meter: StageMeter, step_bytes: int, cancel: CancelCheck | None) -> None:
+    def __init__(self, prepared: Prepared, session: Session, meter: StageMeter, step_bytes: int, cancel: CancelCheck | None) -> None:
         self._prepared = prepared
-        self._runner = runner
+        self._session = session
+        self._runner = session.runner
         self._meter = meter
         self._step_bytes = step_bytes
         self._cancel = cancel or _never
@@ -53,11 +55,18 @@ class Generation:
         self._closing = tokenizer.encode(CLOSING) if tokenizer else []
         self._first_token: float | None = None
 
-    def events(self, started: float, load_seconds: float) -> Iterator[Event]:
-        """Prefill, then decode until an end; the last event has the result. `started` is the request's perf_counter time."""
-        prompt = self._prepared.ids
+    def events(self, started: float) -> Iterator[Event]:
+        """Prefill, then decode until an end; the last event has the result. `started` is the request's perf_counter time.
+
+        Weights that are still on their way are read while the prompt is; decode begins when all are there.
+        """
+        prompt, loading = self._prepared.ids, not self._session.settled
         yield Event(progress=Progress("prefill", 0, len(prompt)))
         scores = self._prefill()
+        load_seconds = 0.0
+        if loading and scores is not None:
+            self._meter.add("load", self._session.settle())
+            load_seconds = time.perf_counter() - started
         yield Event(progress=Progress("prefill", self._runner.cache.length, len(prompt)))
         while self._sequence.finish is None:
             if scores is None or self._cancel():

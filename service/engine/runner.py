@@ -8,7 +8,7 @@ import torch
 
 from ..cache.kv import KVCache
 from ..core import CancelCheck
-from ..model.layers import Decoder, Scratch
+from ..model.layers import BetweenLayers, Decoder, Scratch
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
 CHUNK = 256
@@ -23,7 +23,11 @@ class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen
 class Runner:
     """Runs one sequence at a time over a reserved cache. Not thread-safe: its owner holds the lock."""
 
-    def __init__(self, network: Decoder, cache: KVCache, scratch: Scratch, device: torch.device) -> None:
+    def __init__(
+        self, network: Decoder, cache: KVCache, scratch: Scratch, device: torch.device, gate: Callable[[int], None] | None = None
+    ) -> None:
+        """`gate(part)` returns when the weights of that part are there (see Destination.part); None when all are."""
+        self.gate = gate
         self.network = network
         self.cache = cache
         self.scratch = scratch
@@ -41,8 +45,7 @@ class Runner:
         """
         state = torch.empty(0)
         for at in range(0, len(ids), CHUNK):
-            chunk = torch.tensor(ids[at : at + CHUNK], dtype=torch.int64, device=self._device)
-            state = self.network.forward(chunk, self.cache, self.scratch, _stopper(cancel))
+            state = self._forward(ids[at : at + CHUNK], cancel)
             report(min(len(ids), at + CHUNK))
         return self.network.logits(state[-1:], self.scratch)[0]
 
@@ -57,9 +60,8 @@ class Runner:
         self.begin()
         values: list[float] = []
         for at in range(0, len(ids), CHUNK):
-            chunk = torch.tensor(ids[at : at + CHUNK], dtype=torch.int64, device=self._device)
-            state = self.network.forward(chunk, self.cache, self.scratch, _stopper(cancel)).clone()
-            following = ids[at + 1 : at + 1 + len(chunk)]
+            state = self._forward(ids[at : at + CHUNK], cancel).clone()
+            following = ids[at + 1 : at + 1 + len(state)]
             for row in range(0, len(following), SCORED_ROWS):
                 wanted = torch.tensor(following[row : row + SCORED_ROWS], device=self._device)
                 scores = self.network.logits(state[row : row + len(wanted)], self.scratch).float()
@@ -71,28 +73,32 @@ class Runner:
         """Residual states after the block counts `after`, side by side: [tokens, hidden * len(after)] fp32 on the CPU."""
         self.begin()
         rows: list[torch.Tensor] = []
-        stop = _stopper(cancel)
         for at in range(0, len(ids), CHUNK):
-            chunk = torch.tensor(ids[at : at + CHUNK], dtype=torch.int64, device=self._device)
             kept: dict[int, torch.Tensor] = {}
-
-            def between(index: int, state: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> None:
-                if stop is not None:
-                    stop(index, state)
-                if index in after:
-                    kept[index] = state.float().to("cpu", copy=True)
-
-            self.network.forward(chunk, self.cache, self.scratch, between)
+            self._forward(ids[at : at + CHUNK], cancel, _keeper(after, kept))
             rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
+    def _forward(self, ids: Sequence[int], cancel: CancelCheck | None, seen: BetweenLayers | None = None) -> torch.Tensor:
+        """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each."""
 
-def _stopper(cancel: CancelCheck | None) -> Callable[[int, torch.Tensor], None] | None:
-    if cancel is None:
-        return None
+        def between(index: int, state: torch.Tensor) -> None:
+            if self.gate is not None:
+                self.gate(index + 1)
+            if cancel is not None and cancel():
+                raise Stopped
+            if seen is not None:
+                seen(index, state)
 
-    def between(index: int, state: torch.Tensor) -> None:
-        if cancel():
-            raise Stopped
+        if self.gate is not None:
+            self.gate(0)
+        chunk = torch.tensor(ids, dtype=torch.int64, device=self._device)
+        return self.network.forward(chunk, self.cache, self.scratch, between)
 
-    return between
+
+def _keeper(after: Sequence[int], kept: dict[int, torch.Tensor]) -> BetweenLayers:
+    def keep(index: int, state: torch.Tensor) -> None:
+        if index in after:
+            kept[index] = state.float().to("cpu", copy=True)
+
+    return keep

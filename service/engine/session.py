@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -10,16 +11,20 @@ from typing import Any
 
 import torch
 
-from ..cache.kv import KVCache, KVShape
+from ..cache.kv import ALIGNMENT, KVCache, KVShape
 from ..core import CancelCheck, ProgressReport
 from ..kernels.choose import choose_kernels
+from ..kernels.reference import ReferenceKernels
 from ..loader.checkpoint import Checkpoint
 from ..loader.stream import StreamStats
 from ..memory.budget import Need
+from ..memory.lease import GiveWay
+from ..memory.policy import Kind, Policy
 from ..memory.pool import Lease, Pool, Released
+from ..model.arrival import WeightArrival
 from ..model.families import family_of
 from ..model.layers import RotaryTable, Scratch, Widths
-from ..model.weights import WeightPlan, load_weights, plan_weights
+from ..model.weights import WeightPlan, plan_weights
 from .runner import CHUNK, SCORED_ROWS, Runner
 
 
@@ -62,44 +67,83 @@ def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int) -
     return Blueprint(checkpoint, family, config, plan, context, activation)
 
 
-@dataclass(slots=True)
 class Session:
-    """An open model. `release` returns every lease; the session cannot be used afterwards."""
+    """An open model: its leases, the weights that may still be on their way, and the runner over them.
 
-    runner: Runner
-    leases: tuple[Lease, ...]
-    loaded: StreamStats
-    kernels: str
+    The runner may read a prompt at once: each block waits for its own weights. `settle` must be called before decode.
+    """
+
+    def __init__(self, leases: Sequence[Lease], arrival: WeightArrival, runner: Runner, kernels: ReferenceKernels) -> None:
+        self.runner = runner
+        self.kernels = f"{kernels.name}: {kernels.reason}"
+        self.leases = tuple(leases)
+        self._arrival = arrival
+
+    @property
+    def settled(self) -> bool:
+        """Whether all weights are in memory."""
+        return self._arrival.complete
+
+    def settle(self) -> StreamStats:
+        """Wait until all weights are in memory; returns what reading them took. Raises Cancelled, FileError."""
+        stats = self._arrival.finish()
+        self.runner.gate = None
+        return stats
 
     def held_bytes(self) -> int:
-        return sum(lease.nbytes for lease in self.leases)
+        """Bytes of all leases."""
+        return sum(lease.nbytes for lease in self.leases if not lease.released)
+
+    def offer(self, policy: Policy, give_way: GiveWay) -> None:
+        """Say on which terms the leases are held from now on; `give_way` returns all of them."""
+        for lease in self.leases:
+            lease.offer(policy=policy, give_way=give_way)
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Hold every lease in use: none can be returned until the block ends."""
+        with ExitStack() as held:
+            for lease in self.leases:
+                held.enter_context(lease.using())
+            yield
 
     def release(self) -> tuple[Released, ...]:
+        """Return every lease; weights still on their way are given up."""
+        self._arrival.stop()
         return tuple(lease.release() for lease in self.leases)
 
 
-def open_session(
-    owner: str, blueprint: Blueprint, pool: Pool, kernel_cache: Path, progress: ProgressReport | None, cancel: CancelCheck | None
-) -> Session:
-    """Lease what the model needs, stream its weights, build its network.
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Where a session's bytes come from, where its compiled kernels are kept, and who hears of the loading."""
 
-    Raises MemoryFull before anything is leased, Cancelled and FileError with every lease returned.
+    pool: Pool
+    kernel_cache: Path
+    progress: ProgressReport | None = None
+    cancel: CancelCheck | None = None
+
+
+def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
+    """Lease what the model needs, start to stream its weights, build its network over them.
+
+    One owner opens at a time. Raises MemoryFull before anything is leased, Cancelled and FileError with every lease returned.
     """
-    need = blueprint.need
-    pool.check(owner, need)
-    with ExitStack() as undo:
-        leases = []
-        for kind, nbytes in (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch)):
-            lease = pool.lease(owner, kind, nbytes, align=256)
+    need, pool = blueprint.need, opening.pool
+    with pool.loads(owner, opening.cancel), ExitStack() as undo:
+        pool.check(owner, need)
+        leases: list[Lease] = []
+        kinds: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch))
+        for kind, nbytes in kinds:
+            lease = pool.lease(owner, kind, nbytes, align=ALIGNMENT)
             undo.callback(lease.release)
             leases.append(lease)
         weights, kv, scratch = leases
-        tensors, loaded = load_weights(blueprint.plan, weights, progress, cancel)
-        device = tensors["embedding"].device
-        kernels = choose_kernels(device, blueprint.activation, kernel_cache)
+        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel)
+        device = arrival.tensors["embedding"].device
+        kernels = choose_kernels(device, blueprint.activation, opening.kernel_cache)
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.widths.head_dim, blueprint.config.rope_theta)
-        network = blueprint.family.build(blueprint.config, tensors, kernels, rotary)
+        network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary)
         cache = KVCache(kv, blueprint.kv_shape, blueprint.context)
         buffers = Scratch(scratch, blueprint.widths, blueprint.chunk, SCORED_ROWS, blueprint.activation)
         undo.pop_all()
-        return Session(Runner(network, cache, buffers, device), tuple(leases), loaded, f"{kernels.name}: {kernels.reason}")
+        return Session(leases, arrival.start(), Runner(network, cache, buffers, device, arrival.wait), kernels)

@@ -6,8 +6,10 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ..core import Stage
+from ..loader.stream import StreamStats
 from ..memory.pool import Pool
 
 
@@ -35,7 +37,12 @@ class StageMeter:
                 had.allocations + self._pool.allocations - allocations,
             )
 
+    def add(self, name: str, stats: StreamStats) -> None:
+        """Count what a reading took, which ran beside other stages, towards stage `name`."""
+        had = self.stages.get(name, Stage())
+        self.stages[name] = replace(had, seconds=had.seconds + stats.seconds, bytes=had.bytes + stats.bytes)
+
     def add_bytes(self, name: str, nbytes: int) -> None:
         """Count bytes read or moved towards stage `name`."""
         had = self.stages.get(name, Stage())
-        self.stages[name] = Stage(had.seconds, had.bytes + nbytes, had.major_faults, had.minor_faults, had.allocations)
+        self.stages[name] = replace(had, bytes=had.bytes + nbytes)

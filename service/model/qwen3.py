@@ -65,25 +65,25 @@ def destinations(config: Qwen3Config) -> list[Destination]:
     """Every tensor of the network, in the order in which the layers use them; q, k, v and gate, up are stored together."""
     w = config.widths
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
-    plan = [_one("embedding", "model.embed_tokens.weight", w.vocab, w.hidden)]
+    plan = [_one("embedding", 0, "model.embed_tokens.weight", w.vocab, w.hidden)]
     for i in range(config.layers):
-        name, key = f"model.layers.{i}.", f"{i}."
+        name, key, part = f"model.layers.{i}.", f"{i}.", i + 1
+        heads = (("q", q), ("k", kv), ("v", kv))
         plan += [
-            _norm(key + "attention_norm", name + "input_layernorm.weight", w.hidden),
+            _norm(key + "attention_norm", part, name + "input_layernorm.weight", w.hidden),
+            Destination(key + "qkv", tuple(Source(f"{name}self_attn.{p}_proj.weight", (rows, w.hidden)) for p, rows in heads), part),
+            _norm(key + "q_norm", part, name + "self_attn.q_norm.weight", w.head_dim),
+            _norm(key + "k_norm", part, name + "self_attn.k_norm.weight", w.head_dim),
+            _one(key + "output", part, name + "self_attn.o_proj.weight", w.hidden, q),
+            _norm(key + "forward_norm", part, name + "post_attention_layernorm.weight", w.hidden),
             Destination(
-                key + "qkv",
-                tuple(Source(f"{name}self_attn.{p}_proj.weight", (rows, w.hidden)) for p, rows in (("q", q), ("k", kv), ("v", kv))),
+                key + "gate_up", tuple(Source(f"{name}mlp.{p}_proj.weight", (w.intermediate, w.hidden)) for p in ("gate", "up")), part
             ),
-            _norm(key + "q_norm", name + "self_attn.q_norm.weight", w.head_dim),
-            _norm(key + "k_norm", name + "self_attn.k_norm.weight", w.head_dim),
-            _one(key + "output", name + "self_attn.o_proj.weight", w.hidden, q),
-            _norm(key + "forward_norm", name + "post_attention_layernorm.weight", w.hidden),
-            Destination(key + "gate_up", tuple(Source(f"{name}mlp.{p}_proj.weight", (w.intermediate, w.hidden)) for p in ("gate", "up"))),
-            _one(key + "down", name + "mlp.down_proj.weight", w.hidden, w.intermediate),
+            _one(key + "down", part, name + "mlp.down_proj.weight", w.hidden, w.intermediate),
         ]
-    plan.append(_norm("norm", "model.norm.weight", w.hidden))
+    plan.append(_norm("norm", config.layers + 1, "model.norm.weight", w.hidden))
     if not config.tied:
-        plan.append(_one("head", "lm_head.weight", w.vocab, w.hidden))
+        plan.append(_one("head", config.layers + 1, "lm_head.weight", w.vocab, w.hidden))
     return plan
 
 
@@ -101,12 +101,12 @@ def build(config: Qwen3Config, weights: Mapping[str, torch.Tensor], kernels: Ref
     return Decoder(embedding, blocks, Norm(weights["norm"], eps, kernels), weights.get("head", embedding), rotary, kernels)
 
 
-def _one(key: str, name: str, *shape: int) -> Destination:
-    return Destination(key, (Source(name, shape),))
+def _one(key: str, part: int, name: str, *shape: int) -> Destination:
+    return Destination(key, (Source(name, shape),), part)
 
 
-def _norm(key: str, name: str, width: int) -> Destination:
-    return Destination(key, (Source(name, (width,)),), wide=True)
+def _norm(key: str, part: int, name: str, width: int) -> Destination:
+    return Destination(key, (Source(name, (width,)),), part, wide=True)
 
 
 def default_sampling(thinking: Thinking) -> Sampling:

@@ -20,10 +20,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor of the network: the sources, stacked along the first dimension in this order. `wide`: held in fp32 (norms)."""
+    """A tensor of the network: the sources, stacked along the first dimension in this order.
+
+    `part` says when it is needed: 0 with the embedding, i + 1 with block i, after the last block with the head. `wide`: held in
+    fp32 (norms).
+    """
 
     key: str
     sources: tuple[Source, ...]
+    part: int
     wide: bool = False
 
     @property

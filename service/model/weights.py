@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CancelCheck, ProgressReport
 from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
 from ..loader.header import TensorInfo
-from ..loader.stream import StreamStats, stream_tensors
-from ..memory.pool import Lease
 from .spec import Destination, Source
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -96,30 +93,3 @@ def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
     if found.dtype not in STORED:
         raise ModelError(f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(STORED)}")
     return found
-
-
-def load_weights(
-    plan: WeightPlan, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
-) -> tuple[dict[str, torch.Tensor], StreamStats]:
-    """Stream every tensor into `lease`; returns them by destination key, and what the reading took.
-
-    Raises Cancelled and FileError; the lease is the caller's to give back.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    jobs: list[tuple[TensorInfo, torch.Tensor]] = []
-    widened: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for tensor in plan.tensors:
-        held = lease.carve(tensor.destination.shape, tensor.held)
-        tensors[tensor.destination.key] = held
-        target = held
-        if tensor.held != tensor.stored:
-            target = torch.empty(tensor.destination.shape, dtype=tensor.stored, device=held.device)
-            widened.append((held, target))
-        row = 0
-        for part in tensor.parts:
-            jobs.append((part, target[row : row + part.shape[0]]))
-            row += part.shape[0]
-    stats = stream_tensors(jobs, progress=progress, cancel=cancel)
-    for held, stored in widened:
-        held.copy_(stored)
-    return tensors, stats

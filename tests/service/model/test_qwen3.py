@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from onedesk.service.engine.session import Session, draw_blueprint, open_session
+from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.memory.budget import MemorySettings
@@ -24,7 +24,9 @@ LENGTHS = (1, 7, 40, 200)
 
 def start(folder: Path, cache: Path, context: int = 512) -> Session:
     pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
-    return open_session("test", draw_blueprint(open_checkpoint(folder), CPU, context), pool, cache, None, None)
+    session = open_session("test", draw_blueprint(open_checkpoint(folder), CPU, context), Opening(pool, cache))
+    session.settle()
+    return session
 
 
 def all_logits(session: Session, ids: list[int], sizes: list[int]) -> torch.Tensor:

@@ -1,0 +1,112 @@
+"""Weights on their way into leased memory: read in the order of use, while the first prompt is already computed behind the reading."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+
+import torch
+
+from ..core import CancelCheck, ProgressReport
+from ..errors import Cancelled
+from ..loader.header import TensorInfo
+from ..loader.stream import StreamStats, stream_tensors
+from ..memory.pool import Lease
+from .weights import WeightPlan
+
+# How often a wait for a part looks whether the reading has failed.
+LOOK_SECONDS = 0.05
+
+
+class WeightArrival:
+    """Fills the tensors of `plan` in `lease` on a thread of its own.
+
+    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it. `progress` and
+    `cancel` are called on the reading thread.
+    """
+
+    def __init__(self, plan: WeightPlan, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._jobs: list[tuple[TensorInfo, torch.Tensor]] = []
+        self._job_tensor: list[int] = []
+        self._parts_left: list[int] = []
+        self._widen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tensor_part: list[int] = []
+        self._missing: dict[int, int] = {}
+        for index, tensor in enumerate(plan.tensors):
+            held = lease.carve(tensor.destination.shape, tensor.held)
+            self.tensors[tensor.destination.key] = held
+            target = held
+            if tensor.held != tensor.stored:
+                target = torch.empty(tensor.destination.shape, dtype=tensor.stored, device=held.device)
+                self._widen[index] = (held, target)
+            row = 0
+            for part in tensor.parts:
+                self._jobs.append((part, target[row : row + part.shape[0]]))
+                self._job_tensor.append(index)
+                row += part.shape[0]
+            self._parts_left.append(len(tensor.parts))
+            self._tensor_part.append(tensor.destination.part)
+            self._missing[tensor.destination.part] = self._missing.get(tensor.destination.part, 0) + 1
+        self._here = {part: threading.Event() for part in self._missing}
+        self._progress = progress
+        self._stopped = threading.Event()
+        self._cancel = cancel
+        self._failure: BaseException | None = None
+        self._stats: StreamStats | None = None
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._read), name="onedesk-load", daemon=True)
+
+    def start(self) -> WeightArrival:
+        """Begin to read."""
+        self._thread.start()
+        return self
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte is there."""
+        return self._stats is not None
+
+    def wait(self, part: int) -> None:
+        """Return when all tensors of `part` are there. Raises Cancelled or FileError when the reading has ended before."""
+        event = self._here.get(part)
+        while event is not None and not event.wait(LOOK_SECONDS):
+            if not self._thread.is_alive() and not event.is_set():
+                self.finish()
+                return
+
+    def finish(self) -> StreamStats:
+        """Wait until everything is there; returns what the reading took. Raises Cancelled or FileError."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        if self._stats is None:
+            raise Cancelled("loading was stopped")
+        return self._stats
+
+    def stop(self) -> None:
+        """Give up: end the reading and wait for its thread. The tensors are then half filled."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _should_stop(self) -> bool:
+        return self._stopped.is_set() or (self._cancel is not None and self._cancel())
+
+    def _read(self) -> None:
+        try:
+            self._stats = stream_tensors(self._jobs, progress=self._progress, cancel=self._should_stop, arrived=self._take)
+        except BaseException as failure:  # noqa: BLE001 - handed to the thread that waits, whatever it is
+            self._failure = failure
+
+    def _take(self, job: int) -> None:
+        index = self._job_tensor[job]
+        self._parts_left[index] -= 1
+        if self._parts_left[index]:
+            return
+        if index in self._widen:
+            held, stored = self._widen.pop(index)
+            held.copy_(stored)
+        part = self._tensor_part[index]
+        self._missing[part] -= 1
+        if self._missing[part] == 0:
+            self._here[part].set()
