@@ -126,8 +126,7 @@ def load_config(path: Path | None = None) -> Config:
     """
     path = path or installed_file()
     if path is None:
-        demo = package_folder() / "models"  # the toy models that the checkout ships; the installer copies them into a tree
-        return Config(model_roots=(demo,) if demo.is_dir() else ())
+        return Config(model_roots=_with_toys([]))
     document = _read(path)
     tables = {name: _table(path, name, document.get(name, {})) for name in _TABLES}
     unknown = sorted(set(document) - set(_TABLES))
@@ -138,12 +137,18 @@ def load_config(path: Path | None = None) -> Config:
     return Config(
         tree=tree,
         file=path.resolve(),
-        model_roots=tuple(tree / Path(root).expanduser() for root in models.get("roots", ["models"])),
+        model_roots=_with_toys([tree / Path(root).expanduser() for root in models.get("roots", ["models"])]),
         default_model=models.get("default"),
         context=models.get("context"),
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
     )
+
+
+def _with_toys(roots: list[Path]) -> tuple[Path, ...]:
+    """The user's roots, then the package's own toy models, so that the installer's links to them lead into a root."""
+    toys = package_folder() / "models"
+    return tuple(dict.fromkeys([*roots, toys] if toys.is_dir() else roots))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def write(folder: Path, text: str) -> Path:
 def test_an_empty_file_gives_the_defaults_and_the_trees_models(tmp_path):
     config = load_config(write(tmp_path, ""))
     assert config.tree == tmp_path
-    assert list(config.model_roots) == [tmp_path / "models"]
+    assert list(config.model_roots) == [tmp_path / "models", *DEMO]
     assert config.service == ServiceSettings()
     assert dict(config.memory) == {}
     assert config.cache == tmp_path / "cache"
@@ -50,7 +50,7 @@ def test_every_table_is_read(tmp_path):
     """
     config = load_config(write(tmp_path, text))
     assert dict(config.memory) == {"limit": 0.555, "floor": 2 * 1024**3, "initial_slab": 1048576, "debug": True}
-    assert list(config.model_roots) == [tmp_path / "llm", Path("/srv/qwen")]
+    assert list(config.model_roots) == [tmp_path / "llm", Path("/srv/qwen"), *DEMO]
     assert (config.default_model, config.context) == ("小模型", 4096)
     assert config.service == ServiceSettings("127.0.0.2", 9000, 2, 3, 1.5)
 
@@ -120,6 +120,9 @@ def test_without_a_tree_the_toy_models_of_the_package_are_offered(tmp_path, monk
     assert load_config().model_roots == ()
     (tmp_path / "models").mkdir()
     assert load_config() == Config(model_roots=(tmp_path / "models",))
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    assert load_config(write(tree, "")).model_roots == (tree / "models", tmp_path / "models")
 
 
 @pytest.mark.parametrize(
