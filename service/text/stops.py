@@ -10,20 +10,25 @@ from ..errors import RequestError
 TOTAL_LIMIT = 200_000  # characters of all stop strings together; measured: 240 bytes of memory for each
 
 
+def check_stops(stops: Sequence[str]) -> None:
+    """Raise RequestError for an empty stop string or for more text than TOTAL_LIMIT in all."""
+    if any(not stop for stop in stops):
+        raise RequestError("a stop string is empty; leave it out or write at least one character")
+    total = sum(map(len, stops))
+    if total > TOTAL_LIMIT:
+        raise RequestError(f"the stop strings have {total:,} characters; use at most {TOTAL_LIMIT:,} in all")
+
+
 class StopMatcher:
     """Lets text through until a stop string is complete, however the text was cut into pieces.
 
     The stop string that is complete first wins; of those complete with the same character, the longest. The text before it comes
     out, it and everything after does not. Only what could still become a stop string is held back. Characters are compared as they
-    are (no case folding, no normalisation). Raises RequestError for an empty stop string or more text than TOTAL_LIMIT.
+    are (no case folding, no normalisation). Raises RequestError as check_stops does.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
-            raise RequestError("a stop string is empty; leave it out or write at least one character")
-        total = sum(map(len, stops))
-        if total > TOTAL_LIMIT:
-            raise RequestError(f"the stop strings have {total:,} characters; use at most {TOTAL_LIMIT:,} in all")
+        check_stops(stops)
         self._next: list[dict[str, int]] = [{}]  # of each node: character -> node
         self._depth = [0]  # length of the text a node stands for
         self._found = [0]  # length of the longest stop string that ends at a node

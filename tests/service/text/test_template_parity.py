@@ -250,3 +250,26 @@ def test_a_folder_renders_as_transformers_reads_it(tmp_path: Path, source: str) 
             messages, tokenize=False, add_generation_prompt=True, tools=TOOLS
         )
         assert load_template(folder).render(messages, extra={"tools": TOOLS}) == theirs
+
+
+def test_the_prompt_itself() -> None:
+    """Parity says that two renderers agree; this says on what."""
+    messages = [
+        Message("system", "Be brief."),
+        Message("user", "1 < 2?"),
+        Message("assistant", "Yes.", reasoning="trivial"),
+        Message("user", "你好"),
+    ]
+    past = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 < 2?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+    turn = "<|im_start|>user\n你好<|im_end|>\n"
+    hermes = ChatTemplate({"default": (TEMPLATES / "hermes.jinja").read_text(encoding="utf-8")})
+    assert hermes.render(messages) == past + turn + "<|im_start|>assistant\n"
+    assert hermes.render(messages, thinking="off") == past + turn + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert hermes.render(messages, add_generation_prompt=False) == past + turn
+    coder = ChatTemplate({"default": (TEMPLATES / "coder.jinja").read_text(encoding="utf-8")})
+    kept = past.replace("Yes.", "<think>\ntrivial\n</think>\n\nYes.")
+    effort = {"reasoning_effort": "medium"}
+    assert coder.render(messages, extra=effort) == kept + turn + "<|im_start|>assistant\n<think>\n"
+    assert coder.render(messages, thinking="off", extra={"preserve_thinking": False}) == (
+        past + turn + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
