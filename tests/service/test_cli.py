@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from onedesk.service import cli
+from onedesk.service import config as config_module
 from onedesk.service.api import OpenModel
 from onedesk.service.registry import REGISTRY
 from tiny_qwen3 import write_tiny_qwen3
@@ -33,6 +34,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_qwen3(tree / "models" / "tiny", context=256)
     (tree / "onedesk.toml").write_text("[models]\ncontext = 256\n", encoding="utf-8")
     return tree
+
+
+@pytest.fixture(autouse=True)
+def no_shipped_models(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the models that a test writes are there, not the toys of the checkout."""
+    monkeypatch.setattr(config_module, "package_folder", lambda: tree / "models" / "tiny")
 
 
 @pytest.fixture

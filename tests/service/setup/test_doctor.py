@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from onedesk.service import config as config_module
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.meminfo import read_meminfo
 from onedesk.service.setup import doctor
@@ -19,8 +20,9 @@ PACKAGE = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     """A whole installed tree with the model `tiny` and a ComfyUI folder that the pack is linked into."""
+    monkeypatch.setattr(config_module, "package_folder", lambda: tmp_path)  # without the checkout's toy models
     tree = Tree(tmp_path / "dgx local")
     tree.make()
     write_tiny_qwen3(tree.models / "tiny")
