@@ -115,5 +115,6 @@ def test_a_file_that_changes_while_it_is_read_is_told_to_who_waits(folder: Path,
     brake.go.set()
     with pytest.raises(FileError, match=r"model\.safetensors"):
         session.runner.prefill([3, 4, 5], None, lambda _: None)
+        session.settle()
     session.release()
     assert pool.used() == 0
