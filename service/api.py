@@ -28,6 +28,8 @@ from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
 from .memory.pool import Pool, Released
+from .text.reasoning import opens_reasoning
+from .text.stops import check_stops
 from .text.template import ChatTemplate, load_template
 from .text.tokenizer import Tokenizer, load_tokenizer
 
@@ -208,6 +210,9 @@ class OpenModel:
         """Return the model's bytes for good, after a running generation has ended."""
         with self._lock:
             self._closed = True
+            template = self._template.made
+            if template is not None:
+                template.close()
             return self._release()
 
     def _release(self) -> tuple[Released, ...]:
@@ -264,16 +269,16 @@ class OpenModel:
 
     def _prepare(self, request: Request) -> Prepared:
         request = request.validated()
+        check_stops(request.stop)
         tokenizer = self._tokenizer.get() if request.ids is None else self._tokenizer.or_none()
         in_reasoning = False
         if request.ids is not None:
             ids: Sequence[int] = request.ids
         elif request.prompt is not None:
-            ids = self.encode(request.prompt)
+            ids, in_reasoning = self.encode(request.prompt), opens_reasoning(request.prompt)
         else:
             rendered = self.render(request.messages, request.thinking)
-            in_reasoning = rendered.rstrip().endswith("<think>")
-            ids = self.encode(rendered)
+            ids, in_reasoning = self.encode(rendered), opens_reasoning(rendered)
         self._check_ids(ids)
         room = self.context - len(ids)
         if room < 1:
@@ -337,6 +342,11 @@ class _Late:
             if self._value is None:
                 self._value = self._make()
             return self._value
+
+    @property
+    def made(self) -> Any:
+        """The part if it has been read, else None."""
+        return self._value
 
     def or_none(self) -> Any:
         """The part, or None where the checkpoint has none that can be used."""
