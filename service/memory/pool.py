@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from ..core import CancelCheck
 from ..errors import Cancelled, MemoryFull, RequestError
 from .arbiter import Arbiter, Neighbour
@@ -22,7 +20,7 @@ from .guard import broken_zones, plan_layout, write_zones
 from .lease import Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released
 from .policy import KINDS, Kind, order_of_giving_way
 from .slabs import Block, SlabStore
-from .truth import Truth
+from .truth import Truth, device_index
 
 __all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", "LeaseReturnedError", "Neighbour", "Pool", "Released"]
 
@@ -60,7 +58,7 @@ class Pool:
         self.budget: Budget = make_budget(truth_reader(), settings)
         self.lock = threading.RLock()
         self.allocations = 0
-        self.backend: Backend = MappedBackend() if torch.device(device).type == "cpu" else CudaBackend(device)
+        self.backend: Backend = MappedBackend() if device_index(device) is None else CudaBackend(device)
         self._store = SlabStore(self.backend, settings, self.lock)
         self._leases: dict[Lease, Block] = {}
         self._returning: dict[Lease, Block] = {}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..errors import RequestError
 from .cgroup import read_cgroup
 from .meminfo import read_meminfo, read_pressure, read_psutil
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,23 @@ class Truth:
     rule: str
 
 
+def device_index(device: str) -> int | None:
+    """Return N of "cuda:N" (0 for "cuda"), or None for "cpu". Raises RequestError for anything else."""
+    match = _DEVICE.fullmatch(device)
+    if match is None:
+        raise RequestError(f"device is {device!r}; use cpu, cuda or cuda:N")
+    return None if device == "cpu" else int(match.group(1) or 0)
+
+
 def probe_torch(device: str) -> DeviceFigures:
     """Ask torch about a CUDA device. NVML is never asked: on an integrated GPU it has no memory figures."""
     import torch
 
+    index = device_index(device) or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise RequestError(
+            f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices here; use cpu, or a torch for this GPU"
+        )
     free, total = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
     integrated = bool(getattr(properties, "is_integrated", 0))
@@ -68,12 +84,13 @@ def read_truth(device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROU
     CPU and integrated GPU (one pool): available = min(MemAvailable, cgroup headroom); if huge pages are reserved, the vendor's rule
     HugePages_Free x Hugepagesize, with no free swap. The device's own free figure counts page cache as used there and is only shown.
     Discrete GPU: device free + what torch's cache holds unused.
-    Raises FileError if meminfo cannot be read.
+    Raises FileError if meminfo cannot be read, RequestError if there is no such device.
     """
+    on_host = device_index(device) is None
     meminfo = read_psutil() if proc == _PROC and not _PROC.exists() else read_meminfo(proc)
     pressure = read_pressure(proc)
     group = read_cgroup(proc, cgroup)
-    figures = probe(device) if device.partition(":")[0] != "cpu" else None
+    figures = None if on_host else probe(device)
     total = meminfo["MemTotal"]
     host = _mem_available(meminfo)
     rule = "MemAvailable"

@@ -344,6 +344,25 @@ def test_pinned_pages_and_policies_are_shown(pool: Pool):
     assert "returned" in repr(lease)
 
 
+def test_many_cycles_leave_the_process_as_it_was(make_pool: MakePool):
+    pool = make_pool()
+
+    def cycle() -> None:
+        leases = [pool.lease("writer", kind, nbytes) for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))]
+        for lease in leases:
+            lease.carve((lease.nbytes,), torch.uint8).fill_(1)
+        for lease in leases:
+            assert lease.release().share == 1
+
+    for _ in range(5):
+        cycle()
+    before = psutil.Process().memory_info().rss
+    for _ in range(30):
+        cycle()
+    assert psutil.Process().memory_info().rss - before <= 8 * MIB
+    assert pool.counters().shortfalls == 0
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Leases of random sizes are filled, kept, used, returned, and their stale views written: no lease ever sees another's bytes."""
 

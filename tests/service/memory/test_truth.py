@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from onedesk.service.errors import FileError
+from onedesk.service.errors import FileError, RequestError
 from onedesk.service.memory.budget import GIB, MIB, MemorySettings, make_budget
 from onedesk.service.memory.meminfo import read_faults, read_meminfo, read_pressure, read_psutil, read_vmstat
+from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import DeviceFigures, Truth, read_truth
 
 MACHINES = Path(__file__).parent / "machines"
@@ -132,6 +133,19 @@ def test_a_file_that_is_no_meminfo_is_refused(tmp_path: Path, text: str):
 def test_a_folder_without_meminfo_is_refused(tmp_path: Path):
     with pytest.raises(FileError, match="meminfo cannot be read"):
         read_truth(proc=tmp_path, cgroup=tmp_path)
+
+
+@pytest.mark.parametrize("device", ["", "tpu", "cuda:", "cuda:x", "cpu:1", "CPU", "cuda:1234"])
+def test_an_unknown_device_is_refused(device: str):
+    with pytest.raises(RequestError, match="use cpu, cuda or cuda:N"):
+        read_truth(device)
+    with pytest.raises(RequestError, match="use cpu, cuda or cuda:N"):
+        Pool(device, MemorySettings(), read_truth)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(RequestError, match=r"device is 'cuda:99', but torch sees \d+ CUDA devices here"):
+        read_truth("cuda:99")
 
 
 def test_this_machine_agrees_with_psutil():
