@@ -76,7 +76,8 @@ def device_arguments(python: Path) -> list[str]:
 
 def folder_arguments(tree: Tree, desk: Desk, *, own_folders: bool) -> list[str]:
     """Where ComfyUI finds models and keeps files. `own_folders` puts input, output, user and temp files into the tree."""
-    arguments = ["--models-directory", str(tree.image_models)] if desk.made else ["--extra-model-paths-config", str(tree.model_paths)]
+    arguments = ["--extra-model-paths-config", str(tree.model_paths)]
+    arguments += ["--models-directory", str(tree.image_models)] if desk.made else []
     if own_folders:
         arguments += ["--temp-directory", str(tree.cache)]
         for name in ("input", "output", "user"):
@@ -95,13 +96,13 @@ def start(tree: Tree, port: int, more: Sequence[str]) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise PeerError(f"port {port} is taken by another program; choose one with --port") from error
+    note = Running(os.getpid(), psutil.Process().create_time(), port)
+    write_if_changed(pid_file(tree), json.dumps(asdict(note)))
     python = Path(desk.python)
     argv = command(python, Path(desk.comfyui)) + folder_arguments(tree, desk, own_folders=desk.made)
     if desk.made:
         argv += ["--database-url", f"sqlite:///{tree.data / 'user' / 'comfyui.db'}"]
     argv += [*device_arguments(python), "--disable-auto-launch", "--disable-api-nodes", "--listen", "127.0.0.1", "--port", str(port), *more]
-    note = Running(os.getpid(), psutil.Process().create_time(), port)
-    write_if_changed(pid_file(tree), json.dumps(asdict(note)))
     LOG.info("ComfyUI starts at http://127.0.0.1:%d; Ctrl-C or run.sh stop ends it", port)
     sys.stdout.flush()
     os.chdir(desk.comfyui)

@@ -24,7 +24,8 @@ VERSIONS = "import importlib.metadata as m, json; print(json.dumps({d.name.lower
 TRY_TORCH = "import torch; print(torch.ones(2).sum().item(), torch.__version__)"
 TRY_OPERATORS = "import torch, torchaudio, torchvision; torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)"
 TRY_LAUNCHER = (
-    f"import sys; sys.path.insert(0, {str(HERE)!r}); import launch_comfyui as l; k = l.declare_operators(); import torchaudio, torchvision"
+    f"import sys; sys.path.insert(0, {str(HERE)!r}); from launch_comfyui import OperatorsFirst; "
+    "sys.meta_path.insert(0, OperatorsFirst()); import torchaudio, torchvision"
 )
 
 
@@ -70,19 +71,17 @@ class Environment:
     def add_torch(self, spec: str) -> None:
         """Install torch if there is none. One that is there stays, whatever its version."""
         there = self.versions().get("torch")
-        loads = self.steps.ask(self.python, TRY_TORCH) if there else None
-        if loads:
+        if there and (self.steps.done("torch", there) or self.steps.ask(self.python, TRY_TORCH)):
             LOG.info("torch     %s is there and stays as it is", there)
+            self.steps.mark("torch", there)
             return
-        if there and self.steps.done("torch", "done"):
-            raise SetupError(f"torch {there} in {self.folder} does not load; delete {self.folder} and run install.sh again")
         advice = "choose another build with --torch SPEC (docs/install.md), or check the package index that pip uses (pip config list)"
         with self.steps.step("torch", f"installing {spec} (the largest download; minutes)"):
             again = ["--force-reinstall"] if there else []
             self.pip("torch", "--constraint", PINS, *again, *spec.split(), advice=advice)
             if not self.steps.ask(self.python, TRY_TORCH):
                 raise SetupError(f"step torch failed: {spec} is installed but does not load\n  what to do: {advice}")
-        self.steps.mark("torch", "done")
+        self.steps.mark("torch", self.versions()["torch"])
 
     def add_pins(self, step: str, pins: Path) -> None:
         """Install exactly the packages of the list `pins`, without their dependencies: nothing that is not on the list changes."""

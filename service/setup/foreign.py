@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,9 @@ class Foreign:
         answer = self.steps.ask(self.python, FOLDERS)
         folders = dict.fromkeys(json.loads(answer or "[]"))
         write_if_changed(service.packages / PATH_FILE, "".join(f"{folder}\n" for folder in folders))
-        names = [re.split(r"[ ;<>=~\[]", dependency)[0] for dependency in project.dependencies]
+        # The one marker among our dependencies is for Python 3.10, which has no TOML parser.
+        old = service.packages.parent.name == "python3.10"
+        names = [re.split(r"[ ;<>=~\[]", dependency)[0] for dependency in project.dependencies if old or ";" not in dependency]
         missing = {name: None for name in names if name not in service.versions()}
         wanted = pinned(PINS, missing)
         if wanted and not self.steps.done("service", " ".join(wanted)):
@@ -101,7 +103,10 @@ def find_foreign(folder: Path, python: Path | None, steps: Steps) -> Foreign:
     raise SetupError(f"no Python found for {folder} (looked at {looked}); name the one that starts it with --comfyui-python")
 
 
-def model_paths(tree: Tree) -> str:
-    """A model path file that makes ComfyUI look into the tree as well; JSON texts are valid YAML, so any path can stand in it."""
+def model_paths(tree: Tree, kinds: Sequence[str] = KINDS) -> str:
+    """A model path file that makes ComfyUI look into the tree as well: language models, and these kinds of image models.
+
+    JSON texts are valid YAML, so any path can stand in it.
+    """
     lines = ["onedesk:", f"  base_path: {json.dumps(str(tree.models), ensure_ascii=False)}", '  llm: "."']
-    return "\n".join([*lines, *(f'  {kind}: "comfyui/{kind}"' for kind in KINDS)]) + "\n"
+    return "\n".join([*lines, *(f'  {kind}: "comfyui/{kind}"' for kind in kinds)]) + "\n"

@@ -109,6 +109,7 @@ def install_all(tree: Tree, options: argparse.Namespace) -> Environment:
         Source(environment, steps).fetch()
         link(tree.comfyui / "custom_nodes" / NAME, CHECKOUT)
         add_package(environment, tree, CHECKOUT)
+    write_if_changed(tree.model_paths, model_paths(tree, kinds=()))
     tree.save_desk(Desk(str(tree.comfyui), str(environment.python), made=True))
     return environment
 

@@ -65,6 +65,9 @@ class Steps:
             "PYTHONDONTWRITEBYTECODE": "1",
             "GIT_TERMINAL_PROMPT": "0",
         }
+        # pip asks rustc for its version, and a rustup that was never used would then make its folder in the home directory.
+        if not (Path.home() / ".rustup").exists():
+            ours["RUSTUP_HOME"] = str(self.tree.cache / "rustup")
         return kept | self.tree.environment() | ours
 
     @contextmanager

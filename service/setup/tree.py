@@ -162,7 +162,7 @@ class Tree:
 
     @property
     def model_paths(self) -> Path:
-        """The file that tells somebody else's ComfyUI of the tree's models."""
+        """The file that tells ComfyUI of the tree's models."""
         return self.envs / "model_paths.yaml"
 
     def folders(self) -> tuple[Path, ...]:
