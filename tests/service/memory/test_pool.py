@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 
 import psutil
 import pytest
@@ -245,6 +246,30 @@ def test_locked_pages_of_our_own_come_back(pool: Pool):
     lease.populate()
     assert lease.lock_pages() == pool.backend.capabilities()["mlock"]
     assert lease.release().measured == 32 * KIB
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping that covers an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first:
+            low, _, high = first.partition("-")
+            inside = int(low, 16) <= address < int(high, 16)
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+def test_advice_is_reset_when_a_lease_is_returned(pool: Pool):
+    lease, neighbour = (pool.lease("reader", "table", 64 * KIB) for _ in range(2))
+    address = lease.tensor.data_ptr()
+    assert lease.advise("random")
+    assert "rr" in flags_of(address)
+    assert "rr" not in flags_of(neighbour.tensor.data_ptr())
+    lease.release()
+    assert "rr" not in flags_of(address)
+    neighbour.release()
 
 
 def test_the_budget_is_never_exceeded(pool: Pool):
