@@ -9,6 +9,7 @@ from typing import Any
 from ..api import pick_device
 from ..config import Config
 from ..memory.budget import MemorySettings, make_budget, show
+from ..memory.lease import LeaseInfo
 from ..memory.meminfo import read_vmstat
 from ..memory.truth import read_truth
 from ..registry import REGISTRY
@@ -18,41 +19,27 @@ HERE = Path("/proc")
 
 
 def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str, Any]:
-    """The document of `onedesk memory`. Bytes are integers.
+    """The document of `onedesk memory`. Bytes are integers. Leases and their counters are those of this process's pools.
 
     With `proc`, a copy of another machine's /proc, no device of this machine is asked; a copy of its sys/fs/cgroup is read beside it
     when it is there. Raises FileError when meminfo cannot be read, RequestError when the settings cannot be met.
     """
     values: dict[str, Any] = dict(config.memory)
-    settings = MemorySettings(**values)
-    if proc is None:
-        truth = read_truth(pick_device(device).type)
-        pools = {id(model.pool): model.pool for model in REGISTRY.models()}
-        leases = [lease for pool in pools.values() for lease in pool.leases()]
-    else:
-        truth, leases = read_truth("cpu", proc=proc, cgroup=proc.parent / "sys" / "fs" / "cgroup"), []
-    budget = make_budget(truth, settings)
+    pools = [] if proc else list({id(model.pool): model.pool for model in REGISTRY.models()}.values())
+    truth = read_truth("cpu", proc=proc, cgroup=proc.parent / "sys" / "fs" / "cgroup") if proc else read_truth(pick_device(device).type)
+    budget = pools[0].budget if pools else make_budget(truth, MemorySettings(**values))
+    leases = [lease for pool in pools for lease in pool.leases()]
     return {
         "truth": asdict(truth),
-        "budget": {
-            "limit": budget.limit,
-            "kept_back": budget.kept_back,
-            "floor": budget.floor,
-            "used": sum(lease.nbytes for lease in leases),
-        },
-        "leases": [
-            {
-                "owner": lease.owner,
-                "kind": lease.kind,
-                "bytes": lease.nbytes,
-                "residency": lease.residency,
-                "policy": "stay",
-                "idle": lease.idle,
-            }
-            for lease in leases
-        ],
-        "counters": dict(read_vmstat(proc or HERE)),
+        "budget": asdict(budget) | {"used": sum(pool.used() for pool in pools)},
+        "leases": [_lease(lease) for lease in leases],
+        "counters": {**read_vmstat(proc or HERE), **(asdict(pools[0].counters()) if pools else {})},
     }
+
+
+def _lease(lease: LeaseInfo) -> dict[str, Any]:
+    held = {"owner": lease.owner, "kind": lease.kind, "bytes": lease.nbytes, "residency": lease.residency}
+    return held | {"policy": str(lease.policy), "idle": lease.idle}
 
 
 def memory_table(report: dict[str, Any]) -> str:
