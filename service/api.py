@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .config import load_config
-from .core import CancelCheck, Event, Message, ProgressReport, Request, Sampling, Thinking
+from .core import CancelCheck, Event, Message, ProgressReport, Request, Thinking
 from .engine.generation import Generation, Prepared, cancelled_result
+from .engine.prepare import check_ids, prepare
 from .engine.runner import Stopped
-from .engine.sequence import Limits
 from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session
 from .engine.stages import StageMeter
-from .errors import Cancelled, ModelError, RequestError
+from .errors import Cancelled, RequestError
 from .loader.checkpoint import open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
 from .memory.pool import Pool, Released
-from .text.reasoning import opens_reasoning
-from .text.stops import check_stops
-from .text.template import ChatTemplate, load_template
-from .text.tokenizer import Tokenizer, load_tokenizer
+from .text.language import Language
+from .text.template import ChatTemplate
+from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +56,7 @@ class OpenModel:
         self._policy: Policy = STAY
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
-        folder = blueprint.checkpoint.folder
-        self._tokenizer = _Late(lambda: load_tokenizer(folder))
-        self._template = _Late(lambda: load_template(folder))
+        self._language = Language(blueprint.checkpoint.folder)
 
     @property
     def context(self) -> int:
@@ -114,12 +109,12 @@ class OpenModel:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises ModelError when there is none."""
-        return self._tokenizer.get()
+        return self._language.tokenizer
 
     @property
     def template(self) -> ChatTemplate:
         """The checkpoint's chat template. Raises ModelError when there is none."""
-        return self._template.get()
+        return self._language.template
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, control tokens recognized."""
@@ -145,12 +140,12 @@ class OpenModel:
         Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked before every
         token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled". `progress` hears of a load.
         """
-        prepared = self._prepare(request)
+        prepared = prepare(request, self._blueprint, self._language)
         return self._run(prepared, cancel, progress)
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
-        self._check_ids(ids)
+        check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
             raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
         with self._exclusive(cancel), self._session_for(None, cancel) as session:
@@ -188,7 +183,7 @@ class OpenModel:
         if not after:
             raise RequestError("no layer was named; give at least one, such as -2")
         ids = list(prompt) if not isinstance(prompt, str) else self.encode(prompt)
-        self._check_ids(ids)
+        check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.context}; shorten it or open with more context")
         with self._exclusive(cancel), self._session_for(progress, cancel) as session:
@@ -210,9 +205,7 @@ class OpenModel:
         """Return the model's bytes for good, after a running generation has ended."""
         with self._lock:
             self._closed = True
-            template = self._template.made
-            if template is not None:
-                template.close()
+            self._language.close()
             return self._release()
 
     def _release(self) -> tuple[Released, ...]:
@@ -267,49 +260,6 @@ class OpenModel:
             if not finished:
                 yield Event(result=cancelled_result(prepared, time.perf_counter() - started))
 
-    def _prepare(self, request: Request) -> Prepared:
-        request = request.validated()
-        check_stops(request.stop)
-        tokenizer = self._tokenizer.get() if request.ids is None else self._tokenizer.or_none()
-        in_reasoning = False
-        if request.ids is not None:
-            ids: Sequence[int] = request.ids
-        elif request.prompt is not None:
-            ids, in_reasoning = self.encode(request.prompt), opens_reasoning(request.prompt)
-        else:
-            rendered = self.render(request.messages, request.thinking)
-            ids, in_reasoning = self.encode(rendered), opens_reasoning(rendered)
-        self._check_ids(ids)
-        room = self.context - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context is {self.context}: no room for an answer; "
-                f"shorten the prompt by {1 - room} tokens or open the model with a larger context"
-            )
-        generation_defaults = sampling_defaults(self._blueprint.checkpoint.generation)
-        family_defaults = self._blueprint.family.default_sampling(request.thinking)
-        sampling = request.sampling.with_defaults(generation_defaults).with_defaults(family_defaults)
-        choosable = min(tokenizer.size, self.vocab_size) if tokenizer else self.vocab_size
-        reasoning = request.thinking_budget
-        limits = Limits(
-            request.max_tokens,
-            room - min(request.max_tokens, room // 2) if reasoning is None else reasoning,
-            room,
-            frozenset(self._end_tokens(tokenizer)),
-        )
-        repetition = request.repetition_stop if request.repetition_stop is not None else request.ids is None
-        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
-        return Prepared(tuple(ids), sampling, seed, limits, request.stop, in_reasoning, repetition, tokenizer, choosable)
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise RequestError("the prompt has no tokens; write at least one character")
-        for at, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"token id {token!r} at position {at} is not one of the model's {self.vocab_size}; use 0 to {self.vocab_size - 1}"
-                )
-
     def _block_count(self, layer: int) -> int:
         count = layer if layer >= 0 else self.layers + 1 + layer
         if not 0 <= count <= self.layers:
@@ -317,54 +267,6 @@ class OpenModel:
                 f"layer {layer} does not exist; {self.name} has {self.layers} blocks: use 0 to {self.layers} or -1 to -{self.layers + 1}"
             )
         return count
-
-    def _end_tokens(self, tokenizer: Tokenizer | None) -> set[int]:
-        checkpoint = self._blueprint.checkpoint
-        for source in (checkpoint.generation, checkpoint.config):
-            value = source.get("eos_token_id")
-            found = {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and not isinstance(i, bool)}
-            if found:
-                return found
-        named = (tokenizer.id_of(text) for text in ("<|im_end|>", "<|endoftext|>")) if tokenizer else ()
-        return {token for token in named if token is not None}
-
-
-class _Late:
-    """A part that is read when it is first needed, once."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._value: Any = None
-
-    def get(self) -> Any:
-        with self._lock:
-            if self._value is None:
-                self._value = self._make()
-            return self._value
-
-    @property
-    def made(self) -> Any:
-        """The part if it has been read, else None."""
-        return self._value
-
-    def or_none(self) -> Any:
-        """The part, or None where the checkpoint has none that can be used."""
-        try:
-            return self.get()
-        except ModelError:
-            return None
-
-
-def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
-    """A checkpoint's own defaults from generation_config.json; a value that is out of range is a ModelError."""
-    if generation.get("do_sample") is False:
-        return Sampling(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    try:
-        return Sampling(**{name: generation[name] for name in names if generation.get(name) is not None}).validated()
-    except RequestError as error:
-        raise ModelError(f"generation_config.json: {error}") from error
 
 
 def pick_device(device: str) -> torch.device:

@@ -1,0 +1,51 @@
+"""A checkpoint's tokenizer and chat template, read when they are first needed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from ..errors import ModelError
+from .template import ChatTemplate, load_template
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+class Language:
+    """What turns text into tokens and back for the checkpoint in `folder`. Thread-safe; each part is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ModelError where the checkpoint has none that can be used."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self._folder)
+            return self._tokenizer
+
+    @property
+    def tokenizer_if_any(self) -> Tokenizer | None:
+        """The tokenizer, or None where the checkpoint has none that can be used."""
+        try:
+            return self.tokenizer
+        except ModelError:
+            return None
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises ModelError where the checkpoint has none that can be used."""
+        with self._lock:
+            if self._template is None:
+                self._template = load_template(self._folder)
+            return self._template
+
+    def close(self) -> None:
+        """End the template's process; it starts again when it is next needed."""
+        with self._lock:
+            template, self._template = self._template, None
+        if template is not None:
+            template.close()
