@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..core import CancelCheck
-from ..errors import Cancelled, MemoryFull, RequestError
+from ..errors import Cancelled, MemoryFull, OnedeskError, RequestError
 from .arbiter import Arbiter, Neighbour
 from .backends.cuda import CudaBackend
 from .backends.mapped import MappedBackend
@@ -210,14 +210,16 @@ class Pool:
             lease.detach()
             block = self._returning[lease] = self._leases.pop(lease)
         self._inspect(lease)
-        look = lease.nbytes >= _LOOK
-        before = self.read_truth().available if look else 0
-        returned = self._store.give_back(block, lease)
-        delta = self.read_truth().available - before if look else None
-        with self.lock:
-            del self._returning[lease]
-            self._used -= lease.nbytes
-            self._counts["releases"] += 1
+        before = self._available(lease.nbytes)
+        try:
+            returned = self._store.give_back(block, lease)
+        finally:
+            with self.lock:
+                del self._returning[lease]
+                self._used -= lease.nbytes
+                self._counts["releases"] += 1
+        after = self._available(lease.nbytes)
+        delta = None if before is None or after is None else after - before
         return self._report(lease, returned, delta, time.perf_counter() - started)
 
     def verify(self) -> None:
@@ -313,6 +315,16 @@ class Pool:
                 released.share * 100,
             )
         return released
+
+    def _available(self, nbytes: int) -> int | None:
+        """What is available now, for a return of `nbytes`; None if that is too small to look, or nothing can be read."""
+        if nbytes < _LOOK:
+            return None
+        try:
+            return self.read_truth().available
+        except OnedeskError as error:
+            log.warning("the truth cannot be read while a lease is returned: %s", error)
+            return None
 
     def _resident(self) -> int:
         return sum(lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in self.holders())

@@ -248,6 +248,17 @@ def test_locked_pages_of_our_own_come_back(pool: Pool):
     assert lease.release().measured == 32 * KIB
 
 
+def test_a_truth_that_breaks_does_not_keep_a_lease(make_pool: MakePool, caplog: pytest.LogCaptureFixture):
+    pool = make_pool()
+    lease = pool.lease("writer", "weights", 2 * MIB)
+    lease.populate()
+    pool.read_truth = lambda: read_truth(proc=Path("/nowhere"))
+    with caplog.at_level(logging.WARNING):
+        released = lease.release()
+    assert (released.measured, released.available_delta, pool.used()) == (2 * MIB, None, 0)
+    assert "the truth cannot be read while a lease is returned: meminfo cannot be read" in caplog.text
+
+
 def flags_of(address: int) -> list[str]:
     """The kernel's flags of the mapping that covers an address."""
     inside = False
