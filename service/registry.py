@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .api import OpenModel, open_model, pick_device
 from .config import Config, load_config
 from .core import CancelCheck, ProgressReport
@@ -13,7 +15,9 @@ from .errors import RequestError
 from .loader.names import ModelRoots
 from .memory.budget import MemorySettings
 from .memory.pool import Pool, Released
+from .memory.thermal import merge, read_nvidia, read_zones
 from .memory.truth import read_truth
+from .memory.watch import Watch
 
 _Key = tuple[Path, int | None, str, str]
 
@@ -25,6 +29,7 @@ class Registry:
         self._lock = threading.RLock()
         self._models: dict[_Key, OpenModel] = {}
         self._pools: dict[str, Pool] = {}
+        self._watches: dict[str, Watch] = {}
         self._config: Config | None = None
 
     def configure(self, config: Config) -> None:
@@ -45,8 +50,15 @@ class Registry:
         with self._lock:
             if kind not in self._pools:
                 values: dict[str, Any] = dict(self.config.memory)
-                self._pools[kind] = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+                pool = self._pools[kind] = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+                self._watches[kind] = _watch(pool).start()
             return self._pools[kind]
+
+    def watch(self, device: str = "auto") -> Watch:
+        """The watch over a device's pool; it runs from the moment that the pool is made."""
+        pool = self.pool(device)
+        with self._lock:
+            return self._watches[torch.device(pool.device).type]
 
     def open(
         self,
@@ -100,11 +112,27 @@ class Registry:
         return [released for model in models for released in model.give_way()]
 
     def close(self) -> None:
-        """Close every model and forget it."""
+        """Close every model; forget them and the pools, so that the next ones are made with the configuration of then."""
         with self._lock:
-            models, self._models = list(self._models.values()), {}
+            models, self._models, self._pools = list(self._models.values()), {}, {}
+            watches, self._watches = list(self._watches.values()), {}
+        for watch in watches:
+            watch.stop()
         for model in models:
             model.close()
+
+
+def _watch(pool: Pool) -> Watch:
+    """Frees when memory runs short and lets go what is due by its time; looks at the machine's temperature where it shows one."""
+    on_cuda = torch.device(pool.device).type == "cuda"
+    return Watch(
+        pool.read_truth,
+        pool.make_room,
+        pool.settings,
+        loading=lambda: pool.loading,
+        thermal=(lambda: merge(read_zones(), read_nvidia())) if on_cuda else read_zones,
+        tick=pool.arbiter.release_due,
+    )
 
 
 REGISTRY = Registry()

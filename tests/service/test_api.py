@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from onedesk.service.core import Event, Message, Progress, Request, Result, Samp
 from onedesk.service.engine.runner import CHUNK
 from onedesk.service.errors import Cancelled, FileError, MemoryFull, ModelError, RequestError
 from onedesk.service.loader.names import ModelRoots
+from onedesk.service.memory.policy import Policy
 from onedesk.service.registry import Registry
 from oracle import load_qwen3
 from tiny_qwen3 import write_tiny_qwen3
@@ -296,6 +298,39 @@ def test_one_choice_is_one_model(registry: Registry, checkpoint: Path) -> None:
     assert [model.name for model in registry.models()] == ["tiny", "tiny"]
     with pytest.raises(RequestError, match="no open model is called 'other'; open are: tiny"):
         registry.release("other")
+
+
+def test_a_model_with_a_time_to_live_gives_way_by_itself_and_wakes_again(model: OpenModel, registry: Registry) -> None:
+    model.policy = Policy("ttl", 0.2)
+    first = run(model, ask())[1]
+    assert registry.watch("cpu").running
+    deadline = time.monotonic() + 30
+    while model.loaded and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (model.loaded, model.held_bytes(), registry.pool("cpu").used()) == (False, 0, 0)
+    assert run(model, ask())[1].ids == first.ids
+
+
+def test_another_model_makes_an_idle_one_give_way_but_never_a_pinned_or_running_one(checkpoint: Path, tmp_path: Path) -> None:
+    other = write_tiny_qwen3(tmp_path / "other", seed=1)
+    registry = Registry()
+    need = Registry.open(registry, checkpoint, context=CONTEXT, load=False).need.with_headroom(0.2)
+    registry.close()
+    registry.configure(Config(memory={"limit_bytes": int(need * 1.5), "floor": 16 << 20}))
+    first, second = registry.open(checkpoint, context=CONTEXT), registry.open(other, context=CONTEXT, load=False)
+    assert run(second, ask())[1].finish
+    assert (first.loaded, second.loaded) == (False, True)
+    second.policy = Policy("pinned")
+    with pytest.raises(MemoryFull, match="tiny"):
+        run(first, ask())
+    second.policy = Policy("stay")
+    events = second.generate(ask())
+    next(events)
+    with pytest.raises(MemoryFull):
+        run(first, ask())
+    assert list(events)[-1].result
+    assert run(first, ask())[1].finish
+    registry.close()
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
