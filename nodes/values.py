@@ -34,6 +34,10 @@ class Conversation:
 
     messages: tuple[Message, ...]
 
+    def __str__(self) -> str:
+        """For people, as Preview as Text shows it."""
+        return "\n\n".join(f"[{message.role}]\n{message.content}" for message in self.messages)
+
 
 @dataclass(frozen=True)
 class SamplingChoice:

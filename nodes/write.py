@@ -111,6 +111,8 @@ def _why_empty(result: Result, max_tokens: int) -> str:
 
 def _token(model: OpenModel, token: int | str) -> int:
     if isinstance(token, int):
+        if token >= model.vocab_size:
+            raise RequestError(f"logit bias: {model.name} has no token {token}; use 0 to {model.vocab_size - 1}")
         return token
     ids = model.encode(token)
     if len(ids) != 1:

@@ -122,10 +122,8 @@ def test_answers_become_the_history_of_the_next_turn(comfyui: Comfy):
     graph["messages"] = show("prompt2")
     outcome = comfyui.run(graph)
     messages = shown(outcome, "messages")
-    order = [messages.index(part) for part in ("be brief", "first turn", shown(outcome, "text")[:1], "second turn")]
-    assert order[0] < order[1] < order[3]
-    assert messages.count("role='system'") == 1
-    assert messages.count("role='assistant'") == 1
+    answer = shown(outcome, "text")
+    assert messages == f"[system]\nbe brief\n\n[user]\nfirst turn\n\n[assistant]\n{answer}\n\n[user]\nsecond turn"
 
 
 def test_stop_strings_end_the_answer(comfyui: Comfy):
@@ -160,4 +158,4 @@ def test_dynamic_prompts_are_drawn_by_their_own_seed(comfyui: Comfy):
     drawn = {seed: messages(seed) for seed in (1, 2, 3, 4)}
     assert len(set(drawn.values())) > 1
     assert messages(1) == drawn[1]
-    assert not any("{" in text.split("content=")[1] for text in drawn.values())
+    assert not any("{" in text for text in drawn.values())
