@@ -127,6 +127,7 @@ FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthC
     readers=st.integers(1, 4),
     direct=st.booleans(),
     drop=st.booleans(),
+    told=st.booleans(),
 )
 def test_any_layout_and_order_has_the_same_bytes(
     tmp_path: Path,
@@ -138,16 +139,19 @@ def test_any_layout_and_order_has_the_same_bytes(
     readers: int,
     direct: bool,
     drop: bool,
+    told: bool,
 ) -> None:
-    """Also with some tensors left out or read twice, and through the bounce buffer that other devices get."""
+    """Also with some tensors left out or read twice, in the jobs' own order, and through the bounce buffer that other devices get."""
     monkeypatch.setattr(stream, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(stream, "PIECES_LIMIT", pieces)
     monkeypatch.setattr(stream, "DIRECT_DEVICES", ("cpu",) if direct else ())
     path = write_tensors(tmp_path / "m.safetensors", {f"t{i}": ("U8", [n], os.urandom(n)) for i, n in enumerate(sizes)})
     jobs = empty_jobs(path) + empty_jobs(path)
     jobs = chosen.draw(st.permutations(jobs))[: chosen.draw(st.integers(0, len(jobs)))]
-    stats = stream_tensors(jobs, readers=readers, drop_behind=drop)
+    arrived: list[int] = []
+    stats = stream_tensors(jobs, readers=readers, drop_behind=drop, arrived=arrived.append if told else None)
     assert stats.bytes == sum(info.nbytes for info, _ in jobs)
+    assert sorted(arrived) == (list(range(len(jobs))) if told else [])
     assert_same(jobs, path)
 
 
@@ -202,6 +206,34 @@ def test_reads_that_come_in_pieces_are_continued(weights: Path, monkeypatch: pyt
     jobs = empty_jobs(weights)
     stream_tensors(jobs)
     assert_same(jobs, weights)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_arrivals_are_told_once_and_complete(weights: Path, readers: int) -> None:
+    """In the order of the jobs with one reader; when a job is told, its bytes are there, on the calling thread."""
+    tensors = read_header(weights).tensors
+    order = ["c", "a", "b", "a"]
+    jobs = [(tensors[name], torch.full((tensors[name].nbytes,), 0xA5, dtype=torch.uint8)) for name in order]
+    told: list[int] = []
+
+    def arrived(job: int) -> None:
+        assert_same([jobs[job]], weights)
+        assert not threading.current_thread().name.startswith("onedesk-read")
+        told.append(job)
+
+    stream_tensors(jobs, arrived=arrived, readers=readers)
+    assert sorted(told) == [0, 1, 2, 3]
+    assert readers > 1 or told == [0, 1, 2, 3]
+
+
+def test_a_tensor_of_no_bytes_arrives_too(tmp_path: Path) -> None:
+    path = write_tensors(tmp_path / "m.safetensors", {"none": ("F32", [0, 4], b""), "w": ("U8", [1], b"a")})
+    told: list[int] = []
+    stream_tensors(empty_jobs(path), arrived=told.append)
+    assert sorted(told) == [0, 1]
+    told.clear()
+    stream_tensors(empty_jobs(path)[:1], arrived=told.append)
+    assert told == [0]
 
 
 def test_progress_is_reported_at_the_end_and_not_too_often(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
