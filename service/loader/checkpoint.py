@@ -19,6 +19,9 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".tmp", ".crdownload", ".aria2", ".download")
+_CONTROL = ".aria2"  # beside a file that has its full size from the start and is not complete while this is there
+_HUB_PARTS = Path(".cache", "huggingface", "download")
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors")
 _FOREIGN = (
     ("GGUF", (".gguf",)),
@@ -122,11 +125,10 @@ def _read_config(files: _Files, lone: Path | None) -> dict[str, Any]:
         if lone is not None:
             raise FileError(f"there is no config.json beside {short(lone.name)}; put the model's config.json and tokenizer.json next to it")
         _refuse_foreign(files)
-        raise FileError(
-            f"there is no config.json in {short(files.folder.name)}; {_unfinished(files.names()) or 'download the whole folder'}"
-        )
+        raise FileError(f"there is no config.json in {short(files.folder.name)}; {_unfinished(files) or 'download the whole folder'}")
     config = read_json_object(files.path(CONFIG), CONFIG)
-    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
         raise ModelError("config.json does not say the model_type (a name such as qwen3); get the config.json that belongs to the weights")
     return config
 
@@ -149,7 +151,7 @@ def _read_folder(files: _Files) -> dict[str, TensorInfo]:
             "choose one of the files, or add the index"
         )
     _refuse_foreign(files)
-    raise FileError(f"there is no safetensors file in {short(files.folder.name)}; {_unfinished(names) or 'download the whole folder'}")
+    raise FileError(f"there is no safetensors file in {short(files.folder.name)}; {_unfinished(files) or 'download the whole folder'}")
 
 
 def _refuse_foreign(files: _Files) -> None:
@@ -170,6 +172,8 @@ def _refuse_foreign(files: _Files) -> None:
 def _read_tensors(files: _Files, names: Iterable[str]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name in names:
+        if files.has(name + _CONTROL):
+            raise FileError(f"the download of {name} was not finished ({short(name + _CONTROL)} is beside it): resume it")
         for info in read_header(files.path(name), shown=name).tensors.values():
             if info.name in tensors:
                 raise ModelError(
@@ -222,15 +226,18 @@ def _read_indexed(files: _Files) -> dict[str, TensorInfo]:
 def _require(files: _Files, wanted: Sequence[str]) -> None:
     missing = [name for name in wanted if not files.has(name)]
     if missing:
-        unfinished = _unfinished(files.names())
+        unfinished = _unfinished(files)
         raise FileError(
             f"{len(missing)} of {len(wanted)} shards are missing in {short(files.folder.name)}: {_listing(missing)}; "
             f"{unfinished or 'download them'}"
         )
 
 
-def _unfinished(names: Iterable[str]) -> str | None:
-    partial = [name for name in names if name.endswith(PARTIAL_SUFFIXES)]
+def _unfinished(files: _Files) -> str | None:
+    """What a download has left, beside the files or where the hub's client keeps its parts."""
+    partial = [name for name in files.names() if name.endswith(PARTIAL_SUFFIXES)]
+    if not partial and exists(files.folder / _HUB_PARTS):
+        partial = sorted(path.name for path in (files.folder / _HUB_PARTS).glob("*.incomplete"))
     return f"a download was not finished ({_listing(partial)}): resume it" if partial else None
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 from ..errors import FileError, ModelError
 
-JSON_LIMIT = 64 << 20  # bytes; the index of a checkpoint with 100,000 tensors has about 12 MB
+JSON_LIMIT = 32 << 20  # bytes; the index of a checkpoint with 100,000 tensors has about 12 MB
+# Honest files have far fewer; beyond this a file of some MB would become objects of some GB.
+JSON_CONTAINERS = 200_000
+JSON_QUOTES = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ def read_json_object(path: Path, shown: str) -> dict[str, Any]:
         if source.size > JSON_LIMIT:
             raise ModelError(f"{shown} has {source.size} bytes; a JSON file of a checkpoint has at most {JSON_LIMIT}")
         raw = read_exactly(fd, source.size, 0, shown)
+    if raw.count(b"{") + raw.count(b"[") > JSON_CONTAINERS or raw.count(b'"') > JSON_QUOTES:
+        raise ModelError(f"{shown} holds more lists, objects or texts than a JSON file of a checkpoint can have; download it again")
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -115,8 +120,8 @@ def plain_parts(name: str) -> tuple[str, ...] | None:
 
 
 def short(name: str, limit: int = 120) -> str:
-    """A name taken from a file, quoted and cut, fit for a message."""
-    return ascii(name if len(name) <= limit else name[:limit] + "...")
+    """A name taken from a file, quoted and cut, fit for a message: printable, in its own script, never half a character."""
+    return repr(name if len(name) <= limit else name[:limit] + "...")
 
 
 def json_kind(value: Any) -> str:

@@ -196,6 +196,30 @@ def test_a_partial_file_never_counts_as_the_model(folder: Path) -> None:
     assert "there is no safetensors file in 'Qwen3-Tiny'; a download was not finished ('model.safetensors.part')" in message
 
 
+def test_the_parts_of_the_hubs_own_client_are_seen(folder: Path) -> None:
+    write_shards(folder, 2)
+    (folder / shard(2, 2)).unlink()
+    parts = folder / ".cache" / "huggingface" / "download"
+    parts.mkdir(parents=True)
+    (parts / "0123.incomplete").write_bytes(b"")
+    assert "a download was not finished ('0123.incomplete')" in refusal(folder, FileError)
+
+
+def test_a_file_of_full_size_that_is_still_downloaded_is_refused(folder: Path) -> None:
+    """aria2 makes the file as long as it will be and fills it in any order; its control file goes when all is there."""
+    write_model(folder / "model.safetensors")
+    (folder / "model.safetensors.aria2").write_bytes(b"")
+    message = "the download of model.safetensors was not finished ('model.safetensors.aria2' is beside it)"
+    assert message in refusal(folder, FileError)
+    assert message in refusal(folder / "model.safetensors", FileError)
+
+
+def test_messages_keep_names_in_their_own_script(tmp_path: Path) -> None:
+    folder = tmp_path / "通义"
+    folder.mkdir()
+    assert "there is no config.json in '通义'" in refusal(folder, FileError)
+
+
 def test_a_shard_that_was_cut_is_named(folder: Path) -> None:
     write_shards(folder, 2)
     path = folder / shard(2, 2)
@@ -272,6 +296,9 @@ def test_shards_of_two_checkpoints_are_refused(folder: Path) -> None:
         (b"{}", ModelError, "config.json does not say the model_type"),
         (b'{"model_type": null}', ModelError, "config.json does not say the model_type"),
         (b'{"model_type": ["qwen3"]}', ModelError, "config.json does not say the model_type"),
+        (b'{"model_type": "\\ud800"}', ModelError, "config.json does not say the model_type"),
+        (b'{"a": [' + b"[]," * 200_000 + b"[]]}", ModelError, "config.json holds more lists, objects or texts than"),
+        (b"{" + b'"a":0,' * 1_000_001 + b'"a":0}', ModelError, "config.json holds more lists, objects or texts than"),
         (b'{"n": ' + b"9" * 5000 + b"}", ModelError, "config.json is not JSON"),
     ],
 )

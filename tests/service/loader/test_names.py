@@ -154,7 +154,7 @@ def test_a_name_that_could_leave_the_roots_is_refused(root: Path, name: str) -> 
     with pytest.raises(FileError, match="is not allowed; use a name") as caught:
         ModelRoots([root]).resolve(name)
     assert str(root) not in str(caught.value)
-    assert str(caught.value).isascii()
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("link", ["folder", "org/folder", "link.safetensors"])
