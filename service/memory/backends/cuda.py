@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,12 +12,17 @@ from .protocol import Part, Returned
 _CHUNK = 64 << 20
 
 
+def _host_cache_emptier() -> Callable[[], object] | None:
+    """torch's own way to drop its cache of pinned host blocks: public from 2.13 on (2.11 on an H200 lacked it), private before."""
+    public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    return public or getattr(torch._C, "_host_emptyCache", None)
+
+
 def _empty_caches(device: torch.device) -> None:
     """Hand what torch keeps for later back to the driver, on both sides: pinned host blocks are bytes of the pool too."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    accelerator = getattr(torch, "accelerator", None)  # absent before torch 2.6
-    empty_host = getattr(accelerator, "empty_host_cache", None)
+    empty_host = _host_cache_emptier()
     if empty_host is not None:
         empty_host()
 
@@ -111,5 +116,4 @@ class CudaBackend:
         return CudaSlab(nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0)))
 
     def capabilities(self) -> Mapping[str, bool]:
-        accelerator = getattr(torch, "accelerator", None)
-        return {"available": torch.cuda.is_available(), "empty_host_cache": hasattr(accelerator, "empty_host_cache")}
+        return {"available": torch.cuda.is_available(), "empty_host_cache": _host_cache_emptier() is not None}
