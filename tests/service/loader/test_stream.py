@@ -172,6 +172,27 @@ def test_a_destination_that_does_not_fit_is_refused(tmp_path: Path, target: torc
         stream_tensors([(read_header(path).tensors["w"], target)])
 
 
+@pytest.mark.parametrize(("cores", "readers"), [(None, 2), (1, 2), (4, 2), (6, 3), (20, 4)])
+def test_readers_follow_the_cores(weights: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, readers: int) -> None:
+    """Counted: each waits for the others before its first read."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    meet, met, real = threading.Barrier(readers, timeout=10), threading.local(), os.preadv
+    names: set[str] = set()
+
+    def preadv(fd: int, views: Any, offset: int) -> int:
+        if not getattr(met, "once", False):
+            meet.wait()
+            met.once = True
+        names.add(threading.current_thread().name)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    jobs = empty_jobs(weights)
+    stream_tensors(jobs)
+    assert len(names) == readers
+    assert_same(jobs, weights)
+
+
 def test_nothing_to_read_is_no_error() -> None:
     told: list[Progress] = []
     assert stream_tensors([], progress=told.append).bytes == 0
