@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ..config import Config
 from ..engine.session import draw_blueprint
 from ..errors import OnedeskError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
-from ..loader.names import ModelRoots
+from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
 from .console import columns
@@ -57,17 +56,21 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
     settings = MemorySettings(**values)
     place = pick_device(device)
     budget = make_budget(read_truth(place.type), settings)
-    chosen = [(entry.name, entry.path) for entry in roots.list()] if model is None else [(model, roots.find(model))]
-    return [_row(name, path, roots, place, context or config.context, settings, budget) for name, path in chosen]
+    entries = roots.list()
+    if model is not None:
+        path = roots.find(model)
+        entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
+    return [_row(entry, roots, place, context or config.context, settings, budget) for entry in entries]
 
 
 def _row(
-    name: str, path: Path, roots: ModelRoots, device: torch.device, context: int | None, settings: MemorySettings, budget: Budget
+    entry: ModelEntry, roots: ModelRoots, device: torch.device, context: int | None, settings: MemorySettings, budget: Budget
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "path": str(path), "family": None, "format": None, "parameters": None, "active_parameters": None}
-    row |= {"bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": "", "toy": is_toy(name)}
+    unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
+    row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
+    row |= {"bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": ""}
     try:
-        checkpoint = open_checkpoint(path, roots=roots.bases)
+        checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
         draft = draw_blueprint(checkpoint, device, SMALLEST_CONTEXT)
         blueprint = replace(draft, context=_context(context, draft.config.max_position))

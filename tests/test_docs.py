@@ -1,0 +1,47 @@
+"""What the documents say can be followed: every link leads to a file, every option and command that is named exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from onedesk.service import cli
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(document):
+    links = LINK.findall(document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_both_readmes_speak_of_the_same_things():
+    english, chinese = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    for pattern in (r"`Onedesk\w+`", r"(?<=`)onedesk \w+", r"(?<=\]\()[\w./-]+\.(?:md|png)"):
+        assert set(re.findall(pattern, english)) - {"README.zh.md"} == set(re.findall(pattern, chinese)) - {"README.md"}
+    assert [len(re.findall("^## ", text, re.M)) for text in (english, chinese)] == [len(re.findall("^## ", english, re.M))] * 2
+
+
+def test_every_documented_command_can_be_asked_for_help(capsys):
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    commands = sorted(set(re.findall(r"^\| `onedesk (\w+)", text, re.M)))
+    assert {"generate", "models", "memory", "doctor", "bench"} <= set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+
+
+def test_every_option_in_the_reference_exists(capsys):
+    text = (REPOSITORY / "docs" / "service.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| `(?:generate|score|memory|bench|demo)[^\n]*", text, re.M):
+        command = re.search(r"`(\w+)", row)
+        assert command
+        with pytest.raises(SystemExit):
+            cli.main([command[1], "--help"])
+        shown = capsys.readouterr().out
+        assert [option for option in re.findall(r"`(--[\w-]+)", row) if option not in shown] == []
