@@ -6,10 +6,13 @@ import json
 import math
 import mmap
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from onedesk.service import cli
@@ -200,3 +203,20 @@ def test_the_peak_counts_what_was_held_in_between(tmp_path):
         watch.look()
         del held
     assert 60 * MIB < watch.peak < 160 * MIB
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_ended_bench_leaves_no_child(tmp_path, number):
+    endless = write_tiny_qwen3(tmp_path / "endless", context=200_000, layers=12, tokenizer=False)
+    command = [sys.executable, "-m", "onedesk.service.cli", "bench", "decode", "--model", str(endless), "--tokens", "190000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
+        children = psutil.Process(bench.pid).children()
+        while not children:
+            assert bench.poll() is None
+            time.sleep(0.05)
+            children = psutil.Process(bench.pid).children()
+        bench.send_signal(number)
+        bench.communicate(timeout=60)
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert (len(gone), alive) == (1, [])
+    assert bench.returncode == (-signal.SIGTERM if number == signal.SIGTERM else 130)
