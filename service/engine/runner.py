@@ -34,6 +34,10 @@ class Runner:
         self._device = device
         self._token = torch.zeros(1, dtype=torch.int64, device=device)
 
+    def close(self) -> None:
+        """Let go of every tensor; the runner cannot be used afterwards."""
+        del self.network, self.cache, self.scratch, self.gate
+
     def begin(self) -> None:
         """Forget the sequence before."""
         self.cache.truncate(0)

@@ -51,7 +51,7 @@ class Blueprint:
     def need(self) -> Need:
         tables = RotaryTable.nbytes(self.context, self.widths.head_dim)
         buffers = Scratch.nbytes(self.widths, self.chunk, SCORED_ROWS, self.activation)
-        return Need(self.plan.nbytes, self.kv_shape.nbytes(self.context), tables + buffers)
+        return Need(self.plan.nbytes, self.kv_shape.nbytes(self.context), tables + buffers, context=self.context)
 
     @property
     def chunk(self) -> int:
@@ -90,6 +90,11 @@ class Session:
         self.runner.gate = None
         return stats
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the computation waited for weights."""
+        return self._arrival.waited
+
     def held_bytes(self) -> int:
         """Bytes of all leases."""
         return sum(lease.nbytes for lease in self.leases if not lease.released)
@@ -108,8 +113,9 @@ class Session:
             yield
 
     def release(self) -> tuple[Released, ...]:
-        """Return every lease; weights still on their way are given up."""
+        """Return every lease; weights still on their way are given up, and every tensor is let go first: a device counts its views."""
         self._arrival.stop()
+        self.runner.close()
         return tuple(lease.release() for lease in self.leases)
 
 
