@@ -83,8 +83,7 @@ class OnedeskGenerate(io.ComfyNode):
             job = Job(choice, cls.hidden, view, writing)
             written = await job.run()
             answers += written
-            loads = chain([job.load_seconds], repeat(0.0))
-            stats += [statistics(choice.name, answer.result, load) for answer, load in zip(written, loads, strict=False)]
+            stats += [statistics(choice.name, answer.result) for answer in written]
             stats[-1] += f"; {returned(job.released)}" if job.released else ""
         texts = [answer.result.text for answer in answers]
         view.write(numbered([f"{text}\n\n{line}" for text, line in zip(texts, stats, strict=True)], len(rows)))

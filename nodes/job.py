@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ import nodes as comfy_nodes
 from ..service.api import OpenModel
 from ..service.core import CancelCheck
 from ..service.errors import Cancelled, MemoryFull
+from ..service.memory.policy import PHASE, STAY
 from ..service.memory.pool import Released
 from . import bridge
 from .phase import Graph
@@ -72,7 +72,6 @@ class Job(Generic[T]):
     def __init__(self, choice: ModelChoice, hidden: Hidden, view: PageView, task: Task[T]) -> None:
         self.choice = choice
         self.view = view
-        self.load_seconds = 0.0
         self.released: tuple[Released, ...] = ()
         self._node_id = hidden.unique_id
         self._graph = hidden.dynprompt
@@ -86,13 +85,12 @@ class Job(Generic[T]):
     async def run(self) -> T:
         """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its policy says so."""
         model = bridge.open_model(self.choice)
+        model.policy = PHASE if self.choice.policy == GIVE_WAY else STAY
         tracker = bridge.listed(model).tracker
         tracker.begin(self._graph)
         kept: object | None = None
         try:
-            await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
-            await self._load(model)
-            value = await self._in_thread(lambda: self._task.run(model, self._cancelled))
+            value = await self._attempt(model)
             kept = self._task.kept(value)
         except Cancelled:
             raise bridge.interrupted() from None
@@ -103,17 +101,17 @@ class Job(Generic[T]):
                 await self._give_way(model)
         return value
 
-    async def _load(self, model: OpenModel) -> None:
-        if model.loaded:
-            return
-        started = time.perf_counter()
-        bridge.make_room(model)
+    async def _attempt(self, model: OpenModel) -> T:
+        """Refuse, make room, work; once more if the pool is full and ComfyUI can unload what it holds."""
+        await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
+        if not model.loaded:
+            bridge.make_room(model)
         try:
-            await self._in_thread(lambda: model.load(progress=self.view.report, cancel=self._cancelled))
+            return await self._in_thread(lambda: self._task.run(model, self._cancelled))
         except MemoryFull as full:
             bridge.make_more_room(model, full)
-            await self._in_thread(lambda: model.load(progress=self.view.report, cancel=self._cancelled))
-        self.load_seconds = time.perf_counter() - started
+        await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
+        return await self._in_thread(lambda: self._task.run(model, self._cancelled))
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         """Run `work` in a thread while the page follows. Returns or raises what it does, never before the thread is done with it."""

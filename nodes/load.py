@@ -37,7 +37,7 @@ class OnedeskLoadModel(io.ComfyNode):
                 io.Int.Input(
                     "context",
                     default=4096,
-                    min=1,
+                    min=2,
                     max=2**31 - 1,
                     tooltip="Tokens that prompt, reasoning and answer may have together. Their memory is reserved when the model loads.",
                 ),

@@ -33,7 +33,8 @@ class View:
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self._text = self._sent_text = ""
-        self._progress: Progress | None = None
+        self._load: Progress | None = None
+        self._work: Progress | None = None
         self._sent_progress: Progress | None = None
 
     def write(self, text: str) -> None:
@@ -41,26 +42,30 @@ class View:
         self._text = text
 
     def report(self, progress: Progress) -> None:
-        """Move the node's progress bar."""
-        self._progress = progress
+        """Move the node's progress bar. May be called from several threads: a prompt is read while the rest of the model loads."""
+        if progress.stage == "load":
+            self._load = progress
+        else:
+            self._work = progress
 
     def changes(self) -> tuple[str | None, Progress | None]:
         """The text and the progress, each None unless it has changed since the last call."""
-        text, progress = self._text, self._progress
+        text, load, work = self._text, self._load, self._work
+        # The slower of the two that run at once is shown: a load until it is done.
+        progress = load if load is not None and (work is None or load.done < load.total) else work
         new_text = text if text != self._sent_text else None
         new_progress = progress if progress is not self._sent_progress else None
         self._sent_text, self._sent_progress = text, progress
         return new_text, new_progress
 
 
-def statistics(model: str, result: Result, load_seconds: float) -> str:
+def statistics(model: str, result: Result) -> str:
     """One line: tokens, speeds, seconds, the effective seed, and why the answer ended."""
     usage = result.usage
     first, total = result.seconds["first_token"], result.seconds["total"]
     speed = f", {(usage.completion - 1) / (total - first):.1f} tokens/s" if usage.completion > 1 and total > first else ""
     thought = f" ({usage.reasoning} of them thinking)" if usage.reasoning else ""
-    load_seconds = load_seconds or result.seconds.get("load", 0.0)
-    loading = f"load {load_seconds:.2f} s, " if load_seconds else ""
+    loading = f"load {result.seconds['load']:.2f} s, " if result.seconds.get("load") else ""
     return (
         f"{model}: {usage.prompt} tokens read, {usage.completion} written{thought}{speed}; {loading}"
         f"first token {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}"

@@ -55,6 +55,7 @@ class Writing:
 
     def prepare(self, model: OpenModel, cancel: CancelCheck) -> None:
         """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
+        self._texts = []
         requests = [question.request(model) for question in self._questions]
         self._streams = [model.generate(request, cancel=cancel, progress=self._view.report) for request in requests]
 

@@ -80,3 +80,10 @@ def state(comfyui: Comfy) -> dict[str, Any]:
 def held(comfyui: Comfy, model: str) -> int:
     """Bytes that all handles of a model hold."""
     return sum(entry["held"] for entry in state(comfyui)["models"] if entry["name"] == model)
+
+
+def free(comfyui: Comfy, *, outputs: bool = True) -> None:
+    """POST /free, done before the next workflow runs: ComfyUI's worker comes to it after a workflow, so one is put in between."""
+    comfyui.client.ask("/free", {"unload_models": True, "free_memory": outputs})
+    if not comfyui.run({"between": node("PreviewAny", source="between")}).ok:
+        raise AssertionError("the workflow in between failed")

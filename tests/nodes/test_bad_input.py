@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from comfyui import Comfy
-from node_graphs import Graph, load, node, prompt, sampling, show, shown, state, writing
+from node_graphs import Graph, free, load, node, prompt, sampling, show, shown, state, writing
 from onedesk.service.errors import PeerError
 
 
@@ -144,7 +144,7 @@ def test_an_empty_prompt_is_an_error(comfyui: Comfy, text: str):
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(comfyui: Comfy):
-    comfyui.free()
+    free(comfyui)
     message = failure(comfyui, writing("y" * 200, context=100))
     assert "and the context is 100" in message
     assert "the prompt has 2" in message

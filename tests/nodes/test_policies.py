@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from comfyui import Comfy
-from node_graphs import GIVE_WAY, Graph, generate, held, load, node, prompt, sampling, show, shown, state, writing
+from node_graphs import GIVE_WAY, Graph, free, generate, held, load, node, prompt, sampling, show, shown, state, writing
 
 MODEL = "tiny-writer"
 
@@ -95,13 +95,13 @@ def test_free_unloads_and_the_next_use_loads_again(comfyui: Comfy):
     text = shown(comfyui.run(graph), "text")
     listed = [entry for entry in state(comfyui)["comfyui"] if entry["name"] == "OnedeskModel"]
     assert any(entry["loaded"] == held(comfyui, MODEL) > 0 for entry in listed)
-    comfyui.client.ask("/free", {"unload_models": True})
+    free(comfyui, outputs=False)
     assert wait_for_nothing_held(comfyui, MODEL)
     # The loader is answered from the cache; its output still works.
     again = comfyui.run(writing("free me", seed=91, max_tokens=20))
     assert "load" in again.cached()
     assert "load " in shown(again, "stats")
-    comfyui.free()
+    free(comfyui)
     assert shown(comfyui.run(graph), "text") == text
 
 
@@ -109,7 +109,7 @@ def test_ten_times_away_and_back_is_the_same_text_and_no_growth(comfyui: Comfy):
     graph = writing("away and back", policy=GIVE_WAY, seed=92, max_tokens=15)
     texts, used = [], []
     for _ in range(10):
-        comfyui.free()
+        free(comfyui)
         texts.append(shown(comfyui.run(graph), "text"))
         used.append(state(comfyui)["used"])
     assert len(set(texts)) == 1
@@ -171,7 +171,7 @@ def test_an_empty_answer_is_an_error(comfyui: Comfy):
 
 
 def test_nothing_is_loaded_when_a_page_is_opened_or_a_loader_runs_alone(comfyui: Comfy):
-    comfyui.free()
+    free(comfyui)
     assert wait_for_nothing_held(comfyui, MODEL)
     comfyui.object_info()
     comfyui.client.ask("/workflow_templates")

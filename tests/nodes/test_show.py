@@ -34,12 +34,12 @@ def test_a_long_text_shows_its_end():
 
 
 def test_statistics_are_one_line_with_every_figure():
-    assert statistics("m", result(), 0.0) == (
+    assert statistics("m", result()) == (
         "m: 10 tokens read, 5 written (2 of them thinking), 2.0 tokens/s; first token 0.50 s, total 2.50 s; "
         "seed 18446744073709551615; finished by itself"
     )
-    assert "load 1.25 s, first token" in statistics("m", result(), 1.25)
-    assert "1 written; " in statistics("m", result(usage=Usage(1, 1, 0)), 0.0)
+    assert "load 1.25 s, first token" in statistics("m", result(seconds={"load": 1.25, "first_token": 1.5, "total": 2.0}))
+    assert "1 written; " in statistics("m", result(usage=Usage(1, 1, 0)))
 
 
 def test_what_gave_way_is_summed():
@@ -63,3 +63,14 @@ def test_a_view_tells_each_change_once():
     assert view.changes() == (None, None)
     view.write("ab")
     assert view.changes() == ("ab", None)
+
+
+def test_a_load_is_shown_until_it_is_done_even_while_the_prompt_is_read():
+    view = View("7")
+    view.report(Progress("load", 10, 100))
+    view.report(Progress("prefill", 0, 50))
+    assert view.changes()[1] == Progress("load", 10, 100)
+    view.report(Progress("load", 100, 100))
+    assert view.changes()[1] == Progress("prefill", 0, 50)
+    view.report(Progress("decode", 1, 9))
+    assert view.changes()[1] == Progress("decode", 1, 9)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from comfyui import Comfy, Message
-from node_graphs import GIVE_WAY, held, node, shown, state, writing
+from node_graphs import GIVE_WAY, free, held, node, shown, state, writing
 from tiny_models import qwen3_shapes, write_language_model
 
 LONG_CONTEXT = 40_000
@@ -81,7 +81,7 @@ def test_after_a_stop_the_next_run_is_as_if_nothing_happened(comfyui: Comfy):
     run.interrupt()
     assert run.result().end == "execution_interrupted"
     assert held(comfyui, "tiny-writer") == before
-    comfyui.free()
+    free(comfyui)
     assert shown(comfyui.run(graph), "text") == text
 
 
