@@ -87,7 +87,8 @@ def stream_tensors(
 
     A destination is contiguous, has the tensor's number of bytes, and its dtype or uint8 for the raw bytes; nothing is converted.
     CPU memory is read into directly; another device gets its bytes through one bounce buffer a reader. With `drop_behind` the
-    file's pages leave the page cache as soon as they are copied. `readers` is by default half the cores, 2 to 4. `progress`, `cancel` and `arrived` are called on the calling thread.
+    file's pages leave the page cache as soon as they are copied. `readers` is by default half the cores, 2 to 4.
+    `progress`, `cancel` and `arrived` are called on the calling thread.
     Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone, has changed
     since its header was read, ends early or cannot be read, ValueError for a destination that does not fit.
     """
