@@ -7,19 +7,21 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .config import load_config
-from .core import CancelCheck, Event, Message, ProgressReport, Request, Thinking
-from .engine.generation import Generation, Prepared, cancelled_result
+from .core import CancelCheck, Event, Message, ProgressReport, Request, Stage, Thinking
+from .engine.ceiling import known_ceiling
+from .engine.generation import Books, Generation, Prepared, cancelled_result
+from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.prepare import check_ids, prepare
 from .engine.runner import Stopped
 from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session
-from .engine.stages import StageMeter
+from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, RequestError
 from .loader.checkpoint import open_checkpoint
 from .loader.names import ModelRoots
@@ -54,6 +56,10 @@ class OpenModel:
         self._session: Session | None = None
         self._closed = False
         self._policy: Policy = STAY
+        self._leaks = LeakWatch(name, pool)
+        self._released = Stage()
+        # Bytes a second that this machine reads, for the counters; None until somebody measured it.
+        self.read_ceiling = known_ceiling(kernel_cache, torch.device(pool.device).type)
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
         self._language = Language(blueprint.checkpoint.folder)
@@ -129,10 +135,17 @@ class OpenModel:
         session = self._session
         return session.held_bytes() if session else 0
 
+    def leak_report(self) -> LeakReport:
+        """What each stage of the last uses left behind in the process, and the stage that grows, if one does."""
+        return self._leaks.report()
+
     def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
         """Bring the model into memory now and wait until it is there. Raises Cancelled, MemoryFull, FileError."""
-        with self._exclusive(cancel), self._session_for(progress, cancel) as session:
-            session.settle()
+        with self._exclusive(cancel):
+            self._leaks.mark(BETWEEN)
+            with self._session_for(progress, cancel) as session:
+                session.settle()
+            self._leaks.mark("load")
 
     def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Iterator[Event]:
         """Answer `request` as a stream of events; the last one has the result.
@@ -148,7 +161,7 @@ class OpenModel:
         check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
             raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
-        with self._exclusive(cancel), self._session_for(None, cancel) as session:
+        with self._use("score", cancel), self._session_for(None, cancel) as session:
             return session.runner.logprobs(ids, cancel)
 
     def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
@@ -186,7 +199,7 @@ class OpenModel:
         check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.context}; shorten it or open with more context")
-        with self._exclusive(cancel), self._session_for(progress, cancel) as session:
+        with self._use("embed", cancel), self._session_for(progress, cancel) as session:
             return session.runner.states(ids, after, cancel)
 
     def give_way(self) -> tuple[Released, ...]:
@@ -212,8 +225,16 @@ class OpenModel:
         session, self._session = self._session, None
         if session is None:
             return ()
-        released = session.release()
-        log.info("%s gave back %d of %d bytes", self.name, sum(r.measured for r in released), sum(r.asked for r in released))
+        meter = StageMeter(self.pool)
+        self._leaks.mark(BETWEEN)
+        with meter.measure("release"):
+            released = session.release()
+        del session  # its buffers beside the leases go with it
+        self._leaks.mark("release")
+        measured = sum(r.measured for r in released)
+        meter.add_bytes("release", measured)
+        self._released = meter.stages["release"]
+        log.info("%s gave back %d of %d bytes", self.name, measured, sum(r.asked for r in released))
         return released
 
     @contextmanager
@@ -229,11 +250,22 @@ class OpenModel:
             self._lock.release()
 
     @contextmanager
-    def _session_for(self, progress: ProgressReport | None, cancel: CancelCheck | None) -> Iterator[Session]:
+    def _use(self, stage: str, cancel: CancelCheck | None) -> Iterator[None]:
+        """As `_exclusive`, for a use whose memory is booked to `stage` as a whole."""
+        with self._exclusive(cancel):
+            self._leaks.begin()
+            yield
+            self._leaks.mark(stage)
+
+    @contextmanager
+    def _session_for(
+        self, progress: ProgressReport | None, cancel: CancelCheck | None, meter: StageMeter | None = None
+    ) -> Iterator[Session]:
         """The session for one use, opened if need be; one whose weights did not all arrive is given back. Raises Cancelled."""
         if self._session is None:
             opening = Opening(self.pool, self._kernel_cache, progress, cancel)
-            self._session = open_session(self.name, self._blueprint, opening)
+            with meter.measure("load") if meter else nullcontext():
+                self._session = open_session(self.name, self._blueprint, opening)
             self._session.offer(self._policy, self.give_way)
         session = self._session
         try:
@@ -249,13 +281,21 @@ class OpenModel:
 
     def _run(self, prepared: Prepared, cancel: CancelCheck | None, progress: ProgressReport | None) -> Iterator[Event]:
         started = time.perf_counter()
-        meter = StageMeter(self.pool)
+        meter = StageMeter(self.pool, self.read_ceiling)
         finished = False
         try:
-            with self._exclusive(cancel), self._session_for(progress, cancel) as session:
-                for event in Generation(prepared, session, meter, self._blueprint.plan.nbytes, cancel).events(started):
-                    finished = event.result is not None
-                    yield event
+            with self._exclusive(cancel):
+                self._leaks.begin()
+                if self._released != Stage():
+                    meter.add("release", self._released)
+                    self._released = Stage()
+                with self._session_for(progress, cancel, meter) as session:
+                    books = Books(meter, self._leaks, self._blueprint.pass_bytes)
+                    for event in Generation(prepared, session, books, cancel).events(started):
+                        if event.result is not None:
+                            finished = True
+                            log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))
+                        yield event
         except Cancelled:
             if not finished:
                 yield Event(result=cancelled_result(prepared, time.perf_counter() - started))

@@ -161,13 +161,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage (load, prefill, decode) cost: seconds, bytes read or moved, page faults and pool allocations."""
+    """What one stage (load, prefetch, prefill, decode, sample, release) cost: seconds, bytes read, moved or returned, page faults, pool
+    allocations and the seconds they took.
+
+    `bandwidth_share` is bytes a second over the machine's measured read ceiling, None where none was measured or it says nothing.
+    """
 
     seconds: float = 0.0
     bytes: int = 0
     major_faults: int = 0
     minor_faults: int = 0
     allocations: int = 0
+    allocator_seconds: float = 0.0
+    bandwidth_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

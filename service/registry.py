@@ -11,6 +11,7 @@ import torch
 from .api import OpenModel, open_model, pick_device
 from .config import Config, load_config
 from .core import CancelCheck, ProgressReport
+from .engine.leaks import LeakReport
 from .errors import RequestError
 from .loader.names import ModelRoots
 from .memory.budget import MemorySettings
@@ -100,6 +101,10 @@ class Registry:
         """Every handle, loaded or not, oldest first."""
         with self._lock:
             return list(self._models.values())
+
+    def leak_reports(self) -> list[LeakReport]:
+        """What each handle's stages left behind over its last uses; handles that were never used are left out."""
+        return [report for report in (model.leak_report() for model in self.models()) if report.uses]
 
     def release(self, owner: str | None = None) -> list[Released]:
         """Let one model (by name) or all give way; busy ones keep what they hold. RequestError names the owners for an unknown one."""

@@ -12,6 +12,7 @@ from ..core import CancelCheck, Event, Finish, Progress, Result, Sampling, Usage
 from ..text.repetition import RepetitionCheck
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
+from .leaks import LeakWatch
 from .runner import Stopped
 from .sampler import Sampler
 from .sequence import Limits, Sequence
@@ -37,15 +38,25 @@ class Prepared:
     choosable: int
 
 
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Where a generation's costs are written down, and how many bytes of weights one pass reads."""
+
+    meter: StageMeter
+    leaks: LeakWatch
+    pass_bytes: int
+
+
 class Generation:
     """Runs a prepared request on a session; `events()` is the one way through it."""
 
-    def __init__(self, prepared: Prepared, session: Session, meter: StageMeter, step_bytes: int, cancel: CancelCheck | None) -> None:
+    def __init__(self, prepared: Prepared, session: Session, books: Books, cancel: CancelCheck | None) -> None:
         self._prepared = prepared
         self._session = session
         self._runner = session.runner
-        self._meter = meter
-        self._step_bytes = step_bytes
+        self._meter = books.meter
+        self._leaks = books.leaks
+        self._step_bytes = books.pass_bytes
         self._cancel = cancel or _never
         self._sequence = Sequence(prepared.ids, prepared.limits)
         self._sampler = Sampler(prepared.sampling, prepared.seed, prepared.ids, prepared.choosable)
@@ -65,8 +76,9 @@ class Generation:
         scores = self._prefill()
         load_seconds = 0.0
         if loading and scores is not None:
-            self._meter.add("load", self._session.settle())
+            self._meter.add_reading(self._session.settle(), self._session.waited)
             load_seconds = time.perf_counter() - started
+        self._leaks.mark("load" if loading else "prefill")
         yield Event(progress=Progress("prefill", self._runner.cache.length, len(prompt)))
         while self._sequence.finish is None:
             if scores is None or self._cancel():
@@ -127,6 +139,7 @@ class Generation:
         if piece and (piece.text or piece.reasoning):
             yield Event(piece.text, piece.reasoning)
         total = time.perf_counter() - started
+        self._leaks.mark("decode")
         sequence, finish = self._sequence, self._sequence.finish or "length"
         yield Event(
             result=Result(
@@ -137,7 +150,7 @@ class Generation:
                 self._prepared.seed,
                 Usage(len(self._prepared.ids), sequence.completion, sequence.reasoning),
                 {"load": load_seconds, "first_token": total if self._first_token is None else self._first_token, "total": total},
-                dict(self._meter.stages),
+                self._meter.stages,
             )
         )
 

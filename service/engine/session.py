@@ -57,6 +57,13 @@ class Blueprint:
     def chunk(self) -> int:
         return min(CHUNK, self.context)
 
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that one pass over the network reads: of an embedding that is not the head too, only single rows."""
+        keys = {tensor.destination.key for tensor in self.plan.tensors}
+        read = (tensor for tensor in self.plan.tensors if tensor.destination.key != "embedding" or "head" not in keys)
+        return sum(tensor.destination.elements * tensor.held.itemsize for tensor in read)
+
 
 def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int) -> Blueprint:
     """Check config and tensors against each other. Raises ModelError; allocates nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,10 +53,12 @@ _DONTNEED: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Bytes read and seconds it took."""
+    """Bytes read, seconds it took, and the page faults of the threads that read."""
 
     bytes: int
     seconds: float
+    major_faults: int = 0
+    minor_faults: int = 0
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ def stream_tensors(
     Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone, has changed
     since its header was read, ends early or cannot be read, ValueError for a destination that does not fit.
     """
-    started = time.perf_counter()
+    started, own = time.perf_counter(), _thread_faults()
     chunks = _plan(jobs, in_file_order=arrived is None)
     total = sum(chunk.nbytes for chunk in chunks)
     if cancel is not None and cancel():
@@ -118,7 +121,16 @@ def stream_tensors(
                 _drop(fd, *_span(chunks, source))
     if progress is not None:
         progress(Progress(stage, total, total))
-    return StreamStats(total, time.perf_counter() - started)
+    major, minor = (now - before for now, before in zip(_thread_faults(), own, strict=True))
+    return StreamStats(total, time.perf_counter() - started, major + run.faults[0], minor + run.faults[1])
+
+
+def _thread_faults() -> tuple[int, int]:
+    """Major and minor faults of the calling thread so far; zeros where the system does not count by thread."""
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        return 0, 0
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_majflt, usage.ru_minflt
 
 
 def default_readers() -> int:
@@ -177,19 +189,22 @@ class _Run:
         self.chunks, self.files, self.drop_behind = chunks, files, drop_behind
         self.stop = threading.Event()
         self.done: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self.faults = (0, 0)
         self._next = 0
         self._lock = threading.Lock()
 
     def read_all(self) -> None:
         """Read chunks until none is left or the run is stopped; an error here stops the other readers too."""
         bounces: dict[torch.device, _Bounce] = {}
-        complete = False
+        complete, before = False, _thread_faults()
         try:
             while (index := self._take()) is not None:
                 self._read(index, bounces)
                 self.done.put(self.chunks[index])
             complete = True
         finally:
+            with self._lock:
+                self.faults = tuple(had + now - then for had, now, then in zip(self.faults, _thread_faults(), before, strict=True))
             if not complete:
                 self.stop.set()
             self.done.put(None)

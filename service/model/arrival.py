@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 
 import torch
 
@@ -21,8 +22,8 @@ LOOK_SECONDS = 0.05
 class WeightArrival:
     """Fills the tensors of `plan` in `lease` on a thread of its own.
 
-    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it. `progress` and
-    `cancel` are called on the reading thread.
+    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it. `waited` is the
+    seconds that whoever computes lost by waiting. `progress` and `cancel` are called on the reading thread.
     """
 
     def __init__(self, plan: WeightPlan, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> None:
@@ -49,6 +50,7 @@ class WeightArrival:
             self._tensor_part.append(tensor.destination.part)
             self._missing[tensor.destination.part] = self._missing.get(tensor.destination.part, 0) + 1
         self._here = {part: threading.Event() for part in self._missing}
+        self.waited = 0.0
         self._progress = progress
         self._stopped = threading.Event()
         self._cancel = cancel
@@ -70,14 +72,20 @@ class WeightArrival:
     def wait(self, part: int) -> None:
         """Return when all tensors of `part` are there. Raises Cancelled or FileError when the reading has ended before."""
         event = self._here.get(part)
-        while event is not None and not event.wait(LOOK_SECONDS):
+        if event is None or event.is_set():
+            return
+        started = time.perf_counter()
+        while not event.wait(LOOK_SECONDS):
             if not self._thread.is_alive() and not event.is_set():
                 self.finish()
-                return
+                break
+        self.waited += time.perf_counter() - started
 
     def finish(self) -> StreamStats:
         """Wait until everything is there; returns what the reading took. Raises Cancelled or FileError."""
+        started = time.perf_counter()
         self._thread.join()
+        self.waited += time.perf_counter() - started
         if self._failure is not None:
             raise self._failure
         if self._stats is None:
@@ -85,9 +93,12 @@ class WeightArrival:
         return self._stats
 
     def stop(self) -> None:
-        """Give up: end the reading and wait for its thread. The tensors are then half filled."""
+        """End the reading, wait for its thread, and let go of the tensors."""
         self._stopped.set()
         self._thread.join()
+        self.tensors.clear()
+        self._jobs.clear()
+        self._widen.clear()
 
     def _should_stop(self) -> bool:
         return self._stopped.is_set() or (self._cancel is not None and self._cancel())

@@ -1,0 +1,57 @@
+"""The machine's measured read ceiling, kept in the cache by whoever measures it (bench) for the counters of every generation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+FILE = "read-ceiling.json"
+
+
+def keep_ceiling(cache: Path, device: str, value: float) -> None:
+    """Write down `value` bytes a second for this machine and `device`; a cache that cannot be written only loses it."""
+    known = _read(cache) | {_key(device): value}
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        started = cache / f".{FILE}.tmp"
+        started.write_text(json.dumps(known, indent=2), encoding="utf-8")
+        started.replace(cache / FILE)
+    except OSError as error:
+        log.debug("the read ceiling is not kept: %s", error.strerror)
+
+
+def known_ceiling(cache: Path, device: str) -> float | None:
+    """Bytes a second that were measured on this machine for `device`, None if nobody measured."""
+    return _read(cache).get(_key(device))
+
+
+def _read(cache: Path) -> dict[str, float]:
+    try:
+        document = json.loads((cache / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(document, dict):
+        return {}
+    return {key: float(value) for key, value in document.items() if isinstance(value, int | float) and math.isfinite(value) and value > 0}
+
+
+def _key(device: str) -> str:
+    """A cache can move between machines, and the thread count decides what the CPU reads."""
+    if device == "cuda" and torch.cuda.is_available():
+        return f"cuda {torch.cuda.get_device_name()}"
+    return f"cpu {platform.machine()} {_processor()} {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))), platform.processor())
