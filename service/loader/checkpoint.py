@@ -18,6 +18,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+# Read later, by the text room; where their links lead is checked here, with all the others.
+LANGUAGE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".tmp", ".crdownload", ".aria2", ".download")
 _CONTROL = ".aria2"  # beside a file that has its full size from the start and is not complete while this is there
 _HUB_PARTS = Path(".cache", "huggingface", "download")
@@ -85,6 +87,8 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
         tensors = _read_folder(files)
     if not tensors:
         raise ModelError(f"{folder.name} holds no tensor at all; download it again")
+    for name in filter(files.has, LANGUAGE):
+        files.path(name)
     weight_bytes = sum(info.nbytes for info in tensors.values())
     name = lone.stem if lone is not None else folder.resolve().name
     return Checkpoint(folder, name, MappingProxyType(config), MappingProxyType(generation), MappingProxyType(tensors), weight_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from onedesk.service.errors import FileError, ModelError, OnedeskError
-from onedesk.service.loader.checkpoint import Checkpoint, open_checkpoint
+from onedesk.service.loader.checkpoint import LANGUAGE, Checkpoint, open_checkpoint
 from raw_safetensors import write_raw, write_tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -352,11 +352,12 @@ def test_an_empty_model_is_refused(folder: Path) -> None:
     assert "holds no tensor at all" in refusal(folder, ModelError)
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "generation_config.json", INDEX])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "generation_config.json", INDEX, *LANGUAGE])
 def test_a_symlink_may_not_leave_the_model_folders(folder: Path, file: str) -> None:
     """Each file of a model may be a link (as in a cache of downloads), but only to a file under a root."""
     write_shards(folder, 1)
-    (folder / "generation_config.json").write_text("{}")
+    for name in ("generation_config.json", *LANGUAGE):
+        (folder / name).write_text("{}")
     if file == "model.safetensors":
         write_model(folder / file)
     outside = folder.parents[1] / "blobs"
