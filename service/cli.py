@@ -251,7 +251,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
     """The model that was asked for, or the default one; it loads when it is first used."""
     from .registry import REGISTRY
-    from .setup.inventory import default_model, model_roots
+    from .setup.inventory import default_model, model_roots, usual_context
 
     name = args.model or default_model(config)
     if name is None:
@@ -260,7 +260,8 @@ def _opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
     roots = model_roots(config)
     path = roots.find(name)
     try:
-        yield REGISTRY.open(path, roots=roots, context=args.context or config.context, quant=args.quant, device=args.device, load=False)
+        context = args.context or usual_context(config, path, roots)
+        yield REGISTRY.open(path, roots=roots, context=context, quant=args.quant, device=args.device, load=False)
     finally:
         REGISTRY.close()
 

@@ -48,9 +48,12 @@ class Stop:
 
 
 def make_streams_safe() -> None:
-    """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing; one that is closed takes nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
+from ..model.families import family_of
 from .console import columns
 
 TOY_PREFIX = "onedesk-demo-"
@@ -38,6 +40,14 @@ def default_model(config: Config) -> str | None:
         if len(candidates) == 1:
             return candidates[0]
     return None
+
+
+def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:
+    """The configured context, as far as the model at `path` allows it; None where none is configured. Raises ModelError, FileError."""
+    if config.context is None:
+        return None
+    described = open_checkpoint(path, roots=roots.bases).config
+    return min(config.context, family_of(described).read_config(described).max_position)
 
 
 def is_toy(name: str) -> bool:

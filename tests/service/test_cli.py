@@ -349,6 +349,21 @@ def test_any_console_encoding_is_safe(tree):
     assert out.isascii()
 
 
+def test_a_closed_stderr_puts_nothing_on_stdout(tree):
+    arguments = ["generate", "a cat", "--model", "tiny", "--max-tokens", "2", "--config", str(tree / "onedesk.toml"), "--json"]
+    shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *COMMAND, *arguments]
+    done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, timeout=ENDS_WITHIN)
+    assert (done.returncode, json.loads(done.stdout)["finish"]) == (0, "length")
+
+
+def test_the_configured_context_is_for_models_that_allow_it(run, tree, tmp_path):
+    config = tmp_path / "onedesk.toml"
+    config.write_text(f'[models]\nroots = ["{tree / "models"}"]\ncontext = 100000\n', encoding="utf-8")
+    status, document = run("generate", "a cat", "--max-tokens", "500", "--repetition-stop", "off", config=config)
+    assert (status, document["finish"]) == (0, "length")
+    assert document["usage"]["prompt"] + document["usage"]["completion"] == 256
+
+
 def test_bytes_that_are_no_text_are_refused(tree):
     child = start(tree, "generate", b"a cat \xff", "--model", "tiny", "--json")
     out, _ = child.communicate(timeout=ENDS_WITHIN)
