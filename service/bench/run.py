@@ -15,6 +15,7 @@ import torch
 
 from ..api import pick_device
 from ..config import Config
+from ..engine.ceiling import keep_ceiling
 from ..errors import FileError, ModelError, RequestError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelRoots
@@ -68,6 +69,7 @@ def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
         workers = [ended.enter_context(Worker(engine, task)) for engine in engines]
         rows = _load_rows(plan, checkpoint, workers) if plan.kind == "load" else _run_rows(plan, checkpoint, workers)
     ceiling = max(ceiling, read_ceiling(device, available=available))
+    keep_ceiling(config.cache, device, ceiling)
     return {
         "kind": plan.kind,
         "model": checkpoint.name,

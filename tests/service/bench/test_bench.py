@@ -24,6 +24,7 @@ from onedesk.service.bench.run import Plan, measure
 from onedesk.service.bench.subject import Task
 from onedesk.service.bench.worker import Worker
 from onedesk.service.config import Config
+from onedesk.service.engine.ceiling import known_ceiling
 from onedesk.service.errors import FileError, ModelError, PeerError, RequestError
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.loader.names import ModelRoots
@@ -66,6 +67,7 @@ def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
         assert row["peak_bytes"] > document["checkpoint_bytes"]
     assert (ours["major_faults_per_token"], ours["allocations_per_token"]) == (0, 0)
     assert peer["allocations_per_token"] is None
+    assert known_ceiling(tmp_path / "cache", "cpu") == document["read_bytes_per_second"]
 
 
 def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
