@@ -82,8 +82,8 @@ def held(comfyui: Comfy, model: str) -> int:
     return sum(entry["held"] for entry in state(comfyui)["models"] if entry["name"] == model)
 
 
-def free(comfyui: Comfy, *, outputs: bool = True) -> None:
-    """POST /free, done before the next workflow runs: ComfyUI's worker comes to it after a workflow, so one is put in between."""
-    comfyui.client.ask("/free", {"unload_models": True, "free_memory": outputs})
+def free(comfyui: Comfy) -> None:
+    """Unload models and forget outputs before the next workflow runs: ComfyUI's worker comes to it after a workflow, so one is queued."""
+    comfyui.free()
     if not comfyui.run({"between": node("PreviewAny", source="between")}).ok:
         raise AssertionError("the workflow in between failed")

@@ -95,7 +95,7 @@ def test_free_unloads_and_the_next_use_loads_again(comfyui: Comfy):
     text = shown(comfyui.run(graph), "text")
     listed = [entry for entry in state(comfyui)["comfyui"] if entry["name"] == "OnedeskModel"]
     assert any(entry["loaded"] == held(comfyui, MODEL) > 0 for entry in listed)
-    free(comfyui, outputs=False)
+    comfyui.client.ask("/free", {"unload_models": True})
     assert wait_for_nothing_held(comfyui, MODEL)
     # The loader is answered from the cache; its output still works.
     again = comfyui.run(writing("free me", seed=91, max_tokens=20))
