@@ -46,6 +46,7 @@ def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
 
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-toy": _qwen3(256, 4, 4, 2, 768, True),  # 0.09 GB, for what is done many times over
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, True),
     "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, True),
