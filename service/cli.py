@@ -27,6 +27,7 @@ from .setup.console import (
     show_progress,
     write_json,
 )
+from .setup.options import batches, switch, token_ids, whole_from
 
 if TYPE_CHECKING:
     from .api import OpenModel
@@ -221,18 +222,19 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from .bench.run import Plan, bench_table, measure
+    from .bench.kinds import kind_table, measure_kind
+    from .bench.run import Plan
     from .setup.inventory import default_model, model_roots
 
     if args.batch != [1]:
         raise UsageError(f"--batch {','.join(map(str, args.batch))}: batches are not measured yet; use 1")
     config = load_config(args.config)
-    name = args.model or default_model(config)
+    name = args.model or ("" if args.kind == "handover" else default_model(config))
     if name is None:
         raise UsageError("no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)")
     plan = Plan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against)
-    document = measure(plan, config, model_roots(config))
-    write_json(document) if args.json else print(bench_table(document))
+    document = measure_kind(plan, config, model_roots(config))
+    write_json(document) if args.json else print(kind_table(document))
     return SUCCESS
 
 
@@ -305,32 +307,6 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
     return Request(messages=(*system, Message("user", prompt)), **options)
 
 
-def _ids(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write for example 1,2,3")
-    return tuple(map(int, parts))
-
-
-def _whole_from(low: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= low):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low}")
-        return int(text)
-
-    return whole
-
-
-def _batches(text: str) -> list[int]:
-    return [_whole_from(1)(part) for part in text.split(",")]
-
-
-def _switch(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
-    return text == "on"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("onedesk", description="Qwen beside your image models in one memory pool, offline.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"onedesk {_version()}")
@@ -341,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         added.add_argument("--model", metavar="NAME|FOLDER|FILE", help="the model; a name as `onedesk models` lists it, or a path")
         added.add_argument("--quant", choices=("none",), default="none", help="weights as stored")
-        added.add_argument("--context", type=_whole_from(2), metavar="N", help="tokens that prompt and answer may have together")
+        added.add_argument("--context", type=whole_from(2), metavar="N", help="tokens that prompt and answer may have together")
         added.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
         added.add_argument("--config", type=Path, metavar="FILE", help="another onedesk.toml than the installation's")
         added.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice for everything")
@@ -351,24 +327,24 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = command("generate", _generate, "Answer one prompt.")
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - or a pipe reads standard input")
-    generate.add_argument("--ids", type=_ids, metavar="1,2,3", help="raw token ids in place of a prompt: no template, no tokenizer")
-    generate.add_argument("--n", type=_whole_from(1), default=1, metavar="N", help="choices; choice i has seed + i")
-    generate.add_argument("--repetition-stop", type=_switch, metavar="on|off", help="end when the text runs in a circle")
+    generate.add_argument("--ids", type=token_ids, metavar="1,2,3", help="raw token ids in place of a prompt: no template, no tokenizer")
+    generate.add_argument("--n", type=whole_from(1), default=1, metavar="N", help="choices; choice i has seed + i")
+    generate.add_argument("--repetition-stop", type=switch, metavar="on|off", help="end when the text runs in a circle")
     _add_sampling(generate)
     _add_sampling(command("chat", _chat, "Talk with a model; the conversation is kept until /reset.", json=False))
     score = command("score", _score, "Log-probabilities and perplexity of a text.")
-    score.add_argument("--ids", type=_ids, metavar="1,2,3")
+    score.add_argument("--ids", type=token_ids, metavar="1,2,3")
     score.add_argument("--text-file", type=Path, metavar="F")
     command("models", _models, "The models that can be opened, and whether they fit.")
     memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
     memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
     command("doctor", _doctor, "Examine this installation, and say what to do about what is wrong.")
-    bench = command("bench", _bench, "Measure load, prefill or decode, beside the machine's read bandwidth.")
-    bench.add_argument("kind", choices=("load", "prefill", "decode"))
-    bench.add_argument("--batch", type=_batches, default=[1], metavar="1")
-    bench.add_argument("--tokens", type=_whole_from(2), default=64, metavar="N", help="tokens to decode")
-    bench.add_argument("--prompt", type=_whole_from(1), default=512, metavar="N", help="tokens of the prompt")
-    bench.add_argument("--cycles", type=_whole_from(1), default=5, metavar="N", help="how often each is measured; medians are shown")
+    bench = command("bench", _bench, "Measure load, prefill, decode, first token or hand-over, beside the read bandwidth.")
+    bench.add_argument("kind", choices=("load", "prefill", "decode", "ttft", "handover"))
+    bench.add_argument("--batch", type=batches, default=[1], metavar="1")
+    bench.add_argument("--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode (64; handover 16)")
+    bench.add_argument("--prompt", type=whole_from(1), default=512, metavar="N", help="tokens of the prompt")
+    bench.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help="how often each is measured (5; handover 300)")
     bench.add_argument("--against", choices=("transformers",), help="measure it too, in the same run")
     demo = command("demo", _demo, "Idea in, written prompt and picture out, with the toy models that come along.")
     demo.add_argument("idea", metavar="IDEA")

@@ -105,7 +105,9 @@ def measure_handover(
         keep_ceiling(config.cache, kind, ceiling)
     values: dict[str, Any] = dict(config.memory)
     pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
-    desk = _Desk(lambda: open_model(path, pool=pool, roots=roots, device=kind, load=False, kernel_cache=config.cache), pool, tokens, picture)
+    desk = _Desk(
+        lambda: open_model(path, pool=pool, roots=roots, device=kind, load=False, kernel_cache=config.cache), pool, tokens, picture
+    )
     done: list[Cycle] = []
     for count in range(1, cycles + 1):
         done.append(desk.cycle())

@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.pool import Pool
 from ..memory.truth import read_truth
-from .subject import DecodeSample, Task
+from .subject import DecodeSample, FirstToken, Task
 
 NEVER = -1e9  # added to the score of an end token
 
@@ -29,15 +29,25 @@ class Onedesk:
         self._model: OpenModel | None = None
 
     def load(self) -> None:
+        self._model = self._opened(load=True)
+
+    def _opened(self, *, load: bool) -> OpenModel:
         task = self._task
-        self._model = open_model(
-            task.model, pool=self._pool, context=task.context, quant=task.quant, device=task.device, kernel_cache=task.cache
+        return open_model(
+            task.model, pool=self._pool, context=task.context, quant=task.quant, device=task.device, load=load, kernel_cache=task.cache
         )
 
     def unload(self) -> None:
         if self._model is not None:
             self._model.close()
         self._model = None
+
+    def first_token(self, ids: Sequence[int], *, overlap: bool) -> FirstToken:
+        started = time.perf_counter()
+        self._model = self._opened(load=not overlap)
+        times, result = self._run(ids, 1)
+        prefetch = result.stages.get("prefetch")
+        return FirstToken(times[0] - started, result.stages["prefill"].seconds, prefetch.seconds if prefetch else None)
 
     def prefill(self, ids: Sequence[int]) -> float:
         started = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from .subject import DecodeSample, Task
+from .subject import DecodeSample, FirstToken, Task
 
 
 class Transformers:
@@ -38,6 +38,14 @@ class Transformers:
     def unload(self) -> None:
         self._network = None
         gc.collect()
+
+    def first_token(self, ids: Sequence[int], *, overlap: bool) -> FirstToken:
+        if overlap:
+            raise PeerError("transformers loads everything before it reads a prompt; measure it without overlap")
+        started = time.perf_counter()
+        self.load()
+        prefill = self.prefill(ids)
+        return FirstToken(time.perf_counter() - started, prefill, None)
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int]) -> float:

@@ -29,7 +29,7 @@ from .worker import Engine, Worker
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["load", "prefill", "decode"]
+Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
 EMBEDDING = "model.embed_tokens.weight"
 PROMPT_BEFORE_DECODE = 16
 WARM_UP_TOKENS = 3
@@ -60,7 +60,7 @@ def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     checkpoint = open_checkpoint(path, roots=roots.bases)
     device = pick_device(plan.device).type
     task = Task(
-        path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), tuple(sorted(_end_tokens(checkpoint)))
+        path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint)))
     )
     available = read_truth(device).available
     ceiling = read_ceiling(device, available=available)
@@ -113,25 +113,34 @@ def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
 
 
 def _context(plan: Plan, checkpoint: Checkpoint) -> int:
-    wanted = {"load": 2048, "prefill": plan.prompt + 1, "decode": PROMPT_BEFORE_DECODE + plan.tokens}[plan.kind]
+    if plan.kind == "load":
+        allowed = checkpoint.config.get("max_position_embeddings")
+        return min(2048, allowed) if isinstance(allowed, int) else 2048
+    return checked_context(plan.prompt + 1 if plan.kind == "prefill" else PROMPT_BEFORE_DECODE + plan.tokens, checkpoint)
+
+
+def checked_context(wanted: int, checkpoint: Checkpoint) -> int:
+    """`wanted` tokens of context. Raises RequestError where the model allows fewer."""
     allowed = checkpoint.config.get("max_position_embeddings")
-    if isinstance(allowed, int) and plan.kind != "load" and wanted > allowed:
+    if isinstance(allowed, int) and wanted > allowed:
         raise RequestError(f"the measurement takes {wanted} tokens of context and {checkpoint.name} allows {allowed}; ask for fewer")
-    return min(wanted, allowed) if isinstance(allowed, int) else wanted
+    return wanted
 
 
-def _end_tokens(checkpoint: Checkpoint) -> Iterator[int]:
+def end_tokens(checkpoint: Checkpoint) -> Iterator[int]:
+    """The ids that would end an answer, so that a measurement can forbid them."""
     for source in (checkpoint.generation, checkpoint.config):
         value = source.get("eos_token_id")
         yield from {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
 
 
-def _prompt(checkpoint: Checkpoint, tokens: int) -> list[int]:
+def random_prompt(checkpoint: Checkpoint, tokens: int) -> list[int]:
+    """Ids of the model's vocabulary, the same every time."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, int(checkpoint.config["vocab_size"]), (tokens,), generator=generator).tolist()
 
 
-def _bytes_a_pass(checkpoint: Checkpoint) -> int:
+def bytes_a_pass(checkpoint: Checkpoint) -> int:
     """Weight bytes that a pass over the network reads: all, but of an embedding that is not the head too only single rows."""
     embedding = checkpoint.tensors.get(EMBEDDING)
     tied = bool(checkpoint.config.get("tie_word_embeddings", False))
@@ -140,7 +149,7 @@ def _bytes_a_pass(checkpoint: Checkpoint) -> int:
 
 def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
     decode = plan.kind == "decode"
-    prompt = _prompt(checkpoint, PROMPT_BEFORE_DECODE if decode else plan.prompt)
+    prompt = random_prompt(checkpoint, PROMPT_BEFORE_DECODE if decode else plan.prompt)
     asked: dict[str, Any] = {"ids": prompt, "tokens": plan.tokens} if decode else {"ids": prompt}
     samples: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in workers}
     for worker in workers:
@@ -150,7 +159,7 @@ def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> 
         for worker in workers:
             samples[worker.engine].append(worker.ask(plan.kind, **asked))
             log.info("%s %s %d of %d: %.3f s", worker.engine, plan.kind, cycle + 1, plan.cycles, samples[worker.engine][-1]["seconds"])
-    return [_run_row(engine, plan, found, _bytes_a_pass(checkpoint)) for engine, found in samples.items()]
+    return [_run_row(engine, plan, found, bytes_a_pass(checkpoint)) for engine, found in samples.items()]
 
 
 def _run_row(engine: str, plan: Plan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
@@ -183,12 +192,12 @@ def _load_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) ->
     raw: dict[str, list[float]] = {"cold": [], "warm": []}
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for _ in range(plan.cycles):
-        _make_state("cold", files)
+        make_state("cold", files)
         raw["cold"].append(read_whole(files))
         raw["warm"].append(read_whole(files))
         for worker in workers:
             for state in ("cold", "warm"):
-                cached = _make_state(state, files)
+                cached = make_state(state, files)
                 samples.setdefault((worker.engine, state), []).append(worker.ask("load") | {"cached": cached})
                 worker.ask("unload")
     return [_load_row(engine, state, found, raw[state], checkpoint.weight_bytes) for (engine, state), found in samples.items()]
@@ -213,7 +222,7 @@ def _load_row(engine: str, state: str, samples: Sequence[dict[str, Any]], raw: S
     }
 
 
-def _make_state(state: str, files: Sequence[Path]) -> int:
+def make_state(state: str, files: Sequence[Path]) -> int:
     """Evict the files or read them whole; returns the bytes that are in the page cache now (a tmpfs or another reader keeps some)."""
     if state == "warm":
         read_whole(files)

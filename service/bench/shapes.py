@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK_ELEMENTS = 4 << 20  # 8 MiB of BF16 and 16 MiB of FP32 at a time, whatever the model's size
 _SPREAD = 0.02  # standard deviation of the weights, as at the start of training
+_NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool) -> Mapping[str, Any]:
@@ -77,12 +78,12 @@ def random_checkpoint(name: str, cache: Path) -> Path:
     return folder
 
 
-def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> None:
-    """Write config.json and model.safetensors with random weights (normal, BF16; norms are 1) into an existing folder."""
+def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write config.json and model.safetensors with random weights (normal; norms are 1) of `dtype` into an existing folder."""
     family = family_of(config)
     sources = [source for wanted in family.destinations(family.read_config(config)) for source in wanted.sources]
-    header = _header(sources)
-    needed = len(header) + sum(2 * math.prod(source.shape) for source in sources)
+    header = _header(sources, dtype)
+    needed = len(header) + sum(dtype.itemsize * math.prod(source.shape) for source in sources)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise FileError(f"the random checkpoint needs {needed:,} bytes and the disk of the cache has {free:,} free; free some room there")
@@ -91,31 +92,31 @@ def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> N
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         for source in sources:
-            for chunk in _values(source, generator):
+            for chunk in _values(source, generator, dtype):
                 _write(file, chunk)
         file.flush()
         os.fsync(file.fileno())
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2), encoding="utf-8")
 
 
-def _header(sources: list[Source]) -> bytes:
+def _header(sources: list[Source], dtype: torch.dtype) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for source in sources:
-        end = at + 2 * math.prod(source.shape)
-        entries[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [at, end]}
+        end = at + dtype.itemsize * math.prod(source.shape)
+        entries[source.name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _values(source: Source, generator: torch.Generator) -> Iterator[torch.Tensor]:
+def _values(source: Source, generator: torch.Generator, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     left = math.prod(source.shape)
     while left:
         size = min(left, _CHUNK_ELEMENTS)
         wide = torch.ones(size) if len(source.shape) == 1 else torch.randn(size, generator=generator).mul_(_SPREAD)
-        yield wide.to(torch.bfloat16)
+        yield wide.to(dtype)
         left -= size
 
 

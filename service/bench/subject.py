@@ -31,6 +31,17 @@ class DecodeSample:
     allocations: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """From a closed model to its first token: seconds in all, of which `prefill` with its waits, and the waits for weights in it (None:
+    nothing was waited for).
+    """
+
+    seconds: float
+    prefill: float
+    waited: float | None
+
+
 class Subject(Protocol):
     """An engine in a process of its own. `load` and `unload` alternate; the others need a loaded model."""
 
@@ -40,6 +51,10 @@ class Subject(Protocol):
 
     def unload(self) -> None:
         """Give its memory back."""
+        ...
+
+    def first_token(self, ids: Sequence[int], *, overlap: bool) -> FirstToken:
+        """Open the model and read the prompt; `overlap` false: all of it is in memory before the prompt is read. Leaves it loaded."""
         ...
 
     def prefill(self, ids: Sequence[int]) -> float:

@@ -97,6 +97,9 @@ class _Desk:
         self._subject.unload()
         return {}
 
+    def first_token(self, ids: list[int], overlap: bool) -> dict[str, Any]:
+        return asdict(self._subject.first_token(ids, overlap=overlap)) | {"peak_bytes": self._peak()}
+
     def prefill(self, ids: list[int]) -> dict[str, Any]:
         return {"seconds": self._subject.prefill(ids), "peak_bytes": self._peak()}
 
@@ -140,7 +143,7 @@ def _serve(setup: Mapping[str, Any]) -> None:
         try:
             desk = desk or _Desk(_make_subject(setup), _checkpoint_files(Path(setup["model"])))
             deeds: dict[str, Callable[..., dict[str, Any]]] = {
-                "load": desk.load, "unload": desk.unload, "prefill": desk.prefill, "decode": desk.decode
+                "load": desk.load, "unload": desk.unload, "prefill": desk.prefill, "decode": desk.decode, "first_token": desk.first_token
             }  # fmt: skip
             answer = deeds[what](**asked)
         except (OnedeskError, OSError, RuntimeError, ValueError) as error:

@@ -1,0 +1,187 @@
+"""What only a CUDA device can show, on random checkpoints: the same tokens as the CPU, bytes that really come back, text that stays.
+
+    python -m onedesk.service.bench.cuda_check [--cycles 10] [--cache FOLDER] [--json]
+
+Exit 1 if a promise is not kept. Speeds are printed for information.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import OpenModel, open_model, pick_device
+from ..core import Request, Result, Sampling
+from ..errors import ModelError, OnedeskError
+from ..memory.budget import MemorySettings
+from ..memory.pool import Pool
+from ..memory.truth import read_truth
+from ..setup.console import failure, write_json
+from .shapes import SHAPES, random_checkpoint, write_random
+
+# Small enough for the CPU, all parts of the family in it; FP32, so that both devices sum the same numbers.
+SMALL = SHAPES["qwen3-0.6b"] | {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "torch_dtype": "float32",
+}
+LARGE = "qwen3-0.6b"
+PROMPT, TOKENS, CONTEXT = 300, 64, 1024
+RETURNED_SHARE = 0.98
+
+
+def prompt_of(model: OpenModel) -> tuple[int, ...]:
+    """PROMPT random ids, the same for every model of one vocabulary; longer than a chunk of prefill."""
+    return tuple(torch.randint(0, model.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist())
+
+
+def answer(model: OpenModel) -> Result:
+    """TOKENS tokens behind the prompt, greedy."""
+    request = Request(ids=prompt_of(model), sampling=Sampling(temperature=0.0), max_tokens=TOKENS)
+    result = [event.result for event in model.generate(request)][-1]
+    if result is None or result.finish != "length":
+        raise ModelError(f"the answer of {model.name} ended with {result and result.finish}, not after {TOKENS} tokens")
+    return result
+
+
+def opened(path: Path, device: str, cache: Path) -> OpenModel:
+    """The model of `path` in a pool of its own."""
+    kind = pick_device(device).type
+    pool = Pool(kind, MemorySettings(), lambda: read_truth(kind))
+    return open_model(path, pool=pool, context=CONTEXT, device=kind, kernel_cache=cache)
+
+
+def same_as_cpu(device: str, cache: Path) -> dict[str, Any]:
+    """Whether `device` chooses the CPU's tokens and scores, in FP32. `score_difference` is the largest of any log-probability."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_random(Path(folder), SMALL, dtype=torch.float32)
+        found: dict[str, tuple[Result, list[float]]] = {}
+        for name in ("cpu", device):
+            model = opened(Path(folder), name, cache)
+            found[name] = answer(model), model.score(prompt_of(model))
+            model.close()
+    ours, truth = found[device], found["cpu"]
+    same = sum(a == b for a, b in zip(ours[0].ids, truth[0].ids, strict=True))
+    difference = max(abs(a - b) for a, b in zip(ours[1], truth[1], strict=True))
+    return {"tokens": TOKENS, "same": same, "distinct": len(set(truth[0].ids)), "score_difference": difference}
+
+
+def give_way_cycles(device: str, cache: Path, cycles: int) -> dict[str, Any]:
+    """Answer, give way, measure by the driver, wake and answer again, `cycles` times; `share` is the lowest of measured over held."""
+    model = opened(random_checkpoint(LARGE, cache), device, cache)
+    first = answer(model)
+    rows: list[dict[str, Any]] = []
+    for _ in range(cycles):
+        held, before = model.held_bytes(), _free(device)
+        released = model.give_way()
+        after = _free(device)
+        again = answer(model)
+        rows.append(
+            {
+                "held": held,
+                "asked": sum(item.asked for item in released),
+                "measured": sum(item.measured for item in released),
+                "driver": after - before,
+                "seconds": sum(item.seconds for item in released),
+                "wake_seconds": again.seconds["first_token"],
+                "same": again.ids == first.ids,
+            }
+        )
+    warm = answer(model)
+    kernels = model.kernels
+    model.close()
+    decode, prefill = warm.stages["decode"], warm.stages["prefill"]
+    return {
+        "model": LARGE,
+        "kernels": kernels,
+        "share": min(row["driver"] / row["held"] for row in rows),
+        "asked_share": min(row["measured"] / row["asked"] for row in rows),
+        "same": all(row["same"] for row in rows),
+        "distinct": len(set(first.ids)),
+        "prefill_tokens_per_second": PROMPT / prefill.seconds,
+        "decode_tokens_per_second": (TOKENS - 1) / decode.seconds,
+        "decode_allocations": decode.allocations,
+        "rows": rows,
+    }
+
+
+def _free(device: str) -> int:
+    """The device's free bytes by its driver; torch's cache is emptied before, so that only what somebody holds counts."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def check(cycles: int, cache: Path) -> dict[str, Any]:
+    """The document; `failures` lists what was not kept. Raises OnedeskError, RequestError where there is no CUDA device."""
+    device = pick_device("cuda").type
+    started = time.perf_counter()
+    equal = same_as_cpu(device, cache)
+    gave = give_way_cycles(device, cache, cycles)
+    failures = []
+    if equal["same"] != equal["tokens"]:
+        failures.append(f"{equal['same']} of {equal['tokens']} tokens are those of the CPU")
+    if gave["share"] < RETURNED_SHARE or gave["asked_share"] < RETURNED_SHARE:
+        failures.append(f"a give-way returned {gave['share']:.1%} by the driver, {gave['asked_share']:.1%} by our own measure")
+    if not gave["same"]:
+        failures.append("the text after a wake was another one")
+    return {
+        "kind": "cuda_check",
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "seconds": time.perf_counter() - started,
+        "failures": failures,
+        "same_as_cpu": equal,
+        "give_way": gave,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="cuda_check", description="check the engine on a CUDA device with random checkpoints")
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--cache", type=Path, help="where the random checkpoint and compiled kernels are kept; else they are made anew")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    if args.cycles < 1:
+        parser.error(f"--cycles is {args.cycles}; use a whole number from 1")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            document = check(args.cycles, args.cache or Path(folder))
+    except OnedeskError as error:
+        if args.json:
+            write_json(failure(error))
+        sys.stderr.write(f"cuda_check: {error}\n")
+        return 1
+    (sys.stderr if args.json else sys.stdout).write(_summary(document))
+    if args.json:
+        write_json(document)
+    return 1 if document["failures"] else 0
+
+
+def _summary(document: dict[str, Any]) -> str:
+    equal, gave = document["same_as_cpu"], document["give_way"]
+    lines = [
+        f"{document['device']}, torch {document['torch']}, {document['seconds']:.0f} s",
+        f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, log-probabilities within {equal['score_difference']:.1e}",
+        f"{gave['model']} in BF16, {len(gave['rows'])} times away and back: at least {gave['share']:.1%} returned, same text: {gave['same']}",
+        f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
+        *document["failures"],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

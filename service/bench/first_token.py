@@ -1,0 +1,127 @@
+"""Time to the first token of a model that is not open: with reading and computing beside each other, one after the other, and warm."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..api import pick_device
+from ..config import Config
+from ..engine.ceiling import keep_ceiling, known_ceiling
+from ..loader.checkpoint import open_checkpoint
+from ..loader.names import ModelRoots
+from ..memory.truth import read_truth
+from ..setup.console import columns
+from .ceiling import read_ceiling
+from .run import Plan, bytes_a_pass, checked_context, end_tokens, find_model, make_state, random_prompt
+from .subject import Task
+from .worker import Engine, Worker
+
+log = logging.getLogger(__name__)
+
+TITLES = ("ENGINE", "FILE", "OVERLAP", "SECONDS", "PREFILL", "WAITED", "TOKENS/s", "PEAK GB")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One way to the first token."""
+
+    engine: Engine
+    state: str
+    overlap: bool
+
+
+def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
+    """The document of `onedesk bench ttft`: seconds from a closed model to the first token behind a prompt of plan.prompt tokens.
+
+    The cases take turns; medians of plan.cycles. Cold: the file's pages were evicted just before. `overlap_share` is cold with overlap
+    over cold without. Raises as bench.run.measure.
+    """
+    path = find_model(plan.model, config, roots)
+    checkpoint = open_checkpoint(path, roots=roots.bases)
+    device = pick_device(plan.device).type
+    context = checked_context(plan.prompt + 1, checkpoint)
+    task = Task(path, device, plan.quant, context, config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint))))
+    ids = random_prompt(checkpoint, plan.prompt)
+    cases = [
+        _Case("onedesk", "cold", True),
+        _Case("onedesk", "cold", False),
+        _Case("onedesk", "warm", True),
+        _Case("onedesk", "warm", False),
+    ]
+    if plan.against:
+        cases += [_Case(plan.against, "cold", False), _Case(plan.against, "warm", False)]
+    ceiling = known_ceiling(config.cache, device)
+    if ceiling is None:
+        ceiling = read_ceiling(device, available=read_truth(device).available)
+        keep_ceiling(config.cache, device, ceiling)
+    engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
+    samples: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    with ExitStack() as ended:
+        workers = {name: ended.enter_context(Worker(name, task)) for name in engines}
+        for worker in workers.values():  # imports and compiled kernels are not part of a first token
+            worker.ask("first_token", ids=ids[:1], overlap=False)
+            worker.ask("unload")
+        for cycle in range(plan.cycles):
+            for case in cases:
+                cached = make_state(case.state, checkpoint.files)
+                samples[case].append(workers[case.engine].ask("first_token", ids=ids, overlap=case.overlap) | {"cached": cached})
+                workers[case.engine].ask("unload")
+                log.info("%s, cycle %d of %d: %.3f s", case, cycle + 1, plan.cycles, samples[case][-1]["seconds"])
+    rows = [_row(case, found, plan.prompt, bytes_a_pass(checkpoint), ceiling) for case, found in samples.items()]
+    return {
+        "kind": "ttft",
+        "model": checkpoint.name,
+        "quant": plan.quant,
+        "device": device,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "read_bytes_per_second": ceiling,
+        "cycles": plan.cycles,
+        "checkpoint_bytes": checkpoint.weight_bytes,
+        "overlap_share": rows[0]["seconds"] / rows[1]["seconds"],
+        "rows": rows,
+    }
+
+
+def first_token_table(document: dict[str, Any]) -> str:
+    """The document for a terminal."""
+    lines = [TITLES, *(_line(row) for row in document["rows"])]
+    return (
+        f"first token of {document['model']} on {document['device']} ({document['machine']}), a prompt of "
+        f"{document['rows'][0]['tokens']} tokens, medians of {document['cycles']}\n{columns(lines)}\n"
+        f"cold, with overlap: {document['overlap_share']:.2f} of the time without"
+    )
+
+
+def _row(case: _Case, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:
+    seconds = statistics.median(sample["seconds"] for sample in samples)
+    waits = [sample["waited"] for sample in samples]
+    return {
+        "engine": case.engine,
+        "state": case.state,
+        "overlap": case.overlap,
+        "batch": 1,
+        "tokens": tokens,
+        "seconds": seconds,
+        "prefill_seconds": statistics.median(sample["prefill"] for sample in samples),
+        "waited_seconds": None if None in waits else statistics.median(waits),
+        "tokens_per_second": tokens / seconds,
+        "bytes_per_second": read / seconds,
+        "share": read / seconds / ceiling,
+        "cached_before_bytes": max(sample["cached"] for sample in samples),
+        "peak_bytes": max(sample["peak_bytes"] for sample in samples),
+    }
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    waited = "-" if row["waited_seconds"] is None else f"{row['waited_seconds']:.3f}"
+    times = (f"{row['seconds']:.3f}", f"{row['prefill_seconds']:.3f}", waited)
+    overlap = "yes" if row["overlap"] else "no"
+    return (row["engine"], row["state"], overlap, *times, f"{row['tokens_per_second']:.0f}", f"{row['peak_bytes'] / 1e9:.2f}")

@@ -1,0 +1,39 @@
+"""All that `onedesk bench` can measure, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..config import Config
+from ..loader.names import ModelRoots
+from .first_token import first_token_table, measure_first_token
+from .handover import PICTURE_BYTES, handover_table, measure_handover
+from .run import Plan, bench_table, measure
+
+KINDS = ("load", "prefill", "decode", "ttft", "handover")
+DEFAULT_CYCLES, DEFAULT_TOKENS = 5, 64
+HANDOVER_CYCLES = 300
+HANDOVER_TOKENS = 16
+
+
+def measure_kind(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
+    """The document of plan.kind; plan.cycles 0 is the kind's own default. Raises as bench.run.measure."""
+    if plan.kind == "handover":
+        return measure_handover(
+            config,
+            roots,
+            model=plan.model or None,
+            device=plan.device,
+            cycles=plan.cycles or HANDOVER_CYCLES,
+            tokens=plan.tokens or HANDOVER_TOKENS,
+            picture=PICTURE_BYTES,
+        )
+    plan = replace(plan, cycles=plan.cycles or DEFAULT_CYCLES, tokens=plan.tokens or DEFAULT_TOKENS)
+    return measure_first_token(plan, config, roots) if plan.kind == "ttft" else measure(plan, config, roots)
+
+
+def kind_table(document: dict[str, Any]) -> str:
+    """A document of `measure_kind` for a terminal."""
+    tables = {"ttft": first_token_table, "handover": handover_table}
+    return tables.get(document["kind"], bench_table)(document)
