@@ -37,7 +37,10 @@ def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Seq
     """Install what the checks need, run them in the checkout, return the names of those that failed."""
     environment.add_pins("tests", TEST_PINS)
     caches = {"RUFF_CACHE_DIR": "ruff", "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis"}
-    variables = steps.environment() | {name: str(steps.tree.cache / folder) for name, folder in caches.items()}
+    # Not in the tree's cache: links from model folders may lead into it, and tests make links that may not.
+    temporary = steps.tree.envs / "tmp"
+    temporary.mkdir(exist_ok=True)
+    variables = steps.environment() | {name: str(steps.tree.cache / folder) for name, folder in caches.items()} | {"TMPDIR": str(temporary)}
     failed = []
     for name, argv in commands(environment, more).items():
         LOG.info("checks    %s", name)
