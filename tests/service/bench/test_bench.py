@@ -164,6 +164,7 @@ def test_the_published_shapes_have_their_sizes():
         return sum(math.prod(s.shape) for d in family.destinations(family.read_config(shapes.SHAPES[name])) for s in d.sources)
 
     assert {name: round(parameters(name) / 1e9, 2) for name in shapes.SHAPES} == {
+        "qwen3-toy": 0.04,
         "qwen3-0.6b": 0.60,
         "qwen3-1.7b": 1.72,
         "qwen3-4b": 4.02,
