@@ -11,7 +11,7 @@ import folder_paths
 import torch
 from comfy_api.latest import ComfyExtension, io
 
-from .probe import TestFailure, TestList, TestRandomStates
+from .probe import TestFailure, TestList, TestMemory, TestRandomStates, TestRoom
 
 # The same sizes as ENCODER in tests/tiny_models.py.
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -44,7 +44,7 @@ class TestTextEncoder(io.ComfyNode):
 
 class TestPack(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestTextEncoder, TestList, TestRandomStates, TestFailure]
+        return [TestTextEncoder, TestList, TestMemory, TestRandomStates, TestFailure, TestRoom]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import pickle
 import random
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +32,42 @@ def random_states() -> str:
     return hashlib.sha256(pickle.dumps(states)).hexdigest()
 
 
+def core_models() -> list[dict[str, Any]]:
+    """ComfyUI's own list of loaded models, bytes."""
+    return [
+        {
+            "name": type(loaded.model.model).__name__,
+            "size": loaded.model_memory(),
+            "loaded": loaded.model_loaded_memory(),
+            "dynamic": loaded.model.is_dynamic(),
+        }
+        for loaded in comfy.model_management.current_loaded_models
+        if loaded.model is not None
+    ]
+
+
+def memory() -> dict[str, Any]:
+    """Who holds how many bytes at this moment, and what our models gave back when ComfyUI last took room from them."""
+    models = registry().models()
+    seen = [model.companion for model in models if model.companion is not None]
+    figures = {
+        "time": time.time(),
+        "core": core_models(),
+        "ours": sum(model.held_bytes() for model in models),
+        "evictions": sum(patcher.evictions for patcher in seen),
+        "given": [
+            {"owner": item.owner, "asked": item.asked, "measured": item.measured, "seconds": item.seconds}
+            for patcher in seen
+            for item in patcher.given
+        ],
+    }
+    device = comfy.model_management.get_torch_device()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        figures |= {"used": total - free, "allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+    return figures
+
+
 @PromptServer.instance.routes.get("/onedesk_tests/state")
 async def state(_: web.Request) -> web.Response:
     models = registry().models()
@@ -38,11 +76,7 @@ async def state(_: web.Request) -> web.Response:
             "models": [{"name": m.name, "loaded": m.loaded, "held": m.held_bytes(), "busy": m.busy} for m in models],
             "allocations": sum(pool.allocations for pool in {id(m.pool): m.pool for m in models}.values()),
             "used": sum(pool.used() for pool in {id(m.pool): m.pool for m in models}.values()),
-            "comfyui": [
-                {"name": type(loaded.model.model).__name__, "size": loaded.model_memory(), "loaded": loaded.model_loaded_memory()}
-                for loaded in comfy.model_management.current_loaded_models
-                if loaded.model is not None
-            ],
+            "comfyui": core_models(),
         }
     )
 
@@ -73,6 +107,19 @@ class TestRandomStates(io.ComfyNode):
         return io.NodeOutput(value, ui={"text": [random_states()]})
 
 
+class TestMemory(io.ComfyNode):
+    """Passes a value on and shows who holds how many bytes at this point of the workflow, as JSON."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.AnyType.Input("value")]
+        return io.Schema(node_id="TestMemory", category="test", is_output_node=True, inputs=inputs, outputs=[io.AnyType.Output()])
+
+    @classmethod
+    def execute(cls, value: object) -> io.NodeOutput:
+        return io.NodeOutput(value, ui={"text": [json.dumps(memory())]})
+
+
 class TestFailure(io.ComfyNode):
     """Fails when it is reached."""
 
@@ -83,3 +130,34 @@ class TestFailure(io.ComfyNode):
     @classmethod
     def execute(cls, value: object) -> io.NodeOutput:
         raise RuntimeError("this node always fails")
+
+
+class TestRoom(io.ComfyNode):
+    """Lets ComfyUI's memory manager free bytes as if none were free, as for a large image model, and shows what it did to our models.
+
+    With `busy` it first waits until one of them works.
+    """
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.AnyType.Input("value"), io.Int.Input("bytes", min=1, max=2**60), io.Boolean.Input("busy"), io.Int.Input("turn")]
+        return io.Schema(node_id="TestRoom", category="test", is_output_node=True, inputs=inputs, outputs=[])
+
+    @classmethod
+    async def execute(cls, value: object, bytes: int, busy: bool, turn: int) -> io.NodeOutput:
+        end = time.monotonic() + 30
+        while busy and not any(model.busy for model in registry().models()) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        manager = comfy.model_management
+        measured = manager.get_free_memory
+        figures = {"busy": [model.name for model in registry().models() if model.busy], "before": cls.held()}
+        manager.get_free_memory = lambda device=None, torch_free_too=False: (0, 0) if torch_free_too else 0
+        try:
+            manager.free_memory(bytes, torch.device("cpu"))
+        finally:
+            manager.get_free_memory = measured
+        return io.NodeOutput(ui={"text": [json.dumps(figures | {"after": cls.held()})]})
+
+    @staticmethod
+    def held() -> int:
+        return sum(model.held_bytes() for model in registry().models())
