@@ -22,6 +22,11 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
     def nbytes(self, capacity: int) -> int:
         """Bytes of a cache for `capacity` tokens, alignment included."""
         part = math.prod((self.heads, capacity, self.head_dim)) * self.dtype.itemsize

@@ -164,6 +164,6 @@ def _names(folder: Path) -> list[str]:
 
 def _advice(name: str, known: Sequence[str]) -> str:
     if not known:
-        return "the model folders are empty: put a model folder there, or get one with `onedesk pull`"
+        return "the model folders are empty: put a model folder there (config.json, tokenizer.json, *.safetensors)"
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:5]
     return f"there are {len(known)}, such as {', '.join(short(n) for n in near)}"

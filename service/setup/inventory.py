@@ -21,7 +21,7 @@ from .console import columns
 
 TOY_PREFIX = "onedesk-demo-"
 TOY_NOTE = "a toy that comes with Onedesk to show the chain"
-KV_TOKENS = 1024  # what "1k" is in kv_per_1k
+KV_TOKENS = 1000  # what "1k" is in kv_per_1k
 SMALLEST_CONTEXT = 2
 
 
@@ -86,7 +86,7 @@ def _row(
         blueprint = replace(draft, context=_context(context, draft.config.max_position))
     except OnedeskError as error:
         return row | {"reason": str(error)}
-    row["bytes"] = {"weights": blueprint.need.weights, "table": 0, "kv_per_1k": blueprint.kv_shape.nbytes(KV_TOKENS)}
+    row["bytes"] = {"weights": blueprint.need.weights, "table": 0, "kv_per_1k": KV_TOKENS * blueprint.kv_shape.token_bytes}
     row["parameters"] = row["active_parameters"] = blueprint.plan.parameters
     fits, reason = _verdict(blueprint.need, blueprint.context, settings, budget)
     return row | {"fits": fits, "reason": reason}

@@ -437,7 +437,7 @@ def test_models_are_rows_and_broken_ones_say_why(run, tmp_path):
     assert whole["parameters"] == whole["active_parameters"] == 230_208
     assert whole["bytes"]["table"] == 0
     assert whole["bytes"]["weights"] >= 2 * 230_208
-    assert whole["bytes"]["kv_per_1k"] == 1024 * 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, head size, fp32
+    assert whole["bytes"]["kv_per_1k"] == 1000 * 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, head size, fp32
     assert [row["toy"] for row in rows] == [row["name"] == "onedesk-demo-writer" for row in rows]
     assert (by_name["cut"]["fits"], by_name["cut"]["parameters"]) == (False, None)
     assert "model.safetensors" in by_name["cut"]["reason"]
