@@ -119,7 +119,7 @@ def model_table(rows: list[dict[str, Any]]) -> str:
     """The rows for a terminal."""
     if not rows:
         return "no models; put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
-    lines = [("NAME", "FAMILY", "FORMAT", "PARAMETERS", "WEIGHTS", "KV / 1024", "FITS", "")]
+    lines = [("NAME", "FAMILY", "FORMAT", "PARAMETERS", "WEIGHTS", "KV / 1000", "FITS", "")]
     for row in rows:
         weights, kv, count = row["bytes"]["weights"], row["bytes"]["kv_per_1k"], row["parameters"]
         lines.append(

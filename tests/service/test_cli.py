@@ -71,7 +71,7 @@ def test_generate_prints_one_document_with_every_key(run):
     assert document["finish"] == "length"
     assert document["usage"] == {"prompt": document["usage"]["prompt"], "completion": 5, "reasoning": 0}
     assert set(document["seconds"]) == {"load", "first_token", "total"}
-    assert set(document["stages"]["decode"]) == {"seconds", "bytes", "major_faults", "minor_faults", "allocations"}
+    assert set(document["stages"]["decode"]) >= {"seconds", "bytes", "major_faults", "minor_faults", "allocations"}
 
 
 def test_the_same_seed_writes_the_same_and_choices_count_on_from_it(run):
@@ -155,7 +155,7 @@ def test_without_a_name_among_many_the_usage_is_wrong(run, tmp_path):
         ["generate"],
         ["score"],
         ["score", "--ids", "1,2", "--text-file", "x"],
-        ["bench", "ttft"],
+        ["bench", "everything"],
         ["bench", "decode", "--batch", "1,2"],
         ["bench", "decode", "--batch", "x"],
         ["bench", "decode", "--cycles", "0"],
