@@ -95,8 +95,8 @@ class Job(Generic[T]):
         except Cancelled:
             raise bridge.interrupted() from None
         finally:
-            bridge.keep_listed(model)
             tracker.finish(self._graph, self._node_id, kept)
+            bridge.keep_listed(model)
             if self.choice.policy == GIVE_WAY:
                 await self._give_way(model)
         return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..service.core import Progress, Result
 from ..service.memory.budget import show as show_bytes
@@ -32,14 +32,19 @@ class View:
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
-        self._text = self._sent_text = ""
+        self._render: Callable[[], str] = str
+        self._sent_text = ""
         self._load: Progress | None = None
         self._work: Progress | None = None
         self._sent_progress: Progress | None = None
 
     def write(self, text: str) -> None:
         """Show `text` instead of what was shown."""
-        self._text = text
+        self._render = lambda: text
+
+    def follow(self, render: Callable[[], str]) -> None:
+        """Show what `render` gives whenever somebody looks; called by the thread that looks."""
+        self._render = render
 
     def report(self, progress: Progress) -> None:
         """Move the node's progress bar. May be called from several threads: a prompt is read while the rest of the model loads."""
@@ -50,7 +55,7 @@ class View:
 
     def changes(self) -> tuple[str | None, Progress | None]:
         """The text and the progress, each None unless it has changed since the last call."""
-        text, load, work = self._text, self._load, self._work
+        text, load, work = self._render(), self._load, self._work
         # The slower of the two that run at once is shown: a load until it is done.
         progress = load if load is not None and (work is None or load.done < load.total) else work
         new_text = text if text != self._sent_text else None

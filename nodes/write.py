@@ -55,9 +55,12 @@ class Writing:
 
     def prepare(self, model: OpenModel, cancel: CancelCheck) -> None:
         """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
-        self._texts = []
-        requests = [question.request(model) for question in self._questions]
-        self._streams = [model.generate(request, cancel=cancel, progress=self._view.report) for request in requests]
+        self._texts, self._streams = [], []
+        for question in self._questions:
+            if cancel():
+                raise Cancelled("stopped while checking the messages")
+            self._streams.append(model.generate(question.request(model), cancel=cancel, progress=self._view.report))
+        self._view.follow(lambda: numbered(list(self._texts), len(self._questions)))
 
     def run(self, model: OpenModel, cancel: CancelCheck) -> list[Answer]:
         """Raises RequestError for an answer without text, Cancelled on Stop; the text so far stays shown."""
@@ -73,28 +76,25 @@ class Writing:
         result: Result | None = None
         self._texts.append("")
         for event in stream:
-            text, reasoning, result = text + event.text, reasoning + event.reasoning, event.result or result
+            text += event.text
+            reasoning += event.reasoning
+            result = event.result or result
             if event.progress:
                 self._view.report(event.progress)
             if event.token is not None:
                 tokens += 1
                 self._view.report(Progress("decode", tokens, max(tokens, question.max_tokens)))
-            if event.text or event.reasoning:
-                self._show(text or f"(thinking) {reasoning}")
+            self._texts[-1] = text or (reasoning and f"(thinking) {reasoning}")
         if result is None:
             raise RequestError("the model's answer ended without a result; run the workflow again")
         if result.finish == "cancelled":
-            self._show(f"{result.text or result.reasoning}\n\n[stopped after {result.usage.completion} tokens]".lstrip())
+            self._texts[-1] = f"{result.text or result.reasoning}\n\n[stopped after {result.usage.completion} tokens]".lstrip()
             raise Cancelled("stopped while writing")
-        self._show(result.text)
+        self._texts[-1] = result.text
         if not result.text.strip():
             raise RequestError(_why_empty(result, question.max_tokens))
         turn = Message("assistant", result.text, result.reasoning)
         return Answer(result, Conversation((*question.conversation.messages, turn)))
-
-    def _show(self, text: str) -> None:
-        self._texts[-1] = text
-        self._view.write(numbered(self._texts, len(self._questions)))
 
 
 def _why_empty(result: Result, max_tokens: int) -> str:

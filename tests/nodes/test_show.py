@@ -63,6 +63,10 @@ def test_a_view_tells_each_change_once():
     assert view.changes() == (None, None)
     view.write("ab")
     assert view.changes() == ("ab", None)
+    texts = ["a"]
+    view.follow(lambda: "".join(texts))
+    texts.append("c")
+    assert view.changes() == ("ac", None)
 
 
 def test_a_load_is_shown_until_it_is_done_even_while_the_prompt_is_read():
