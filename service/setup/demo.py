@@ -16,7 +16,7 @@ from .tree import Desk, Tree
 LOG = logging.getLogger(__name__)
 WRITER = "onedesk-demo-writer"
 PAINTER = "onedesk-demo-painter.safetensors"
-CODER = "onedesk-demo-vae.safetensors"
+CODER = "onedesk-demo-painter-vae.safetensors"
 # What the painter was trained with: the writer's states after these blocks, of the bare text; pictures of this side; even steps.
 LAYERS = "3, 6"
 TEMPLATE = "raw text"
