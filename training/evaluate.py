@@ -1,7 +1,7 @@
 """Measures the demo models on held-out ideas.
 
 python -m training.evaluate --writer FOLDER [--painter FILE --vae FILE] [--ideas 500] [--pictures 200] [--plain] [--device cuda] [--json FILE]
-Without --plain the writer runs through the project's own engine (onedesk.service.api); with it, through the training code in batches.
+Without --plain the writer runs through the project's own engine (what onedesk.service.api opens); with it, through the training code in batches.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class EngineWriter:
     """The same checkpoint opened by the project's engine, as a user's would be."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        from onedesk.service import api
+        from onedesk.service.registry import REGISTRY
 
-        self._model = api.open_model(folder, device=device, context=512)
+        self._model = REGISTRY.open(folder, device=device, context=512)
 
     def answers(self, asked: Sequence[tuple[ideas.Idea, str]], seed: int) -> list[Answer]:
         from onedesk.service.core import Message, Request, Sampling
@@ -87,7 +87,7 @@ class EngineWriter:
         return made
 
     def states(self, text: str) -> torch.Tensor:
-        return self._model.hidden_states(text, LAYERS)
+        return self._model.embed_prompt(text, LAYERS)
 
     def close(self) -> None:
         self._model.close()

@@ -213,6 +213,15 @@ def save_painter(weights: dict[str, torch.Tensor], mean: torch.Tensor, std: torc
     save_file({k: v.to(torch.float16).contiguous() for k, v in out.items()}, path, metadata={"format": "pt", **note})
 
 
+def resume(painter: Painter, path: Path, mean: torch.Tensor, std: torch.Tensor) -> None:
+    """Load a saved file into a network that sees (text - mean) / std."""
+    weights = {k: v.float() for k, v in load_file(path).items()}
+    raw = weights["txt_in.weight"]
+    weights["txt_in.bias"] = weights["txt_in.bias"] + raw @ mean.float().cpu()
+    weights["txt_in.weight"] = raw * std.float().cpu()
+    painter.load_state_dict(weights)
+
+
 def load_painter(path: Path, device: str) -> Painter:
     """The network of a saved file, float32; it takes the writer's raw hidden states."""
     weights = {k: v.float() for k, v in load_file(path).items()}

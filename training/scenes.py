@@ -183,8 +183,8 @@ def _tone(color: str, rng: random.Random) -> list[float]:
 
 
 def _radius(shape: Shape, alone: bool, rng: random.Random) -> float:
-    big = (33, 42) if shape.place is None else (29, 34)
-    ranges = {None: (20, 30), "big": big, "small": (12, 16)} if alone else {None: (16, 22), "big": (22, 25), "small": (12, 14)}
+    big = (33, 40) if shape.place is None else (29, 34)
+    ranges = {None: (21, 28), "big": big, "small": (12, 16)} if alone else {None: (17, 21), "big": (22, 25), "small": (12, 14)}
     return rng.uniform(*ranges[shape.size])
 
 
@@ -194,13 +194,11 @@ def _centers(scene: Scene, radii: list[float], rng: random.Random) -> list[tuple
     if scene.shapes[0].place is not None:
         cells = [PLACES[s.place or "center"] for s in scene.shapes]
     elif len(scene.shapes) == 1:
-        edge = radii[0] * 1.2 + 5
-        return [(rng.uniform(edge, SIZE - edge), rng.uniform(edge, SIZE - edge))]
+        return [(half + rng.uniform(-15, 15), half + rng.uniform(-15, 15))]
     else:
-        way = scene.relation or rng.choice(("left", "right", "above", "below", "diagonal"))
-        lean = rng.uniform(-0.55, 0.55)
-        cells = {"left": [(-1, lean), (1, -lean)], "right": [(1, lean), (-1, -lean)], "above": [(lean, -1), (-lean, 1)],
-                 "below": [(lean, 1), (-lean, -1)], "diagonal": [(-1, -1), (1, 1)]}[way]  # fmt: skip
+        way = scene.relation or rng.choice(("left", "left", "above"))
+        lean = rng.uniform(-0.3, 0.3)
+        cells = [(-1, lean), (1, -lean)] if way == "left" else [(lean, -1), (-lean, 1)]
     reach = [min(32.0, half - 1.2 * r - 6) for r in radii]
     return [(half + c * d + rng.uniform(-3, 3), half + w * d + rng.uniform(-3, 3)) for (c, w), d in zip(cells, reach, strict=True)]
 

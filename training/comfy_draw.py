@@ -1,0 +1,64 @@
+"""Draws with stock ComfyUI code: UNETLoader, VAELoader, KSampler (euler, simple, cfg 1) and VAEDecode, on the CPU, in a process of its own.
+
+python -m training.comfy_draw COMFYUI_DIR JOB.safetensors OUT.npy --painter FILE --vae FILE [--steps 12]
+JOB holds text_0, text_1, ... [tokens, context] float32 and seeds [N]; OUT becomes [N, 128, 128, 3] uint8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+
+def _comfyui(folder: Path, models: dict[str, Path]) -> ModuleType:
+    """ComfyUI's node module, on the CPU, with the given files' folders as its model folders."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):  # torchvision's compiled operators are absent beside a CPU torch
+        library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    sys.path.insert(0, str(folder))
+    from comfy.cli_args import args
+
+    args.cpu = True
+    import folder_paths
+    import nodes
+
+    for kind, path in models.items():
+        folder_paths.add_model_folder_path(kind, str(path.parent), is_default=True)
+    nodes.__dict__["_kept_library"] = library
+    return nodes
+
+
+def main() -> None:
+    """Draw every job."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comfyui", type=Path)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--painter", type=Path, required=True)
+    parser.add_argument("--vae", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    settings = parser.parse_args()
+    sys.argv = sys.argv[:1]
+    job, out, steps = load_file(settings.job), settings.out.resolve(), settings.steps
+    nodes = _comfyui(settings.comfyui.resolve(), {"diffusion_models": settings.painter.resolve(), "vae": settings.vae.resolve()})
+    made = []
+    with torch.inference_mode():
+        (model,) = nodes.UNETLoader().load_unet(settings.painter.name, "default")
+        (vae,) = nodes.VAELoader().load_vae(settings.vae.name)
+        for index, seed in enumerate(job["seeds"].tolist()):
+            text = [[job[f"text_{index}"][None], {}]]
+            empty = {"samples": torch.zeros(1, 16, 16, 16)}
+            (latent,) = nodes.common_ksampler(model, seed, steps, 1.0, "euler", "simple", text, text, empty)
+            (picture,) = nodes.VAEDecode().decode(vae, latent)
+            made.append((picture[0].clamp(0, 1) * 255).round().byte().cpu().numpy())
+    np.save(out, np.stack(made))
+
+
+if __name__ == "__main__":
+    main()
