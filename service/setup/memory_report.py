@@ -34,6 +34,7 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
         "budget": asdict(budget) | {"used": sum(pool.used() for pool in pools)},
         "leases": [_lease(lease) for lease in leases],
         "counters": {**read_vmstat(proc or HERE), **(asdict(pools[0].counters()) if pools else {})},
+        "leaks": [] if proc else [asdict(report) for report in REGISTRY.leak_reports()],
     }
 
 
@@ -53,7 +54,18 @@ def memory_table(report: dict[str, Any]) -> str:
         (lease["owner"], lease["kind"], show(lease["bytes"]), lease["residency"], lease["policy"], f"{lease['idle']:.0f} s")
         for lease in report["leases"]
     ]
-    return text + "\n\n" + (columns(held) if report["leases"] else "nothing is leased")
+    parts = [text, columns(held) if report["leases"] else "nothing is leased"]
+    return "\n\n".join([*parts, *(leak_table(leaks) for leaks in report["leaks"])])
+
+
+def leak_table(leaks: dict[str, Any]) -> str:
+    """Memory by stage over the last uses of one handle (a LeakReport as a dict), for a terminal or a node."""
+    rows = [("STAGE", "LEFT BEHIND", "MEDIAN", "LAST")]
+    rows += [(name, show(stage["total"]), show(stage["median"]), show(stage["last"])) for name, stage in leaks["stages"].items()]
+    grew = leaks["grew"]
+    verdict = "no stage grows" if grew is None else f"{grew} grows: {show(leaks['stages'][grew]['total'])}"
+    head = f"{leaks['owner']}: {show(leaks['outside'])} of the process beside the leases; over the last {leaks['uses']} uses {verdict}"
+    return f"{head}\n{columns(rows)}"
 
 
 def _truth_lines(truth: dict[str, Any]) -> list[tuple[str, str]]:

@@ -55,3 +55,12 @@ def test_another_machine_has_none_of_our_leases(model, tmp_path):
     report = memory_report(Config(), device="cpu", proc=proc)
     assert (report["leases"], report["truth"]["available"]) == ([], 8_000_000 * 1024)
     assert report["budget"]["used"] == 0
+
+
+def test_memory_by_stage_is_shown_from_the_second_generation_on(model):
+    for _ in range(3):
+        list(model.generate(Request(ids=(1, 2), max_tokens=3)))
+    report = memory_report(CONFIG, device="cpu", proc=None)
+    assert [(leaks["owner"], leaks["uses"]) for leaks in report["leaks"]] == [("tiny", 2)]
+    assert {"prefill", "decode", "between"} <= set(report["leaks"][0]["stages"])
+    assert "over the last 2 uses no stage grows" in memory_table(report)
