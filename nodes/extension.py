@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .encode import OnedeskTextEncoder
-from .folders import offer_llm_folder
+from .folders import offer_folders
 from .generate import OnedeskGenerate
 from .load import OnedeskLoadModel
 from .memory import OnedeskRelease
@@ -17,7 +17,7 @@ class Onedesk(ComfyExtension):
     """The pack."""
 
     async def on_load(self) -> None:
-        offer_llm_folder()
+        offer_folders()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [OnedeskLoadModel, OnedeskPrompt, OnedeskSampling, OnedeskGenerate, OnedeskTextEncoder, OnedeskRelease]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..service.config import load_config
+from ..service.config import load_config, package_folder
 from ..service.errors import OnedeskError
 from ..service.loader.checkpoint import open_checkpoint
 from ..service.loader.names import ModelRoots
@@ -21,9 +21,13 @@ KIND = "llm"
 KINDS = (KIND, "LLM")
 
 
-def offer_llm_folder() -> None:
-    """Make models/llm known to ComfyUI, beside what another pack or extra_model_paths.yaml has put under the same name."""
+def offer_folders() -> None:
+    """Make models/llm and the pack's own demo image models known to ComfyUI, behind what is there under the same names."""
     folder_paths.add_model_folder_path(KIND, str(Path(folder_paths.models_dir) / KIND))
+    for kind in ("diffusion_models", "vae"):
+        demo = package_folder() / "models" / "comfyui" / kind
+        if demo.is_dir():
+            folder_paths.add_model_folder_path(kind, str(demo))
 
 
 def model_roots() -> ModelRoots:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui import Comfy
+from comfyui import Comfy, Outcome
 from node_graphs import shown
 from PIL import Image
 from ui_format import MismatchError, to_api
@@ -84,27 +84,47 @@ def test_the_check_of_saved_workflows_can_fail(comfyui: Comfy, repository: Path)
             to_api(workflow, info)
 
 
-def test_write_prompt_writes(comfyui: Comfy):
-    outcome = comfyui.run(with_tiny_models(queued("write_prompt")))
-    preview = next(key for key, node in queued("write_prompt").items() if node["class_type"] == "PreviewAny")
-    assert shown(outcome, preview).startswith("tiny-writer: ")
+def the_node(graph: dict[str, Any], kind: str) -> str:
+    (key,) = (key for key, node in graph.items() if node["class_type"] == kind)
+    return key
 
 
-@pytest.mark.parametrize("name", ["text_to_image", "demo"])
-def test_a_picture_is_drawn_through_the_stock_sampler(comfyui: Comfy, name: str):
-    graph = with_tiny_models(queued(name))
-    for node in graph.values():
-        if node["class_type"] == "UNETLoader" and name == "demo":
-            node["inputs"]["unet_name"] = "tiny_painter_64.safetensors"  # as wide as the tiny writer's states
-        if node["class_type"] == "OnedeskTextEncoder":
-            node["inputs"]["layers"] = "-2"
-    outcome = comfyui.run(graph)
+def check_picture(comfyui: Comfy, outcome: Outcome, side: int) -> None:
     assert outcome.ok, outcome.error
     (picture,) = comfyui.pictures(outcome)
     with Image.open(picture) as image:
         assert image.format == "PNG"
-        assert image.size == (64, 64)
+        assert image.size == (side, side)
         assert len(image.convert("L").getcolors()) > 8
+
+
+def test_write_prompt_runs_as_it_comes(comfyui: Comfy):
+    graph = queued("write_prompt")
+    outcome = comfyui.run(graph)
+    assert shown(outcome, the_node(graph, "PreviewAny")).startswith("onedesk-demo-writer: ")
+    text = outcome.outputs[the_node(graph, "OnedeskGenerate")]["text"][0]
+    assert len(text) > len("a red fox in the snow")
+
+
+def test_the_demo_runs_as_it_comes(comfyui: Comfy):
+    graph = queued("demo")
+    outcome = comfyui.run(graph)
+    check_picture(comfyui, outcome, 128)
+    written = outcome.outputs[the_node(graph, "OnedeskGenerate")]["text"][0].lower()
+    assert "red" in written
+    assert "circle" in written
+
+
+def test_text_to_image_draws_through_the_stock_encoder_and_sampler(comfyui: Comfy):
+    check_picture(comfyui, comfyui.run(with_tiny_models(queued("text_to_image"))), 64)
+
+
+@pytest.mark.parametrize(("template", "min_tokens"), [("raw text", 0), ("chat", 0), ("chat without thinking", 300)])
+def test_states_of_any_model_are_conditioning(comfyui: Comfy, template: str, min_tokens: int):
+    graph = with_tiny_models(queued("demo"))
+    graph[the_node(graph, "UNETLoader")]["inputs"]["unet_name"] = "tiny_painter_64.safetensors"  # as wide as the tiny writer's states
+    graph[the_node(graph, "OnedeskTextEncoder")]["inputs"] |= {"layers": "-2", "template": template, "min_tokens": min_tokens}
+    check_picture(comfyui, comfyui.run(graph), 64)
 
 
 def test_no_workflow_holds_a_path_or_a_secret(repository: Path):
