@@ -139,6 +139,12 @@ class OpenModel:
         """What each stage of the last uses left behind in the process, and the stage that grows, if one does."""
         return self._leaks.report()
 
+    def weight_checksums(self) -> dict[str, int]:
+        """A CRC-32 of each tensor of the network as it lies in memory, by its name in the checkpoint, in the order of use."""
+        with self._exclusive(None), self._session_for(None, None) as session:
+            session.settle()
+            return session.checksums(self._blueprint.plan)
+
     def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
         """Bring the model into memory now and wait until it is there. Raises Cancelled, MemoryFull, FileError."""
         with self._exclusive(cancel):

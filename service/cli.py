@@ -211,7 +211,14 @@ def _memory(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from .setup.doctor import examine
 
-    checks = examine(args.config, device=args.device)
+    if args.check is None:
+        checks = examine(args.config, device=args.device)
+    else:
+        from .setup.check import check_model
+        from .setup.inventory import model_roots
+
+        config = load_config(args.config)
+        checks = check_model(args.check, config, model_roots(config), device=args.device, context=args.context)
     ok = all(check.status != "failure" for check in checks)
     if args.json:
         write_json({"ok": ok, "checks": [asdict(check) for check in checks]})
@@ -338,7 +345,8 @@ def _parser() -> argparse.ArgumentParser:
     command("models", _models, "The models that can be opened, and whether they fit.")
     memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
     memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
-    command("doctor", _doctor, "Examine this installation, and say what to do about what is wrong.")
+    doctor = command("doctor", _doctor, "Examine this installation, and say what to do about what is wrong.")
+    doctor.add_argument("--check", metavar="MODEL", help="write one text five times with this model and compare every byte")
     bench = command("bench", _bench, "Measure load, prefill, decode, first token or hand-over, beside the read bandwidth.")
     bench.add_argument("kind", choices=("load", "prefill", "decode", "ttft", "handover"))
     bench.add_argument("--batch", type=batches, default=[1], metavar="1")

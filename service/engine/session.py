@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -105,6 +106,11 @@ class Session:
     def held_bytes(self) -> int:
         """Bytes of all leases."""
         return sum(lease.nbytes for lease in self.leases if not lease.released)
+
+    def checksums(self, plan: WeightPlan) -> dict[str, int]:
+        """A CRC-32 of each tensor of `plan` as it lies in memory, by the name of its first part in the checkpoint."""
+        named = {tensor.parts[0].name: self._arrival.tensors[tensor.destination.key] for tensor in plan.tensors}
+        return {name: zlib.crc32(tensor.cpu().view(-1).view(torch.uint8).numpy()) for name, tensor in named.items()}
 
     def offer(self, policy: Policy, give_way: GiveWay) -> None:
         """Say on which terms the leases are held from now on; `give_way` returns all of them."""

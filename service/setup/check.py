@@ -1,0 +1,176 @@
+"""`onedesk doctor --check MODEL`: the same text five times, every byte and state compared, and the first thing that differs named."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import OpenModel, open_model, pick_device
+from ..config import Config
+from ..core import Message, Request, Result, Sampling
+from ..errors import OnedeskError
+from ..loader.names import ModelRoots
+from ..memory.budget import MemorySettings, show
+from ..memory.pool import LeaseDamagedError, Pool, Released
+from ..memory.truth import read_truth
+from .doctor import Check
+
+RUNS = 5
+# The model gives way once and is read anew, so that a fault of the file or of the reading shows too.
+READ_ANEW_AFTER = 3
+TOKENS = 24
+CONTEXT = 512
+SEED = 20
+PROMPT = "Describe a red cat on a mat in one sentence."
+PROMPT_IDS = tuple(range(3, 51))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: the answer's ids and text, a checksum of the residual state by blocks passed, the leases that were overwritten."""
+
+    answer: tuple[tuple[int, ...], str, str]
+    states: tuple[int, ...]
+    damage: str
+
+
+def check_model(name: str, config: Config, roots: ModelRoots, *, device: str, context: int | None = None) -> list[Check]:
+    """Open `name` in a pool of its own with guard zones, write the same text RUNS times at one seed, and compare everything.
+
+    One failure with the reason when it cannot be opened. A process in which a lease is damaged should be ended.
+    """
+    try:
+        model, pool = _opened(name, config, roots, device, context)
+        try:
+            return [
+                Check("opened", "ok", f"{model.name}: {model.layers} layers, {show(model.need.weights)}; {model.kernels}"),
+                *_runs(model, pool),
+            ]
+        finally:
+            model.close()
+    except OnedeskError as error:
+        return [Check("opened", "failure", str(error), "correct what the message names, then check again")]
+
+
+def _opened(name: str, config: Config, roots: ModelRoots, device: str, context: int | None) -> tuple[OpenModel, Pool]:
+    path, kind = roots.find(name), pick_device(device).type
+    values: dict[str, Any] = dict(config.memory) | {"debug": True}
+    pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+    model = open_model(path, pool=pool, roots=roots, context=context or CONTEXT, device=kind, load=False, kernel_cache=config.cache)
+    model.load()
+    return model, pool
+
+
+def _runs(model: OpenModel, pool: Pool) -> list[Check]:
+    weights, runs, released = [model.weight_checksums()], [], ()
+    for run in range(1, RUNS + 1):
+        runs.append(_run(model, pool))
+        if run == READ_ANEW_AFTER:
+            weights.append(model.weight_checksums())
+            released = model.give_way()
+            weights.append(model.weight_checksums())
+    weights.append(model.weight_checksums())
+    return [_weights(weights), _states(runs), _texts(runs), _zones(runs), _release(released)]
+
+
+def _run(model: OpenModel, pool: Pool) -> Run:
+    request = _request(model)
+    ids = request.ids or tuple(model.encode(PROMPT))
+    states = model.embed_prompt(ids, range(model.layers + 1)).split(model.hidden_size, dim=1)
+    result = _result(model, request)
+    damage = ""
+    try:
+        pool.verify()
+    except LeaseDamagedError as error:
+        damage = str(error)
+    return Run((result.ids, result.text, result.reasoning), tuple(checksum(state) for state in states), damage)
+
+
+def _result(model: OpenModel, request: Request) -> Result:
+    found = [event.result for event in model.generate(request) if event.result]
+    return found[-1]
+
+
+def _request(model: OpenModel) -> Request:
+    sampling = Sampling(seed=SEED)
+    if (_folder(model.path) / "tokenizer.json").is_file():
+        return Request(messages=(Message("user", PROMPT),), sampling=sampling, max_tokens=TOKENS)
+    return Request(ids=tuple(token % model.vocab_size for token in PROMPT_IDS), sampling=sampling, max_tokens=TOKENS)
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes, wherever it lies."""
+    return zlib.crc32(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+
+
+def _weights(found: Sequence[Mapping[str, int]]) -> Check:
+    """`found`: before the first run, after the third, read anew, after the last."""
+    for then, now, when in ((0, 1, "while it wrote"), (1, 2, "when it was read anew"), (2, 3, "while it wrote after being read anew")):
+        changed = [name for name in found[0] if found[then][name] != found[now][name]]
+        if changed:
+            detail = f"{changed[0]} changed {when}, and {len(changed) - 1} of {len(found[0])} tensors after it"
+            return Check("weights", "failure", detail, _fix_of_bytes(when))
+    return Check("weights", "ok", f"{len(found[0])} tensors are the same before, after, and read anew")
+
+
+def _fix_of_bytes(when: str) -> str:
+    if "read anew" in when and "wrote" not in when:
+        return "the file or its disk gives other bytes each time: check the disk, compare the file's hash with its source"
+    return "something writes over the weights: see the guard zones below; if they are whole, test the machine's memory"
+
+
+def _states(runs: list[Run]) -> Check:
+    for number, run in enumerate(runs[1:], 2):
+        for passed, (first, now) in enumerate(zip(runs[0].states, run.states, strict=True)):
+            if first != now:
+                where = f"layer {passed - 1}" if passed else "the embedding"
+                fix = "with the weights unchanged, the computation of that layer is at fault: report it, with the kernels named above"
+                return Check("states", "failure", f"run {number} differs from run 1 first behind {where}", fix)
+    return Check("states", "ok", f"the residual state behind each of {len(runs[0].states) - 1} layers is the same in all runs")
+
+
+def _texts(runs: list[Run]) -> Check:
+    different = [number for number, run in enumerate(runs, 1) if run.answer != runs[0].answer]
+    if not different:
+        return Check("texts", "ok", f"{len(runs)} runs at seed {SEED} wrote the same {len(runs[0].answer[0])} tokens")
+    number = different[0]
+    at = _first_difference(runs[0].answer[0], runs[number - 1].answer[0])
+    detail = f"run {number} differs from run 1 from token {at} on; {len(different)} of {len(runs)} runs differ"
+    return Check("texts", "failure", detail, "the first failure of weights, states or guard zones is the cause")
+
+
+def _first_difference(first: Iterable[int], other: Iterable[int]) -> int:
+    same = 0
+    for one, two in zip(first, other, strict=False):
+        if one != two:
+            break
+        same += 1
+    return same
+
+
+def _zones(runs: list[Run]) -> Check:
+    for number, run in enumerate(runs, 1):
+        if run.damage:
+            return Check(
+                "guard zones", "failure", f"run {number}: {run.damage}", "a writer went outside its lease: report it with this line"
+            )
+    return Check("guard zones", "ok", "nothing was written outside a lease")
+
+
+def _release(released: Iterable[Released]) -> Check:
+    returns = list(released)
+    asked, measured = sum(r.asked for r in returns), sum(r.measured for r in returns)
+    short = [r for r in returns if r.share < 0.98]
+    detail = f"{show(measured)} of {show(asked)} came back in {sum(r.seconds for r in returns):.3f} s"
+    if short:
+        return Check("giving way", "failure", detail, "something holds the rest: see the shortfalls in onedesk memory")
+    return Check("giving way", "ok", detail)
