@@ -58,7 +58,7 @@ def test_a_model_that_cannot_be_opened_is_one_failure_with_its_reason(tmp_path):
     assert "none" in document["checks"][0]["detail"]
 
 
-def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spoil) -> None:  # noqa: ANN001
+def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spoil) -> None:
     """Let `spoil(feed_forward, its result)` run at every call of that layer's feed-forward from the n-th on, counted from 1."""
     right, calls = SwiGLU.__call__, {"n": 0}
 
@@ -107,10 +107,10 @@ def test_a_writer_outside_its_lease_is_named_with_the_lease(model, tmp_path, mon
 def test_a_file_that_gives_other_bytes_when_it_is_read_anew_is_named(model, tmp_path, monkeypatch):
     file = model / "model.safetensors"
     place = open_checkpoint(model).tensors["model.layers.3.self_attn.o_proj.weight"]
-    times = os.stat(file)
+    times = file.stat()
     right = OpenModel.give_way
 
-    def rot(self: OpenModel):  # noqa: ANN202
+    def rot(self: OpenModel):
         with file.open("r+b") as stream:
             stream.seek(place.start + 40)
             stream.write(b"\x3f\x3f")
