@@ -25,6 +25,7 @@ from ..service.memory.pool import Released
 from ..service.registry import REGISTRY
 from .folders import model_roots
 from .phase import Tracker
+from .show import returned
 from .values import ModelChoice
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,9 @@ class LanguageModel(ModelPatcher):
         super().__init__(OnedeskModel(), home, torch.device("cpu"), size=1)
         self._open = weakref.ref(model)
         self.tracker = Tracker()
+        # How often ComfyUI took the room, and what came back the last time.
+        self.evictions = 0
+        self.given: tuple[Released, ...] = ()
 
     def is_dynamic(self) -> bool:
         """False: the bytes are there as a whole or not at all, never paged on demand."""
@@ -106,7 +110,12 @@ class LanguageModel(ModelPatcher):
 
     def _give_way(self) -> tuple[Released, ...]:
         model = self._open()
-        return give_way(model) if model else ()
+        released = give_way(model) if model else ()
+        if released:
+            self.evictions += 1
+            self.given = released
+            log.info("ComfyUI needs the room; %s", returned(released))
+        return released
 
 
 def give_way(model: OpenModel) -> tuple[Released, ...]:

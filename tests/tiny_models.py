@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 Shapes = dict[str, tuple[int, ...]]
 
 # ComfyUI counts a Flux network's heads as width // 128, so nothing smaller is accepted.
-PAINTER_WIDTH = 128
+PAINTER_HEAD = PAINTER_WIDTH = 128
 PICTURE_CHANNELS = 16
 # Overrides for ComfyUI's own Qwen3 text encoder; its head size (128) and vocabulary (151,936) cannot be changed.
 ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -30,9 +30,9 @@ TEMPLATE = (
 )
 
 
-def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Norm weights are ones, biases zeros, everything else normal with variance 1 / fan-in."""
-    generator = torch.Generator().manual_seed(seed)
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Norm weights are ones, biases zeros, everything else normal with variance 1 / fan-in. Made on `device`, returned on the CPU."""
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
         if name.endswith("norm.weight"):
@@ -40,8 +40,8 @@ def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, se
         elif name.endswith("bias"):
             tensor = torch.zeros(shape)
         else:
-            tensor = torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
-        tensors[name] = tensor.to(dtype)
+            tensor = torch.randn(shape, generator=generator, device=device) / math.sqrt(math.prod(shape[1:]))
+        tensors[name] = tensor.to("cpu", dtype)
     return tensors
 
 
@@ -50,28 +50,29 @@ def _dense(shapes: Shapes, name: str, out: int, into: int) -> None:
     shapes[f"{name}.bias"] = (out,)
 
 
-def painter_shapes(context_width: int) -> Shapes:
-    """A Flux-style transformer with one double and one single block that reads a context of `context_width` features a token."""
-    width, shapes = PAINTER_WIDTH, Shapes()
+def painter_shapes(context_width: int, *, width: int = PAINTER_WIDTH, double: int = 1, single: int = 1) -> Shapes:
+    """A Flux-style transformer of `double` and `single` blocks that reads a context of `context_width` features a token."""
+    shapes = Shapes()
     patch = PICTURE_CHANNELS * 4
     for name, out, into in (
         ("img_in", width, patch),
         ("txt_in", width, context_width),
         ("time_in.in_layer", width, 256),
         ("time_in.out_layer", width, width),
-        ("single_blocks.0.linear1", 7 * width, width),
-        ("single_blocks.0.linear2", width, 5 * width),
-        ("single_blocks.0.modulation.lin", 3 * width, width),
         ("final_layer.linear", patch, width),
         ("final_layer.adaLN_modulation.1", 2 * width, width),
     ):
         _dense(shapes, name, out, into)
-    for side in ("img", "txt"):
-        block = f"double_blocks.0.{side}"
+    for index in range(single):
+        block = f"single_blocks.{index}"
+        for part, out, into in (("linear1", 7, 1), ("linear2", 1, 5), ("modulation.lin", 3, 1)):
+            _dense(shapes, f"{block}.{part}", out * width, into * width)
+        shapes[f"{block}.norm.query_norm.weight"] = shapes[f"{block}.norm.key_norm.weight"] = (PAINTER_HEAD,)
+    for block in (f"double_blocks.{index}.{side}" for index in range(double) for side in ("img", "txt")):
         for part, out, into in (("_mod.lin", 6, 1), ("_attn.qkv", 3, 1), ("_attn.proj", 1, 1), ("_mlp.0", 4, 1), ("_mlp.2", 1, 4)):
             _dense(shapes, block + part, out * width, into * width)
-    for norm in ("double_blocks.0.img_attn.norm", "double_blocks.0.txt_attn.norm", "single_blocks.0.norm"):
-        shapes[f"{norm}.query_norm.weight"] = shapes[f"{norm}.key_norm.weight"] = (width,)
+        for norm in ("query_norm", "key_norm"):
+            shapes[f"{block}_attn.norm.{norm}.weight"] = (PAINTER_HEAD,)
     return shapes
 
 
@@ -153,7 +154,14 @@ def small_tokenizer() -> Tokenizer:
 
 
 def write_language_model(
-    folder: Path, *, hidden: int = 64, layers: int = 2, context: int = 4096, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    folder: Path,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    context: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Path:
     """Write a random Qwen3 checkpoint that talks printable ASCII and all but never ends by itself; returns `folder`.
 
@@ -164,7 +172,7 @@ def write_language_model(
     tokenizer = small_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     heads, head, vocabulary = max(2, hidden // 32), 32, tokenizer.get_vocab_size()
-    tensors = random_tensors(qwen3_shapes(hidden, 2 * hidden, layers, heads, heads // 2, head, vocabulary), dtype, seed)
+    tensors = random_tensors(qwen3_shapes(hidden, 2 * hidden, layers, heads, heads // 2, head, vocabulary), dtype, seed, device)
     output = torch.zeros(vocabulary, hidden)
     printable = [tokenizer.token_to_id("Ġ"), *(tokenizer.token_to_id(chr(code)) for code in range(ord("!"), ord("~") + 1))]
     output[printable] = torch.randn(len(printable), hidden, generator=torch.Generator().manual_seed(seed + 1)) * 10 / math.sqrt(hidden)
