@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -123,10 +123,11 @@ def train(layouts: torch.Tensor, seconds: float, batch: int, peak: float, seed: 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 200 == 0:
-            error = F.mse_loss(back, pictures)
-            print(f"autoencoder step {step} loss {loss.item():.5f} mse {error.item():.6f} size {size.item():.4f} at {passed:.0f} s", flush=True)
+            report = f"loss {loss.item():.5f} mse {F.mse_loss(back, pictures).item():.6f} size {size.item():.4f}"
+            print(f"autoencoder step {step} {report} at {passed:.0f} s", flush=True)
         step += 1
-    print(f"autoencoder: {step} steps of {batch}, latent std {float(latents.std()):.3f}, largest {float(latents.abs().max()):.2f}", flush=True)
+    largest = latents.abs().max().item()
+    print(f"autoencoder: {step} steps of {batch}, latent std {latents.std().item():.3f}, largest {largest:.2f}", flush=True)
     return model
 
 
@@ -141,7 +142,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
-    model = train(random_layouts(arguments.layouts, arguments.seed), arguments.seconds, arguments.batch, arguments.rate, arguments.seed, arguments.device)
+    layouts = random_layouts(arguments.layouts, arguments.seed)
+    model = train(layouts, arguments.seconds, arguments.batch, arguments.rate, arguments.seed, arguments.device)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     save_autoencoder(model, arguments.out)
 

@@ -14,8 +14,8 @@ from .scenes import COLORS, PLACES, Scene
 # ---- texts
 
 _STOP = frozenset(
-    "a an the of in on at to with and or for from by near under over into is are it its that this me my i i'd id like want please draw paint "
-    "picture image show make create can you called named".split()
+    """a an the of in on at to with and or for from by near under over into is are it its that this me my i i'd id like want please draw
+    paint picture image show make create can you called named""".split()  # noqa: SIM905 - a list of forty short words reads worse
 )
 _SPLIT_ZH = re.compile(r"[，。！？、\s]|请|帮我|画一下|画|我想要|来一张|生成|的图片|的图|的画|一[只位座辆艘株份个处]|[的和与在里有]")
 

@@ -13,24 +13,23 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from onedesk.service.setup.launch_comfyui import OperatorsFirst
 from safetensors.torch import load_file
 
 
 def _comfyui(folder: Path, models: dict[str, Path]) -> ModuleType:
     """ComfyUI's node module, on the CPU, with the given files' folders as its model folders."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):  # torchvision's compiled operators are absent beside a CPU torch
-        library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    sys.meta_path.insert(0, OperatorsFirst())  # torchvision's compiled operators are absent beside a CPU torch
     sys.path.insert(0, str(folder))
     from comfy.cli_args import args
 
     args.cpu = True
     import folder_paths
+
     import nodes
 
     for kind, path in models.items():
         folder_paths.add_model_folder_path(kind, str(path.parent), is_default=True)
-    nodes.__dict__["_kept_library"] = library
     return nodes
 
 

@@ -1,7 +1,8 @@
 """Measures the demo models on held-out ideas.
 
-python -m training.evaluate --writer FOLDER [--painter FILE --vae FILE] [--ideas 500] [--pictures 200] [--plain] [--device cuda] [--json FILE]
-Without --plain the writer runs through the project's own engine (what onedesk.service.api opens); with it, through the training code in batches.
+python -m training.evaluate --writer FOLDER [--painter FILE --vae FILE] [--ideas 500] [--pictures 200]
+                            [--plain] [--device cuda] [--comfyui FOLDER] [--json FILE] [--sheet FILE]
+Without --plain the writer runs through the project's own engine; with it, through the training code's network in batches.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from . import check, examples, ideas, tokenizer
 from .autoencoder import load_autoencoder
@@ -168,6 +173,20 @@ def draw(
     return to_pixels(torch.cat(made))
 
 
+def draw_with_comfyui(
+    writer: Writes, painter_file: Path, vae_file: Path, prompts: Sequence[str], seeds: Sequence[int], comfyui: Path, timeout: float = 3600
+) -> np.ndarray:
+    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler euler and simple at cfg 1, VAEDecode) in a child process."""
+    job = {f"text_{i}": writer.states(p).contiguous() for i, p in enumerate(prompts)}
+    root = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({**job, "seeds": torch.tensor(list(seeds))}, Path(folder) / "job.safetensors")
+        command = [sys.executable, "-m", "training.comfy_draw", str(comfyui), f"{folder}/job.safetensors", f"{folder}/out.npy",
+                   "--painter", str(painter_file.resolve()), "--vae", str(vae_file.resolve()), "--steps", str(STEPS)]  # fmt: skip
+        subprocess.run(command, check=True, cwd=root, timeout=timeout, capture_output=True)
+        return np.load(Path(folder) / "out.npy")
+
+
 def _report(figures: dict[str, dict], seconds: float) -> None:
     for part, values in figures.items():
         print(part)
@@ -187,6 +206,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--comfyui", type=Path, help="draw with the stock code of this ComfyUI folder instead of our own sampler")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sheet", type=Path, help="write a contact sheet of the pictures here (PNG)")
     settings = parser.parse_args()
@@ -204,10 +224,14 @@ def main() -> None:
         made = writer.answers(asked_for(held_out_ideas(settings.pictures, settings.seed + 1, "shape")), settings.seed + 1)
         chosen = [a.idea for a in made]
         for name, prompts in (("painter after writer", [prompt_of(a) for a in made]), ("painter on plain ideas", [i.core for i in chosen])):
-            pictures = draw(writer, settings.painter, settings.vae, prompts, range(len(prompts)), settings.device, 50 if settings.device == "cuda" else 1)
+            files, seeds = (settings.painter, settings.vae), range(len(prompts))
+            if settings.comfyui:
+                pictures = draw_with_comfyui(writer, *files, prompts, seeds, settings.comfyui)
+            else:
+                pictures = draw(writer, *files, prompts, seeds, settings.device, 50 if settings.device == "cuda" else 1)
             figures[name] = picture_figures(list(zip(chosen, pictures, strict=True)))
             if settings.sheet:
-                _sheet(pictures, settings.sheet.with_stem(f"{settings.sheet.stem}-{name.split()[1]}"))
+                _sheet(pictures, settings.sheet.with_name(f"{settings.sheet.stem}-{name.split()[1]}{settings.sheet.suffix}"))
     _report(figures, time.perf_counter() - begin)
     if settings.json:
         settings.json.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")

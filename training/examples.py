@@ -14,7 +14,13 @@ from . import ideas, scenes, tokenizer
 ROW = 160  # tokens of a writer row
 PROMPT = 80  # tokens of a painter prompt, at most
 LAYOUT = 3 + 2 * scenes.FIELDS
-_OTHER_SYSTEMS = ("You are a helpful assistant.", "You write prompts for an image model.", "Answer in one line.", "Be creative.", "你是一个有用的助手。")
+_OTHER_SYSTEMS = (
+    "You are a helpful assistant.",
+    "You write prompts for an image model.",
+    "Answer in one line.",
+    "Be creative.",
+    "你是一个有用的助手。",
+)
 
 
 def chat(system: str | None, idea: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -77,7 +77,10 @@ def _heads(qkv: torch.Tensor, norm: QkNorm) -> tuple[torch.Tensor, torch.Tensor,
     return norm.query_norm(q), norm.key_norm(k), v
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of the rotary embedding
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn, mask: torch.Tensor | None) -> torch.Tensor:
     q, k = _turn(q, *turn), _turn(k, *turn)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
@@ -115,7 +118,7 @@ class DoubleBlock(nn.Module):
         self.img_attn, self.txt_attn = StreamAttention(hidden), StreamAttention(hidden)
         self.img_mlp, self.txt_mlp = Mlp(hidden), Mlp(hidden)
 
-    def forward(self, img: torch.Tensor, txt: torch.Tensor, vector: torch.Tensor, turn: tuple, mask: torch.Tensor | None) -> tuple:
+    def forward(self, img: torch.Tensor, txt: torch.Tensor, vector: torch.Tensor, turn: Turn, mask: torch.Tensor | None) -> tuple:
         text = txt.shape[1]
         im, tm = self.img_mod(vector), self.txt_mod(vector)
         q, k, v = _heads(self.img_attn.qkv(_plain_norm(img) * (1 + im[1]) + im[0]), self.img_attn.norm)
@@ -135,7 +138,7 @@ class SingleBlock(nn.Module):
         self.linear1, self.linear2 = nn.Linear(hidden, 7 * hidden), nn.Linear(5 * hidden, hidden)
         self.norm, self.modulation = QkNorm(), Modulation(hidden, 3)
 
-    def forward(self, x: torch.Tensor, vector: torch.Tensor, turn: tuple, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, vector: torch.Tensor, turn: Turn, mask: torch.Tensor | None) -> torch.Tensor:
         shift, scale, gate = self.modulation(vector)
         hidden = x.shape[-1]
         qkv, inner = self.linear1(_plain_norm(x) * (1 + scale) + shift).split((3 * hidden, 4 * hidden), -1)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def made_up(rng: random.Random) -> str:
         ends = ("", "", "n", "l", "r", "k", "x", "sh", "m", "d", "t", "ng", "ff")
         return "".join(rng.choice(parts) + rng.choice("aeiouy") + rng.choice(ends) for _ in range(rng.randint(1, 3)))
     if how < 0.85:
-        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
-    return rng.choice(("{}{}", "{}-{}")).format("".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(1, 4))), rng.randint(1, 2099))
+        return "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(3, 8)))
+    letters = "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(1, 4)))
+    return rng.choice(("{}{}", "{}-{}")).format(letters, rng.randint(1, 2099))
 
 
 def _article(words: str) -> str:
@@ -82,7 +84,7 @@ def _english(rng: random.Random) -> tuple[str, str]:
         words.insert(rng.randrange(2), made_up(rng))
     phrase = " ".join(dict.fromkeys(w for w in words if w))
     if rng.random() < 0.68:
-        phrase = rng.choice(("the ",)) + phrase if rng.random() < 0.12 else _article(phrase)
+        phrase = "the " + phrase if rng.random() < 0.12 else _article(phrase)
     tail = [action.en if action else "", f"with {extra.en}" if extra else "", place.en if place else ""]
     if rng.random() < 0.12:
         other = rng.choice(lex.subjects)

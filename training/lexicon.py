@@ -53,7 +53,7 @@ class Lexicon:
 
 
 def _by_class(sections: dict[str, tuple[Entry, ...]], word: str) -> dict[str, tuple[Entry, ...]]:
-    found: dict[str, tuple[Entry, ...]] = {c: () for c in CLASSES}
+    found: dict[str, tuple[Entry, ...]] = dict.fromkeys(CLASSES, ())
     for head, entries in sections.items():
         first, *classes = head.split()
         if first == word:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -162,7 +162,9 @@ def load_network(folder: Path, device: str) -> WriterNetwork:
 
 
 @torch.no_grad()
-def generate(network: WriterNetwork, prompts: list[list[int]], stops: tuple[int, ...], most: int, temperature: float, seed: int) -> list[list[int]]:
+def generate(
+    network: WriterNetwork, prompts: list[list[int]], stops: tuple[int, ...], most: int, temperature: float, seed: int
+) -> list[list[int]]:
     """Sample answers for many prompts at once, without a cache; a row is done at the first stop token (kept in the row)."""
     device = network.model.embed_tokens.weight.device
     draw = torch.Generator(device).manual_seed(seed)

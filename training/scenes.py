@@ -114,7 +114,7 @@ def _ground(color: str | None, rng: random.Random) -> str:
     if rng.random() < 0.45:
         return f" on {color}"
     article = "an" if color[0] == "o" else "a"
-    return rng.choice((f" on {article} {color} background", f" against {article} {color} background", f" with {article} {color} background"))
+    return f" {rng.choice(('on', 'against', 'with'))} {article} {color} background"
 
 
 def english(scene: Scene, rng: random.Random) -> str:
@@ -138,10 +138,10 @@ def english(scene: Scene, rng: random.Random) -> str:
         return f"{x}{_place(a.place, rng)} and {y}{_place(b.place, rng)}{ground}"
     if scene.relation is None:
         return x + rng.choice((" and ", " and ", " next to ", " with ", " beside ")) + y + ground
-    if scene.relation == "left":
-        return rng.choice((f"{x} to the left of {y}", f"{x} left of {y}", f"{x} on the left and {y} on the right", f"{y} to the right of {x}",
-                           f"{y} right of {x}", f"{y} on the right and {x} on the left")) + ground  # fmt: skip
-    return rng.choice((f"{x} above {y}", f"{x} over {y}", f"{y} below {x}", f"{y} under {x}", f"{x} at the top and {y} at the bottom")) + ground
+    beside = (f"{x} to the left of {y}", f"{x} left of {y}", f"{x} on the left and {y} on the right")
+    beside += (f"{y} to the right of {x}", f"{y} right of {x}", f"{y} on the right and {x} on the left")
+    stacked = (f"{x} above {y}", f"{x} over {y}", f"{y} below {x}", f"{y} under {x}", f"{x} at the top and {y} at the bottom")
+    return rng.choice(beside if scene.relation == "left" else stacked) + ground
 
 
 def _noun_zh(s: Shape, rng: random.Random) -> str:

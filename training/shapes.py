@@ -52,5 +52,3 @@ def render(layouts: torch.Tensor, size: int = SIZE) -> torch.Tensor:
         cover = (0.5 - distance).clamp(0, 1) * (kind >= 0)[:, None, None]
         picture = picture + cover[:, None] * (color[:, :, None, None] - picture)
     return picture
-
-

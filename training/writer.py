@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from . import examples, tokenizer
@@ -24,21 +24,37 @@ TEMPLATE = """{%- for message in messages %}
 {%- endif %}
 """
 
+_GENERATION = {
+    "bos_token_id": 0,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 20,
+}
+_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": None,
+    "eos_token": tokenizer.SPECIALS[2],
+    "pad_token": tokenizer.SPECIALS[0],
+    "unk_token": None,
+    "add_prefix_space": False,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 2048,
+}
+
 
 def write_checkpoint(network: torch.nn.Module, folder: Path) -> None:
     """config.json, generation_config.json, tokenizer_config.json, chat_template.jinja and model.safetensors in BF16."""
-    specials = dict(zip(("endoftext", "im_start", "im_end"), tokenizer.SPECIALS, strict=True))
     added = {
         str(i): {"content": t, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
         for i, t in enumerate(tokenizer.SPECIALS)
     }
     files = {
         "config.json": CONFIG,
-        "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": True, "temperature": 0.7,
-                                   "top_p": 0.95, "top_k": 20},  # fmt: skip
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added, "bos_token": None,
-                                  "eos_token": specials["im_end"], "pad_token": specials["endoftext"], "unk_token": None,
-                                  "add_prefix_space": False, "clean_up_tokenization_spaces": False, "model_max_length": 2048},  # fmt: skip
+        "generation_config.json": _GENERATION,
+        "tokenizer_config.json": {**_TOKENIZER, "added_tokens_decoder": added},
     }
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
