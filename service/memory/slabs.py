@@ -12,6 +12,9 @@ from .backends.protocol import Backend, Returned, Slab
 from .budget import MemorySettings, show
 from .lease import Lease
 
+# Where slabs hold their bytes from the start, a shared one grows by what is asked for in steps of this: CUDA's own page.
+_DEVICE_STEP = 2 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -122,8 +125,9 @@ class SlabStore:
         granule = self._settings.align
         wanted = -(-nbytes // granule) * granule
         size = max(wanted, self._settings.initial_slab // granule * granule)
-        if self.backend.commits:
-            size = max(wanted, min(size, room // granule * granule))
+        if self.backend.commits:  # bytes that nobody sees: on an H200 512 MiB were held for 14 MiB of scratch
+            step = max(granule, _DEVICE_STEP)
+            size = max(wanted, min(-(-wanted // step) * step, room // granule * granule))
             self._check_room(size, room)
         slab = self.backend.open(size, whole=False)
         stretch: Stretch = self.arena.add_slab(size, align=self.backend.alignment)
