@@ -103,6 +103,11 @@ class OpenModel:
         return self._session is not None
 
     @property
+    def stale(self) -> bool:
+        """Whether a file of the checkpoint has changed since the handle was made; it cannot load any more then."""
+        return self._blueprint.checkpoint.changed()
+
+    @property
     def busy(self) -> bool:
         """Whether a generation or a load is under way."""
         return self._lock.locked()
@@ -157,7 +162,8 @@ class OpenModel:
         """Answer `request` as a stream of events; the last one has the result.
 
         Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked before every
-        token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled". `progress` hears of a load.
+        token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled".
+        `progress` hears of a load and of every prompt chunk.
         """
         prepared = prepare(request, self._blueprint, self._language)
         return self._run(prepared, cancel, progress)
@@ -297,7 +303,7 @@ class OpenModel:
                     self._released = Stage()
                 with self._session_for(progress, cancel, meter) as session:
                     books = Books(meter, self._leaks, self._blueprint.pass_bytes)
-                    for event in Generation(prepared, session, books, cancel).events(started):
+                    for event in Generation(prepared, session, books, cancel, progress).events(started):
                         if event.result is not None:
                             finished = True
                             log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))

@@ -81,6 +81,10 @@ class Registry:
         key = (path.resolve(), context, quant, kind)
         with self._lock:
             opened = self._models.get(key)
+            if opened is not None and opened.stale:
+                # The files were replaced: who holds the old handle may finish, everybody else gets the new model.
+                opened.give_way()
+                opened = None
             if opened is None:
                 opened = open_model(
                     model,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import CancelCheck, Event, Finish, Progress, Result, Sampling, Usage
+from ..core import CancelCheck, Event, Finish, Progress, ProgressReport, Result, Sampling, Usage
 from ..text.repetition import RepetitionCheck
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -50,7 +50,9 @@ class Books:
 class Generation:
     """Runs a prepared request on a session; `events()` is the one way through it."""
 
-    def __init__(self, prepared: Prepared, session: Session, books: Books, cancel: CancelCheck | None) -> None:
+    def __init__(
+        self, prepared: Prepared, session: Session, books: Books, cancel: CancelCheck | None, progress: ProgressReport | None = None
+    ) -> None:
         self._prepared = prepared
         self._session = session
         self._runner = session.runner
@@ -58,6 +60,7 @@ class Generation:
         self._leaks = books.leaks
         self._step_bytes = books.pass_bytes
         self._cancel = cancel or _never
+        self._progress = progress
         self._sequence = Sequence(prepared.ids, prepared.limits)
         self._sampler = Sampler(prepared.sampling, prepared.seed, prepared.ids, prepared.choosable)
         self._repetition = RepetitionCheck() if prepared.repetition_stop else None
@@ -84,10 +87,10 @@ class Generation:
             if scores is None or self._cancel():
                 self._sequence.end("cancelled")
                 break
-            token = self._next(scores)
+            token, forced = self._next(scores)
             if self._first_token is None:
                 self._first_token = time.perf_counter() - started
-            yield from self._take(token)
+            yield from self._take(token, forced)
             if self._sequence.finish is None:
                 scores = self._decode(token)
         yield from self._last(started, load_seconds)
@@ -97,12 +100,15 @@ class Generation:
         self._runner.begin()
         with self._meter.measure("prefill"):
             try:
-                scores = self._runner.prefill(
-                    self._prepared.ids, self._cancel, lambda _: self._meter.add_bytes("prefill", self._step_bytes)
-                )
+                scores = self._runner.prefill(self._prepared.ids, self._cancel, self._chunk_read)
             except Stopped:
                 return None
         return scores
+
+    def _chunk_read(self, done: int) -> None:
+        self._meter.add_bytes("prefill", self._step_bytes)
+        if self._progress is not None:
+            self._progress(Progress("prefill", done, len(self._prepared.ids)))
 
     def _decode(self, token: int) -> torch.Tensor:
         with self._meter.measure("decode"):
@@ -110,22 +116,23 @@ class Generation:
         self._meter.add_bytes("decode", self._step_bytes)
         return scores
 
-    def _next(self, scores: torch.Tensor) -> int:
+    def _next(self, scores: torch.Tensor) -> tuple[int, bool]:
+        """The next token, and whether it was forced."""
         forced = self._sequence.next_forced(in_reasoning=self._in_reasoning, closing=self._closing)
         with self._meter.measure("sample"):
             token = self._sampler.choose(scores) if forced is None else forced
             self._sampler.accept(token)
-        return token
+        return token, forced is not None
 
     @property
     def _in_reasoning(self) -> bool:
         return self._text.in_reasoning if self._text else False
 
-    def _take(self, token: int) -> Iterator[Event]:
+    def _take(self, token: int, forced: bool) -> Iterator[Event]:
         inside = self._in_reasoning
         piece = self._text.push(token) if self._text and token not in self._prepared.limits.eos else None
-        # The token that opens reasoning belongs to it: it must not eat the answer's budget.
-        self._sequence.settle(token, in_reasoning=inside or self._in_reasoning)
+        # What opens reasoning, and what closes it by force, belongs to it: neither may eat the answer's budget.
+        self._sequence.settle(token, in_reasoning=inside or self._in_reasoning or forced)
         if self._sequence.finish == "stop":
             return
         if self._text and self._text.stopped:

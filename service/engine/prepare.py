@@ -22,6 +22,7 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
     check_stops(request.stop)
     ids, in_reasoning = _prompt(request, language)
     check_ids(ids, blueprint.widths.vocab)
+    check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
     if room < 1:
         raise RequestError(
@@ -50,6 +51,13 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
     for at, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise RequestError(f"token id {token!r} at position {at} is not one of the model's {vocab}; use 0 to {vocab - 1}")
+
+
+def check_biases(biases: Mapping[int, float], vocab: int) -> None:
+    """Raise RequestError if a bias is for an id that the model does not have."""
+    for token in biases:
+        if token >= vocab:
+            raise RequestError(f"logit_bias has token id {token}, which is not one of the model's {vocab}; use 0 to {vocab - 1}")
 
 
 def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:

@@ -57,6 +57,11 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({info.file for info in self.tensors.values()}))
 
+    def changed(self) -> bool:
+        """Whether a file with tensors is another one than when its header was read, or gone."""
+        sources = {info.source for info in self.tensors.values()}
+        return any(not source.unchanged() for source in sources)
+
     def census(self) -> Census:
         """Count numbers and bytes from the headers; packed formats count one number per stored element."""
         by_dtype: Counter[str] = Counter()

@@ -29,6 +29,13 @@ class SourceFile:
     modified_ns: int
     inode: tuple[int, int]
 
+    def unchanged(self) -> bool:
+        """Whether the file on the disk still is the one that was read."""
+        try:
+            return self.same_as(self.path.stat())
+        except OSError:
+            return False
+
     def same_as(self, other: os.stat_result) -> bool:
         """Whether `other` describes the same bytes: same file, size and time of change."""
         return (self.size, self.modified_ns, self.inode) == (other.st_size, other.st_mtime_ns, (other.st_dev, other.st_ino))
