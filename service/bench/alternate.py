@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import OnedeskError, PeerError, RequestError
+from ..memory.budget import GIB, MIB
 from ..setup.comfyui import Client
 from ..setup.console import columns, failure, write_json
 
@@ -182,23 +183,33 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, f
     return found
 
 
+def drift(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Bytes of the card in use after the last drawing beyond those after the first third of the cycles; None where there is no card."""
+    used = [row["used"] for row in rows if row["step"] == DRAWN and "used" in row]
+    return used[-1] - used[len(used) // 3] if used else None
+
+
 def table(document: Mapping[str, Any]) -> str:
     """The document for people."""
     lines: list[tuple[str, ...]] = [TITLES]
     for step, figures in document["steps"].items():
         lines += [(step, name, *(_shown(name, values[key]) for key in ("min", "median", "max"))) for name, values in figures.items()]
     kept = f"{len(document['failures'])} promises broken" if document["failures"] else "every promise kept"
-    peak = "" if document["peak_used"] is None else f", at most {document['peak_used'] / 2**30:.2f} GiB of the card in use"
-    head = f"{document['cycles']} cycles on {document['device']} in {document['seconds']:.0f} s, {kept}{peak}"
+    peak = "" if document["peak_used"] is None else f", at most {document['peak_used'] / GIB:.2f} GiB of the card in use"
+    grown = "" if document["drift_bytes"] is None else f"; {document['drift_bytes'] / MIB:.1f} MiB more than after the first third"
+    head = f"{document['cycles']} cycles on {document['device']} in {document['seconds']:.0f} s, {kept}{peak}{grown}"
     return "\n".join([head, columns(lines), *document["failures"]])
 
 
 def _shown(name: str, value: float) -> str:
-    return f"{value:.3f} s" if "seconds" in name else f"{value / 2**30:.3f} GiB"
+    return f"{value:.3f} s" if "seconds" in name else f"{value / GIB:.3f} GiB"
 
 
 def measure(port: int, choice: Choice, cycles: int) -> dict[str, Any]:
-    """The document: the machine, `steps`, `rows`, `failures` and `peak_used`. Bytes are integers, times seconds. Raises PeerError."""
+    """The document: the machine, `steps`, `rows`, `failures`, `peak_used`, `drift_bytes`. Bytes are integers, times seconds.
+
+    Raises PeerError when nobody answers at the port.
+    """
     client = Client(port)
     stats = client.ask("/system_stats")
     outcome, watch, started = Outcome(), PeakWatch(client), time.perf_counter()
@@ -220,6 +231,7 @@ def measure(port: int, choice: Choice, cycles: int) -> dict[str, Any]:
         "cycles": outcome.cycles,
         "seconds": time.perf_counter() - started,
         "peak_used": watch.peak,
+        "drift_bytes": drift(outcome.rows),
         "failures": outcome.failures,
         "steps": spread(outcome.rows),
         "rows": outcome.rows,

@@ -20,7 +20,7 @@ import torch
 from ..api import OpenModel, open_model, pick_device
 from ..core import Request, Result, Sampling
 from ..errors import ModelError, OnedeskError
-from ..memory.budget import MemorySettings
+from ..memory.budget import MIB, MemorySettings
 from ..memory.pool import Pool, Released
 from ..memory.truth import read_truth
 from ..setup.console import failure, write_json
@@ -86,7 +86,10 @@ def _apart(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[str, Any]:
-    """Answer, give way, measure by the driver, wake and answer again, `cycles` times; see `row_of` for what each cycle says."""
+    """Answer, give way, measure by the driver, wake and answer again, `cycles` times; see `row_of` for what each cycle says.
+
+    `drift_bytes`: what the device has less free at the end than after the first third of the cycles.
+    """
     model = opened(path, device, cache)
     first, scores, weights = answer(model), model.score(prompt_of(model)), model.weight_checksums()
     steady = answer(model).ids == first.ids
@@ -94,7 +97,8 @@ def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[s
     for _ in range(cycles):
         held, before = model.held_bytes(), free_bytes(device)
         released = model.give_way()
-        row = row_of(held, released, free_bytes(device) - before)
+        free = free_bytes(device)
+        row = row_of(held, released, free - before) | {"free": free}
         again = answer(model)  # read while the weights still come
         row |= {
             "wake_seconds": again.seconds["first_token"],
@@ -114,6 +118,7 @@ def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[s
         "prefill_tokens_per_second": PROMPT / stages["prefill"].seconds,
         "decode_tokens_per_second": (TOKENS - 1) / stages["decode"].seconds,
         "decode_allocations": stages["decode"].allocations,
+        "drift_bytes": rows[cycles // 3]["free"] - rows[-1]["free"],
         "rows": rows,
     }
 
@@ -205,6 +210,7 @@ def summary(document: Mapping[str, Any]) -> str:
         f"{document['device']}, torch {document['torch']}, {document['seconds']:.0f} s",
         f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, log-probabilities within {equal['score_difference']:.1e}",
         f"{gave['model']} in BF16, {len(gave['rows'])} times away and back: at least {least:.1%} returned by the driver's figure",
+        f"the device has {gave['drift_bytes'] / MIB:.1f} MiB less free than after the first third of them",
         f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
         *document["failures"],
     ]

@@ -12,7 +12,7 @@ import pytest
 from comfyui import Comfy
 from node_graphs import free, node, shown, writing
 from onedesk.service.bench import alternate
-from onedesk.service.bench.alternate import DRAWN, WRITTEN, Choice, broken_promises, measure, port_of
+from onedesk.service.bench.alternate import DRAWN, WRITTEN, Choice, broken_promises, drift, measure, port_of
 from onedesk.service.errors import RequestError
 
 GIB = 1 << 30
@@ -102,6 +102,7 @@ def test_a_run_that_keeps_every_promise_exits_0_with_the_spread_of_each_figure(p
     assert document["steps"][WRITTEN]["comfyui"] == {"min": GIB, "median": GIB, "max": GIB}
     assert document["steps"][DRAWN]["release_seconds"]["median"] == 0.25
     assert document["steps"][DRAWN]["seconds"]["max"] == 0.5
+    assert document["drift_bytes"] == 0
     assert "3 cycles on a card" in printed.err
     assert "every promise kept" in printed.err
     assert "/secret" not in printed.out  # where that ComfyUI lies is nobody's business
@@ -149,6 +150,12 @@ def test_a_comfyui_without_the_nodes_of_the_tests_is_told_what_it_lacks(play, ca
     assert alternate.main([play([], absent="TestMemory").url, "--json"]) == 1
     (words,) = json.loads(capsys.readouterr().out)["failures"]
     assert "this ComfyUI has no node TestMemory; put the pack and its tests/comfyui_pack into custom_nodes" in words
+
+
+def test_what_stays_in_use_is_counted_from_the_first_third_on():
+    rows = [{"step": DRAWN, "used": GIB + used} for used in (0, 50, 60, 61, 62, 65)] + [{"step": WRITTEN, "used": 9 * GIB}]
+    assert drift(rows) == 5
+    assert drift([{"step": DRAWN}]) is None
 
 
 @pytest.mark.parametrize("url", ["http://example.org:8188", "https://127.0.0.1:8188", "http://127.0.0.1", "http://127.0.0.1:99999", "x"])
