@@ -3,6 +3,7 @@
     [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
     [models]   roots = ["models"], default = "NAME", context = 8192
     [service]  host, port, concurrency, queue, deadline
+    [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
 
 Bytes may be written as whole numbers or as text such as "4GiB". Relative roots start at the file's folder.
 """
@@ -51,6 +52,7 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
     },
     "models": {"roots": "texts", "default": "text", "context": "whole"},
     "service": {"host": "text", "port": "whole", "concurrency": "whole", "queue": "whole", "deadline": "number"},
+    "comfyui": {"correct_free_memory": "flag"},
 }
 MEMORY_KEYS = tuple(_TABLES["memory"])
 _WORDS: Mapping[_Kind, str] = {
@@ -82,6 +84,13 @@ class ServiceSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ComfyUISettings:
+    """What may be changed in a running ComfyUI: its reading of free memory, on a GPU that shares its memory with the CPU."""
+
+    correct_free_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings. `tree` is the folder of the onedesk.toml that was read, None without one; `memory` has only the keys set there."""
 
@@ -92,6 +101,7 @@ class Config:
     context: int | None = None
     memory: Mapping[str, int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
     service: ServiceSettings = field(default_factory=ServiceSettings)
+    comfyui: ComfyUISettings = field(default_factory=ComfyUISettings)
 
     @property
     def cache(self) -> Path:
@@ -142,6 +152,7 @@ def load_config(path: Path | None = None) -> Config:
         context=models.get("context"),
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
+        comfyui=ComfyUISettings(**tables["comfyui"]),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from onedesk.service import config as config_module
-from onedesk.service.config import Config, ServiceSettings, installed_file, load_config, package_folder, parse_bytes
+from onedesk.service.config import ComfyUISettings, Config, ServiceSettings, installed_file, load_config, package_folder, parse_bytes
 from onedesk.service.errors import FileError
 from onedesk.service.memory.budget import SETTING_NAMES
 
@@ -26,6 +26,7 @@ def test_an_empty_file_gives_the_defaults_and_the_trees_models(tmp_path):
     assert config.tree == tmp_path
     assert list(config.model_roots) == [tmp_path / "models", *DEMO]
     assert config.service == ServiceSettings()
+    assert config.comfyui == ComfyUISettings(correct_free_memory=True)
     assert dict(config.memory) == {}
     assert config.cache == tmp_path / "cache"
 
@@ -47,12 +48,15 @@ def test_every_table_is_read(tmp_path):
     concurrency = 2
     queue = 3
     deadline = 1.5
+    [comfyui]
+    correct_free_memory = false
     """
     config = load_config(write(tmp_path, text))
     assert dict(config.memory) == {"limit": 0.555, "floor": 2 * 1024**3, "initial_slab": 1048576, "debug": True}
     assert list(config.model_roots) == [tmp_path / "llm", Path("/srv/qwen"), *DEMO]
     assert (config.default_model, config.context) == ("小模型", 4096)
     assert config.service == ServiceSettings("127.0.0.2", 9000, 2, 3, 1.5)
+    assert not config.comfyui.correct_free_memory
 
 
 def test_the_memory_table_has_the_pools_settings():
@@ -68,7 +72,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service"),
+        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service, comfyui"),
         ("port = 1\n", "unknown table or key 'port'"),
         ("[service]\nprot = 1\n", "unknown key 'prot' in [service]; known keys: host, port, concurrency, queue, deadline"),
         ("service = 3\n", "service is 3; write it as a table, [service]"),
@@ -82,6 +86,8 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
         ("[memory]\nfloor = '4 potatoes'\n", "floor in [memory]: '4 potatoes' is no size"),
         ("[memory]\nfloor = -1\n", "floor in [memory] is -1; use whole bytes"),
         ("[memory]\ndebug = 1\n", "debug in [memory] is 1; use true or false"),
+        ("[comfyui]\ncorrect_free_memory = 'no'\n", "correct_free_memory in [comfyui] is 'no'; use true or false"),
+        ("[comfyui]\nfree_memory = true\n", "unknown key 'free_memory' in [comfyui]; known keys: correct_free_memory"),
         ("[service\n", "is not valid TOML"),
     ],
 )
