@@ -1,0 +1,40 @@
+"""Thirty hand-overs, the short form of `onedesk bench handover --cycles 300`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from onedesk.service.bench.handover import handover_table, own_bytes
+from tiny_qwen3 import write_tiny_qwen3
+
+MIB = 1 << 20
+CYCLES = 30
+
+
+def test_thirty_hand_overs_return_everything_and_leave_nothing(tmp_path):
+    model = write_tiny_qwen3(tmp_path / "writer", hidden=512, intermediate=1536)
+    (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
+    command = [sys.executable, "-m", "onedesk.service.cli", "bench", "handover", "--model", str(model), "--cycles", str(CYCLES), "--tokens", "4"]
+    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False)
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, document
+    assert (document["kind"], document["cycles"], document["different_texts"], document["shortfalls"]) == ("handover", CYCLES, 0, 0)
+    assert document["drift_bytes"] <= 8 * MIB
+    assert document["drift_kept"] == {"threads": 0, "open files": 0, "children": 0}
+    assert [row["step"] for row in document["rows"]] == ["give way", "close"]
+    for row in document["rows"]:
+        assert row["leased"] >= row["asked"] >= document["checkpoint_bytes"] > 32 * MIB
+        assert row["worst_share"] >= 0.98
+        assert row["worst_process_share"] >= 0.98
+        assert 0 < row["seconds"] <= row["worst_seconds"]
+    assert "texts that differ: 0" in handover_table(document)
+
+
+def test_own_bytes_are_what_this_process_takes_and_returns():
+    before = own_bytes()
+    taken = bytearray(64 * MIB)
+    assert own_bytes() - before >= 63 * MIB
+    del taken
+    assert own_bytes() - before < 2 * MIB

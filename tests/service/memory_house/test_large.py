@@ -1,0 +1,80 @@
+"""A model of more than 1 GB: decode takes nothing and waits for nothing, and a load holds the checkpoint once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from onedesk.service.api import OpenModel, open_model
+from onedesk.service.bench.files import Residency, evict, read_whole
+from onedesk.service.bench.subject import Task
+from onedesk.service.bench.worker import Worker
+from onedesk.service.core import Request, Result, Sampling
+from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from tiny_qwen3 import write_tiny_qwen3
+
+CONTEXT = 64
+IDS = tuple(range(100, 104))
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
+
+
+@pytest.fixture
+def model(large: Path, pool: Pool, kernel_cache: Path, tmp_path: Path) -> Iterator[OpenModel]:
+    """Not loaded; code and kernels have run once, with a tiny model, so that only the large one's bytes are new."""
+    tiny = open_model(write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=CONTEXT, kernel_cache=kernel_cache)
+    write(tiny)
+    tiny.close()
+    opened = open_model(large, pool=pool, context=CONTEXT, device="cpu", load=False, kernel_cache=kernel_cache)
+    yield opened
+    opened.close()
+
+
+def write(model: OpenModel) -> Result:
+    request = Request(ids=IDS, sampling=Sampling(temperature=0.0), max_tokens=TOKENS)
+    return [event.result for event in model.generate(request) if event.result][-1]
+
+
+def cached(folder: Path) -> int:
+    residency = Residency(open_checkpoint(folder).files)
+    found = residency.resident()
+    residency.close()
+    return found
+
+
+@pytest.mark.parametrize("file", ["evicted", "cached"])
+def test_decode_has_no_major_fault_and_no_allocation_after_the_first_token(model, large, file):
+    files = open_checkpoint(large).files
+    evict(files) if file == "evicted" else read_whole(files)
+    assert (cached(large) < 0.01 * model.need.weights) == (file == "evicted")
+    result = write(model)
+    stages = result.stages
+    assert stages["load"].bytes > 1_000_000_000
+    assert result.usage.completion == TOKENS
+    assert stages["decode"].bytes > (TOKENS - 1) * 1_000_000_000
+    assert (stages["decode"].major_faults, stages["decode"].allocations, stages["decode"].allocator_seconds) == (0, 0, 0)
+    assert cached(large) < 0.05 * model.need.weights
+
+
+def test_a_text_is_the_same_after_a_hand_over(model):
+    first = write(model).ids
+    released = model.give_way()
+    assert sum(r.measured for r in released) >= 0.98 * sum(r.asked for r in released) > 1_000_000_000
+    assert write(model).ids == first
+
+
+@pytest.mark.parametrize("file", ["evicted", "cached"])
+def test_a_load_holds_the_checkpoint_once(large, kernel_cache, file):
+    checkpoint = open_checkpoint(large)
+    with Worker("onedesk", Task(large, "cpu", "none", CONTEXT, kernel_cache, {}, ())) as worker:
+        evict(checkpoint.files) if file == "evicted" else read_whole(checkpoint.files)
+        peak = worker.ask("load")["peak_bytes"]
+    assert checkpoint.weight_bytes <= peak <= 1.1 * checkpoint.weight_bytes
