@@ -27,6 +27,7 @@ from ..config import Config, load_config
 from ..core import Request, Sampling
 from ..engine.leaks import own_bytes
 from ..errors import MemoryFull, ModelError, OnedeskError
+from ..kernels.unfinished import work_folder
 from ..loader.checkpoint import open_checkpoint
 from ..memory.budget import MIB
 from ..memory.pool import Pool
@@ -116,8 +117,11 @@ def checkpoint_of(model: str, cache: Path) -> Path:
     hidden, layers, intermediate, vocabulary = MODELS[model]
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate, "vocab_size": vocabulary}
     heads = {"num_attention_heads": hidden // HEAD_DIM, "num_key_value_heads": KV_HEADS}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_random(folder, {**SHAPES["qwen3-0.6b"], **shape, **heads})
+    with work_folder(folder.parent, model) as started:
+        whole = started / model
+        whole.mkdir()
+        write_random(whole, {**SHAPES["qwen3-0.6b"], **shape, **heads})
+        whole.rename(folder)
     return folder
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import FileError
+from ..kernels.unfinished import work_folder
 from ..model.families import family_of
 from ..model.spec import Source
 
@@ -65,9 +65,8 @@ def random_checkpoint(name: str, cache: Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as started:
-            whole = Path(started) / name
+        with work_folder(folder.parent, name) as started:
+            whole = started / name
             whole.mkdir()
             write_random(whole, SHAPES[name])
             whole.rename(folder)

@@ -12,13 +12,13 @@ import logging
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from .reference import TILE_ELEMENTS, ReferenceKernels, causal_mask
+from .unfinished import work_folder
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +120,8 @@ def _build(compiler: str, target: Path) -> str:
     # torch's own OpenMP, where it carries one, so that both share a pool of threads.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))] or ["-fopenmp"]
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            compiled, linked = Path(folder) / "gemv.o", Path(folder) / "gemv.so"
+        with work_folder(target.parent, "gemv") as folder:
+            compiled, linked = folder / "gemv.o", folder / "gemv.so"
             for command in (
                 [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
                 [compiler, "-shared", str(compiled), "-o", str(linked), *openmp],

@@ -16,7 +16,19 @@ CYCLES = 30
 def test_thirty_hand_overs_return_everything_and_leave_nothing(tmp_path):
     model = write_tiny_qwen3(tmp_path / "writer", hidden=512, intermediate=1536)
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
-    command = [sys.executable, "-m", "onedesk.service.cli", "bench", "handover", "--model", str(model), "--cycles", str(CYCLES), "--tokens", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "onedesk.service.cli",
+        "bench",
+        "handover",
+        "--model",
+        str(model),
+        "--cycles",
+        str(CYCLES),
+        "--tokens",
+        "4",
+    ]
     done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
     assert done.returncode == 0, document
