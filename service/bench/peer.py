@@ -33,7 +33,7 @@ class Transformers:
         network = AutoModelForCausalLM.from_pretrained(
             self._task.model, dtype="auto", attn_implementation="eager", local_files_only=True, trust_remote_code=False
         )
-        self._network = network.eval().to(self._task.device)
+        self._network = network.eval().to(self._task.device)  # pyright: ignore[reportArgumentType] - its decorator hides the signature
 
     def unload(self) -> None:
         self._network = None

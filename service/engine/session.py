@@ -110,7 +110,7 @@ class Session:
     def checksums(self, plan: WeightPlan) -> dict[str, int]:
         """A CRC-32 of each tensor of `plan` as it lies in memory, by the name of its first part in the checkpoint."""
         named = {tensor.parts[0].name: self._arrival.tensors[tensor.destination.key] for tensor in plan.tensors}
-        return {name: zlib.crc32(tensor.cpu().view(-1).view(torch.uint8).numpy()) for name, tensor in named.items()}
+        return {name: zlib.crc32(tensor.cpu().view(-1).view(torch.uint8).numpy().data) for name, tensor in named.items()}
 
     def offer(self, policy: Policy, give_way: GiveWay) -> None:
         """Say on which terms the leases are held from now on; `give_way` returns all of them."""

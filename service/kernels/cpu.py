@@ -12,6 +12,7 @@ import logging
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ class CpuKernels(ReferenceKernels):
         return out.copy_(mixed.view(kv_heads, group, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim))
 
 
-def _bind(library: ctypes.CDLL, symbol: str) -> ctypes._CFuncPtr:  # pyright: ignore[reportPrivateUsage]
+def _bind(library: ctypes.CDLL, symbol: str) -> Callable[..., None]:
     function = getattr(library, symbol)
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 4
     function.restype = None

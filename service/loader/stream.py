@@ -220,7 +220,7 @@ class _Run:
         chunk = self.chunks[index]
         fd = self.files[chunk.source]
         if chunk.device.type in DIRECT_DEVICES:
-            _fill(fd, [memoryview(view.numpy()) for view in chunk.views], chunk)
+            _fill(fd, [view.numpy().data for view in chunk.views], chunk)
         else:
             bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, _Bounce(chunk.device))
             _fill(fd, [bounce.window(chunk.nbytes)], chunk)
@@ -238,7 +238,7 @@ class _Bounce:
         self.stream = torch.cuda.Stream(device) if cuda else None
 
     def window(self, nbytes: int) -> memoryview:
-        return memoryview(self.buffer.numpy())[:nbytes]
+        return self.buffer.numpy().data[:nbytes]
 
     @torch.inference_mode()
     def hand_over(self, views: Sequence[torch.Tensor]) -> None:

@@ -109,7 +109,7 @@ def _folder(path: Path) -> Path:
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of a tensor's bytes, wherever it lies."""
-    return zlib.crc32(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
 
 
 def _weights(found: Sequence[Mapping[str, int]]) -> Check:
