@@ -1,7 +1,8 @@
 """ComfyUI's view of our models, and ours of its memory. The only file that touches comfy.model_management.
 
 Each open model is one patcher in ComfyUI's list of loaded models, with the bytes that it really holds, so that ComfyUI evicts it with
-its own code when it needs room, and POST /free frees it. Before a model loads, ComfyUI is asked to free what it needs.
+its own code when it needs room, and POST /free frees it. Before a model loads, ComfyUI is asked to free what it needs. With --cpu, where
+ComfyUI never evicts, its models are a neighbour of our pool, and ours give way before its nodes run.
 
 Threads: ComfyUI's list has no lock. It is touched only by the thread that runs prompts (node code between awaits, and ComfyUI's
 own calls of a patcher); models work in other threads, which never wait for that thread.
@@ -9,20 +10,30 @@ own calls of a patcher); models work in other threads, which never wait for that
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import gc
 import logging
 import time
 import weakref
 from collections.abc import Iterable
 
+import comfy.memory_management as ram
 import comfy.model_management as mm
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
+from comfyui_version import __version__ as comfyui_version
+from server import PromptServer
 
 from ..service.api import OpenModel
-from ..service.errors import MemoryFull
-from ..service.memory.pool import Released
+from ..service.config import load_config
+from ..service.errors import MemoryFull, OnedeskError
+from ..service.memory.budget import show
+from ..service.memory.pool import Pool, Released
+from ..service.memory.truth import Truth
 from ..service.registry import REGISTRY
+from .correction import FreeMemoryCorrection
 from .folders import model_roots
 from .phase import Tracker
 from .show import returned
@@ -100,17 +111,20 @@ class LanguageModel(ModelPatcher):
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
         """Give way as a whole; returns the bytes that came back. ComfyUI would take the rest at once if less than asked came back."""
-        return sum(item.measured for item in self._give_way())
+        return sum(item.measured for item in self.evict())
 
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
         """Give way; with unpatch_all False ComfyUI only sorts its list anew, then nothing is given."""
         if unpatch_all:
-            self._give_way()
+            self.evict()
         return self.model
 
-    def _give_way(self) -> tuple[Released, ...]:
+    def evict(self, *, wait: bool = True) -> tuple[Released, ...]:
+        """Let the model give way to ComfyUI, and count it. A pinned one keeps its bytes; with `wait` False a busy one too."""
         model = self._open()
-        released = give_way(model) if model else ()
+        if model is None or model.policy.name == "pinned":
+            return ()
+        released = give_way(model) if wait else model.give_way()
         if released:
             self.evictions += 1
             self.given = released
@@ -131,7 +145,21 @@ def open_model(choice: ModelChoice) -> OpenModel:
     """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises ModelError, FileError."""
     model = REGISTRY.open(choice.name, roots=model_roots(), context=choice.context, quant=choice.quant, device=device(), load=False)
     listed(model)
+    know_comfyui(model.pool)
     return model
+
+
+def pool() -> Pool:
+    """The pool that our models share, with ComfyUI's models as its neighbour."""
+    shared = REGISTRY.pool(device())
+    know_comfyui(shared)
+    return shared
+
+
+def know_comfyui(pool: Pool) -> None:
+    """Let the pool ask ComfyUI's models to give way."""
+    if not any(isinstance(neighbour, ComfyModels) for neighbour in pool.arbiter.neighbours):
+        pool.arbiter.add_neighbour(ComfyModels(pool))
 
 
 def listed(model: OpenModel) -> LanguageModel:
@@ -142,15 +170,26 @@ def listed(model: OpenModel) -> LanguageModel:
 
 
 def make_room(model: OpenModel) -> None:
-    """Ask ComfyUI to free what the model needs beyond what it holds, and put it first in ComfyUI's list."""
+    """Ask ComfyUI to free what the model needs beyond what it holds, and put it first in ComfyUI's list.
+
+    What the pool then still lacks, its idle leases and its neighbours are asked for, unless even all of them could not give it.
+    """
     mm.load_models_gpu([listed(model)])
+    room, need = model.pool.room(), model.need.with_headroom(model.pool.settings.headroom)
+    if room.now < need <= room.most:
+        model.pool.make_room(need - room.now)
 
 
-def make_more_room(model: OpenModel, reason: MemoryFull) -> None:
-    """Ask ComfyUI to unload everything else; for when the pool still lacks room (on --cpu ComfyUI frees nothing by itself)."""
+def make_more_room(model: OpenModel, reason: MemoryFull) -> bool:
+    """Ask ComfyUI to unload everything else, for when the machine still lacks room; False if the budget is what is too small."""
+    need = model.need.with_headroom(model.pool.settings.headroom)
+    if need > model.pool.budget.spendable:
+        return False
     log.info("asking ComfyUI to unload its models: %s", reason)
-    keep = [loaded for loaded in mm.current_loaded_models if loaded.model is listed(model)]
-    mm.free_memory(1e30, listed(model).load_device, keep_loaded=keep)
+    mm.free_memory(1e30, listed(model).load_device, keep_loaded=_ours())
+    if _one_memory(model.pool.read_truth()):
+        _drop_outputs(need - model.pool.room().now, free_active=True)
+    return True
 
 
 def keep_listed(model: OpenModel) -> None:
@@ -163,3 +202,115 @@ def release(name: str | None) -> list[Released]:
     """Let the models of one name, or all, give way."""
     models: Iterable[OpenModel] = REGISTRY.models()
     return [item for model in models if name in (None, model.name) for item in give_way(model)]
+
+
+def comfyui_models() -> list[tuple[str, int]]:
+    """(class, bytes loaded now) of each of ComfyUI's own models that holds any. May be called from any thread."""
+    patchers = [loaded.model for loaded in list(mm.current_loaded_models)]
+    held = ((type(p.model).__name__, int(p.loaded_size())) for p in patchers if p is not None and not isinstance(p, LanguageModel))
+    return [(name, nbytes) for name, nbytes in held if nbytes]
+
+
+class ComfyModels:
+    """ComfyUI's models as a neighbour of a pool: what they would free, and freeing it.
+
+    On one memory, moving a model from the device to the host frees nothing, and ComfyUI keeps each model for as long as it keeps the
+    loader's output: there the outputs of earlier workflows are dropped, by ComfyUI's own function for that.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def could_free(self) -> int:
+        """Bytes that ComfyUI's models hold. At most that comes back: a model that the running workflow still needs stays."""
+        return sum(nbytes for _, nbytes in comfyui_models())
+
+    def free(self, nbytes: int) -> int:
+        """Free about `nbytes` and return what came back. ComfyUI's list may be touched only by the thread that runs workflows: in
+        any other thread nothing comes back now, and ComfyUI is asked to free memory itself when no workflow is queued.
+        """
+        if not runs_workflows():
+            queue = PromptServer.instance.prompt_queue
+            if not queue.get_tasks_remaining():
+                queue.set_flag("free_memory", True)
+            return 0
+        before = self._pool.read_truth()
+        if _one_memory(before):
+            _drop_outputs(nbytes)
+        freed = self._pool.read_truth().available - before.available
+        if freed < nbytes and before.device_free is not None:
+            place = mm.get_torch_device()
+            mm.free_memory(mm.get_free_memory(place) + nbytes - max(0, freed), place, keep_loaded=_ours())
+            freed = self._pool.read_truth().available - before.available
+        log.info("ComfyUI was asked for %s; %s more are available", show(nbytes), show(max(0, freed)))
+        return max(0, freed)
+
+
+def _one_memory(truth: Truth) -> bool:
+    """Whether our leases and the host's memory are the same bytes."""
+    return truth.device_free is None or truth.integrated
+
+
+def _ours() -> list[mm.LoadedModel]:
+    return [loaded for loaded in mm.current_loaded_models if isinstance(loaded.model, LanguageModel)]
+
+
+def _drop_outputs(nbytes: int, *, free_active: bool = False) -> None:
+    """Let ComfyUI's cache drop outputs until `nbytes` more of the host's memory are available: models of earlier workflows first, with
+    `free_active` also outputs of the running one that no node waits for. Other kinds of cache than the default one drop nothing.
+    """
+    available = mm.get_free_memory(torch.device("cpu"))
+    ram.extra_ram_release(available + nbytes, free_active=free_active)
+    gc.collect()  # a model and its patcher refer to each other
+
+
+def runs_workflows() -> bool:
+    """Whether this is the thread that runs workflows: it has an event loop of its own, which is not the server's."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return loop is not PromptServer.instance.loop
+
+
+def never_evicts() -> bool:
+    """Whether ComfyUI runs with --cpu, where it frees nothing before it loads or draws."""
+    return mm.cpu_mode()
+
+
+def inference_minimum() -> int:
+    """Bytes that ComfyUI itself wants free beside the weights while it computes."""
+    return int(mm.minimum_inference_memory())
+
+
+def give_room(nbytes: int) -> tuple[Released, ...]:
+    """Let idle models give way, the longest unused first, until ComfyUI can have `nbytes` above the floor. Busy and pinned ones stay."""
+    released: list[Released] = []
+    for model in sorted((model for model in REGISTRY.models() if model.loaded), key=_idle, reverse=True):
+        if _room_for_comfyui(model.pool) >= nbytes:
+            break
+        released += listed(model).evict(wait=False)
+    return tuple(released)
+
+
+def _room_for_comfyui(pool: Pool) -> int:
+    truth = pool.read_truth()
+    return min(truth.available, truth.host_available) - pool.budget.floor
+
+
+def _idle(model: OpenModel) -> float:
+    """Seconds since the last use."""
+    return min((lease.idle for lease in model.pool.leases() if lease.owner == model.name), default=0.0)
+
+
+def correct_free_memory() -> None:
+    """Correct ComfyUI's reading of free memory where it is wrong and onedesk.toml allows it; undone when the process ends."""
+    place = torch.device(mm.get_torch_device())
+    if place.type != "cuda":
+        return
+    correction = FreeMemoryCorrection(mm, comfyui_version)
+    try:
+        if load_config().comfyui.correct_free_memory and correction.apply(str(place)):
+            atexit.register(correction.undo)
+    except OnedeskError as error:
+        log.warning("ComfyUI's reading of free memory is left as it is: %s", error)

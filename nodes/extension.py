@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from comfy_api.latest import ComfyExtension, io
+from comfy_api.latest import ComfyAPI, ComfyExtension, io
 
+from . import bridge
 from .encode import OnedeskTextEncoder
 from .folders import offer_folders
 from .generate import OnedeskGenerate
 from .load import OnedeskLoadModel
-from .memory import OnedeskRelease
+from .memory import OnedeskMemory, OnedeskRelease
 from .prompt import OnedeskPrompt
+from .room import RoomForComfyUI
 from .sampling import OnedeskSampling
 
 
@@ -18,6 +20,9 @@ class Onedesk(ComfyExtension):
 
     async def on_load(self) -> None:
         offer_folders()
+        bridge.correct_free_memory()
+        if bridge.never_evicts():
+            await ComfyAPI().caching.register_provider(RoomForComfyUI())
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [OnedeskLoadModel, OnedeskPrompt, OnedeskSampling, OnedeskGenerate, OnedeskTextEncoder, OnedeskRelease]
+        return [OnedeskLoadModel, OnedeskPrompt, OnedeskSampling, OnedeskGenerate, OnedeskTextEncoder, OnedeskRelease, OnedeskMemory]

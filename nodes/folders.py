@@ -17,6 +17,7 @@ from .values import ModelChoice
 log = logging.getLogger(__name__)
 
 KIND = "llm"
+WEIGHTS = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 # Packs that came earlier use both spellings; on Linux they are two folders.
 KINDS = (KIND, "LLM")
 
@@ -60,3 +61,11 @@ def file_stamps(name: str) -> list[list[str | int]]:
     files = path.iterdir() if path.is_dir() else (path, path.with_name("config.json"))
     states = ((file.name, file.stat()) for file in sorted(files) if file.is_file())
     return [[file, state.st_size, state.st_mtime_ns] for file, state in states]
+
+
+def model_file_bytes(name: str) -> int:
+    """Bytes of the file that an input of one of ComfyUI's loaders names; 0 if the text names none."""
+    if not name.lower().endswith(WEIGHTS):
+        return 0
+    paths = (folder_paths.get_full_path(kind, name) for kind in list(folder_paths.folder_names_and_paths))
+    return max((Path(path).stat().st_size for path in paths if path), default=0)

@@ -84,7 +84,7 @@ class OnedeskGenerate(io.ComfyNode):
             written = await job.run()
             answers += written
             stats += [statistics(choice.name, answer.result) for answer in written]
-            stats[-1] += f"; {returned(job.released)}" if job.released else ""
+            stats[-1] += "".join(f"; {part}" for part in (job.evictions, returned(job.released)) if part)
         texts = [answer.result.text for answer in answers]
         view.write(numbered([f"{text}\n\n{line}" for text, line in zip(texts, stats, strict=True)], len(rows)))
         await view.send()

@@ -18,11 +18,10 @@ import nodes as comfy_nodes
 from ..service.api import OpenModel
 from ..service.core import CancelCheck
 from ..service.errors import Cancelled, MemoryFull
-from ..service.memory.policy import PHASE, STAY
 from ..service.memory.pool import Released
 from . import bridge
 from .phase import Graph
-from .show import View, displayable, returned
+from .show import View, displayable, evicted, returned
 from .values import GIVE_WAY, ModelChoice
 
 log = logging.getLogger(__name__)
@@ -73,6 +72,8 @@ class Job(Generic[T]):
         self.choice = choice
         self.view = view
         self.released: tuple[Released, ...] = ()
+        # How often ComfyUI took this model's room so far, in words.
+        self.evictions = ""
         self._node_id = hidden.unique_id
         self._graph = hidden.dynprompt
         self._task = task
@@ -85,7 +86,7 @@ class Job(Generic[T]):
     async def run(self) -> T:
         """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its policy says so."""
         model = bridge.open_model(self.choice)
-        model.policy = PHASE if self.choice.policy == GIVE_WAY else STAY
+        model.policy = self.choice.terms
         tracker = bridge.listed(model).tracker
         tracker.begin(self._graph)
         kept: object | None = None
@@ -97,6 +98,7 @@ class Job(Generic[T]):
         finally:
             tracker.finish(self._graph, self._node_id, kept)
             bridge.keep_listed(model)
+            self.evictions = evicted(bridge.listed(model).evictions, bridge.listed(model).given)
             if self.choice.policy == GIVE_WAY:
                 await self._give_way(model)
         return value
@@ -109,7 +111,8 @@ class Job(Generic[T]):
         try:
             return await self._in_thread(lambda: self._task.run(model, self._cancelled))
         except MemoryFull as full:
-            bridge.make_more_room(model, full)
+            if not bridge.make_more_room(model, full):
+                raise
         await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
         return await self._in_thread(lambda: self._task.run(model, self._cancelled))
 
@@ -133,10 +136,10 @@ class Job(Generic[T]):
         if not bridge.listed(model).tracker.needed(self._graph, self.choice.name, _is_output):
             self.released = await asyncio.to_thread(bridge.give_way, model)
         elif not bridge.listed(model).tracker.running:
-            await ComfyAPI().caching.register_provider(_AtTheEnd(model))
+            await ComfyAPI().caching.register_provider(AtTheEnd(model))
 
 
-class _AtTheEnd(Caching.CacheProvider):
+class AtTheEnd(Caching.CacheProvider):
     """Lets a model give way when the running workflow ends, in case the text node that it waits for is never run.
 
     ComfyUI tells only cache providers of the end. This one caches nothing and takes itself out at the first end it hears of.

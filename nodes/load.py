@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..service.errors import OnedeskError
 from .folders import check_model, file_stamps, model_roots
 from .sockets import CATEGORY, MODEL
-from .values import AS_STORED, POLICIES, QUANT_OF_WEIGHTS, STAY, ModelChoice
+from .values import AS_STORED, POLICIES, QUANT_OF_WEIGHTS, STAY, TTL_SECONDS, ModelChoice
 
 
 class OnedeskLoadModel(io.ComfyNode):
@@ -46,7 +46,16 @@ class OnedeskLoadModel(io.ComfyNode):
                     options=list(POLICIES),
                     default=STAY,
                     tooltip="When the model returns its memory. Stay: when the image models need the room. "
-                    "Give way after the prompt: as soon as the last text node of the workflow has run; the next use loads it again.",
+                    "Give way after the prompt: as soon as the last text node of the workflow has run; the next use loads it again. "
+                    "Give way when idle: after ttl seconds without use. Pinned: never for others, only by Release Language Model.",
+                ),
+                io.Float.Input(
+                    "ttl",
+                    default=TTL_SECONDS,
+                    min=0,
+                    max=7 * 86400,
+                    optional=True,
+                    tooltip="Seconds without use after which the model returns its memory; only for give way when idle.",
                 ),
             ],
             outputs=[MODEL.Output(display_name="model", tooltip="The choice, for the nodes that write, describe or encode.")],
@@ -69,7 +78,8 @@ class OnedeskLoadModel(io.ComfyNode):
         return file_stamps(model) if model else []
 
     @classmethod
-    def execute(cls, model: str, weights: str, context: int, policy: str) -> io.NodeOutput:
-        choice = ModelChoice(model, weights, context, policy)
+    def execute(cls, model: str, weights: str, context: int, policy: str, ttl: float = TTL_SECONDS) -> io.NodeOutput:
+        choice = ModelChoice(model, weights, context, policy, ttl)
+        _ = choice.terms  # a wrong time is told here
         check_model(choice)
         return io.NodeOutput(choice)

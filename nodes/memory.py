@@ -1,16 +1,27 @@
-"""OnedeskRelease: at this point of a workflow, language models give their memory back, and it is measured."""
+"""OnedeskMemory: budget, floor and policies, and what memory holds. OnedeskRelease: models give their memory back, and it is measured."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import ComfyAPI, io, ui
 
+from ..service.api import OpenModel
+from ..service.memory.budget import GIB, MemorySettings
+from ..service.memory.pool import Lease, LeaseReturnedError, Pool
+from ..service.registry import REGISTRY
 from . import bridge
+from .desk import Desk, Seat, desk_bars, desk_text
+from .job import AtTheEnd
+from .picture import draw
 from .show import returned
 from .sockets import CATEGORY, MODEL
-from .values import ModelChoice
+from .values import GIVE_WAY, POLICIES, TTL_SECONDS, ModelChoice, policy_of
+
+AS_CHOSEN = "as their loaders say"
 
 
 class OnedeskRelease(io.ComfyNode):
@@ -45,3 +56,124 @@ class OnedeskRelease(io.ComfyNode):
         released = [item for name in names for item in await asyncio.to_thread(bridge.release, name)]
         report = returned(released) or "nothing to release: no language model is in memory"
         return io.NodeOutput(value, report, ui={"text": [report]})
+
+
+class OnedeskMemory(io.ComfyNode):
+    """Sets what language models may hold and when they give way, and shows who holds what at this point. Loads nothing."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="OnedeskMemory",
+            display_name="Memory of Language Models",
+            category=CATEGORY,
+            description="How much memory language models may hold, when they give it back, and who holds what now, as text and picture.",
+            search_aliases=["memory budget", "VRAM", "RAM", "unified memory", "show memory"],
+            is_output_node=True,
+            has_intermediate_output=True,
+            inputs=[
+                io.Int.Input(
+                    "budget",
+                    default=0,
+                    min=0,
+                    max=100,
+                    tooltip="Percent of the available memory that language models may hold, 10 to 95; 0 for what onedesk.toml says.",
+                ),
+                io.Float.Input(
+                    "floor",
+                    default=0.0,
+                    min=0.0,
+                    max=2.0**20,
+                    step=0.1,
+                    tooltip="GiB that are always left to the system and the image models; 0 for what onedesk.toml says.",
+                ),
+                io.Combo.Input(
+                    "policy",
+                    options=[AS_CHOSEN, *POLICIES],
+                    default=AS_CHOSEN,
+                    tooltip="When open language models return their memory, from now until a text node with another policy uses them.",
+                ),
+                io.Float.Input(
+                    "ttl",
+                    default=TTL_SECONDS,
+                    min=0,
+                    max=7 * 86400,
+                    tooltip="Seconds without use after which a model returns its memory; only for give way when idle.",
+                ),
+                MODEL.Input("model", optional=True, tooltip="The model that the policy is for; without it every open language model."),
+                io.AnyType.Input("value", optional=True, tooltip="Anything that must be ready first. It is passed on as it is."),
+            ],
+            outputs=[
+                io.AnyType.Output(display_name="value", tooltip="What came in."),
+                io.String.Output(display_name="report", tooltip="Truth, budget, leases, policies and counters as text."),
+                io.Image.Output(display_name="picture", tooltip="The same as bars whose lengths are the bytes."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: object) -> float:
+        """Never the same, not even as an object: what is in memory changes by itself."""
+        return float("nan")
+
+    @classmethod
+    async def execute(
+        cls,
+        budget: int,
+        floor: float,
+        policy: str,
+        ttl: float,
+        model: ModelChoice | None = None,
+        value: Any = None,
+    ) -> io.NodeOutput:
+        pool = bridge.pool()
+        _resize(pool, budget, floor)
+        if policy != AS_CHOSEN:
+            terms = policy_of(policy, ttl)
+            for chosen in [bridge.open_model(model)] if model else REGISTRY.models():
+                chosen.policy = terms
+                if policy == GIVE_WAY and chosen.loaded:
+                    await ComfyAPI().caching.register_provider(AtTheEnd(chosen))
+        desk = await asyncio.to_thread(_look, pool)
+        report, picture = desk_text(desk), draw(desk_bars(desk))
+        return io.NodeOutput(value, report, picture, ui={**ui.PreviewImage(picture, cls=cls).as_dict(), "text": [report]})
+
+
+def _resize(pool: Pool, budget: int, floor: float) -> None:
+    """Give the pool a budget in percent and a floor in GiB; 0 as configured. Raises RequestError. Counts anew only what is new."""
+    configured: dict[str, Any] = dict(REGISTRY.config.memory)
+    settings = MemorySettings(**configured)
+    if budget:
+        settings = replace(settings, limit=budget / 100, limit_bytes=None)
+    if floor:
+        nbytes = floor * GIB
+        settings = replace(settings, floor=int(nbytes) if math.isfinite(nbytes) else nbytes)  # type: ignore[arg-type] - the pool refuses it
+    if settings != pool.settings:
+        pool.resize(settings)
+
+
+def _look(pool: Pool) -> Desk:
+    """Who holds what now."""
+    leases = pool.holders()
+    return Desk(
+        truth=pool.read_truth(),
+        pool=pool,
+        leases=[lease.info() for lease in leases],
+        resident=sum(_resident(lease) for lease in leases),
+        comfyui=bridge.comfyui_models(),
+        seats=[_seat(model) for model in REGISTRY.models()],
+        leaks=[asdict(report) for report in REGISTRY.leak_reports()],
+    )
+
+
+def _resident(lease: Lease) -> int:
+    """Bytes of it in memory; 0 for one that was returned meanwhile."""
+    try:
+        return lease.resident()
+    except LeaseReturnedError:
+        return 0
+
+
+def _seat(model: OpenModel) -> Seat:
+    seen = bridge.listed(model)
+    return Seat(model.name, str(model.policy), model.held_bytes(), seen.evictions, seen.given)

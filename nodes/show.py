@@ -88,6 +88,16 @@ def returned(released: Iterable[Released]) -> str:
     return f"gave way: {owners}, asked {show_bytes(asked)}, measured {show_bytes(measured)} back in {seconds:.2f} s"
 
 
+def evicted(times: int, given: Iterable[Released]) -> str:
+    """How often ComfyUI took a model's room, and what came back the last time. "" for never."""
+    if not times:
+        return ""
+    items = list(given)
+    asked, measured = sum(item.asked for item in items), sum(item.measured for item in items)
+    often = "once" if times == 1 else f"{times} times"
+    return f"ComfyUI took the room {often}, last asked {show_bytes(asked)}, measured {show_bytes(measured)} back"
+
+
 def numbered(texts: Sequence[str], total: int) -> str:
     """Several answers one below the other, each with its number; a single one as it is."""
     return texts[0] if total == 1 and texts else "\n\n".join(f"[{number}/{total}] {text}" for number, text in enumerate(texts, 1))

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..service.core import Message, Sampling, Thinking
+from ..service.memory.policy import Policy
 
 STAY = "stay"
 GIVE_WAY = "give way after the prompt"
-POLICIES = (STAY, GIVE_WAY)
+TTL = "give way when idle"
+PINNED = "pinned"
+# Choices are only ever appended.
+POLICIES = (STAY, GIVE_WAY, TTL, PINNED)
+TTL_SECONDS = 300.0
 AS_STORED = "as stored"
 # What the loader's `weights` choice is called in service.api; later choices are appended.
 QUANT_OF_WEIGHTS = {AS_STORED: "none"}
@@ -22,10 +27,23 @@ class ModelChoice:
     weights: str = AS_STORED
     context: int = 4096
     policy: str = STAY
+    ttl: float = TTL_SECONDS
+
+    @property
+    def terms(self) -> Policy:
+        """The policy in the pool's words. Raises RequestError for seconds that are no time."""
+        return policy_of(self.policy, self.ttl)
 
     @property
     def quant(self) -> str:
         return QUANT_OF_WEIGHTS[self.weights]
+
+
+def policy_of(choice: str, ttl: float) -> Policy:
+    """One of POLICIES in the pool's words; `ttl` is seconds, used by TTL alone. Raises RequestError for seconds that are no time."""
+    if choice == TTL:
+        return Policy("ttl", ttl)
+    return Policy("phase" if choice == GIVE_WAY else "pinned" if choice == PINNED else "stay")
 
 
 @dataclass(frozen=True)

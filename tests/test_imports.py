@@ -32,12 +32,13 @@ ROOMS = (
 # Below the lowest: core and config may use the errors, nothing else.
 BASE_ORDER = ("service/config", "service/core", "service/errors")
 ROOT = Path(__file__).resolve().parents[1]
-COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "execution", "folder_paths", "node_helpers", "nodes", "server"}
+COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}
+COMFYUI |= {"node_helpers", "nodes", "server"}
 RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli"}
 # Optional extras and what only a bench compares with; imported where they are used, never at the top of a module.
 LATE = {"transformers", "triton", "cuda"}
 # What only part of the nodes may touch.
-COMFYUI_FREE = {"values", "wildcards", "presets", "phase", "options", "show", "write", "__init__"}
+COMFYUI_FREE = {"values", "wildcards", "presets", "phase", "options", "show", "write", "picture", "desk", "correction", "__init__"}
 
 
 def sources(folder: str) -> list[Path]:
@@ -135,7 +136,7 @@ def test_nodes_use_service_and_comfyui(path: Path):
         if inside:
             assert module.split("/")[0] in ("nodes", "service"), f"{name_of(path)} imports {module}"
         else:
-            assert first in sys.stdlib_module_names | COMFYUI | {"torch", "__future__"}, f"{name_of(path)} imports {module}"
+            assert first in sys.stdlib_module_names | COMFYUI | {"torch", "PIL", "__future__"}, f"{name_of(path)} imports {module}"
         if path.stem in COMFYUI_FREE and not inside:
             assert first not in COMFYUI, f"{name_of(path)} is meant to work without ComfyUI, but imports {module}"
 

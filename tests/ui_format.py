@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 PAGE_ONLY = ("MarkdownNote", "Note")
@@ -32,7 +32,7 @@ def _node(key: str, entry: Mapping[str, Any], links: Mapping[int, list[Any]], ob
     sockets = {slot["name"]: slot["link"] for slot in entry["inputs"]}
     if set(sockets) - set(specs):
         raise MismatchError(f"node {key} ({kind}): unknown inputs {sorted(set(sockets) - set(specs))}")
-    inputs = dict(_widget_values(key, entry, specs))
+    inputs = dict(_widget_values(key, entry, specs, object_info[kind]["input"].get("optional", {})))
     for name, link in sockets.items():
         if link is not None:
             inputs[name] = [str(links[link][1]), links[link][2]]
@@ -53,7 +53,9 @@ def _specs(info: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     return specs
 
 
-def _widget_values(key: str, entry: Mapping[str, Any], specs: Mapping[str, tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+def _widget_values(
+    key: str, entry: Mapping[str, Any], specs: Mapping[str, tuple[str, dict[str, Any]]], optional: Collection[str]
+) -> Iterator[tuple[str, Any]]:
     values = iter(entry.get("widgets_values") or [])
     where = f"node {key} ({entry['type']})"
     for name, (kind, options) in specs.items():
@@ -62,6 +64,8 @@ def _widget_values(key: str, entry: Mapping[str, Any], specs: Mapping[str, tuple
         try:
             value = next(values)
         except StopIteration:
+            if name in optional:  # appended later than the workflow was saved: the page takes the default
+                return
             raise MismatchError(f"{where}: no value is saved for {name}") from None
         _check_value(where, name, kind, options, value)
         yield name, value

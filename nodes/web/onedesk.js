@@ -3,7 +3,7 @@ import { app } from "../../scripts/app.js";
 
 // ComfyUI streams progress text into the widget of this name, and makes one of its own where there is none.
 const NAME = "$$node-text-preview";
-const NODES = ["OnedeskGenerate", "OnedeskRelease"];
+const NODES = ["OnedeskGenerate", "OnedeskRelease", "OnedeskMemory"];
 const MIN_HEIGHT = 80;
 
 function addTextWidget(node) {

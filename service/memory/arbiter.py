@@ -45,6 +45,12 @@ class Arbiter:
         with self._pool.lock:
             self._neighbours.remove(neighbour)
 
+    @property
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """Those that are asked."""
+        with self._pool.lock:
+            return tuple(self._neighbours)
+
     def neighbours_could_free(self) -> int:
         """Bytes that all neighbours together would free."""
         return sum(neighbour.could_free() for neighbour in list(self._neighbours))

@@ -11,6 +11,7 @@ import folder_paths
 import torch
 from comfy_api.latest import ComfyExtension, io
 
+from . import machine
 from .probe import TestFailure, TestList, TestMemory, TestRandomStates, TestRoom
 
 # The same sizes as ENCODER in tests/tiny_models.py.
@@ -44,7 +45,7 @@ class TestTextEncoder(io.ComfyNode):
 
 class TestPack(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestTextEncoder, TestList, TestMemory, TestRandomStates, TestFailure, TestRoom]
+        return [TestTextEncoder, TestList, TestMemory, TestRandomStates, TestFailure, TestRoom, *machine.NODES]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

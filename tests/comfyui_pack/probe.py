@@ -20,10 +20,15 @@ from comfy_api.latest import io
 from server import PromptServer
 
 
-def registry() -> Any:
-    """The registry of the pack that ComfyUI loaded, which is not the one of an installed onedesk."""
+def module_of(tail: str) -> Any:
+    """A module of the pack that ComfyUI loaded, such as nodes.correction, which is not the one of an installed onedesk."""
     modules: dict[str, ModuleType] = dict(sys.modules)
-    return next(m.REGISTRY for name, m in modules.items() if "custom_nodes" in name and name.endswith("onedesk.service.registry"))
+    return next(module for name, module in modules.items() if "custom_nodes" in name and name.endswith(f"onedesk.{tail}"))
+
+
+def registry() -> Any:
+    """The registry of the pack that ComfyUI loaded."""
+    return module_of("service.registry").REGISTRY
 
 
 def random_states() -> str:

@@ -12,7 +12,7 @@ from comfyui import Comfy
 
 # Fixed for ever: names are only appended.
 INPUTS = {
-    "OnedeskLoadModel": ["model", "weights", "context", "policy"],
+    "OnedeskLoadModel": ["model", "weights", "context", "policy", "ttl"],
     "OnedeskPrompt": ["preset", "system", "text", "dynamic", "seed", "history"],
     "OnedeskSampling": [
         "temperature",
@@ -31,6 +31,7 @@ INPUTS = {
     "OnedeskGenerate": ["model", "messages", "seed", "max_tokens", "sampling"],
     "OnedeskTextEncoder": ["model", "text", "layers", "template", "min_tokens"],
     "OnedeskRelease": ["value", "model"],
+    "OnedeskMemory": ["budget", "floor", "policy", "ttl", "model", "value"],
 }
 OUTPUTS = {
     "OnedeskLoadModel": ["ONEDESK_MODEL"],
@@ -39,10 +40,12 @@ OUTPUTS = {
     "OnedeskGenerate": ["STRING", "STRING", "ONEDESK_MESSAGES", "STRING"],
     "OnedeskTextEncoder": ["CONDITIONING"],
     "OnedeskRelease": ["*", "STRING"],
+    "OnedeskMemory": ["*", "STRING", "IMAGE"],
 }
 CHOICES = {
     ("OnedeskLoadModel", "weights"): ["as stored"],
-    ("OnedeskLoadModel", "policy"): ["stay", "give way after the prompt"],
+    ("OnedeskLoadModel", "policy"): ["stay", "give way after the prompt", "give way when idle", "pinned"],
+    ("OnedeskMemory", "policy"): ["as their loaders say", "stay", "give way after the prompt", "give way when idle", "pinned"],
     ("OnedeskSampling", "thinking"): ["auto", "on", "off"],
     ("OnedeskTextEncoder", "template"): ["chat", "chat without thinking", "raw text"],
 }

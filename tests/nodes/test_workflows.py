@@ -73,7 +73,7 @@ def test_the_check_of_saved_workflows_can_fail(comfyui: Comfy, repository: Path)
     info = comfyui.object_info()
     for break_it in (
         lambda workflow: workflow["nodes"][0].update(type="OnedeskNothing"),
-        lambda workflow: workflow["nodes"][0]["widgets_values"].append(1),
+        lambda workflow: workflow["nodes"][0]["widgets_values"].extend([1, 2]),
         lambda workflow: workflow["nodes"][1]["widgets_values"].pop(0),
         lambda workflow: workflow["links"][0].__setitem__(5, "IMAGE"),
         lambda workflow: workflow["links"].pop(),

@@ -1,0 +1,95 @@
+"""What OnedeskMemory shows: the truth, the budget, who holds what, and what gave way; as text and as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..service.memory.budget import show as show_bytes
+from ..service.memory.lease import LeaseInfo
+from ..service.memory.pool import Pool, Released
+from ..service.memory.truth import Truth
+from ..service.setup.memory_report import memory_table
+from .picture import COMFYUI, KEPT_BACK, KINDS, ONEDESK, OTHERS, Bar, Part
+from .show import evicted
+
+# More leases than this are only counted in the picture; the text has all.
+SHOWN_LEASES = 12
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A model's place at the desk: how often ComfyUI took its room, and what came back the last time."""
+
+    name: str
+    policy: str
+    held: int
+    evictions: int
+    given: tuple[Released, ...]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """One look at everything. `resident` is what of the leases is in memory, `comfyui` ComfyUI's own models; bytes."""
+
+    truth: Truth
+    pool: Pool
+    leases: Sequence[LeaseInfo]
+    resident: int
+    comfyui: Sequence[tuple[str, int]]
+    seats: Sequence[Seat]
+    leaks: Sequence[dict[str, Any]]
+
+
+def desk_text(desk: Desk) -> str:
+    """The table of `onedesk memory`, then models, ComfyUI's models and the counters."""
+    budget, counters = desk.pool.budget, desk.pool.counters()
+    report = {
+        "truth": asdict(desk.truth),
+        "budget": asdict(budget) | {"used": desk.pool.used()},
+        "leases": [_row(lease) for lease in desk.leases],
+        "leaks": desk.leaks,
+    }
+    models = [_seat(seat) for seat in desk.seats] or ["no language model is open"]
+    others = [f"{name} {show_bytes(nbytes)}" for name, nbytes in desk.comfyui] or ["none"]
+    lines = [
+        f"floor and shares: {desk.pool.settings.limit:.0%} of what was available, {show_bytes(budget.floor)} always left to the system",
+        *models,
+        f"ComfyUI's models in memory: {', '.join(others)}",
+        f"{counters.allocations} leases and tensors, {counters.releases} returns ({counters.shortfalls} short), "
+        f"{counters.give_ways} asked to give way, {counters.refusals} refused",
+    ]
+    return memory_table(report) + "\n\n" + "\n".join(lines)
+
+
+def desk_bars(desk: Desk) -> list[Bar]:
+    """The machine, the budget, and each lease against the budget's limit."""
+    truth, budget = desk.truth, desk.pool.budget
+    used = max(0, truth.total - truth.available)
+    ours = min(desk.resident, used)
+    comfyui = min(sum(nbytes for _, nbytes in desk.comfyui), used - ours)
+    machine = [Part("others", used - ours - comfyui, OTHERS), Part("ComfyUI", comfyui, COMFYUI), Part("Onedesk", ours, ONEDESK)]
+    kinds = [Part(kind, sum(lease.nbytes for lease in desk.leases if lease.kind == kind), colour) for kind, colour in KINDS.items()]
+    bars = [
+        Bar("Memory", truth.total, machine, "available"),
+        Bar("Onedesk's limit", budget.limit, [Part("kept back", budget.kept_back, KEPT_BACK), *kinds], "free"),
+    ]
+    for lease in desk.leases[:SHOWN_LEASES]:
+        title = f"{lease.owner} ({lease.residency}, {lease.policy}, idle {lease.idle:.0f} s), of"
+        bars.append(Bar(title, budget.limit, [Part(lease.kind, lease.nbytes, KINDS[lease.kind])], "rest"))
+    if len(desk.leases) > SHOWN_LEASES:
+        more = desk.leases[SHOWN_LEASES:]
+        bars.append(Bar(f"{len(more)} more leases, of", budget.limit, [Part("all", sum(x.nbytes for x in more), ONEDESK)], "rest"))
+    return bars
+
+
+def _row(lease: LeaseInfo) -> dict[str, Any]:
+    held = {"owner": lease.owner, "kind": lease.kind, "bytes": lease.nbytes, "residency": lease.residency}
+    return held | {"policy": str(lease.policy), "idle": lease.idle}
+
+
+def _seat(seat: Seat) -> str:
+    state = f"holds {show_bytes(seat.held)}" if seat.held else "not in memory"
+    taken = evicted(seat.evictions, seat.given) or "ComfyUI never took its room"
+    return f"{seat.name}: {state}, policy {seat.policy}; {taken}"
