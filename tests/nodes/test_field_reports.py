@@ -1,0 +1,104 @@
+"""What people reported of other packs about memory, by number; each must be right here, in the real ComfyUI.
+
+Others of the same list stand where they belong: 3 (nothing loads by itself), 5 (a cached loader after "free memory") and 9 (ten times
+away and back) in test_policies.py, 4 (a list of prompts) in test_write.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui import Comfy
+from node_graphs import GIVE_WAY, free, generate, held, load, node, prompt, show, shown, state, writing
+from onedesk.service.errors import MemoryFull
+from onedesk.service.memory.budget import GIB, MemorySettings, Need
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import DeviceFigures, read_truth
+
+MODEL = "tiny-writer"
+MACHINES = Path(__file__).resolve().parents[1] / "service" / "memory" / "machines"
+
+
+def models(comfyui: Comfy) -> int:
+    """How many handles there are."""
+    return len(state(comfyui)["models"])
+
+
+def memory(comfyui: Comfy, graph: dict[str, Any], value: str) -> dict[str, Any]:
+    """What memory held when node `value` had run."""
+    graph = graph | {"seen": node("TestMemory", value=[value, 0])}
+    return json.loads(shown(comfyui.run(graph), "seen"))
+
+
+def test_1_give_way_returns_every_byte_and_the_process_really_has_less(comfyui: Comfy):
+    graph = writing("one", seed=1, policy=GIVE_WAY, context=1024)
+    seen = memory(comfyui, graph, "write")
+    assert seen["ours"] == 0
+    assert state(comfyui)["used"] == held(comfyui, MODEL) == 0
+    comfyui.run(writing("one", seed=2, context=1024))
+    free(comfyui)
+    given = memory(comfyui, {"text": node("PreviewAny", source="x"), "write": node("TestList", texts='["x"]')}, "write")["given"]
+    assert sum(item["asked"] for item in given) > 0
+    assert sum(item["measured"] for item in given) >= 0.98 * sum(item["asked"] for item in given)
+
+
+def test_2_two_equal_loaders_hold_one_model(comfyui: Comfy):
+    free(comfyui)
+    graph = writing("first of two", seed=2)
+    graph |= {"load2": load(), "prompt2": prompt("second of two"), "write2": generate("load2", "prompt2", seed=3)}
+    graph["stats2"] = show("write2", 3)
+    before = models(comfyui)
+    outcome = comfyui.run(graph)
+    loads = ["load " in shown(outcome, name) for name in ("stats", "stats2")]
+    assert loads.count(True) == 1
+    assert models(comfyui) in (before, before + 1)
+    assert [entry["held"] > 0 for entry in state(comfyui)["models"] if entry["name"] == MODEL].count(True) == 1
+
+
+def test_2_six_runs_of_one_workflow_do_not_grow(comfyui: Comfy):
+    free(comfyui)
+    seen = []
+    for seed in range(6):
+        assert comfyui.run(writing("six times", seed=seed)).ok
+        now = state(comfyui)
+        seen.append((now["used"], len(now["models"]), len(now["comfyui"])))
+    assert len(set(seen)) == 1
+
+
+def test_6_after_an_interruption_memory_is_what_it_was_and_the_next_run_does_not_load(comfyui: Comfy):
+    assert comfyui.run(writing("before", seed=1)).ok
+    before = state(comfyui)
+    run = comfyui.start(writing("stop me", seed=2, max_tokens=900))
+    run.wait_for("text", node="write")
+    run.interrupt()
+    assert run.result().end == "execution_interrupted"
+    assert state(comfyui)["used"] == before["used"]
+    outcome = comfyui.run(writing("after", seed=3))
+    assert "load " not in shown(outcome, "stats")
+    assert state(comfyui)["used"] == before["used"]
+    assert state(comfyui)["allocations"] == before["allocations"]
+
+
+def test_7_a_refused_prompt_gives_way_too(comfyui: Comfy):
+    free(comfyui)
+    assert comfyui.run(writing("loaded", seed=1, context=256)).ok
+    assert held(comfyui, MODEL) > 0
+    outcome = comfyui.run(writing("x" * 400, seed=2, context=256, policy=GIVE_WAY))
+    assert outcome.end == "execution_error"
+    assert held(comfyui, MODEL) == 0
+
+
+@pytest.mark.parametrize(("size", "free_now"), [(24, 2), (21, 1)], ids=["24 GB", "21 GB"])
+def test_8_a_full_page_cache_does_not_count_as_used_on_one_memory(size: int, free_now: int):
+    def probe(device: str) -> DeviceFigures:
+        return DeviceFigures(True, free_now * GIB, 121 * GIB, 0, 0)
+
+    truth = read_truth("cuda", proc=MACHINES / "spark" / "proc", cgroup=MACHINES / "spark" / "cgroup", probe=probe)
+    assert truth.device_free == free_now * GIB  # what other packs go by
+    pool = Pool("cpu", MemorySettings(), lambda: truth)
+    pool.check("large", Need(size * 10**9))
+    with pytest.raises(MemoryFull):
+        pool.check("too large", Need(50 * GIB))
