@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def registry(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     made = Registry()
-    made.configure(Config(model_roots=(checkpoint.parent,), memory={"floor": 64 << 20}))
+    made.configure(Config(tree=checkpoint.parent, model_roots=(checkpoint.parent,), memory={"floor": 64 << 20}))
     yield made
     made.close()
 
@@ -307,7 +307,7 @@ def test_a_model_with_a_time_to_live_gives_way_by_itself_and_wakes_again(model: 
     first = run(model, ask())[1]
     assert registry.watch("cpu").running
     deadline = time.monotonic() + 30
-    while model.loaded and time.monotonic() < deadline:
+    while registry.pool("cpu").used() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (model.loaded, model.held_bytes(), registry.pool("cpu").used()) == (False, 0, 0)
     assert run(model, ask())[1].ids == first.ids
@@ -318,7 +318,7 @@ def test_another_model_makes_an_idle_one_give_way_but_never_a_pinned_or_running_
     registry = Registry()
     need = Registry.open(registry, checkpoint, context=CONTEXT, load=False).need.with_headroom(0.2)
     registry.close()
-    registry.configure(Config(memory={"limit_bytes": int(need * 1.5), "floor": 16 << 20}))
+    registry.configure(Config(tree=tmp_path, memory={"limit_bytes": int(need * 1.5), "floor": 16 << 20}))
     first, second = registry.open(checkpoint, context=CONTEXT), registry.open(other, context=CONTEXT, load=False)
     assert run(second, ask())[1].finish
     assert (first.loaded, second.loaded) == (False, True)
@@ -350,7 +350,7 @@ def test_replaced_weights_are_opened_anew(tmp_path: Path, registry: Registry) ->
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
     registry = Registry()
-    registry.configure(Config(model_roots=(checkpoint.parent,), memory={"limit_bytes": 4 << 20, "floor": 1 << 20}))
+    registry.configure(Config(tree=checkpoint.parent, model_roots=(checkpoint.parent,), memory={"limit_bytes": 4 << 20, "floor": 1 << 20}))
     with pytest.raises(MemoryFull, match=r"tiny needs .*weights.*KV"):
         registry.open("tiny", context=4096)
     (left,) = registry.models()

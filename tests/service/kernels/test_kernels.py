@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from onedesk.service.kernels import cpu
 from onedesk.service.kernels.choose import choose_kernels
 from onedesk.service.kernels.cpu import GEMV_ROWS, CpuKernels, compile_library
+from onedesk.service.kernels.cuda import CudaKernels
 from onedesk.service.kernels.reference import ReferenceKernels
 
 
@@ -126,3 +127,14 @@ def test_a_damaged_library_is_reported(tmp_path: Path) -> None:
     library, why_not = compile_library(damaged)
     assert library is None
     assert "does not load" in why_not
+
+
+@pytest.mark.parametrize(("tokens", "past"), [(1, 0), (1, 9), (7, 0), (7, 5)])
+def test_the_fused_attention_is_the_references(tokens: int, past: int) -> None:
+    """What runs on CUDA, with its masks and grouping, computed here on the CPU."""
+    generator = torch.Generator().manual_seed(tokens + past)
+    q = torch.randn(tokens, 6, 16, generator=generator)
+    k, v = (torch.randn(2, past + tokens, 16, generator=generator) for _ in range(2))
+    out, wanted = torch.empty_like(q), torch.empty_like(q)
+    CudaKernels(torch.float32).attention(q, k, v, past, out)
+    torch.testing.assert_close(out, ReferenceKernels().attention(q, k, v, past, wanted), rtol=1e-4, atol=1e-5)
