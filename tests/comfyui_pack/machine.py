@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,6 +87,12 @@ class Large(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(nbytes // 4), requires_grad=False)
         self.device = torch.device("cpu")
+
+
+@PromptServer.instance.routes.get("/onedesk_tests/large")
+async def large(_: web.Request) -> web.Response:
+    """Bytes of Large models that are still alive, whether ComfyUI lists them or not."""
+    return web.json_response({"alive": sum(m.weight.nbytes for m in gc.get_objects() if isinstance(m, Large))})
 
 
 class TestLargeModel(io.ComfyNode):

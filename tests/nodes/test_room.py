@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from comfyui import Comfy
-from node_graphs import Graph, free, held, load, node, prompt, show, shown, state, writing
+from node_graphs import Graph, free, held, load, node, prompt, show, shown, writing
 
 MODEL = "tiny-writer"
 GIB = 1 << 30
@@ -124,6 +124,11 @@ def test_a_text_node_of_the_same_workflow_runs_first_and_is_not_asked_to_go_twic
     assert held(comfyui, MODEL) > 0
 
 
+def alive(comfyui: Comfy) -> int:
+    """Bytes of large image models that are in memory."""
+    return comfyui.client.ask("/onedesk_tests/large")["alive"]
+
+
 def neighbour(comfyui: Comfy, nbytes: int, turn: int) -> dict[str, Any]:
     return json.loads(shown(comfyui.run({"ask": node("TestNeighbour", bytes=nbytes, turn=turn)}), "ask"))
 
@@ -132,6 +137,7 @@ def test_comfyuis_models_of_earlier_workflows_are_a_neighbour_that_frees(comfyui
     free(comfyui)
     use = {"model": node("TestLargeModel", bytes=LARGE), "use": node("TestUseModel", model=["model", 0])}
     assert comfyui.run(use).ok
+    assert alive(comfyui) == LARGE
     # More than there can be available: everything that may go must go, whatever others do on this machine.
     figures = neighbour(comfyui, 1 << 40, 1)
     assert figures["could"] >= LARGE
@@ -139,7 +145,7 @@ def test_comfyuis_models_of_earlier_workflows_are_a_neighbour_that_frees(comfyui
     assert figures["beside"] == 0  # a thread beside the one that runs workflows may not touch ComfyUI's list
     assert figures["still"] == figures["could"]
     assert figures["left"] <= figures["could"] - LARGE
-    assert "Large" not in [entry["name"] for entry in state(comfyui)["comfyui"]]
+    assert alive(comfyui) == 0
 
 
 def test_it_is_asked_for_what_a_language_model_lacks_before_that_is_refused(comfyui: Comfy, machine: Machine):
@@ -152,7 +158,7 @@ def test_it_is_asked_for_what_a_language_model_lacks_before_that_is_refused(comf
     assert outcome.end == "execution_error"
     assert outcome.last["exception_type"].endswith("MemoryFull")
     assert "use" in outcome.executed()
-    assert "Large" not in [entry["name"] for entry in state(comfyui)["comfyui"]]
+    assert alive(comfyui) == 0
     assert held(comfyui, MODEL) == 0
     machine.offers(100 * GIB)
     assert comfyui.run(graph).ok
