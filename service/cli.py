@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 ONLY_REASONING = "the model only reasoned and gave no answer; raise --max-tokens, set --thinking-budget, or use --thinking off"
+CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
+WATCH_SECONDS = 1.0
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -203,9 +206,18 @@ def _models(args: argparse.Namespace) -> int:
 def _memory(args: argparse.Namespace) -> int:
     from .setup.memory_report import memory_report, memory_table
 
-    report = memory_report(load_config(args.config), device=args.device, proc=args.proc)
-    write_json(report) if args.json else print(memory_table(report))
-    return SUCCESS
+    if args.watch and args.json:
+        raise UsageError("--watch shows a table again and again; --json prints one document: give one of them")
+    config = load_config(args.config)
+    while True:
+        report = memory_report(config, device=args.device, proc=args.proc)
+        if args.json:
+            write_json(report)
+        else:
+            print((CLEAR if args.watch and sys.stdout.isatty() else "") + memory_table(report), flush=True)
+        if not args.watch:
+            return SUCCESS
+        time.sleep(WATCH_SECONDS)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -344,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--text-file", type=Path, metavar="F")
     command("models", _models, "The models that can be opened, and whether they fit.")
     memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
+    memory.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
     doctor = command("doctor", _doctor, "Examine this installation, and say what to do about what is wrong.")
     doctor.add_argument("--check", metavar="MODEL", help="write one text five times with this model and compare every byte")

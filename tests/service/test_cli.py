@@ -155,6 +155,7 @@ def test_without_a_name_among_many_the_usage_is_wrong(run, tmp_path):
         ["generate"],
         ["score"],
         ["score", "--ids", "1,2", "--text-file", "x"],
+        ["memory", "--watch"],
         ["bench", "everything"],
         ["bench", "decode", "--batch", "1,2"],
         ["bench", "decode", "--batch", "x"],
@@ -489,6 +490,19 @@ def test_memory_of_this_machine_as_a_table(tree, capsys):
     out = capsys.readouterr().out
     assert "available" in out
     assert "nothing is leased" in out
+
+
+def test_memory_is_watched_until_an_interrupt(tree, capsys, monkeypatch):
+    waits = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(cli.time, "sleep", wait)
+    assert cli.main(["memory", "--watch", "--config", str(tree / "onedesk.toml")]) == 130
+    assert capsys.readouterr().out.count("nothing is leased") == 3
 
 
 def test_doctor_says_ok_or_what_to_do(run, tree, tmp_path):
