@@ -53,8 +53,10 @@ def desk_text(desk: Desk) -> str:
     }
     models = [_seat(seat) for seat in desk.seats] or ["no language model is open"]
     others = [f"{name} {show_bytes(nbytes)}" for name, nbytes in desk.comfyui] or ["none"]
+    settings = desk.pool.settings
+    share = f"{settings.limit:.0%} of what was available" if settings.limit_bytes is None else f"{show_bytes(settings.limit_bytes)} as set"
     lines = [
-        f"floor and shares: {desk.pool.settings.limit:.0%} of what was available, {show_bytes(budget.floor)} always left to the system",
+        f"floor and shares: {share}, {show_bytes(budget.floor)} always left to the system",
         *models,
         f"ComfyUI's models in memory: {', '.join(others)}",
         f"{counters.allocations} leases and tensors, {counters.releases} returns ({counters.shortfalls} short), "
