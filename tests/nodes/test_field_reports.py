@@ -34,6 +34,7 @@ def memory(comfyui: Comfy, graph: dict[str, Any], value: str) -> dict[str, Any]:
 
 
 def test_1_give_way_returns_every_byte_and_the_process_really_has_less(comfyui: Comfy):
+    free(comfyui)
     graph = writing("one", seed=1, policy=GIVE_WAY, context=1024)
     seen = memory(comfyui, graph, "write")
     assert seen["ours"] == 0
