@@ -1,4 +1,4 @@
-"""Draws with stock ComfyUI code: UNETLoader, VAELoader, KSampler (euler, simple, cfg 1) and VAEDecode, on the CPU, in a process of its own.
+"""Draws with stock ComfyUI code: UNETLoader, VAELoader, KSampler (dpmpp_2m, beta, cfg 1) and VAEDecode, on the CPU, in a process of its own.
 
 python -m training.comfy_draw COMFYUI_DIR JOB.safetensors OUT.npy --painter FILE --vae FILE [--steps 12]
 JOB holds text_0, text_1, ... [tokens, context] float32 and seeds [N]; OUT becomes [N, 128, 128, 3] uint8.
@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--painter", type=Path, required=True)
     parser.add_argument("--vae", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--sampler", default="dpmpp_2m")
+    parser.add_argument("--scheduler", default="beta")
     settings = parser.parse_args()
     sys.argv = sys.argv[:1]
     job, out, steps = load_file(settings.job), settings.out.resolve(), settings.steps
@@ -53,7 +55,7 @@ def main() -> None:
         for index, seed in enumerate(job["seeds"].tolist()):
             text = [[job[f"text_{index}"][None], {}]]
             empty = {"samples": torch.zeros(1, 16, 16, 16)}
-            (latent,) = nodes.common_ksampler(model, seed, steps, 1.0, "euler", "simple", text, text, empty)
+            (latent,) = nodes.common_ksampler(model, seed, steps, 1.0, settings.sampler, settings.scheduler, text, text, empty)
             (picture,) = nodes.VAEDecode().decode(vae, latent)
             made.append((picture[0].clamp(0, 1) * 255).round().byte().cpu().numpy())
     np.save(out, np.stack(made))

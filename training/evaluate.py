@@ -161,7 +161,7 @@ def to_pixels(pictures: torch.Tensor) -> np.ndarray:
 def draw(
     writer: Writes, painter_file: Path, vae_file: Path, prompts: Sequence[str], seeds: Sequence[int], device: str, batch: int = 1
 ) -> np.ndarray:
-    """Pictures [N, 128, 128, 3] uint8 by the training code's own sampler; in batches, short prompts are padded and masked."""
+    """Pictures [N, 128, 128, 3] uint8 by the training code's own Euler sampler; in batches, short prompts are padded and masked."""
     painter, autoencoder = load_painter(painter_file, device), load_autoencoder(vae_file, device)
     made = []
     for start in range(0, len(prompts), batch):
@@ -176,7 +176,7 @@ def draw(
 def draw_with_comfyui(
     writer: Writes, painter_file: Path, vae_file: Path, prompts: Sequence[str], seeds: Sequence[int], comfyui: Path, timeout: float = 3600
 ) -> np.ndarray:
-    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler euler and simple at cfg 1, VAEDecode) in a child process."""
+    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler dpmpp_2m and beta at cfg 1, VAEDecode) in a child process."""
     job = {f"text_{i}": writer.states(p).contiguous() for i, p in enumerate(prompts)}
     root = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ LOG = logging.getLogger(__name__)
 WRITER = "onedesk-demo-writer"
 PAINTER = "onedesk-demo-painter.safetensors"
 CODER = "onedesk-demo-painter-vae.safetensors"
-# What the painter was trained with: the writer's states after these blocks, of the bare text; pictures of this side; even steps.
+# What the painter was trained with: the writer's states after these blocks, of the bare text; pictures of this side.
 LAYERS = "3, 6"
 TEMPLATE = "raw text"
 SIDE = 128
@@ -77,8 +77,8 @@ def graph(idea: str, seed: int, models: DemoModels) -> Graph:
                 "seed": seed,
                 "steps": STEPS,
                 "cfg": 1.0,
-                "sampler_name": "euler",
-                "scheduler": "simple",
+                "sampler_name": "dpmpp_2m",
+                "scheduler": "beta",
                 "denoise": 1.0,
             },
         },
