@@ -1,0 +1,29 @@
+"""pyproject.toml names every package and every data file that is needed at run time."""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCES = ("nodes", "service")
+
+
+@pytest.fixture(scope="module")
+def settings(repository: Path) -> dict[str, Any]:
+    return tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+
+
+def test_every_package_is_named(repository: Path, settings: dict[str, Any]) -> None:
+    folders = {path.parent.relative_to(repository) for source in SOURCES for path in (repository / source).rglob("__init__.py")}
+    assert set(settings["packages"]) == {"onedesk", *(".".join(("onedesk", *folder.parts)) for folder in folders)}
+
+
+def test_every_data_file_is_covered(repository: Path, settings: dict[str, Any]) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z", *SOURCES, "workflows"], cwd=repository, capture_output=True, check=True)
+    data = {repository / name for name in listed.stdout.decode().split("\0") if name and not name.endswith(".py")}
+    covered = {path for pattern in settings["package-data"]["onedesk"] for path in repository.glob(pattern)}
+    assert {path for path in data if path.exists()} - covered == set()
