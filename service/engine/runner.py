@@ -8,6 +8,7 @@ import torch
 
 from ..cache.kv import KVCache
 from ..core import CancelCheck
+from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.layers import BetweenLayers, Decoder, Scratch
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
@@ -23,10 +24,8 @@ class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen
 class Runner:
     """Runs one sequence at a time over a reserved cache. Not thread-safe: its owner holds the lock."""
 
-    def __init__(
-        self, network: Decoder, cache: KVCache, scratch: Scratch, device: torch.device, gate: Callable[[int], None] | None = None
-    ) -> None:
-        """`gate(part)` returns when the weights of that part are there (see Destination.part); None when all are."""
+    def __init__(self, network: Decoder, cache: KVCache, scratch: Scratch, device: torch.device, gate: WeightArrival | None = None) -> None:
+        """`gate` is asked for weights before they are used (see Destination.part); None when all are there."""
         self.gate = gate
         self.network = network
         self.cache = cache
@@ -51,7 +50,7 @@ class Runner:
         for at in range(0, len(ids), CHUNK):
             state = self._forward(ids[at : at + CHUNK], cancel)
             report(min(len(ids), at + CHUNK))
-        return self.network.logits(state[-1:], self.scratch)[0]
+        return self._scores(state[-1:])[0]
 
     def decode(self, token: int) -> torch.Tensor:
         """One step behind the cache: scores [vocab] for the token after `token`, valid until the next call."""
@@ -68,7 +67,7 @@ class Runner:
             following = ids[at + 1 : at + 1 + len(state)]
             for row in range(0, len(following), SCORED_ROWS):
                 wanted = torch.tensor(following[row : row + SCORED_ROWS], device=self._device)
-                scores = self.network.logits(state[row : row + len(wanted)], self.scratch).float()
+                scores = self._scores(state[row : row + len(wanted)]).float()
                 picked = scores.gather(1, wanted[:, None])[:, 0] - scores.logsumexp(-1)
                 values.extend(picked.tolist())
         return values
@@ -83,19 +82,24 @@ class Runner:
             rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
+    def _scores(self, state: torch.Tensor) -> torch.Tensor:
+        if self.gate is not None:
+            self.gate.wait(EMBEDDING)  # a tied head
+        return self.network.logits(state, self.scratch)
+
     def _forward(self, ids: Sequence[int], cancel: CancelCheck | None, seen: BetweenLayers | None = None) -> torch.Tensor:
         """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each."""
 
         def between(index: int, state: torch.Tensor) -> None:
             if self.gate is not None:
-                self.gate(index + 1)
+                self.gate.wait(index + 1)
             if cancel is not None and cancel():
                 raise Stopped
             if seen is not None:
                 seen(index, state)
 
         if self.gate is not None:
-            self.gate(0)
+            self.gate.fetch_rows(ids)
         chunk = torch.tensor(ids, dtype=torch.int64, device=self._device)
         return self.network.forward(chunk, self.cache, self.scratch, between)
 

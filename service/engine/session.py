@@ -165,4 +165,4 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         cache = KVCache(kv, blueprint.kv_shape, blueprint.context)
         buffers = Scratch(scratch, blueprint.widths, blueprint.chunk, SCORED_ROWS, blueprint.activation)
         undo.pop_all()
-        return Session(leases, arrival.start(), Runner(network, cache, buffers, device, arrival.wait), kernels)
+        return Session(leases, arrival.start(), Runner(network, cache, buffers, device, arrival), kernels)

@@ -116,7 +116,7 @@ def stream_tensors(
         for future in futures:
             future.result()
         for source, fd in files.items():
-            _check_unchanged(source, fd)
+            check_unchanged(source, fd)
             if drop_behind:
                 _drop(fd, *_span(chunks, source))
     if progress is not None:
@@ -326,12 +326,13 @@ def _rest(views: list[memoryview], got: int) -> list[memoryview]:
 def _opened(source: SourceFile) -> Iterator[int]:
     """The file opened again, if it still is the one whose header was read."""
     with open_regular(source.path, source.shown) as (fd, _):
-        _check_unchanged(source, fd)
-        _advise(fd, 0, 0, _SEQUENTIAL)
+        check_unchanged(source, fd)
+        advise_file(fd, 0, 0, _SEQUENTIAL)
         yield fd
 
 
-def _check_unchanged(source: SourceFile, fd: int) -> None:
+def check_unchanged(source: SourceFile, fd: int) -> None:
+    """Raise FileError if the file is not the one whose header was read."""
     now = os.fstat(fd)
     if not source.same_as(now):
         raise FileError(
@@ -349,10 +350,11 @@ def _span(chunks: Sequence[_Chunk], source: SourceFile) -> tuple[int, int]:
 
 def _drop(fd: int, offset: int, nbytes: int) -> None:
     """Let the page cache forget the pages that lie in this part of the file."""
-    _advise(fd, offset - offset % PAGE, nbytes + offset % PAGE, _DONTNEED)
+    advise_file(fd, offset - offset % PAGE, nbytes + offset % PAGE, _DONTNEED)
 
 
-def _advise(fd: int, offset: int, nbytes: int, advice: int | None) -> None:
+def advise_file(fd: int, offset: int, nbytes: int, advice: int | None) -> None:
+    """Give one of posix_fadvise's advices; None, which this system lacks, and a file system that takes none are let be."""
     if advice is None:
         return
     try:

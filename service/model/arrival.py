@@ -1,28 +1,35 @@
-"""Weights on their way into leased memory: read in the order of use, while the first prompt is already computed behind the reading."""
+"""Weights on their way into leased memory: read in the order of use, while the first prompt is already computed behind the reading.
+
+The embedding, a quarter of a small model, comes last: of it the first prompt needs only its own rows.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
 from ..core import CancelCheck, ProgressReport
 from ..errors import Cancelled
 from ..loader.header import TensorInfo
+from ..loader.rows import read_rows
 from ..loader.stream import StreamStats, stream_tensors
 from ..memory.pool import Lease
 from .weights import WeightPlan
 
 # How often a wait for a part looks whether the reading has failed.
 LOOK_SECONDS = 0.05
+EMBEDDING = 0
 
 
 class WeightArrival:
     """Fills the tensors of `plan` in `lease` on a thread of its own.
 
-    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it. `waited` is the
+    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it, or of the
+    embedding some rows after `fetch_rows`. `waited` is the
     seconds that whoever computes lost by waiting. `progress` and `cancel` are called on the reading thread.
     """
 
@@ -34,21 +41,23 @@ class WeightArrival:
         self._widen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tensor_part: list[int] = []
         self._missing: dict[int, int] = {}
+        targets: list[torch.Tensor] = []
         for index, tensor in enumerate(plan.tensors):
             held = lease.carve(tensor.destination.shape, tensor.held)
             self.tensors[tensor.destination.key] = held
-            target = held
+            targets.append(held)
             if tensor.held != tensor.stored:
-                target = torch.empty(tensor.destination.shape, dtype=tensor.stored, device=held.device)
-                self._widen[index] = (held, target)
-            row = 0
-            for part in tensor.parts:
-                self._jobs.append((part, target[row : row + part.shape[0]]))
-                self._job_tensor.append(index)
-                row += part.shape[0]
+                targets[-1] = torch.empty(tensor.destination.shape, dtype=tensor.stored, device=held.device)
+                self._widen[index] = (held, targets[-1])
             self._parts_left.append(len(tensor.parts))
             self._tensor_part.append(tensor.destination.part)
             self._missing[tensor.destination.part] = self._missing.get(tensor.destination.part, 0) + 1
+        for index in sorted(range(len(targets)), key=lambda i: self._tensor_part[i] == EMBEDDING):
+            row = 0
+            for part in plan.tensors[index].parts:
+                self._jobs.append((part, targets[index][row : row + part.shape[0]]))
+                self._job_tensor.append(index)
+                row += part.shape[0]
         self._here = {part: threading.Event() for part in self._missing}
         self.waited = 0.0
         self._progress = progress
@@ -79,6 +88,21 @@ class WeightArrival:
             if not self._thread.is_alive() and not event.is_set():
                 self.finish()
                 break
+        self.waited += time.perf_counter() - started
+
+    def fetch_rows(self, rows: Sequence[int]) -> None:
+        """Return when these rows of the embedding are there, whether or not the rest is. Raises Cancelled or FileError.
+
+        A row may be written twice, with the same bytes: here and when the whole embedding comes.
+        """
+        if self._here[EMBEDDING].is_set():
+            return
+        if not self._thread.is_alive():
+            self.finish()
+        started = time.perf_counter()
+        for job, index in enumerate(self._job_tensor):
+            if self._tensor_part[index] == EMBEDDING:
+                read_rows(self._jobs[job][0], rows, self._jobs[job][1])
         self.waited += time.perf_counter() - started
 
     def finish(self) -> StreamStats:

@@ -22,8 +22,8 @@ class Source:
 class Destination:
     """A tensor of the network: the sources, stacked along the first dimension in this order.
 
-    `part` says when it is needed: 0 with the embedding, i + 1 with block i, after the last block with the head. `wide`: held in
-    fp32 (norms).
+    `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a prompt's rows are
+    read when they are needed, and all of it comes last, for a head that is tied to it and for decode. `wide`: held in fp32 (norms).
     """
 
     key: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -56,16 +57,20 @@ class Brake:
 def test_parts_come_in_the_order_of_use_and_are_the_files_bytes(folder: Path, pool: Pool) -> None:
     plan = draw_blueprint(open_checkpoint(folder), CPU, 64).plan
     lease = pool.lease("test", "weights", plan.nbytes)
-    brake = Brake(after=range(3))
+    brake = Brake(after=range(1, 3))
     arrival = WeightArrival(plan, lease, None, brake).start()
     brake.watch(arrival)
-    arrival.wait(0)
+    arrival.wait(1)
     assert brake.held.wait(60)
     here = {part for part in range(LAYERS + 2) if arrival._here[part].is_set()}
     # Readers work side by side, so a part may overtake its neighbour; the last ones cannot be there yet.
-    assert {0, 1, 2} <= here
-    assert not here & set(range(LAYERS - 2, LAYERS + 2))
+    assert {1, 2} <= here
+    assert not here & {0, *range(LAYERS - 2, LAYERS + 2)}
     assert not arrival.complete
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    arrival.fetch_rows([7, 500, 7, 0])
+    assert torch.equal(arrival.tensors["embedding"][[0, 7, 500]], embedding[[0, 7, 500]])
+    assert arrival.waited > 0
     brake.go.set()
     assert arrival.finish().bytes == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
     assert arrival.complete
@@ -82,12 +87,16 @@ def braked_session(name: str, blueprint: Blueprint, pool: Pool, cache: Path, aft
     return session, brake
 
 
-def test_a_block_computes_before_the_last_weights_are_there(folder: Path, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_block_computes_before_the_last_weights_are_there(folder: Path, pool: Pool, tmp_path: Path, tied: bool) -> None:
+    """A head that is tied to the embedding waits for all of it, which comes last."""
+    if tied:
+        folder = write_tiny_qwen3(tmp_path / "tied", layers=LAYERS, dtype="bfloat16")
     blueprint = draw_blueprint(open_checkpoint(folder), CPU, 64)
     whole = open_session("whole", blueprint, Opening(pool, tmp_path))
     whole.settle()
     wanted = whole.runner.prefill([3, 4, 5], None, lambda _: None).clone()
-    session, brake = braked_session("beside", blueprint, pool, tmp_path, range(4))
+    session, brake = braked_session("beside", blueprint, pool, tmp_path, range(1, 4))
     seen: list[int] = []
 
     def watch() -> bool:
@@ -128,3 +137,25 @@ def test_a_file_that_changes_while_it_is_read_is_told_to_who_waits(folder: Path,
         session.settle()
     session.release()
     assert pool.used() == 0
+
+
+def test_rows_of_a_file_that_changed_are_refused(folder: Path, pool: Pool, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    session, brake = braked_session("rows", draw_blueprint(open_checkpoint(copy), CPU, 64), pool, tmp_path, range(0))
+    assert brake.held.wait(60)
+    (copy / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(FileError, match="was changed or replaced"):
+        session.runner.prefill([3, 4], None, lambda _: None)
+    brake.go.set()
+    session.release()
+    assert pool.used() == 0
+
+
+def test_rows_are_not_read_alone_once_all_are_there(folder: Path, pool: Pool, tmp_path: Path) -> None:
+    session = open_session("whole", draw_blueprint(open_checkpoint(folder), CPU, 64), Opening(pool, tmp_path))
+    session.settle()
+    waited = session.waited
+    session._arrival.fetch_rows([1, 2])
+    assert session.waited == waited
+    session.release()
