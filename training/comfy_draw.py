@@ -1,4 +1,4 @@
-"""Draws with stock ComfyUI code: UNETLoader, VAELoader, KSampler (dpmpp_2m, beta, cfg 1) and VAEDecode, on the CPU, in a process of its own.
+"""Draws with stock ComfyUI code on the CPU, in a process of its own: UNETLoader, VAELoader, KSampler at cfg 1, VAEDecode.
 
 python -m training.comfy_draw COMFYUI_DIR JOB.safetensors OUT.npy --painter FILE --vae FILE [--steps 12]
 JOB holds text_0, text_1, ... [tokens, context] float32 and seeds [N]; OUT becomes [N, 128, 128, 3] uint8.
