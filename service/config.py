@@ -11,7 +11,9 @@ Bytes may be written as whole numbers or as text such as "4GiB". Relative roots 
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ else:
     import tomli as tomllib
 
 FILE_NAME = "onedesk.toml"
+FILE_LIMIT = 1 << 20  # bytes
 
 _Kind = Literal["text", "texts", "whole", "number", "bytes", "flag"]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
@@ -147,13 +150,22 @@ def load_config(path: Path | None = None) -> Config:
     return Config(
         tree=tree,
         file=path.resolve(),
-        model_roots=_with_toys([tree / Path(root).expanduser() for root in models.get("roots", ["models"])]),
+        model_roots=_with_toys([_root(path, tree, root) for root in models.get("roots", ["models"])]),
         default_model=models.get("default"),
         context=models.get("context"),
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
         comfyui=ComfyUISettings(**tables["comfyui"]),
     )
+
+
+def _root(path: Path, tree: Path, text: str) -> Path:
+    if "\0" in text:
+        raise FileError(f"{path.name}: roots in [models] has {text!r}, which is no path; write a folder's path")
+    try:
+        return tree / Path(text).expanduser()
+    except RuntimeError as error:
+        raise FileError(f"{path.name}: roots in [models] has {text!r}, whose home folder is not known; write the whole path") from error
 
 
 def _with_toys(roots: list[Path]) -> tuple[Path, ...]:
@@ -164,13 +176,29 @@ def _with_toys(roots: list[Path]) -> tuple[Path, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(_read_plain(path).decode("utf-8-sig"))
     except OSError as error:
-        raise FileError(f"cannot read the configuration {path.name}: {error.strerror}; name another file with --config") from error
+        shown = path.name or str(path)
+        raise FileError(f"cannot read the configuration {shown}: {error.strerror}; name another file with --config") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{path.name} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise FileError(f"{path.name} is nested too deeply to be a configuration; write tables of plain values") from error
     except tomllib.TOMLDecodeError as error:
         raise FileError(f"{path.name} is not valid TOML: {error}") from error
+
+
+def _read_plain(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, and FileError for anything else or more than FILE_LIMIT bytes."""
+    # O_NONBLOCK: a FIFO in place of the file must not block the caller for ever
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise FileError(f"the configuration {path.name} is not a regular file; name another file with --config")
+        raw = file.read(FILE_LIMIT + 1)
+    if len(raw) > FILE_LIMIT:
+        raise FileError(f"the configuration {path.name} has more than {FILE_LIMIT} bytes; name another file with --config")
+    return raw
 
 
 def _table(path: Path, name: str, value: Any) -> dict[str, Any]:

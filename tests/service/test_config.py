@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -143,6 +144,27 @@ def test_sizes(text, wanted):
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="is no size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[models]\nroots = ["a\\u0000b"]', "roots in .models. has 'a.x00b', which is no path"),
+        ('[models]\nroots = ["~nobody-of-this-name/x"]', "whose home folder is not known; write the whole path"),
+        ("a = " + "[" * 100_000, "nested too deeply"),
+        ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
+    ],
+)
+def test_a_hostile_file_is_refused_with_a_reason(tmp_path, text, said):
+    with pytest.raises(FileError, match=said):
+        load_config(write(tmp_path, text))
+
+
+def test_what_is_no_plain_file_is_refused_and_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (tmp_path / "pipe.toml", Path("/dev/zero")):
+        with pytest.raises(FileError, match="is not a regular file"):
+            load_config(path)
 
 
 def test_settings_are_frozen():
