@@ -28,7 +28,7 @@ from .setup.console import (
     show_progress,
     write_json,
 )
-from .setup.options import batches, switch, token_ids, whole_from
+from .setup.options import batches, number, switch, token_ids, whole, whole_from
 
 if TYPE_CHECKING:
     from .api import OpenModel
@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _run(arguments, as_json="--json" in options)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         discard_stdout()
+        if not isinstance(error, BrokenPipeError):
+            print(f"onedesk: standard output takes no more ({error.strerror}); free some room or write elsewhere", file=sys.stderr)
         return FAILURE
     return status
 
@@ -274,7 +276,7 @@ def _opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
     from .registry import REGISTRY
     from .setup.inventory import default_model, model_roots, usual_context
 
-    name = args.model or default_model(config)
+    name = default_model(config) if args.model is None else args.model
     if name is None:
         raise UsageError("no model is named; use --model NAME, FOLDER or FILE (onedesk models lists the names)")
     REGISTRY.configure(config)
@@ -374,16 +376,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="S", help="the system prompt")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of the answer")
-    parser.add_argument("--temperature", type=float, metavar="T")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument("--min-p", type=float, metavar="M")
-    parser.add_argument("--seed", type=int, metavar="S", help="0 to 2^64-1")
+    parser.add_argument("--max-tokens", type=whole, default=512, metavar="N", help="tokens of the answer")
+    parser.add_argument("--temperature", type=number, metavar="T")
+    parser.add_argument("--top-p", type=number, metavar="P")
+    parser.add_argument("--top-k", type=whole, metavar="K")
+    parser.add_argument("--min-p", type=number, metavar="M")
+    parser.add_argument("--seed", type=whole, metavar="S", help="0 to 2^64-1")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--stop", action="append", default=[], metavar="STR", help="end before this text; may be repeated")
     parser.add_argument("--thinking", choices=("on", "off", "auto"), default="auto")
-    parser.add_argument("--thinking-budget", type=int, metavar="N", help="tokens of reasoning")
+    parser.add_argument("--thinking-budget", type=whole, metavar="N", help="tokens of reasoning")
 
 
 def _version() -> str:

@@ -92,7 +92,7 @@ def read_text_file(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(TEXT_LIMIT + 1)
     except OSError as error:
-        raise FileError(f"cannot read the text file {path.name}: {error.strerror}") from error
+        raise FileError(f"cannot read the text file {path.name or path}: {error.strerror}; name a UTF-8 text file") from error
     if len(raw) > TEXT_LIMIT:
         raise FileError(f"the text file {path.name} has more than {TEXT_LIMIT} bytes; cut it into parts")
     try:
@@ -112,6 +112,8 @@ def read_piped_text() -> str:
 
 def read_line(prompt: str) -> str | None:
     """The next line of standard input, None at its end; `prompt` is shown on a terminal. An interrupt here raises KeyboardInterrupt."""
+    if sys.stdin is None:  # closed by whoever started the command
+        return None
     if sys.stdin.isatty():
         sys.stderr.write(prompt)
         sys.stderr.flush()

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+
+from ..loader.files import short
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf)")
 
 
 def token_ids(text: str) -> tuple[int, ...]:
     """Read "1,2,3"."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write for example 1,2,3")
+        raise argparse.ArgumentTypeError(f"{short(text)} is no list of token ids; write for example 1,2,3")
     return tuple(map(int, parts))
 
 
 def whole_from(low: int) -> Callable[[str], int]:
     """Return a reader of whole numbers from `low`."""
 
-    def whole(text: str) -> int:
+    def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= low):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low}")
+            raise argparse.ArgumentTypeError(f"{short(text)} is no whole number from {low}")
         return int(text)
 
-    return whole
+    return read
+
+
+def whole(text: str) -> int:
+    """Read a whole number; what range it must lie in is checked with the request."""
+    if not _WHOLE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{short(text)} is no whole number; write for example 64")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Read a number; what range it must lie in is checked with the request."""
+    if not _NUMBER.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{short(text)} is no number; write for example 0.7")
+    return float(text)
 
 
 def batches(text: str) -> list[int]:
@@ -33,5 +53,5 @@ def batches(text: str) -> list[int]:
 def switch(text: str) -> bool:
     """Read "on" or "off"."""
     if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+        raise argparse.ArgumentTypeError(f"{short(text)} is neither on nor off")
     return text == "on"

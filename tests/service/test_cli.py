@@ -151,6 +151,12 @@ def test_without_a_name_among_many_the_usage_is_wrong(run, tmp_path):
         ["generate", "--ids", ""],
         ["generate", "--ids", "1,,2"],
         ["generate", "--ids", "9" * 5000],
+        ["generate", "a cat", "--max-tokens", "1.5"],
+        ["generate", "a cat", "--seed", "1_0"],
+        ["generate", "a cat", "--top-k", "\u0663"],
+        ["generate", "a cat", "--thinking-budget", "9" * 5000],
+        ["generate", "a cat", "--temperature", "1_0"],
+        ["generate", "a cat", "--top-p", ""],
         ["generate", "a cat", "--ids", "1"],
         ["generate"],
         ["score"],
@@ -168,7 +174,7 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
     status, document = run(*arguments)
     assert status == 2
     assert document["error"]["type"] == "UsageError"
-    assert document["error"]["message"]
+    assert 0 < len(document["error"]["message"]) < 400
 
 
 @pytest.mark.parametrize(
@@ -185,6 +191,7 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
         (["generate", "a cat", "--model", "tiny", "--context", "257"], "RequestError", "context is 257, but the model's config allows 256"),
         (["score", "--ids", ",".join(["1"] * 257), "--model", "tiny"], "RequestError", "longer than the context of 256"),
         (["score", "--text-file", "lost.txt", "--model", "tiny"], "FileError", "cannot read the text file lost.txt"),
+        (["generate", "a cat", "--model", ""], "FileError", "'' is neither a model name nor a path"),
         (["models", "--model", "lost"], "ModelError", "there is no model 'lost'"),
         (["memory", "--proc", "lost"], "FileError", "must hold a copy of /proc/meminfo"),
     ],
@@ -355,6 +362,23 @@ def test_a_closed_stderr_puts_nothing_on_stdout(tree):
     shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *COMMAND, *arguments]
     done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, timeout=ENDS_WITHIN)
     assert (done.returncode, json.loads(done.stdout)["finish"]) == (0, "length")
+
+
+@pytest.mark.parametrize("form", [("--json",), ()])
+def test_a_full_disk_behind_stdout_is_told_without_a_traceback(tree, form):
+    arguments = ["generate", "a cat", "--model", "tiny", "--max-tokens", "2", "--config", str(tree / "onedesk.toml"), *form]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, check=False, timeout=ENDS_WITHIN
+        )
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    assert b"No space left on device" in done.stderr
+
+
+def test_a_chat_without_a_standard_input_ends(tree, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["chat", "--model", "tiny", "--config", str(tree / "onedesk.toml")]) == 0
 
 
 def test_the_configured_context_is_for_models_that_allow_it(run, tree, tmp_path):
