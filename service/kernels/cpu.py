@@ -98,7 +98,8 @@ def compile_library(cache: Path) -> tuple[ctypes.CDLL | None, str]:
     try:
         return ctypes.CDLL(str(target)), ""
     except OSError as error:
-        return None, f"the compiled GEMV does not load: {error}"
+        log.debug("the compiled GEMV does not load", exc_info=error)
+        return None, f"the compiled GEMV does not load; delete {target.name} in the cache, so that it is built anew"
 
 
 def _key(compiler: str) -> str:
@@ -130,8 +131,11 @@ def _build(compiler: str, target: Path) -> str:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
                 if done.returncode != 0:
                     lines = done.stderr.strip().splitlines()
-                    return f"the C compiler refused the GEMV: {lines[-1] if lines else done.returncode}"
+                    reason = lines[-1].replace(f"{folder}/", "") if lines else done.returncode
+                    return f"the C compiler refused the GEMV: {reason}"
             linked.replace(target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the GEMV could not be compiled: {error}"
+    except OSError as error:
+        return f"the GEMV could not be compiled: {error.strerror} in the cache folder; make it a folder that can be written, with some room"
+    except subprocess.TimeoutExpired as error:
+        return f"the GEMV could not be compiled: the compiler took more than {error.timeout:g} s"
     return ""

@@ -127,6 +127,15 @@ def test_a_damaged_library_is_reported(tmp_path: Path) -> None:
     library, why_not = compile_library(damaged)
     assert library is None
     assert "does not load" in why_not
+    assert str(tmp_path) not in why_not
+
+
+def test_a_cache_that_takes_nothing_is_told_without_its_path(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"a file, no folder")
+    library, why_not = compile_library(tmp_path / "cache")
+    assert library is None
+    assert "File exists in the cache folder" in why_not
+    assert str(tmp_path) not in why_not
 
 
 @pytest.mark.parametrize(("tokens", "past"), [(1, 0), (1, 9), (7, 0), (7, 5)])
