@@ -288,7 +288,7 @@ class OpenModel:
         except Stopped:
             raise Cancelled("stopped while reading the prompt") from None
         finally:
-            if not session.settled:
+            if not session.arrived:
                 self._release()
 
     def _run(self, prepared: Prepared, cancel: CancelCheck | None, progress: ProgressReport | None) -> Iterator[Event]:

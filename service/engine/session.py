@@ -86,16 +86,18 @@ class Session:
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival
+        self.settled = False  # whether `settle` was called: until then nobody has counted what the reading took
 
     @property
-    def settled(self) -> bool:
-        """Whether all weights are in memory."""
+    def arrived(self) -> bool:
+        """Whether all weights are in memory; `settle` need not wait then."""
         return self._arrival.complete
 
     def settle(self) -> StreamStats:
         """Wait until all weights are in memory; returns what reading them took. Raises Cancelled, FileError."""
         stats = self._arrival.finish()
         self.runner.gate = None
+        self.settled = True
         return stats
 
     @property

@@ -19,6 +19,7 @@ from onedesk.service.engine.runner import CHUNK
 from onedesk.service.errors import Cancelled, FileError, MemoryFull, ModelError, RequestError
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
+from onedesk.service.model.arrival import WeightArrival
 from onedesk.service.registry import Registry
 from oracle import load_qwen3
 from tiny_qwen3 import write_tiny_qwen3
@@ -80,6 +81,21 @@ def test_the_same_seed_gives_the_same_text_also_after_giving_way(model: OpenMode
     assert second.seconds["load"] > 0
     assert second.stages["load"].bytes > 0
     assert run(model, ask(sampling=Sampling(seed=8)))[1].ids != first.ids
+
+
+def test_a_load_that_ends_before_the_prompt_begins_is_counted(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = WeightArrival.start
+
+    def started_and_done(self: WeightArrival) -> WeightArrival:
+        start(self)._thread.join()
+        return self
+
+    monkeypatch.setattr(WeightArrival, "start", started_and_done)
+    model = registry.open("tiny", context=CONTEXT, load=False)
+    first, second = run(model, ask())[1], run(model, ask())[1]
+    assert first.seconds["load"] > 0
+    assert first.stages["load"].bytes == first.stages["prefetch"].bytes > 0
+    assert (second.seconds["load"], "load" in second.stages) == (0, False)
 
 
 def test_a_seed_is_drawn_and_reported_when_none_is_given(model: OpenModel) -> None:
