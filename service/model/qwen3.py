@@ -5,7 +5,7 @@ Source: transformers' Qwen3 configuration and the published checkpoints' tensor 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def read_config(config: Mapping[str, Any]) -> Qwen3Config:
     read.require("use_sliding_window", False, "a sliding attention window")
     layers = read.integer("num_hidden_layers")
     kinds = config.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * layers:
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or any(kind != "full_attention" for kind in kinds)):
         raise ModelError(f"config.json has layer_types other than {layers} times 'full_attention'; model_type qwen3 has no other layers")
     heads = read.integer("num_attention_heads")
     hidden = read.integer("hidden_size")
@@ -61,30 +61,26 @@ def read_config(config: Mapping[str, Any]) -> Qwen3Config:
     )
 
 
-def destinations(config: Qwen3Config) -> list[Destination]:
+def destinations(config: Qwen3Config) -> Iterator[Destination]:
     """Every tensor of the network, in the order in which the layers use them; q, k, v and gate, up are stored together."""
     w = config.widths
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
-    plan = [_one("embedding", 0, "model.embed_tokens.weight", w.vocab, w.hidden)]
+    yield _one("embedding", 0, "model.embed_tokens.weight", w.vocab, w.hidden)
     for i in range(config.layers):
         name, key, part = f"model.layers.{i}.", f"{i}.", i + 1
         heads = (("q", q), ("k", kv), ("v", kv))
-        plan += [
-            _norm(key + "attention_norm", part, name + "input_layernorm.weight", w.hidden),
-            Destination(key + "qkv", tuple(Source(f"{name}self_attn.{p}_proj.weight", (rows, w.hidden)) for p, rows in heads), part),
-            _norm(key + "q_norm", part, name + "self_attn.q_norm.weight", w.head_dim),
-            _norm(key + "k_norm", part, name + "self_attn.k_norm.weight", w.head_dim),
-            _one(key + "output", part, name + "self_attn.o_proj.weight", w.hidden, q),
-            _norm(key + "forward_norm", part, name + "post_attention_layernorm.weight", w.hidden),
-            Destination(
-                key + "gate_up", tuple(Source(f"{name}mlp.{p}_proj.weight", (w.intermediate, w.hidden)) for p in ("gate", "up")), part
-            ),
-            _one(key + "down", part, name + "mlp.down_proj.weight", w.hidden, w.intermediate),
-        ]
-    plan.append(_norm("norm", config.layers + 1, "model.norm.weight", w.hidden))
+        gate_up = tuple(Source(f"{name}mlp.{p}_proj.weight", (w.intermediate, w.hidden)) for p in ("gate", "up"))
+        yield _norm(key + "attention_norm", part, name + "input_layernorm.weight", w.hidden)
+        yield Destination(key + "qkv", tuple(Source(f"{name}self_attn.{p}_proj.weight", (rows, w.hidden)) for p, rows in heads), part)
+        yield _norm(key + "q_norm", part, name + "self_attn.q_norm.weight", w.head_dim)
+        yield _norm(key + "k_norm", part, name + "self_attn.k_norm.weight", w.head_dim)
+        yield _one(key + "output", part, name + "self_attn.o_proj.weight", w.hidden, q)
+        yield _norm(key + "forward_norm", part, name + "post_attention_layernorm.weight", w.hidden)
+        yield Destination(key + "gate_up", gate_up, part)
+        yield _one(key + "down", part, name + "mlp.down_proj.weight", w.hidden, w.intermediate)
+    yield _norm("norm", config.layers + 1, "model.norm.weight", w.hidden)
     if not config.tied:
-        plan.append(_one("head", config.layers + 1, "lm_head.weight", w.vocab, w.hidden))
-    return plan
+        yield _one("head", config.layers + 1, "lm_head.weight", w.vocab, w.hidden)
 
 
 def build(config: Qwen3Config, weights: Mapping[str, torch.Tensor], kernels: ReferenceKernels, rotary: RotaryTable) -> Decoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +60,13 @@ class WeightPlan:
         return sorted({part.dtype for tensor in self.tensors for part in tensor.parts})
 
 
-def plan_weights(wanted: Sequence[Destination], checkpoint: Checkpoint) -> WeightPlan:
-    """Match `wanted` with the checkpoint; ModelError names the first tensor that is missing, of another shape or type, or not known."""
+def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint) -> WeightPlan:
+    """Match `wanted` with the checkpoint; ModelError names the first tensor that is missing, of another shape or type, or not known.
+
+    `wanted` is followed only as far as the checkpoint has its tensors: a config may ask for any number of layers.
+    """
     planned = tuple(_planned(destination, checkpoint) for destination in wanted)
-    known = {source.name for destination in wanted for source in destination.sources}
+    known = {source.name for tensor in planned for source in tensor.destination.sources}
     unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(

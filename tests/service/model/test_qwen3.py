@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
+from onedesk.service.model.qwen3 import destinations, read_config
+from onedesk.service.model.spec import Destination
+from onedesk.service.model.weights import plan_weights
 from oracle import load_qwen3
 from safetensors.torch import load_file, save_file
 from tiny_qwen3 import write_tiny_qwen3
@@ -149,6 +153,22 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str,
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         draw_blueprint(open_checkpoint(folder), CPU, 64)
+
+
+def test_a_config_with_layers_beyond_number_is_followed_only_as_far_as_the_file_goes(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny_qwen3(tmp_path / "tiny", layers=4))
+    taken: list[Destination] = []
+
+    def wanted() -> Iterator[Destination]:
+        for destination in destinations(read_config(checkpoint.config | {"num_hidden_layers": 1000})):
+            taken.append(destination)
+            yield destination
+
+    with pytest.raises(ModelError, match=r"lacks the tensor model\.layers\.4\."):
+        plan_weights(wanted(), checkpoint)
+    assert len(taken) == 1 + 4 * 8 + 1
+    with pytest.raises(ModelError, match=r"layer_types other than 2147483647 times"):
+        read_config(checkpoint.config | {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"] * 4})
 
 
 def test_a_type_that_is_not_computed_with_is_named(tmp_path: Path) -> None:
