@@ -11,7 +11,7 @@ from comfy_api.latest import ComfyAPI, io, ui
 
 from ..service.api import OpenModel
 from ..service.memory.budget import GIB, MemorySettings
-from ..service.memory.pool import Lease, LeaseReturnedError, Pool
+from ..service.memory.pool import Pool
 from ..service.registry import REGISTRY
 from . import bridge
 from .desk import Desk, Seat, desk_bars, desk_text
@@ -159,19 +159,11 @@ def _look(pool: Pool) -> Desk:
         truth=pool.read_truth(),
         pool=pool,
         leases=[lease.info() for lease in leases],
-        resident=sum(_resident(lease) for lease in leases),
+        resident=sum(lease.resident() for lease in leases),
         comfyui=bridge.comfyui_models(),
         seats=[_seat(model) for model in REGISTRY.models()],
         leaks=[asdict(report) for report in REGISTRY.leak_reports()],
     )
-
-
-def _resident(lease: Lease) -> int:
-    """Bytes of it in memory; 0 for one that was returned meanwhile."""
-    try:
-        return lease.resident()
-    except LeaseReturnedError:
-        return 0
 
 
 def _seat(model: OpenModel) -> Seat:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..memory.lease import Lease, LeaseReturnedError
 from ..memory.pool import Pool
 
 STATUS = Path("/proc/self/status")
@@ -36,19 +35,12 @@ def own_bytes() -> int:
 
 def outside_bytes(pool: Pool) -> int:
     """Bytes of the process that are in none of the pool's leases; on a device of its own memory, torch's blocks beside them too."""
-    leased = sum(_resident(lease) for lease in pool.holders())
+    leased = sum(lease.resident() for lease in pool.holders())
     if not pool.backend.commits:
         return own_bytes() - leased
     import torch
 
     return own_bytes() + torch.cuda.memory_allocated(pool.device) - pool.held()
-
-
-def _resident(lease: Lease) -> int:
-    try:
-        return lease.resident()
-    except LeaseReturnedError:  # by another thread, since it was listed
-        return 0
 
 
 @dataclass(frozen=True, slots=True)

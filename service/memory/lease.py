@@ -223,11 +223,9 @@ class Lease:
             return self.place.slab.lock(self.place.start, self.nbytes)
 
     def resident(self) -> int:
-        """Bytes of it that are in memory now; 0 after its return."""
-        if self.released:
-            return 0
-        with self.using(touch=False):
-            return self.place.slab.resident(self.place.start, self.nbytes)
+        """Bytes of it that are in memory now; 0 after its return. A return by another thread waits for the look, and is never refused."""
+        with self._keeper.lock:
+            return 0 if self.released else self.place.slab.resident(self.place.start, self.nbytes)
 
     def seal(self) -> None:
         """In debug mode remember a checksum of the content for Pool.verify; the owner promises not to write until `unseal`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -110,6 +111,35 @@ def test_a_foreign_thread_cannot_return_a_lease_in_mid_generation(make_pool: Mak
         done.set()
         assert generation.result(30)
     assert lease.release().measured == 2 * MIB
+
+
+def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch):
+    """Whoever counts resident bytes meanwhile, such as another model's leak report, must not leave a model returned by half."""
+    pool = make_pool()
+    lease = pool.lease("writer", "scratch", 2 * MIB)
+    lease.tensor.fill_(1)
+    slab_type = type(lease.place.slab)
+    resident, looking, asked = slab_type.resident, threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> int:
+        if threading.current_thread().name.startswith("look"):
+            looking.set()
+            assert asked.wait(30)
+            time.sleep(0.05)  # long enough for the return to meet the look
+        return resident(*arguments)
+
+    def give_back() -> int:
+        assert looking.wait(30)
+        asked.set()
+        return lease.release().asked
+
+    monkeypatch.setattr(slab_type, "resident", slow)
+    with ThreadPoolExecutor(1, "look") as looker, ThreadPoolExecutor(1, "return") as owner:
+        look, back = looker.submit(lease.resident), owner.submit(give_back)
+        assert back.result(30) == 2 * MIB
+        assert look.result(30) in (0, 2 * MIB)
+    assert lease.resident() == 0
+    assert pool.used() == 0
 
 
 def test_two_owners_that_give_way_to_each_other_do_not_lock(make_pool: MakePool):
