@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from ..core import Progress
-from ..errors import FileError, RequestError
+from ..errors import Cancelled, FileError, OnedeskError, RequestError
 
 TEXT_LIMIT = 16 << 20  # bytes; what a chat template takes
 
@@ -39,10 +39,14 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take SIGINT for the length of the block."""
+        """Take SIGINT for the length of the block. What fails after one was interrupted: Cancelled."""
         before = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield self
+        except OnedeskError as error:
+            if self.asked:
+                raise Cancelled("interrupted") from error
+            raise
         finally:
             signal.signal(signal.SIGINT, before)
 

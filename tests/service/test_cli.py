@@ -17,7 +17,9 @@ import pytest
 from onedesk.service import cli
 from onedesk.service import config as config_module
 from onedesk.service.api import OpenModel
+from onedesk.service.errors import ModelError
 from onedesk.service.registry import REGISTRY
+from onedesk.service.text.template import ChatTemplate
 from tiny_qwen3 import write_tiny_qwen3
 
 COMMAND = [sys.executable, "-m", "onedesk.service.cli"]
@@ -298,6 +300,16 @@ def test_an_interrupt_elsewhere_is_a_document_too(run, monkeypatch):
 
     monkeypatch.setattr(cli, "load_config", interrupted)
     status, document = run("models")
+    assert (status, document) == (130, {"error": {"type": "Cancelled", "message": "interrupted"}})
+
+
+def test_what_fails_after_an_interrupt_was_interrupted(run, monkeypatch):
+    def render(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ModelError("the chat template was not done after 5 s")
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    status, document = run("generate", "a cat", "--model", "tiny")
     assert (status, document) == (130, {"error": {"type": "Cancelled", "message": "interrupted"}})
 
 
