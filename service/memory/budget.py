@@ -168,7 +168,7 @@ def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Bu
         f"{settings.headroom:.0%} headroom {show(wanted - need.total)}), but {show(max(0, room.most))} can be had: limit "
         f"{show(budget.limit)}, kept back {show(budget.kept_back)}, used {show(room.used)}, of which {show(room.yielding)} would give "
         f"way, floor {show(budget.floor)}, available {show(room.available)}, neighbours would free {show(room.neighbours)}. "
-        + _choices(need, settings, room.most)
+        f"It lacks {show(wanted - max(0, room.most))}. " + _choices(need, settings, room.most)
     )
 
 

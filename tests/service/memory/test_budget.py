@@ -201,6 +201,14 @@ def test_a_refusal_on_a_full_machine():
     assert "Nothing fits now" in words
 
 
+def test_a_refusal_by_little_says_by_how_much():
+    """In GiB with one decimal both figures read the same."""
+    words = refusal(Need(weights=5 * GIB), replace(ROOM, budget=6 * GIB - 3 * MIB, yielding=0))
+    assert "needs 6 GiB" in words
+    assert "6 GiB can be had" in words
+    assert "It lacks 3 MiB." in words
+
+
 @given(weights=st.integers(0, 8 * GIB), kv=st.integers(1, 8 * GIB), context=st.integers(1, 300_000), most=st.integers(-GIB, 20 * GIB))
 def test_the_context_named_really_fits(weights: int, kv: int, context: int, most: int):
     need = Need(weights=weights, kv=kv, context=context)
