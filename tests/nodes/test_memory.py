@@ -47,6 +47,7 @@ def wait_for_nothing_held(comfyui: Comfy) -> bool:
 
 
 def test_it_loads_nothing_and_shows_that_nothing_is_leased(comfyui: Comfy):
+    assert comfyui.run(writing("opened once", max_tokens=1)).ok
     free(comfyui)
     text = report(comfyui, model=["load", 0])
     assert state(comfyui)["used"] == 0
