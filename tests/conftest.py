@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui import Comfy
+from onedesk.service.config import load_config
 from onedesk.service.errors import PeerError
+from onedesk.service.registry import REGISTRY
 from onedesk.service.setup.comfyui import ComfyProcess
 from onedesk.service.setup.tree import Tree
 from tiny_models import ENCODER, write_image_models, write_language_model
@@ -21,6 +23,14 @@ TINY_WRITER_HIDDEN = 64
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--comfyui", type=Path, default=None, help="folder of a ComfyUI whose requirements this Python has")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registry_as_new() -> Iterator[None]:
+    """No file of tests leaves models, pools or settings to the next one: the command's tests run with budgets of 1 MiB."""
+    yield
+    REGISTRY.close()
+    REGISTRY.configure(load_config(None))
 
 
 @pytest.fixture(scope="session")

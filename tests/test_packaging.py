@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 
 SOURCES = ("nodes", "service")
 

@@ -199,6 +199,5 @@ def test_the_report_counts_what_comfyui_takes(comfyui: Comfy):
     assert before["ours"] > 0
     assert after["ours"] == 0
     assert after["evictions"] == before["evictions"] + 1
-    (given,) = {item["owner"] for item in after["given"]}
-    assert given == "tiny-writer"
-    assert sum(item["asked"] for item in after["given"]) >= sum(item["measured"] for item in after["given"]) > 0
+    given = [item for item in after["given"] if item["owner"] == "tiny-writer"]
+    assert sum(item["asked"] for item in given) >= sum(item["measured"] for item in given) > 0
