@@ -20,6 +20,7 @@ from .setup.console import (
     Stop,
     UsageError,
     discard_stdout,
+    ends_as_interrupted,
     failure,
     make_streams_safe,
     read_line,
@@ -262,7 +263,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from .setup.demo import run_demo
 
-    result = run_demo(args.idea, load_config(args.config))
+    with ends_as_interrupted():
+        result = run_demo(args.idea, load_config(args.config))
     if args.json:
         write_json(asdict(result) | {"picture": str(result.picture)})
     else:

@@ -103,15 +103,22 @@ class ComfyProcess:
         """Start it and return once it answers; PeerError with the end of its log if it ends or does not answer in `timeout` seconds."""
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
-        end = time.monotonic() + timeout
-        while not self._answers():
-            if self.child.poll() is not None:
-                raise PeerError(f"ComfyUI ended while starting, with exit status {self.child.returncode}:\n{self.log_end()}")
-            if time.monotonic() > end:
+        answered = False
+        try:
+            self._await_answer(self.child, time.monotonic() + timeout, timeout)
+            answered = True
+        finally:
+            if not answered:  # an interrupt too must not leave it behind
                 self.stop()
+        return self.client
+
+    def _await_answer(self, child: subprocess.Popen[bytes], end: float, timeout: float) -> None:
+        while not self._answers():
+            if child.poll() is not None:
+                raise PeerError(f"ComfyUI ended while starting, with exit status {child.returncode}:\n{self.log_end()}")
+            if time.monotonic() > end:
                 raise PeerError(f"ComfyUI did not answer within {timeout:g} s:\n{self.log_end()}")
             time.sleep(POLL_SECONDS)
-        return self.client
 
     def _answers(self) -> bool:
         try:

@@ -51,6 +51,21 @@ class Stop:
             signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def ends_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as an interrupt does, so that children it started are ended too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {kind: signal.signal(kind, interrupt) for kind in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
 def make_streams_safe() -> None:
     """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing; one that is closed takes nothing."""
     for name in ("stdout", "stderr"):

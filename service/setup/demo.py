@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..errors import FileError, PeerError
+from ..errors import FileError, PeerError, RequestError
 from .comfyui import ComfyProcess
 from .desk import device_arguments, folder_arguments, need_desk
 from .tree import Desk, Tree
@@ -93,6 +93,8 @@ def run_demo(idea: str, config: Config, *, seed: int = 1, models: DemoModels | N
 
     Raises FileError if nothing is installed or a model is missing, PeerError if ComfyUI does not start or the workflow fails.
     """
+    if not idea.strip():
+        raise RequestError("the idea is empty; write what the picture should show, such as 'a red circle on blue'")
     if config.tree is None:
         raise FileError("the demo needs an installation: run ./install.sh, then PREFIX/run.sh demo or PREFIX/envs/onedesk/bin/onedesk demo")
     tree, models = Tree(config.tree), models or DemoModels()

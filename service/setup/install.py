@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import platform
@@ -168,10 +169,23 @@ def remove_link(place: Path) -> None:
         LOG.info("removed   %s", place)
 
 
+def noted_process(tree: Tree) -> int | None:
+    """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see desk.find_running."""
+    try:
+        pid = int(json.loads((tree.cache / "comfyui.json").read_text(encoding="utf-8"))["pid"])
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    ours = b"main.py" in words or b"launch_comfyui" in words
+    return pid if ours and b"--port" in words else None
+
+
 def uninstall(tree: Tree) -> int:
     """Take away what can be made again, and our link in somebody's ComfyUI; models, data and changed settings stay."""
     if not tree.script.is_file():
         raise SetupError(f"there is no installation in {tree.prefix}; name the right folder with --prefix")
+    if running := noted_process(tree):
+        raise SetupError(f"ComfyUI still runs from {tree.prefix} (process {running}); end it first with {tree.script} stop")
     with locked(tree):
         if desk := tree.load_desk():
             remove_link(Path(desk.link)) if desk.link else None

@@ -63,6 +63,21 @@ def test_a_child_that_cannot_start_shows_its_log(comfyui_folder: Path, tmp_path:
     assert process.child.poll() is not None
 
 
+def test_an_interrupt_while_it_starts_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = tmp_path / "main.py"
+    waiting.write_text("import time\ntime.sleep(600)\n")
+    process = ComfyProcess(Path(sys.executable), tmp_path, [], log=tmp_path / "log", environment={})
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "_answers", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        process.start()
+    assert process.child is not None
+    assert process.child.poll() is not None
+
+
 def test_nobody_at_the_port() -> None:
     with pytest.raises(PeerError, match="gave no answer to /system_stats"):
         Client(free_port()).ask("/system_stats")

@@ -236,6 +236,23 @@ def test_a_torch_that_changes_is_an_error(tmp_path: Path) -> None:
         replace_torch()
 
 
+def test_uninstall_waits_until_comfyui_has_ended(repository: Path, beside: Beside, tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    running = subprocess.Popen([sys.executable, str(script), "--port", "1"])
+    note = beside.tree.cache / "comfyui.json"
+    note.write_text(json.dumps({"pid": running.pid, "started": 0.0, "port": 1}))
+    try:
+        answer = beside.again(repository, "--uninstall")
+    finally:
+        running.kill()
+        running.wait()
+    assert answer.returncode == 1
+    assert f"ComfyUI still runs from {beside.tree.prefix} (process {running.pid}); end it first with" in answer.stderr
+    assert beside.tree.envs.is_dir()
+    note.unlink()
+
+
 def test_uninstall_takes_away_what_is_ours_alone(repository: Path, beside: Beside) -> None:
     picture = beside.tree.data / "output" / "a.png"
     picture.write_bytes(b"picture")
