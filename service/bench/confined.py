@@ -26,7 +26,7 @@ from ..api import OpenModel
 from ..config import Config, load_config
 from ..core import Request, Sampling
 from ..engine.leaks import own_bytes
-from ..errors import MemoryFull, ModelError, OnedeskError
+from ..errors import MemoryFull, ModelError, OnedeskError, RequestError
 from ..kernels.unfinished import work_folder
 from ..loader.checkpoint import open_checkpoint
 from ..memory.budget import MIB
@@ -88,6 +88,7 @@ class Outcome:
     picture: Picture
     picture_most: int
     same_text: bool
+    woken: bool
     suggested: int
     suggestion_works: bool | None
 
@@ -142,11 +143,15 @@ def _try_case(case: Case, folder: Path, group: MemoryGroup, config: Config) -> O
         growth, untouched = own_bytes() - own, pool.allocations == 0 and pool.used() == 0
         context = _suggested_context(str(refusal))
         works = _works(folder, context) if context else None
-        return Outcome(False, str(refusal), *figures, growth if untouched else case.limit, "not asked", 0, True, context, works)
+        return Outcome(False, str(refusal), *figures, growth if untouched else case.limit, "not asked", 0, True, True, context, works)
     picture, most = _draw(case, pool)
-    same = _write(model) == first
+    message, same, woken = "", True, True
+    try:
+        same = _write(model) == first
+    except MemoryFull as refusal:
+        message, woken = str(refusal), False
     pool.verify()
-    return Outcome(True, "", *figures, 0, picture, most, same, 0, None)
+    return Outcome(True, message, *figures, 0, picture, most, same, woken, 0, None)
 
 
 def _write(model: OpenModel) -> tuple[int, ...]:
@@ -186,7 +191,7 @@ def _works(folder: Path, context: int) -> bool:
     try:
         model = REGISTRY.open(folder, context=context, device="cpu", load=False)
         return len(_write(model)) > 0
-    except MemoryFull:
+    except (MemoryFull, RequestError):
         return False
 
 
@@ -258,6 +263,8 @@ def faults_of(case: Case, folder: Path, outcome: Outcome | None, kills: int) -> 
         drawn = case.picture < outcome.picture_most
         if drawn != (outcome.picture == "drawn"):
             found.append(f"the picture of {case.picture} was {outcome.picture} with room for {outcome.picture_most}")
+    if not outcome.woken and most - need > NEAR:
+        found.append(f"it fitted with {int(most) - need} bytes to spare, and was refused when it was to wake: {outcome.message}")
     if not outcome.same_text:
         found.append("the text differs after the hand-over")
     return found
@@ -294,7 +301,7 @@ def _became(case: Case, outcome: Outcome | None) -> str:
     if outcome is None:
         return "killed"
     if outcome.fits:
-        return f"written, the picture {outcome.picture}"
+        return f"written, the picture {outcome.picture}" + ("" if outcome.woken else ", refused to wake by what the process had grown")
     beyond = outcome.weights + outcome.kv + outcome.scratch > outcome.expected
     return f"refused: more than {'the machine has' if beyond else 'the budget'}" + (", a smaller context fits" if outcome.suggested else "")
 

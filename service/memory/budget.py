@@ -13,6 +13,7 @@ from .truth import Truth
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+SMALLEST_CONTEXT = 64  # tokens; a shorter one is no choice to offer: it holds no prompt with its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def _choices(need: Need, settings: MemorySettings, most: int) -> str:
     """Name what would fit: a smaller context, other weights at the same context, or what another model may weigh."""
     found = []
     context = fitting_context(need, settings.headroom, most)
-    if context:
+    if context >= SMALLEST_CONTEXT:
         found.append(f"a context of {context} (asked: {need.context})")
     for form, weights in need.weights_of.items():
         other = replace(need, weights=weights)

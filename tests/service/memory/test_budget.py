@@ -195,6 +195,14 @@ def test_a_refusal_names_the_weights_that_fit():
     assert "int8" not in words
 
 
+@pytest.mark.parametrize(("tokens", "told"), [(63, False), (64, True)])
+def test_a_context_too_short_to_ask_anything_is_not_offered(tokens: int, told: bool):
+    need = Need(weights=GIB, kv=4096 * MIB, context=4096)
+    most = -(-(GIB + tokens * MIB) * 12 // 10)
+    words = refusal(need, replace(ROOM, budget=most, machine=most, yielding=0, neighbours=0))
+    assert (f"a context of {tokens} " in words) == told
+
+
 def test_a_refusal_on_a_full_machine():
     words = refusal(Need(weights=GIB), replace(ROOM, budget=0, yielding=0))
     assert "0 B can be had" in words

@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASE = Case("8", 512 * MIB, 256, 64 * MIB, 64 * MIB, True)
-RIGHT = Outcome(True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, 0, None)
+RIGHT = Outcome(True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, True, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,8 @@ RIGHT = Outcome(True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 3
         ({"expected": 90 * MIB, "available": 90 * MIB, "scratch": 60 * MIB}, "taken, although"),
         ({"picture": "refused"}, "the picture of"),
         ({"same_text": False}, "the text differs"),
+        ({"woken": False}, "was refused when it was to wake"),
+        ({"woken": False, "expected": 95 * MIB, "available": 95 * MIB}, None),
         ({"fits": False, "scratch": 400 * MIB, "growth": 40 * MIB}, "not before"),
         ({"fits": False, "scratch": 400 * MIB, "suggested": 128, "suggestion_works": False}, "a context of 128"),
     ],
