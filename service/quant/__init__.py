@@ -1,0 +1,1 @@
+"""Quantized weights: formats as data, packing, and what a packed weight means."""

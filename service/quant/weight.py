@@ -1,0 +1,128 @@
+"""What a quantized weight is and what it means: w = q * scale (+ offset), with a scale for every row and group of columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+# int4: a block of 32 columns lies in 16 bytes; byte j has column j in its low nibble and column j + 16 in its high one.
+BLOCK_COLUMNS = 32
+BLOCK_BYTES = 16
+# The nibble that means 0 in a symmetric int4 weight.
+ZERO_NIBBLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How numbers are stored: `bits` of each, `group` columns under one scale (0: all columns of a row).
+
+    A symmetric int4 means nibble - 8; an asymmetric one has an offset beside each scale.
+    """
+
+    name: str
+    bits: int
+    group: int
+    symmetric: bool
+
+    def groups(self, cols: int) -> int:
+        """Scales of a row; the last group may be shorter than the others."""
+        return 1 if self.group == 0 else -(-cols // self.group)
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of a row of numbers, without scales."""
+        return -(-cols // BLOCK_COLUMNS) * BLOCK_BYTES if self.bits == 4 else cols
+
+
+@dataclass(slots=True)
+class QuantizedWeight:
+    """A weight [rows, cols].
+
+    data: int8 [rows, cols] (int8), float8_e4m3fn [rows, cols] (fp8) or uint8 [rows, ceil(cols / 32) * 16] (int4).
+    scales [rows, groups]: fp32 for int8 and fp8, fp16 for int4. offsets: fp16 [rows, groups] for asymmetric int4, else None.
+    Columns beyond `cols` in the last block of an int4 row are padding that must not be used.
+    """
+
+    format: Format
+    rows: int
+    cols: int
+    data: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def group(self) -> int:
+        """Columns under one scale; `cols` where a row has one scale."""
+        return self.format.group or self.cols
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers, scales and offsets, alignment between them not included."""
+        return self.data.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
+
+    def row_slice(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows start..stop-1 as views of the same memory."""
+        offsets = self.offsets[start:stop] if self.offsets is not None else None
+        data = self.data[start:stop]
+        return QuantizedWeight(self.format, data.shape[0], self.cols, data, self.scales[start:stop], offsets)
+
+    def take_rows(self, rows: torch.Tensor) -> QuantizedWeight:
+        """The rows [n] int64, in this order, copied."""
+        offsets = self.offsets[rows] if self.offsets is not None else None
+        # float8 has no gather on every device; its bytes have
+        data = self.data.view(torch.uint8)[rows].view(self.data.dtype)
+        return QuantizedWeight(self.format, rows.shape[0], self.cols, data, self.scales[rows], offsets)
+
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+
+
+def unpack_nibbles(data: torch.Tensor, cols: int) -> torch.Tensor:
+    """Nibbles uint8 [rows, cols] of int4 blocks [rows, ceil(cols / 32) * 16], padding left out."""
+    blocks = data.view(data.shape[0], -1, 1, BLOCK_BYTES)
+    return torch.cat((blocks & 15, blocks >> 4), dim=2).view(data.shape[0], -1)[:, :cols]
+
+
+def pack_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
+    """int4 blocks of nibbles uint8 [rows, cols]; columns that fill up the last block get the nibble 8."""
+    rows, cols = nibbles.shape
+    missing = -cols % BLOCK_COLUMNS
+    if missing:
+        nibbles = torch.cat((nibbles, nibbles.new_full((rows, missing), ZERO_NIBBLE)), dim=1)
+    halves = nibbles.reshape(rows, -1, 2, BLOCK_BYTES)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(rows, -1)
+
+
+def dequantize(weight: QuantizedWeight, columns: slice | None = None) -> torch.Tensor:
+    """The weight's numbers, fp32 [rows, cols], or of a range of columns with step 1; `row_slice` and `take_rows` choose rows."""
+    start, stop, _ = (columns or slice(None)).indices(weight.cols)
+    if weight.format.bits == 4:
+        first = start // BLOCK_COLUMNS
+        data = weight.data[:, first * BLOCK_BYTES : -(-stop // BLOCK_COLUMNS) * BLOCK_BYTES]
+        begin = first * BLOCK_COLUMNS
+        q = unpack_nibbles(data.contiguous(), stop - begin)[:, start - begin :].float()
+        if weight.format.symmetric:
+            q -= ZERO_NIBBLE
+    else:
+        q = weight.data[:, start:stop].float()
+    q *= _spread(weight.scales, weight, start, stop)
+    if weight.offsets is not None:
+        q += _spread(weight.offsets, weight, start, stop)
+    return q
+
+
+def _spread(values: torch.Tensor, weight: QuantizedWeight, start: int, stop: int) -> torch.Tensor:
+    """A value a group as a value a column of start..stop-1, fp32."""
+    if values.shape[1] == 1:
+        return values.float()
+    groups = torch.arange(start, stop, device=values.device) // weight.group
+    return values.float().index_select(1, groups)
