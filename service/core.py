@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import RequestError
 
@@ -16,6 +16,7 @@ Thinking = Literal["on", "off", "auto"]
 CancelCheck = Callable[[], bool]
 
 SEED_LIMIT = 2**64
+LOGPROBS_LIMIT = 20  # likeliest tokens shown at each place
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -33,11 +34,16 @@ ProgressReport = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer."""
+    """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer.
+
+    `tool_calls` are an assistant's, as the OpenAI API has them; `tool_call_id` is the call that a turn of role "tool" answers.
+    """
 
     role: str
     content: str
     reasoning: str = ""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,10 @@ class Request:
 
     `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
     `repetition_stop` None means on, except for raw ids.
+
+    `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `logprobs` N gives each token of the
+    answer its log-probability and those of the N likeliest, see Logprobs. `tools` (as the OpenAI API has them) and `template_options`
+    are for the chat template.
     """
 
     messages: tuple[Message, ...] = ()
@@ -114,6 +124,10 @@ class Request:
     thinking: Thinking = "auto"
     thinking_budget: int | None = None
     repetition_stop: bool | None = None
+    json_schema: str | None = None
+    logprobs: int | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def validated(self) -> Request:
         """Return self, or raise RequestError with the first thing that is wrong."""
@@ -129,6 +143,9 @@ class Request:
             raise RequestError(f"thinking is {self.thinking!r}; use on, off or auto")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError("a stop string is empty; leave it out or write at least one character")
+        top = self.logprobs
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= LOGPROBS_LIMIT):
+            raise RequestError(f"logprobs is {top!r}; use a whole number from 0 to {LOGPROBS_LIMIT}")
         self._check_text()
         self.sampling.validated()
         return self
@@ -191,6 +208,16 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """log-probability of a token, and (id, log-probability) of the likeliest ones at its place; of the raw model, before temperature,
+    bias and penalties.
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One step of a generation: text that became visible, the token behind it, progress, and on the last event the result."""
 
@@ -199,3 +226,4 @@ class Event:
     token: int | None = None
     progress: Progress | None = None
     result: Result | None = None
+    logprobs: Logprobs | None = None

@@ -113,6 +113,10 @@ def _as_mapping(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.reasoning:
             fields["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            fields["tool_calls"] = list(message.tool_calls)
+        if message.tool_call_id:
+            fields["tool_call_id"] = message.tool_call_id
     else:
         fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[key] for key in _REASONING_KEYS if key in fields), None)
