@@ -15,12 +15,20 @@ class SequenceCache(Protocol):
     capacity: int
     length: int
 
+    def ensure(self, tokens: int) -> None:
+        """Have room of its own for `tokens` more, before a pass writes them. Raises RequestError beyond the capacity."""
+        ...
+
     def advance(self, tokens: int) -> None:
         """Count `tokens` written positions as part of the sequence."""
         ...
 
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on."""
+        ...
+
+    def close(self) -> None:
+        """Return what is reserved."""
         ...
 
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.paged import SequenceKV
 from ..core import CancelCheck, Event, Finish, Progress, ProgressReport, Result, Sampling, Usage
 from ..text.repetition import RepetitionCheck
 from ..text.stream import TextStream
@@ -74,15 +75,19 @@ class Generation:
 
         Weights that are still on their way are read while the prompt is; decode begins when all are there.
         """
+        with self._runner.kv.open(len(self._prepared.ids) + self._prepared.limits.room) as kv:
+            yield from self._events(kv, started)
+
+    def _events(self, kv: SequenceKV, started: float) -> Iterator[Event]:
         prompt, loading = self._prepared.ids, not self._session.settled
         yield Event(progress=Progress("prefill", 0, len(prompt)))
-        scores = self._prefill()
+        scores = self._prefill(kv)
         load_seconds = 0.0
         if loading and scores is not None:
             self._meter.add_reading(self._session.settle(), self._session.waited)
             load_seconds = time.perf_counter() - started
         self._leaks.mark("load" if loading else "prefill")
-        yield Event(progress=Progress("prefill", self._runner.cache.length, len(prompt)))
+        yield Event(progress=Progress("prefill", kv.length, len(prompt)))
         while self._sequence.finish is None:
             if scores is None or self._cancel():
                 self._sequence.end("cancelled")
@@ -92,15 +97,14 @@ class Generation:
                 self._first_token = time.perf_counter() - started
             yield from self._take(token, forced)
             if self._sequence.finish is None:
-                scores = self._decode(token)
+                scores = self._decode(kv, token)
         yield from self._last(started, load_seconds)
 
-    def _prefill(self) -> torch.Tensor | None:
+    def _prefill(self, kv: SequenceKV) -> torch.Tensor | None:
         """Scores behind the prompt, None when the caller asked to stop."""
-        self._runner.begin()
         with self._meter.measure("prefill"):
             try:
-                scores = self._runner.prefill(self._prepared.ids, self._cancel, self._chunk_read)
+                scores = self._runner.prefill(kv, self._prepared.ids, self._cancel, self._chunk_read)
             except Stopped:
                 return None
         return scores
@@ -110,9 +114,9 @@ class Generation:
         if self._progress is not None:
             self._progress(Progress("prefill", done, len(self._prepared.ids)))
 
-    def _decode(self, token: int) -> torch.Tensor:
+    def _decode(self, kv: SequenceKV, token: int) -> torch.Tensor:
         with self._meter.measure("decode"):
-            scores = self._runner.decode(token)
+            scores = self._runner.decode([kv], [token])[0]
         self._meter.add_bytes("decode", self._step_bytes)
         return scores
 

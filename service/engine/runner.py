@@ -1,4 +1,4 @@
-"""Tensors of a running model: prefill in chunks, decode step by step."""
+"""Tensors of a running model: prefill in chunks, decode step by step, several sequences at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..cache.kv import KVCache
+from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.layers import BetweenLayers, Decoder, Scratch
+from .buffers import ChunkBuffers, DecodeBuffers
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
 CHUNK = 256
@@ -18,68 +19,79 @@ SCORED_ROWS = 16
 
 
 class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
-    """The caller asked to stop in the middle of a chunk; the cache is as it was before the chunk."""
+    """The caller asked to stop in the middle of a chunk; the sequence is as it was before the chunk."""
 
 
 class Runner:
-    """Runs one sequence at a time over a reserved cache. Not thread-safe: its owner holds the lock."""
+    """Runs sequences of `kv` through the network. Not thread-safe: its owner holds the lock.
 
-    def __init__(self, network: Decoder, cache: KVCache, scratch: Scratch, device: torch.device, gate: WeightArrival | None = None) -> None:
+    All scores that it returns are valid until the next pass.
+    """
+
+    def __init__(
+        self,
+        network: Decoder,
+        kv: PagedKV,
+        scratch: Scratch,
+        buffers: tuple[ChunkBuffers, DecodeBuffers],
+        gate: WeightArrival | None = None,
+    ) -> None:
         """`gate` is asked for weights before they are used (see Destination.part); None when all are there."""
         self.gate = gate
         self.network = network
-        self.cache = cache
+        self.kv = kv
         self.scratch = scratch
-        self._device = device
-        self._token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.chunk, self.buffers = buffers
 
     def close(self) -> None:
         """Let go of every tensor; the runner cannot be used afterwards."""
-        del self.network, self.cache, self.scratch, self.gate
+        del self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
 
-    def begin(self) -> None:
-        """Forget the sequence before."""
-        self.cache.truncate(0)
-
-    def prefill(self, ids: Sequence[int], cancel: CancelCheck | None, report: Callable[[int], None]) -> torch.Tensor:
-        """Read the prompt `ids`; returns the scores [vocab] for the token behind it. `report` gets the tokens read so far.
+    def prefill(self, sequence: SequenceKV, ids: Sequence[int], cancel: CancelCheck | None, report: Callable[[int], None]) -> torch.Tensor:
+        """Read `ids` behind the sequence; returns the scores [vocab] for the token behind them. `report` gets how many are read.
 
         Raises Stopped when `cancel` turns true, at the latest after one layer of one chunk.
         """
         state = torch.empty(0)
         for at in range(0, len(ids), CHUNK):
-            state = self._forward(ids[at : at + CHUNK], cancel)
+            state = self._forward(sequence, ids[at : at + CHUNK], cancel)
             report(min(len(ids), at + CHUNK))
         return self._scores(state[-1:])[0]
 
-    def decode(self, token: int) -> torch.Tensor:
-        """One step behind the cache: scores [vocab] for the token after `token`, valid until the next call."""
-        self._token.fill_(token)
-        state = self.network.forward(self._token, self.cache, self.scratch)
-        return self.network.logits(state, self.scratch)[0]
+    def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:
+        """One step of up to MAX_BATCH sequences, token i behind sequence i: scores [B, vocab] for the tokens after them."""
+        longest = self.buffers.fill(sequences, tokens)
+        scores = self.buffers.step(len(sequences), longest)
+        for sequence in sequences:
+            sequence.advance(1)
+        return scores
+
+    def extend(self, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
+        """Read a few ids, up to SCORED_ROWS, in one pass: scores [T, vocab] behind each, as decode steps would give them."""
+        return self._scores(self._forward(sequence, ids, None))
 
     def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None) -> list[float]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model."""
-        self.begin()
         values: list[float] = []
-        for at in range(0, len(ids), CHUNK):
-            state = self._forward(ids[at : at + CHUNK], cancel).clone()
-            following = ids[at + 1 : at + 1 + len(state)]
-            for row in range(0, len(following), SCORED_ROWS):
-                wanted = torch.tensor(following[row : row + SCORED_ROWS], device=self._device)
-                scores = self._scores(state[row : row + len(wanted)]).float()
-                picked = scores.gather(1, wanted[:, None])[:, 0] - scores.logsumexp(-1)
-                values.extend(picked.tolist())
+        with self.kv.open(len(ids)) as sequence:
+            for at in range(0, len(ids), CHUNK):
+                state = self._forward(sequence, ids[at : at + CHUNK], cancel).clone()
+                following = ids[at + 1 : at + 1 + len(state)]
+                for row in range(0, len(following), SCORED_ROWS):
+                    wanted = torch.tensor(following[row : row + SCORED_ROWS], device=state.device)
+                    scores = self._scores(state[row : row + len(wanted)]).float()
+                    picked = scores.gather(1, wanted[:, None])[:, 0] - scores.logsumexp(-1)
+                    values.extend(picked.tolist())
         return values
 
     def states(self, ids: Sequence[int], after: Sequence[int], cancel: CancelCheck | None) -> torch.Tensor:
         """Residual states after the block counts `after`, side by side: [tokens, hidden * len(after)] fp32 on the CPU."""
-        self.begin()
         rows: list[torch.Tensor] = []
-        for at in range(0, len(ids), CHUNK):
-            kept: dict[int, torch.Tensor] = {}
-            self._forward(ids[at : at + CHUNK], cancel, _keeper(after, kept))
-            rows.append(torch.cat([kept[index] for index in after], dim=1))
+        with self.kv.open(len(ids)) as sequence:
+            for at in range(0, len(ids), CHUNK):
+                kept: dict[int, torch.Tensor] = {}
+                self._forward(sequence, ids[at : at + CHUNK], cancel, _keeper(after, kept))
+                rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
@@ -87,7 +99,9 @@ class Runner:
             self.gate.wait(EMBEDDING)  # a tied head
         return self.network.logits(state, self.scratch)
 
-    def _forward(self, ids: Sequence[int], cancel: CancelCheck | None, seen: BetweenLayers | None = None) -> torch.Tensor:
+    def _forward(
+        self, sequence: SequenceKV, ids: Sequence[int], cancel: CancelCheck | None, seen: BetweenLayers | None = None
+    ) -> torch.Tensor:
         """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each."""
 
         def between(index: int, state: torch.Tensor) -> None:
@@ -100,8 +114,10 @@ class Runner:
 
         if self.gate is not None:
             self.gate.fetch_rows(ids)
-        chunk = torch.tensor(ids, dtype=torch.int64, device=self._device)
-        return self.network.forward(chunk, self.cache, self.scratch, between)
+        chunk, rows = self.chunk.fill(sequence, ids)
+        state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
+        sequence.advance(len(ids))
+        return state
 
 
 def _keeper(after: Sequence[int], kept: dict[int, torch.Tensor]) -> BetweenLayers:

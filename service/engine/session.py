@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from ..cache.kv import ALIGNMENT, KVCache, KVShape
+from ..cache.paged import KVShape, PagedKV
 from ..core import CancelCheck, ProgressReport
-from ..kernels.choose import choose_kernels
+from ..kernels.choose import choose_kernels, workspace_bytes
 from ..kernels.reference import ReferenceKernels
+from ..kernels.rows import RotaryTable
 from ..loader.checkpoint import Checkpoint
 from ..loader.stream import StreamStats
 from ..memory.budget import Need
@@ -24,14 +25,20 @@ from ..memory.policy import Kind, Policy
 from ..memory.pool import Lease, Pool, Released
 from ..model.arrival import WeightArrival
 from ..model.families import family_of
-from ..model.layers import RotaryTable, Scratch, Widths
+from ..model.layers import Scratch, Widths
 from ..model.weights import WeightPlan, plan_weights
+from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
 from .runner import CHUNK, SCORED_ROWS, Runner
+
+ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """All that is known of a model before a byte of its weights is read: family, config, tensors, and what it needs."""
+    """All that is known of a model before a byte of its weights is read: family, config, tensors, and what it needs.
+
+    Its keys and values have room for `sequences` of `context` tokens; more and shorter ones may share it.
+    """
 
     checkpoint: Checkpoint
     family: ModuleType
@@ -39,6 +46,8 @@ class Blueprint:
     plan: WeightPlan
     context: int
     activation: torch.dtype
+    device: torch.device
+    sequences: int = 1
 
     @property
     def widths(self) -> Widths:
@@ -50,13 +59,20 @@ class Blueprint:
 
     @property
     def need(self) -> Need:
-        tables = RotaryTable.nbytes(self.context, self.widths.head_dim)
-        buffers = Scratch.nbytes(self.widths, self.chunk, SCORED_ROWS, self.activation)
-        return Need(self.plan.nbytes, self.kv_shape.nbytes(self.context), tables + buffers, context=self.context)
+        widths, context = self.widths, self.context
+        parts = (
+            RotaryTable.nbytes(context, widths.head_dim),
+            Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
+            ChunkBuffers.nbytes(context, self.rows),
+            DecodeBuffers.nbytes(context),
+            workspace_bytes(self.device, widths.shape, context, self.activation),
+        )
+        return Need(self.plan.nbytes, self.kv_shape.nbytes(context, self.sequences), sum(parts), context=context)
 
     @property
-    def chunk(self) -> int:
-        return min(CHUNK, self.context)
+    def rows(self) -> int:
+        """Rows of the largest pass: a chunk of a prompt, or a step of all sequences that can decode together."""
+        return max(MAX_BATCH, min(CHUNK, self.context))
 
     @property
     def pass_bytes(self) -> int:
@@ -72,7 +88,7 @@ def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int) -
     config = family.read_config(checkpoint.config)
     plan = plan_weights(family.destinations(config), checkpoint)
     activation = plan.dtype if device.type == "cuda" else torch.float32
-    return Blueprint(checkpoint, family, config, plan, context, activation)
+    return Blueprint(checkpoint, family, config, plan, context, activation, device)
 
 
 class Session:
@@ -164,7 +180,10 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         kernels = choose_kernels(device, blueprint.activation, opening.kernel_cache)
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.widths.head_dim, blueprint.config.rope_theta)
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary)
-        cache = KVCache(kv, blueprint.kv_shape, blueprint.context)
-        buffers = Scratch(scratch, blueprint.widths, blueprint.chunk, SCORED_ROWS, blueprint.activation)
+        pages = PagedKV(kv, blueprint.kv_shape, blueprint.context, blueprint.sequences)
+        passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
+        buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
+        wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation)
+        kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
         undo.pop_all()
-        return Session(leases, arrival.start(), Runner(network, cache, buffers, device, arrival), kernels)
+        return Session(leases, arrival.start(), Runner(network, pages, passes, buffers, arrival), kernels)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from ..memory.lease import carved_bytes
 from .cpu import CpuKernels, compile_library
 from .cuda import CudaKernels
 from .reference import ReferenceKernels
+from .rows import HeadShape
 
 log = logging.getLogger(__name__)
 
@@ -27,3 +29,10 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path) -> R
         kernels.reason = f"plain torch: {why_not}"
         return kernels
     return CpuKernels(library)
+
+
+def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype) -> int:
+    """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace`."""
+    kinds: dict[str, tuple[type[ReferenceKernels], ...]] = {"cuda": (CudaKernels,), "cpu": (CpuKernels, ReferenceKernels)}
+    possible = kinds.get(device.type, (ReferenceKernels,))
+    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation)) for kind in possible)

@@ -2,43 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
+
+from ..quant.weight import QuantizedWeight, Weight, dequantize
+from .rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
 TILE_ELEMENTS = 1 << 18
 
+# A buffer that kernels ask for: shape and type.
+Buffer: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
 
 class ReferenceKernels:
-    """Activations and sums in `activation` (fp32 on CPU); weights in any floating type, never widened as a whole."""
+    """Activations and sums in `activation` (fp32 on CPU); weights in any floating or quantized type, never widened as a whole.
+
+    The operations of a pass are `embed`, `norm_linear`, `attend`, `linear_add` and `norm_gate_up`; here they are made of the small ones.
+    T is the number of rows of the pass. Buffers named `normed`, `both`, `spare` are room that a fused path need not touch.
+    """
 
     name = "reference"
 
     def __init__(self, activation: torch.dtype = torch.float32) -> None:
         self.activation = activation
         self.reason = "plain torch"
+        self._contiguous: Sequence[torch.Tensor] = ()
 
-    def embed(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [tokens] int64 of `table` [vocab, hidden] into `out` [tokens, hidden]."""
-        return out.copy_(table[ids])
+    @classmethod
+    def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype) -> tuple[Buffer, ...]:
+        """What `reserve` is to be given for sequences of up to `positions` tokens: one layer's keys and values without blocks."""
+        blocks = -(-positions // BLOCK)
+        return (((heads.kv_heads * blocks * BLOCK * heads.head_dim,), activation),) * 2
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """out [tokens, rows] = x [tokens, cols] @ weight [rows, cols]^T."""
-        if weight.dtype == x.dtype:
+    def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Use `buffers`, as `workspace` states them, for as long as the kernels live. Without, every call takes memory of its own."""
+        self._contiguous = tuple(buffers)
+
+    def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` [T] int64 of `table` [vocab, hidden] into `out` [T, hidden]."""
+        return out.copy_(dequantize(table.take_rows(ids)) if isinstance(table, QuantizedWeight) else table[ids])
+
+    def linear(self, x: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
+        """out [T, rows] = x [T, cols] @ weight [rows, cols]^T."""
+        quantized = isinstance(weight, QuantizedWeight)
+        if not quantized and weight.dtype == x.dtype:
             return torch.mm(x, weight.t(), out=out)
-        step = max(1, TILE_ELEMENTS // weight.shape[1])
-        for row in range(0, weight.shape[0], step):
-            out[:, row : row + step] = x @ weight[row : row + step].to(x.dtype).t()
+        rows, cols = weight.shape
+        step = max(1, TILE_ELEMENTS // cols)
+        for row in range(0, rows, step):
+            tile = dequantize(weight.row_slice(row, row + step)) if quantized else weight[row : row + step]
+            out[:, row : row + step] = x @ tile.to(x.dtype).t()
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+    def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """out [T, rows] = rms_norm(x [T, cols]) @ weight [rows, cols]^T; normed [T, cols]."""
+        return self.linear(self.rms_norm(x, norm, normed), weight, out)
+
+    def linear_add(self, x: torch.Tensor, weight: Weight, residual: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+        """residual [T, rows] += x [T, cols] @ weight [rows, cols]^T; spare [T, rows]. Returns the residual."""
+        return residual.add_(self.linear(x, weight, spare))
+
+    def norm_gate_up(
+        self, x: torch.Tensor, norm: NormWeight, gate_up: Weight, out: torch.Tensor, normed: torch.Tensor, both: torch.Tensor
+    ) -> torch.Tensor:
+        """out [T, I] = silu(gate) * up with (gate, up) = rms_norm(x [T, H]) @ gate_up [2I, H]^T; normed [T, H], both [T, 2I]."""
+        return self.silu_mul(self.norm_linear(x, norm, gate_up, both, normed), out)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of a layer over its paged cache, from projections to mixed values.
+
+        qkv [T, heads.qkv] is overwritten; keys, values [blocks, kv_heads, BLOCK, head_dim]; out [T, heads.queries]. Queries and keys are
+        normed a head and rotated, keys and values written at the rows' places, then every row attends to its sequence up to itself.
+        """
+        count = qkv.shape[0]
+        split = qkv.view(count, heads.heads + 2 * heads.kv_heads, heads.head_dim)
+        q, k, v = split.split((heads.heads, heads.kv_heads, heads.kv_heads), dim=1)
+        cos, sin = rotary.cos[rows.positions], rotary.sin[rows.positions]
+        self.rotate(self.rms_norm(q, q_norm, q), cos, sin)
+        self.rotate(self.rms_norm(k, k_norm, k), cos, sin)
+        write_rows(k, v, keys, values, rows)
+        mixed = out.view(count, heads.heads, heads.head_dim)
+        if rows.start is not None:
+            held = self.contiguous(keys, values, rows.tables[0], rows.start + count)
+            self.attention(q, *held, rows.start, mixed)
+            return out
+        for row, position in enumerate(rows.positions.tolist()):
+            held = self.contiguous(keys, values, rows.tables[row], position + 1)
+            self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
+        return out
+
+    def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
         """out = x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich 2019)."""
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-        return out.copy_(wide.mul(scale).mul_(weight))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(norm.eps))
+        return out.copy_(wide.mul(scale).mul_(norm.weight))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding in place (Su et al. 2021, halves paired as in Qwen): x [tokens, heads, dim]; cos, sin [tokens, dim/2] fp32."""
+        """Rotary embedding in place (Su et al. 2021, halves paired as in Qwen): x [T, heads, dim]; cos, sin [T, dim/2] fp32."""
         half = cos.shape[-1]
         low, high = x[..., :half], x[..., half : 2 * half]
         cos, sin = cos[:, None], sin[:, None]
@@ -47,10 +122,23 @@ class ReferenceKernels:
         high.copy_(turned[1])
         return x
 
+    def contiguous(self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `length` keys and values of the sequence with block ids `table`, gathered: [kv_heads, length, head_dim] each."""
+        _, kv_heads, block, dim = keys.shape
+        blocks = -(-length // block)
+        wanted = table[:blocks]
+        buffers = self._contiguous or [keys.new_empty(kv_heads * blocks * block * dim) for _ in range(2)]
+        gathered = []
+        for paged, buffer in zip((keys, values), buffers, strict=True):
+            held = buffer[: kv_heads * blocks * block * dim].view(kv_heads, blocks, block, dim)
+            torch.index_select(paged.transpose(0, 1), 1, wanted, out=held)
+            gathered.append(held.view(kv_heads, blocks * block, dim)[:, :length])
+        return gathered[0], gathered[1]
+
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
         """Causal grouped-query attention, scale dim^-0.5.
 
-        q [tokens, heads, dim] at positions start..; k, v [kv_heads, start + tokens, dim]; out [tokens, heads, dim].
+        q [T, heads, dim] at positions start..; k, v [kv_heads, start + T, dim]; out [T, heads, dim].
         """
         tokens, heads, dim = q.shape
         kv_heads, length, _ = k.shape
@@ -64,9 +152,17 @@ class ReferenceKernels:
         return out.copy_(mixed.view(kv_heads, group, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim))
 
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """out [tokens, width] = silu(gate) * up with gate_up [tokens, 2 * width] (Shazeer 2020, SwiGLU)."""
+        """out [T, width] = silu(gate) * up with gate_up [T, 2 * width] (Shazeer 2020, SwiGLU)."""
         gate, up = gate_up.chunk(2, -1)
         return torch.mul(F.silu(gate), up, out=out)
+
+
+def write_rows(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Rows) -> None:
+    """Store k, v [T, kv_heads, head_dim] at the places of `rows` in the paged keys, values [blocks, kv_heads, BLOCK, head_dim]."""
+    block, slot = rows.positions.long() // BLOCK, rows.positions.long() % BLOCK
+    held = rows.tables[0, block] if rows.start is not None else rows.tables.gather(1, block[:, None])[:, 0]
+    keys[held, :, slot] = k.to(keys.dtype)
+    values[held, :, slot] = v.to(values.dtype)
 
 
 def causal_mask(tokens: int, length: int, device: torch.device) -> torch.Tensor:

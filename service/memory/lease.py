@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,11 @@ class Released:
     def share(self) -> float:
         """measured / asked; 1 if there was nothing to return."""
         return self.measured / self.asked if self.asked else 1.0
+
+
+def carved_bytes(shape: Sequence[int], dtype: torch.dtype, *, align: int = 256) -> int:
+    """Bytes that `Lease.carve` takes for a tensor, up to where the next one can start."""
+    return -(-math.prod(shape) * dtype.itemsize // align) * align
 
 
 @dataclass(frozen=True, slots=True)

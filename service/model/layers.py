@@ -1,4 +1,4 @@
-"""Layers that the families are made of. Each holds its weights and works on a chunk of one sequence; none asks which device it is on."""
+"""Layers that the families are made of. Each holds its weights and works on the rows of a pass; none asks which device it is on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.kv import KVCache
+from ..cache.paged import PagedKV
 from ..kernels.reference import ReferenceKernels
-from ..memory.pool import Lease
+from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
+from ..memory.lease import Lease, carved_bytes
+from ..quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,142 +26,74 @@ class Widths:
     vocab: int
 
     @property
-    def qkv(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+    def shape(self) -> HeadShape:
+        return HeadShape(self.heads, self.kv_heads, self.head_dim)
+
+    def rows(self) -> tuple[int, ...]:
+        """Widths of the buffers of a pass, in the order of `PassRows`."""
+        shape = self.shape
+        return self.hidden, self.hidden, shape.qkv, shape.queries, 2 * self.intermediate, self.intermediate
+
+
+@dataclass(slots=True)
+class PassRows:
+    """Views of the scratch for a pass of so many rows."""
+
+    x: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    mixed: torch.Tensor
+    both: torch.Tensor
+    gated: torch.Tensor
 
 
 class Scratch:
-    """Buffers of a chunk, taken once from a lease and reused by every layer and step."""
+    """Buffers of a pass, taken once from a lease and reused by every layer and step.
 
-    ROWS = ("x", "normed", "qkv", "mixed", "gate_up", "gated")
+    The views for up to FEW_ROWS rows are made once: a decode step makes no tensors.
+    """
 
     def __init__(self, lease: Lease, widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> None:
         self.tokens = tokens
         self.logit_rows = logit_rows
-        self._rows = {name: lease.carve((tokens, width), dtype) for name, width in _row_widths(widths).items()}
+        self._rows = [lease.carve((tokens, width), dtype) for width in widths.rows()]
         self._logits = lease.carve((logit_rows, widths.vocab), dtype)
+        self._few = [self._view(count) for count in range(min(FEW_ROWS, tokens) + 1)]
+        self._few_logits = [self._logits[:count] for count in range(min(FEW_ROWS, logit_rows) + 1)]
 
     @staticmethod
     def nbytes(widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> int:
-        """Bytes for chunks of `tokens` and logits of `logit_rows` tokens, alignment included."""
-        sizes = [tokens * width for width in _row_widths(widths).values()] + [logit_rows * widths.vocab]
-        return sum(-(-size * dtype.itemsize // 256) * 256 for size in sizes)
+        """Bytes for passes of `tokens` rows and scores of `logit_rows` of them, alignment included."""
+        sizes = [(tokens, width) for width in widths.rows()] + [(logit_rows, widths.vocab)]
+        return sum(carved_bytes(size, dtype) for size in sizes)
 
-    def rows(self, name: str, tokens: int) -> torch.Tensor:
-        return self._rows[name][:tokens]
+    def rows(self, count: int) -> PassRows:
+        """The buffers of a pass of `count` rows, at most `tokens`."""
+        return self._few[count] if count < len(self._few) else self._view(count)
 
-    def logits(self, tokens: int) -> torch.Tensor:
-        return self._logits[:tokens]
+    def logits(self, count: int) -> torch.Tensor:
+        """[count, vocab], at most `logit_rows`."""
+        return self._few_logits[count] if count < len(self._few_logits) else self._logits[:count]
 
-
-def _row_widths(widths: Widths) -> dict[str, int]:
-    sizes = (
-        widths.hidden,
-        widths.hidden,
-        widths.qkv,
-        widths.heads * widths.head_dim,
-        2 * widths.intermediate,
-        widths.intermediate,
-    )
-    return dict(zip(Scratch.ROWS, sizes, strict=True))
-
-
-@dataclass(slots=True)
-class Step:
-    """One chunk on its way through the layers: where it starts, its rotary tables, the sequence's cache, the chunk's buffers."""
-
-    start: int
-    tokens: int
-    cos: torch.Tensor
-    sin: torch.Tensor
-    cache: KVCache
-    scratch: Scratch
-
-
-@dataclass(slots=True)
-class RotaryTable:
-    """cos and sin [positions, dim/2] fp32 of the plain rotary embedding (Su et al. 2021), made once a session."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @classmethod
-    def build(cls, lease: Lease, positions: int, dim: int, theta: float) -> RotaryTable:
-        frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        tables = [lease.carve(angles.shape, torch.float32).copy_(values) for values in (angles.cos(), angles.sin())]
-        return cls(*tables)
-
-    @staticmethod
-    def nbytes(positions: int, dim: int) -> int:
-        """Bytes of both tables, alignment included."""
-        return 2 * (-(-positions * (dim // 2) * 4 // 256) * 256)
-
-
-@dataclass(slots=True)
-class Norm:
-    """RMS norm with a plain weight, held in fp32."""
-
-    weight: torch.Tensor
-    eps: float
-    kernels: ReferenceKernels
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps, out)
-
-
-@dataclass(slots=True)
-class Attention:
-    """Grouped-query attention with a norm a head on queries and keys (Qwen3). qkv [q + k + v rows, hidden], output [hidden, q rows]."""
-
-    layer: int
-    widths: Widths
-    qkv: torch.Tensor
-    output: torch.Tensor
-    q_norm: Norm
-    k_norm: Norm
-    kernels: ReferenceKernels
-
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x [tokens, hidden] normed; returns what is added to the residual, in the scratch row `normed`."""
-        w, n, kernels = self.widths, step.tokens, self.kernels
-        qkv = kernels.linear(x, self.qkv, step.scratch.rows("qkv", n)).view(n, w.heads + 2 * w.kv_heads, w.head_dim)
-        q, k, v = qkv.split((w.heads, w.kv_heads, w.kv_heads), dim=1)
-        mixed = step.scratch.rows("mixed", n).view(n, w.heads, w.head_dim)
-        q = kernels.rotate(self.q_norm(q, mixed), step.cos, step.sin)
-        k = kernels.rotate(self.k_norm(k, k), step.cos, step.sin)
-        keys, values = step.cache.write(self.layer, k, v)
-        kernels.attention(q, keys, values, step.start, mixed)
-        return kernels.linear(step.scratch.rows("mixed", n), self.output, step.scratch.rows("normed", n))
-
-
-@dataclass(slots=True)
-class SwiGLU:
-    """Gated feed-forward (Shazeer 2020). gate_up [2 * intermediate, hidden], down [hidden, intermediate]."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    kernels: ReferenceKernels
-
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        both = self.kernels.linear(x, self.gate_up, step.scratch.rows("gate_up", step.tokens))
-        gated = self.kernels.silu_mul(both, step.scratch.rows("gated", step.tokens))
-        return self.kernels.linear(gated, self.down, step.scratch.rows("normed", step.tokens))
+    def _view(self, count: int) -> PassRows:
+        return PassRows(*(rows[:count] for rows in self._rows))
 
 
 @dataclass(slots=True)
 class Block:
-    """Pre-norm residual block: x += attention(norm(x)); x += feed_forward(norm(x))."""
+    """Pre-norm residual block: grouped-query attention with a norm a head on queries and keys (Qwen3), gated feed-forward (Shazeer 2020).
 
-    attention_norm: Norm
-    attention: Attention
-    forward_norm: Norm
-    forward: SwiGLU
+    qkv [q + k + v rows, hidden], output [hidden, q rows], gate_up [2 * intermediate, hidden], down [hidden, intermediate].
+    """
 
-    def __call__(self, x: torch.Tensor, step: Step) -> None:
-        normed = step.scratch.rows("normed", step.tokens)
-        x += self.attention(self.attention_norm(x, normed), step)
-        x += self.forward(self.forward_norm(x, normed), step)
+    attention_norm: NormWeight
+    qkv: Weight
+    q_norm: NormWeight
+    k_norm: NormWeight
+    output: Weight
+    forward_norm: NormWeight
+    gate_up: Weight
+    down: Weight
 
 
 BetweenLayers = Callable[[int, torch.Tensor], None]
@@ -167,35 +101,38 @@ BetweenLayers = Callable[[int, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm and head over one sequence's cache."""
+    """Embedding, blocks, final norm and head over the paged keys and values of a session."""
 
-    embedding: torch.Tensor
+    shape: HeadShape
+    embedding: Weight
     blocks: list[Block]
-    norm: Norm
-    head: torch.Tensor
+    norm: NormWeight
+    head: Weight
     rotary: RotaryTable
     kernels: ReferenceKernels
 
-    def forward(self, ids: torch.Tensor, cache: KVCache, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
-        """Read ids [tokens] int64 behind the cache; returns the residual state [tokens, hidden], valid until the next call.
+    def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
+        """Read ids [T] int64 that stand at `rows`; returns the residual state [T, hidden], valid until the next call.
 
+        The blocks that `rows` names must belong to their sequences already; their lengths are the caller's to advance.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
         """
-        tokens, start = ids.shape[0], cache.length
-        x = self.kernels.embed(ids, self.embedding, scratch.rows("x", tokens))
-        cos, sin = self.rotary.cos[start : start + tokens], self.rotary.sin[start : start + tokens]
-        step = Step(start, tokens, cos, sin, cache, scratch)
+        views, kernels, shape, rotary = scratch.rows(ids.shape[0]), self.kernels, self.shape, self.rotary
+        x, normed, qkv, mixed, both, gated = views.x, views.normed, views.qkv, views.mixed, views.both, views.gated
+        kernels.embed(ids, self.embedding, x)
         for index, block in enumerate(self.blocks):
             if between is not None:
                 between(index, x)
-            block(x, step)
+            kernels.norm_linear(x, block.attention_norm, block.qkv, qkv, normed)
+            kernels.attend(qkv, shape, block.q_norm, block.k_norm, rotary, kv.keys[index], kv.values[index], rows, mixed)
+            kernels.linear_add(mixed, block.output, x, normed)
+            kernels.norm_gate_up(x, block.forward_norm, block.gate_up, gated, normed, both)
+            kernels.linear_add(gated, block.down, x, normed)
         if between is not None:
             between(len(self.blocks), x)
-        cache.advance(tokens)
         return x
 
     def logits(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """Scores [rows, vocab] for state [rows, hidden], rows <= scratch.logit_rows; valid until the next call."""
-        rows = state.shape[0]
-        normed = self.norm(state, scratch.rows("normed", rows))
-        return self.kernels.linear(normed, self.head, scratch.logits(rows))
+        count = state.shape[0]
+        return self.kernels.norm_linear(state, self.norm, self.head, scratch.logits(count), scratch.rows(count).normed)

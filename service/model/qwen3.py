@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..core import Sampling, Thinking
 from ..errors import ModelError
 from ..kernels.reference import ReferenceKernels
-from .layers import Attention, Block, Decoder, Norm, RotaryTable, SwiGLU, Widths
+from ..kernels.rows import NormWeight, RotaryTable
+from ..quant.weight import QuantizedWeight, Weight
+from .layers import Block, Decoder, Widths
 from .spec import ConfigReader, Destination, Source
 
 
@@ -83,18 +83,30 @@ def destinations(config: Qwen3Config) -> Iterator[Destination]:
         yield _one("head", config.layers + 1, "lm_head.weight", w.vocab, w.hidden)
 
 
-def build(config: Qwen3Config, weights: Mapping[str, torch.Tensor], kernels: ReferenceKernels, rotary: RotaryTable) -> Decoder:
+def build(config: Qwen3Config, weights: Mapping[str, Weight], kernels: ReferenceKernels, rotary: RotaryTable) -> Decoder:
     """The network over `weights` (keys of `destinations`); sequences may be as long as the rotary table."""
-    w, eps = config.widths, config.eps
-    blocks = []
-    for i in range(config.layers):
-        q_norm, k_norm = (Norm(weights[f"{i}.{p}_norm"], eps, kernels) for p in ("q", "k"))
-        attention = Attention(i, w, weights[f"{i}.qkv"], weights[f"{i}.output"], q_norm, k_norm, kernels)
-        forward = SwiGLU(weights[f"{i}.gate_up"], weights[f"{i}.down"], kernels)
-        before, after = (Norm(weights[f"{i}.{p}_norm"], eps, kernels) for p in ("attention", "forward"))
-        blocks.append(Block(before, attention, after, forward))
+
+    def norm(key: str) -> NormWeight:
+        weight = weights[key]
+        if isinstance(weight, QuantizedWeight):
+            raise TypeError(f"{key} is quantized; norms are held in fp32")
+        return NormWeight(weight, config.eps)
+
+    blocks = [
+        Block(
+            norm(f"{i}.attention_norm"),
+            weights[f"{i}.qkv"],
+            norm(f"{i}.q_norm"),
+            norm(f"{i}.k_norm"),
+            weights[f"{i}.output"],
+            norm(f"{i}.forward_norm"),
+            weights[f"{i}.gate_up"],
+            weights[f"{i}.down"],
+        )
+        for i in range(config.layers)
+    ]
     embedding = weights["embedding"]
-    return Decoder(embedding, blocks, Norm(weights["norm"], eps, kernels), weights.get("head", embedding), rotary, kernels)
+    return Decoder(config.widths.shape, embedding, blocks, norm("norm"), weights.get("head", embedding), rotary, kernels)
 
 
 def _one(key: str, part: int, name: str, *shape: int) -> Destination:

@@ -15,6 +15,7 @@ from onedesk.service.kernels.choose import choose_kernels
 from onedesk.service.kernels.cpu import GEMV_ROWS, CpuKernels, compile_library
 from onedesk.service.kernels.cuda import CudaKernels
 from onedesk.service.kernels.reference import ReferenceKernels
+from onedesk.service.kernels.rows import NormWeight
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_norm_and_gate_are_their_formulas() -> None:
     kernels = ReferenceKernels()
     x, weight = torch.randn(5, 48), torch.rand(48)
     wanted = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6, torch.empty_like(x)), wanted)
+    torch.testing.assert_close(kernels.rms_norm(x, NormWeight(weight, 1e-6), torch.empty_like(x)), wanted)
     both = torch.randn(5, 2 * 48)
     wanted = both[:, :48] * torch.sigmoid(both[:, :48]) * both[:, 48:]
     torch.testing.assert_close(kernels.silu_mul(both, torch.empty(5, 48)), wanted)

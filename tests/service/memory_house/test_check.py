@@ -8,15 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.engine.runner import Runner
+from onedesk.service.kernels.cpu import CpuKernels
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.loader.names import ModelRoots
-from onedesk.service.model.layers import SwiGLU
 from onedesk.service.setup.check import check_model
 from onedesk.service.setup.doctor import Check
 from tiny_qwen3 import write_tiny_qwen3
@@ -59,23 +60,23 @@ def test_a_model_that_cannot_be_opened_is_one_failure_with_its_reason(tmp_path):
 
 
 def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spoil) -> None:
-    """Let `spoil(feed_forward, its result)` run at every call of that layer's feed-forward from the n-th on, counted from 1."""
-    right, calls = SwiGLU.__call__, {"n": 0}
+    """Let `spoil(gate and up weight, result)` run at every gate of that layer from the n-th on, counted from 1."""
+    right, calls = CpuKernels.norm_gate_up, {"n": 0}
 
-    def wrong(self: SwiGLU, x: torch.Tensor, step: object) -> torch.Tensor:
-        added = right(self, x, step)  # type: ignore[arg-type]
-        first = calls.setdefault(id(self.down), len(calls) - 1)
+    def wrong(self: CpuKernels, x: torch.Tensor, norm: object, gate_up: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
+        gated = right(self, x, norm, gate_up, *buffers)  # type: ignore[arg-type]
+        first = calls.setdefault(id(gate_up), len(calls) - 1)
         if first == layer:
             calls["n"] += 1
             if calls["n"] >= from_call:
-                spoil(self, added)
-        return added
+                spoil(gate_up, gated)
+        return gated
 
-    monkeypatch.setattr(SwiGLU, "__call__", wrong)
+    monkeypatch.setattr(CpuKernels, "norm_gate_up", wrong)
 
 
 def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypatch):
-    patch_after(monkeypatch, 2, 30, lambda _, added: added.add_(1e-3))
+    patch_after(monkeypatch, 2, 30, lambda _, gated: gated.add_(1e-3))
     found = checks(model, tmp_path)
     assert found["weights"].status == found["guard zones"].status == "ok"
     assert "first behind layer 2" in found["states"].detail
@@ -83,9 +84,9 @@ def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypa
 
 
 def test_a_weight_that_is_overwritten_is_named_with_its_layer(model, tmp_path, monkeypatch):
-    patch_after(monkeypatch, 1, 40, lambda layer, _: layer.down[3, 5:6].add_(0.5))
+    patch_after(monkeypatch, 1, 40, lambda weight, _: weight[3, 5:6].add_(0.5))
     found = checks(model, tmp_path)
-    assert found["weights"].detail.startswith("model.layers.1.mlp.down_proj.weight changed while it wrote")
+    assert found["weights"].detail.startswith("model.layers.1.mlp.gate_proj.weight changed while it wrote")
     assert "first behind layer 1" in found["states"].detail
     assert {"weights", "states"} <= set(failures(found))
 
@@ -93,10 +94,10 @@ def test_a_weight_that_is_overwritten_is_named_with_its_layer(model, tmp_path, m
 def test_a_writer_outside_its_lease_is_named_with_the_lease(model, tmp_path, monkeypatch):
     right = Runner.decode
 
-    def wrong(self: Runner, token: int) -> torch.Tensor:
-        last = self.cache._values[3]
+    def wrong(self: Runner, *arguments: Any) -> torch.Tensor:
+        last = self.kv.values[3]
         ctypes.memset(last.data_ptr() + last.nbytes, 0x77, 4)
-        return right(self, token)
+        return right(self, *arguments)
 
     monkeypatch.setattr(Runner, "decode", wrong)
     found = checks(model, tmp_path)

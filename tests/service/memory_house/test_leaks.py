@@ -13,10 +13,10 @@ from onedesk.service.config import Config
 from onedesk.service.core import Request
 from onedesk.service.engine.leaks import GROWN, KEPT_USES
 from onedesk.service.engine.runner import Runner
+from onedesk.service.kernels.rows import RotaryTable
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
-from onedesk.service.model.layers import RotaryTable
 from onedesk.service.registry import REGISTRY
 from tiny_qwen3 import write_tiny_qwen3
 

@@ -95,7 +95,7 @@ def test_a_block_computes_before_the_last_weights_are_there(folder: Path, pool: 
     blueprint = draw_blueprint(open_checkpoint(folder), CPU, 64)
     whole = open_session("whole", blueprint, Opening(pool, tmp_path))
     whole.settle()
-    wanted = whole.runner.prefill([3, 4, 5], None, lambda _: None).clone()
+    wanted = whole.runner.prefill(whole.runner.kv.open(8), [3, 4, 5], None, lambda _: None).clone()
     session, brake = braked_session("beside", blueprint, pool, tmp_path, range(1, 4))
     seen: list[int] = []
 
@@ -106,7 +106,7 @@ def test_a_block_computes_before_the_last_weights_are_there(folder: Path, pool: 
             brake.go.set()
         return False
 
-    scores = session.runner.prefill([3, 4, 5], watch, lambda _: None)
+    scores = session.runner.prefill(session.runner.kv.open(8), [3, 4, 5], watch, lambda _: None)
     session.settle()
     assert len(seen) == LAYERS + 1
     assert torch.equal(scores, wanted)
@@ -146,7 +146,7 @@ def test_rows_of_a_file_that_changed_are_refused(folder: Path, pool: Pool, tmp_p
     assert brake.held.wait(60)
     (copy / "model.safetensors").write_bytes(b"other")
     with pytest.raises(FileError, match="was changed or replaced"):
-        session.runner.prefill([3, 4], None, lambda _: None)
+        session.runner.prefill(session.runner.kv.open(8), [3, 4], None, lambda _: None)
     brake.go.set()
     session.release()
     assert pool.used() == 0

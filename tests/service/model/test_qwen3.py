@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from onedesk.service.engine.runner import Stopped
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
@@ -36,11 +37,13 @@ def start(folder: Path, cache: Path, context: int = 512) -> Session:
 def all_logits(session: Session, ids: list[int], sizes: list[int]) -> torch.Tensor:
     """Scores of every position, the ids read in chunks of `sizes`."""
     runner, rows, at = session.runner, [], 0
-    runner.begin()
-    for size in sizes:
-        state = runner.network.forward(torch.tensor(ids[at : at + size]), runner.cache, runner.scratch).clone()
-        rows += [runner.network.logits(row[None], runner.scratch)[0].clone() for row in state]
-        at += size
+    with runner.kv.open(len(ids)) as kv:
+        for size in sizes:
+            chunk, places = runner.chunk.fill(kv, ids[at : at + size])
+            state = runner.network.forward(chunk, places, runner.kv, runner.scratch).clone()
+            kv.advance(size)
+            rows += [runner.network.logits(row[None], runner.scratch)[0].clone() for row in state]
+            at += size
     return torch.stack(rows)
 
 
@@ -78,15 +81,15 @@ def test_greedy_ids_equal_transformers(pair: tuple[Session, Any], length: int) -
     with torch.no_grad():
         wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[0, length:].tolist()
     runner = session.runner
-    runner.begin()
-    scores, cached = runner.prefill(ids, None, lambda _: None), []
-    for _ in wanted:
-        cached.append(int(scores.argmax()))
-        scores = runner.decode(cached[-1])
+    with runner.kv.open(512) as kv:
+        scores, cached = runner.prefill(kv, ids, None, lambda _: None), []
+        for _ in wanted:
+            cached.append(int(scores.argmax()))
+            scores = runner.decode([kv], [cached[-1]])[0]
     uncached = list(ids)
     for _ in wanted:
-        runner.begin()
-        uncached.append(int(runner.prefill(uncached, None, lambda _: None).argmax()))
+        with runner.kv.open(512) as kv:
+            uncached.append(int(runner.prefill(kv, uncached, None, lambda _: None).argmax()))
     assert cached == wanted
     assert uncached[length:] == wanted
 
@@ -104,22 +107,18 @@ def test_half_weights_equal_transformers_in_fp32(tmp_path: Path, cache: Path, dt
     assert weights.nbytes < 1.1 * sum(t.nbytes for t in load_file(folder / "model.safetensors").values()), "weights were widened"
 
 
-def test_an_unfinished_chunk_leaves_the_cache_as_it_was(pair: tuple[Session, Any]) -> None:
+def test_an_unfinished_chunk_leaves_the_sequence_as_it_was(pair: tuple[Session, Any]) -> None:
     runner = pair[0].runner
-    runner.begin()
-    runner.prefill(prompt(7), None, lambda _: None)
-
-    def stop_after_two(index: int, _: torch.Tensor) -> None:
-        if index == 2:
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        runner.network.forward(torch.tensor(prompt(5)), runner.cache, runner.scratch, stop_after_two)
-    assert runner.cache.length == 7
-    again = runner.decode(11).clone()
-    runner.begin()
-    runner.prefill(prompt(7), None, lambda _: None)
-    torch.testing.assert_close(again, runner.decode(11))
+    stops = iter([False, False, True])
+    with runner.kv.open(64) as kv, runner.kv.open(64) as other:
+        for sequence in (kv, other):
+            runner.prefill(sequence, prompt(7), None, lambda _: None)
+        with pytest.raises(Stopped):
+            runner.prefill(kv, prompt(40), lambda: next(stops), lambda _: None)
+        assert kv.length == 7
+        again = runner.decode([kv], [11]).clone()
+        torch.testing.assert_close(again, runner.decode([other], [11]))
+        runner.kv.check()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""What a pass reads beside weights and cache, at addresses that stay the same from opening to release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache.paged import PagedKV, SequenceKV, blocks_for
+from ..kernels.rows import FEW_ROWS, Rows
+from ..memory.lease import Lease, carved_bytes
+from ..model.layers import Decoder, Scratch
+
+# Sequences that decode together at most: up to so many rows a step is bound by reading the weights once.
+MAX_BATCH = FEW_ROWS
+
+
+class DecodeBuffers:
+    """The inputs of a decode step: ids int64 [MAX_BATCH], positions int32 [MAX_BATCH], tables int32 [MAX_BATCH, blocks a sequence].
+
+    `fill` brings in what changes from step to step: all copies from the host are there, none of them waits for the device. `step` is
+    device work only, of shapes that depend on nothing but `batch` (and the bound `longest`, which no shape need depend on), with no look
+    at values: it can be captured as a CUDA graph per batch and bound, and replayed after each `fill`. Rows that a graph has beyond the
+    sequences repeat the first one: they write the same numbers to the same place. Entries of a table beyond a sequence's blocks are
+    those of an earlier sequence or 0: valid blocks, whose content means nothing.
+    """
+
+    def __init__(self, lease: Lease, network: Decoder, kv: PagedKV, scratch: Scratch) -> None:
+        self.ids = lease.carve((MAX_BATCH,), torch.int64).zero_()
+        self.positions = lease.carve((MAX_BATCH,), torch.int32).zero_()
+        self.tables = lease.carve((MAX_BATCH, kv.table_width), torch.int32).zero_()
+        self._network = network
+        self._kv = kv
+        self._scratch = scratch
+        self._ids = [self.ids[:batch] for batch in range(MAX_BATCH + 1)]
+        self._positions = [self.positions[:batch] for batch in range(MAX_BATCH + 1)]
+        self._rows = [Rows(self.positions[:batch], self.tables[:batch], None, 0) for batch in range(MAX_BATCH + 1)]
+        # Whose table, in which version, each row of `tables` holds.
+        self._held: list[tuple[SequenceKV | None, int]] = [(None, 0)] * MAX_BATCH
+
+    @staticmethod
+    def nbytes(context: int) -> int:
+        """Bytes for sequences of up to `context` tokens, alignment included."""
+        tables = carved_bytes((MAX_BATCH, blocks_for(context)), torch.int32)
+        return carved_bytes((MAX_BATCH,), torch.int64) + carved_bytes((MAX_BATCH,), torch.int32) + tables
+
+    def fill(self, sequences: Sequence[SequenceKV], tokens: Sequence[int], batch: int | None = None) -> int:
+        """Put token i behind sequence i; rows up to `batch` (as many as sequences) repeat the first. Returns the longest row's length.
+
+        Every sequence gets room for its token, none is advanced. Raises RequestError where one is at its capacity.
+        """
+        missing = (batch or len(sequences)) - len(sequences)
+        positions = []
+        for row, sequence in enumerate(sequences):
+            sequence.ensure(1)
+            positions.append(sequence.length)
+            self._hold_table(row, sequence)
+        for row in range(len(sequences), len(sequences) + missing):
+            self._hold_table(row, sequences[0])
+        count = len(positions) + missing
+        longest = max(positions) + 1
+        self._ids[count].copy_(torch.tensor([*tokens, *[tokens[0]] * missing], dtype=torch.int64), non_blocking=True)
+        self._positions[count].copy_(torch.tensor(positions + positions[:1] * missing, dtype=torch.int32), non_blocking=True)
+        return longest
+
+    def step(self, batch: int, longest: int) -> torch.Tensor:
+        """Scores [batch, vocab] behind the tokens that `fill` brought; valid until the next pass."""
+        rows = self._rows[batch]
+        rows.longest = longest
+        state = self._network.forward(self._ids[batch], rows, self._kv, self._scratch)
+        return self._network.logits(state, self._scratch)
+
+    def _hold_table(self, row: int, sequence: SequenceKV) -> None:
+        held, version = self._held[row]
+        if held is sequence and version == sequence.version:
+            return
+        copy_table(sequence, self.tables[row])
+        self._held[row] = (sequence, sequence.version)
+
+
+class ChunkBuffers:
+    """The inputs of a chunk of one sequence: ids int64 [tokens], all positions int32 [context], table int32 [1, blocks a sequence]."""
+
+    def __init__(self, lease: Lease, kv: PagedKV, tokens: int) -> None:
+        self.ids = lease.carve((tokens,), torch.int64).zero_()
+        self.positions = lease.carve((kv.context,), torch.int32)
+        torch.arange(kv.context, dtype=torch.int32, out=self.positions)
+        self.table = lease.carve((1, kv.table_width), torch.int32).zero_()
+        self._held: tuple[SequenceKV | None, int] = (None, 0)
+
+    @staticmethod
+    def nbytes(context: int, tokens: int) -> int:
+        """Bytes for chunks of `tokens` of sequences of up to `context`, alignment included."""
+        return (
+            carved_bytes((tokens,), torch.int64)
+            + carved_bytes((context,), torch.int32)
+            + carved_bytes((1, blocks_for(context)), torch.int32)
+        )
+
+    def fill(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, Rows]:
+        """Put `ids` behind the sequence, which gets room for them and is not advanced. Raises RequestError beyond its capacity."""
+        count, start = len(ids), sequence.length
+        sequence.ensure(count)
+        if self._held != (sequence, sequence.version):
+            copy_table(sequence, self.table[0])
+            self._held = (sequence, sequence.version)
+        chunk = self.ids[:count]
+        chunk.copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
+        return chunk, Rows(self.positions[start : start + count], self.table, start, start + count)
+
+
+def copy_table(sequence: SequenceKV, row: torch.Tensor) -> None:
+    """Put the ids of the sequence's blocks at the front of `row`."""
+    row[: len(sequence.table)].copy_(torch.tensor(sequence.table, dtype=torch.int32), non_blocking=True)
