@@ -17,6 +17,8 @@ CancelCheck = Callable[[], bool]
 
 SEED_LIMIT = 2**64
 LOGPROBS_LIMIT = 20  # likeliest tokens shown at each place
+# The most choices of one request, and the most beams of a search (as many rows as one decode step has).
+CHOICES_LIMIT, BEAMS_LIMIT = 128, 8
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -110,6 +112,11 @@ class Request:
     `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
     `repetition_stop` None means on, except for raw ids.
 
+    `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be alone.
+    `best_of` draws so many and gives the `n` with the highest summed log-probability, best first. `beams` searches so many wide for the
+    most probable text instead of drawing, see engine/beams.py, and gives the `n` best. `prefix_reuse` allows to begin with keys and
+    values that an earlier prompt left, `speculation` to check several guessed tokens in one pass; neither changes what is written.
+
     `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `logprobs` N gives each token of the
     answer its log-probability and those of the N likeliest, see Logprobs. `tools` (as the OpenAI API has them) and `template_options`
     are for the chat template.
@@ -124,6 +131,11 @@ class Request:
     thinking: Thinking = "auto"
     thinking_budget: int | None = None
     repetition_stop: bool | None = None
+    n: int = 1
+    best_of: int | None = None
+    beams: int | None = None
+    prefix_reuse: bool = True
+    speculation: bool = True
     json_schema: str | None = None
     logprobs: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -148,7 +160,35 @@ class Request:
             raise RequestError(f"logprobs is {top!r}; use a whole number from 0 to {LOGPROBS_LIMIT}")
         self._check_text()
         self.sampling.validated()
+        self._check_choices()
         return self
+
+    def _check_choices(self) -> None:
+        for name, value, limit in (
+            ("n", self.n, CHOICES_LIMIT),
+            ("best_of", self.best_of, CHOICES_LIMIT),
+            ("beams", self.beams, BEAMS_LIMIT),
+        ):
+            if value is None and name != "n":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+                raise RequestError(f"{name} is {value!r}; use a whole number from 1 to {limit}")
+        if self.best_of is not None and self.beams is not None:
+            raise RequestError("best_of and beams exclude each other: one draws, the other searches; give one of them")
+        for name, value in (("best_of", self.best_of), ("beams", self.beams)):
+            if value is not None and value < self.n:
+                raise RequestError(f"{name} is {value} and n is {self.n}; {name} must be at least n, for the n best of it are given")
+        if self.beams is not None:
+            self._check_search()
+
+    def _check_search(self) -> None:
+        s = self.sampling
+        if s.temperature:
+            raise RequestError(f"beams search without drawing, and temperature is {s.temperature:g}; leave it out, or draw with best_of")
+        drawing = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        given = [name for name in drawing if getattr(s, name) is not None]
+        if given:
+            raise RequestError(f"beams search the model's own scores, and {given[0]} would change them; leave it out, or draw with best_of")
 
     def _check_text(self) -> None:
         if self.ids is not None:
@@ -169,19 +209,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `completion` counts every sampled token, reasoning and the final EOS included."""
+    """Token counts. `completion` counts every sampled token, reasoning and the final EOS included; `cached` are the tokens of the prompt
+    whose keys and values were there from an earlier one.
+    """
 
     prompt: int
     completion: int
     reasoning: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage (load, prefetch, prefill, decode, sample, release) cost: seconds, bytes read, moved or returned, page faults, pool
-    allocations and the seconds they took.
+    """What one stage (load, prefetch, prefill, decode, speculation, sample, release) cost: seconds, bytes read, moved or returned, page
+    faults, pool allocations and the seconds they took.
 
     `bandwidth_share` is bytes a second over the machine's measured read ceiling, None where none was measured or it says nothing.
+    `proposed` and `accepted` are guessed tokens, of the stage "speculation" alone.
     """
 
     seconds: float = 0.0
@@ -191,11 +235,17 @@ class Stage:
     allocations: int = 0
     allocator_seconds: float = 0.0
     bandwidth_share: float | None = None
+    proposed: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The whole of a finished generation. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total."""
+    """The whole of a finished choice. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total.
+
+    `stages` are those of the whole call up to then. `logprob` is the sum of the chosen tokens' log-probabilities in the raw model, EOS
+    included and forced tokens left out; None unless best_of or beams asked for it.
+    """
 
     text: str
     reasoning: str
@@ -205,6 +255,7 @@ class Result:
     usage: Usage
     seconds: Mapping[str, float]
     stages: Mapping[str, Stage]
+    logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +270,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of a generation: text that became visible, the token behind it, progress, and on the last event the result."""
+    """One step of a generation: text that became visible, the token behind it, progress, and on a choice's last event the result.
+
+    `request` is the place of the request in the list that was asked, `choice` the place among its choices.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -227,3 +281,5 @@ class Event:
     progress: Progress | None = None
     result: Result | None = None
     logprobs: Logprobs | None = None
+    request: int = 0
+    choice: int = 0
