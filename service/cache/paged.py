@@ -240,9 +240,10 @@ class SequenceKV:
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` written positions as part of the sequence."""
-        self.length += tokens
-        if not 0 <= self.length <= len(self.table) * BLOCK:
-            raise ValueError(f"{self.length} tokens are not in {len(self.table)} blocks; call ensure before writing")
+        end = self.length + tokens
+        if not self.length <= end <= len(self.table) * BLOCK:
+            raise ValueError(f"{end} tokens are not in {len(self.table)} blocks; call ensure before writing")
+        self.length = end
 
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on. MemoryFull if blocks of others would have to be written anew and none are left."""
