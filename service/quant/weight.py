@@ -18,7 +18,7 @@ ZERO_NIBBLE = 8
 class Format:
     """How numbers are stored: `bits` of each, `group` columns under one scale (0: all columns of a row).
 
-    A symmetric int4 means nibble - 8; an asymmetric one has an offset beside each scale.
+    A symmetric int4 means nibble - 8 (its scales may be negative); an asymmetric one has an offset beside each scale.
     """
 
     name: str
@@ -92,14 +92,25 @@ def unpack_nibbles(data: torch.Tensor, cols: int) -> torch.Tensor:
     return torch.cat((blocks & 15, blocks >> 4), dim=2).view(data.shape[0], -1)[:, :cols]
 
 
-def pack_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
-    """int4 blocks of nibbles uint8 [rows, cols]; columns that fill up the last block get the nibble 8."""
+def pack_nibbles(nibbles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """int4 blocks uint8 [rows, ceil(cols / 32) * 16] of contiguous nibbles uint8 [rows, cols], into `out` if given, which is contiguous.
+
+    The last block is filled up with the nibble 8.
+    """
     rows, cols = nibbles.shape
     missing = -cols % BLOCK_COLUMNS
     if missing:
         nibbles = torch.cat((nibbles, nibbles.new_full((rows, missing), ZERO_NIBBLE)), dim=1)
-    halves = nibbles.reshape(rows, -1, 2, BLOCK_BYTES)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(rows, -1)
+    if out is None:
+        out = nibbles.new_empty((rows, nibbles.shape[1] // 2))
+    if not nibbles.numel():
+        return out
+    # Eight columns at a time as 64-bit words, four words a block: words 0 and 1 plus 16 times words 2 and 3; no byte carries into the next.
+    words = nibbles.view(torch.int64).view(-1)
+    joined = torch.empty_like(words)
+    torch.add(words[:-2], words[2:], alpha=16, out=joined[:-2])
+    out.view(torch.int64).view(-1, 2).copy_(joined.view(-1, 4)[:, :2])
+    return out
 
 
 def dequantize(weight: QuantizedWeight, columns: slice | None = None) -> torch.Tensor:
