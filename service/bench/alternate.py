@@ -1,6 +1,6 @@
 """Writing and drawing in turn in a running ComfyUI whose memory is too small for both: who holds what, step by step.
 
-    python -m onedesk.service.bench.alternate http://127.0.0.1:8188 --cycles 50 [--json]
+    python -m onedesk.service.bench.alternate http://127.0.0.1:8188 --cycles 50 [--json] [--rows FILE]
 
 ComfyUI must have this pack and the nodes of tests/comfyui_pack (its TestMemory reports bytes), and be started with --reserve-vram, so
 that it believes in a card which cannot hold writer and painter at once. Each cycle is one workflow with a new seed: the writer's text is
@@ -10,6 +10,7 @@ encoded, drawn and saved. Exit 1 if a workflow failed, or if in some cycle one s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -17,7 +18,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from ..errors import OnedeskError, PeerError, RequestError
@@ -56,6 +58,15 @@ class Outcome:
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     cycles: int = 0
+    # Gets each row as a line of JSON as soon as it is there, so that a run which is cut short has shown something.
+    sink: TextIO | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Note one row."""
+        self.rows.append(row)
+        if self.sink is not None:
+            self.sink.write(json.dumps(row) + "\n")
+            self.sink.flush()
 
 
 def workflow(choice: Choice, seed: int) -> dict[str, dict[str, Any]]:
@@ -124,7 +135,8 @@ def alternate(client: Client, choice: Choice, cycles: int, outcome: Outcome) -> 
         written, drawn = _one(client, workflow(choice, first_seed + cycle))
         if before is not None:
             outcome.failures += [f"cycle {cycle}: {words}" for words in broken_promises(before, written, drawn)]
-            outcome.rows += [_row(cycle, WRITTEN, written, begun), _row(cycle, DRAWN, drawn, written["time"])]
+            outcome.add(_row(cycle, WRITTEN, written, begun))
+            outcome.add(_row(cycle, DRAWN, drawn, written["time"]))
             outcome.cycles = cycle
         before = drawn
 
@@ -205,14 +217,14 @@ def _shown(name: str, value: float) -> str:
     return f"{value:.3f} s" if "seconds" in name else f"{value / GIB:.3f} GiB"
 
 
-def measure(port: int, choice: Choice, cycles: int) -> dict[str, Any]:
+def measure(port: int, choice: Choice, cycles: int, sink: TextIO | None = None) -> dict[str, Any]:
     """The document: the machine, `steps`, `rows`, `failures`, `peak_used`, `drift_bytes`. Bytes are integers, times seconds.
 
-    Raises PeerError when nobody answers at the port.
+    `sink` gets each row at once, see Outcome. Raises PeerError when nobody answers at the port.
     """
     client = Client(port)
     stats = client.ask("/system_stats")
-    outcome, watch, started = Outcome(), PeakWatch(client), time.perf_counter()
+    outcome, watch, started = Outcome(sink=sink), PeakWatch(client), time.perf_counter()
     watch.start()
     try:
         alternate(client, choice, cycles, outcome)
@@ -262,12 +274,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--json", action="store_true", help="one document on stdout, the table on stderr")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="write each row as a line of JSON to FILE as soon as it is there")
     args = parser.parse_args(argv)
     if args.cycles < 1:
         parser.error(f"--cycles is {args.cycles}; use a whole number from 1")
     try:
         choice = Choice(args.writer, args.painter, args.encoder, args.coder, args.tokens, args.context)
-        document = measure(port_of(args.url), choice, args.cycles)
+        with args.rows.open("w") if args.rows else contextlib.nullcontext() as sink:
+            document = measure(port_of(args.url), choice, args.cycles, sink)
     except OnedeskError as error:
         if args.json:
             write_json(failure(error))

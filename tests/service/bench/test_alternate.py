@@ -93,11 +93,12 @@ def play() -> Iterator[Any]:
         played.server.server_close()
 
 
-def test_a_run_that_keeps_every_promise_exits_0_with_the_spread_of_each_figure(play, capsys):
+def test_a_run_that_keeps_every_promise_exits_0_with_the_spread_of_each_figure(play, capsys, tmp_path):
     played = play([kept(0), kept(1), kept(2), kept(3)])
-    assert alternate.main([played.url, "--cycles", "3", "--json"]) == 0
+    assert alternate.main([played.url, "--cycles", "3", "--json", "--rows", str(tmp_path / "rows")]) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)
+    assert [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()] == document["rows"]
     assert (document["cycles"], document["failures"], len(document["rows"])) == (3, [], 6)
     assert document["steps"][WRITTEN]["comfyui"] == {"min": GIB, "median": GIB, "max": GIB}
     assert document["steps"][DRAWN]["release_seconds"]["median"] == 0.25
