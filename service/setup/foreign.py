@@ -74,7 +74,8 @@ class Foreign:
         write_if_changed(service.packages / PATH_FILE, "".join(f"{folder}\n" for folder in folders))
         # The one marker among our dependencies is for Python 3.10, which has no TOML parser.
         old = service.packages.parent.name == "python3.10"
-        names = [re.split(r"[ ;<>=~\[]", dependency)[0] for dependency in project.dependencies if old or ";" not in dependency]
+        needed = (*project.dependencies, *project.service)
+        names = [re.split(r"[ ;<>=~\[]", dependency)[0] for dependency in needed if old or ";" not in dependency]
         missing = {name: None for name in names if name not in service.versions()}
         wanted = pinned(PINS, missing)
         if wanted and not self.steps.done("service", " ".join(wanted)):

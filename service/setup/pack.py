@@ -24,23 +24,23 @@ PREFIX_OF_DEMO = "onedesk-demo-"
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What the installer must know of pyproject.toml. Read without a TOML parser: Python 3.10 has none."""
+    """What the installer must know of pyproject.toml; `service` is that extra. Read without a TOML parser: Python 3.10 has none."""
 
     version: str
     requires_python: str
     dependencies: tuple[str, ...]
+    service: tuple[str, ...]
 
 
 def read_project(checkout: Path) -> Project:
     """Read version and dependencies from the checkout's pyproject.toml; SetupError if it is not ours."""
     text = (checkout / "pyproject.toml").read_text(encoding="utf-8")
-    found = [
-        re.search(pattern, text, re.M) for pattern in (r'^version = (".+")', r'^requires-python = (".+")', r"^dependencies = (\[.*?\])")
-    ]
+    patterns = (r'^version = (".+")', r'^requires-python = (".+")', r"^dependencies = (\[.*?\])", r"^service = (\[.*?\])")
+    found = [re.search(pattern, text, re.M) for pattern in patterns]
     if f'name = "{NAME}"' not in text or None in found:
         raise SetupError(f"{checkout} is no checkout of Onedesk: its pyproject.toml does not say so")
-    version, python, dependencies = (ast.literal_eval(match[1]) for match in found if match)
-    return Project(version, python, tuple(dependencies))
+    version, python, dependencies, service = (ast.literal_eval(match[1]) for match in found if match)
+    return Project(version, python, tuple(dependencies), tuple(service))
 
 
 def is_onedesk(folder: Path) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ModelError
+from .grammar import Grammars
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -18,6 +20,7 @@ class Language:
         self._lock = threading.Lock()
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
+        self._grammars: Grammars | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -42,6 +45,14 @@ class Language:
             if self._template is None:
                 self._template = load_template(self._folder)
             return self._template
+
+    def grammars(self, size: int, ends: Iterable[int]) -> Grammars:
+        """What binds answers to a schema; `size` ids can be chosen and `ends` end a turn, the same at every call. Raises ModelError."""
+        tokenizer = self.tokenizer
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = Grammars(tokenizer, size, ends)
+            return self._grammars
 
     def close(self) -> None:
         """End the template's process; it starts again when it is next needed."""
