@@ -126,12 +126,15 @@ class ReferenceKernels:
         """The first `length` keys and values of the sequence with block ids `table`, gathered: [kv_heads, length, head_dim] each."""
         _, kv_heads, block, dim = keys.shape
         blocks = -(-length // block)
-        wanted = table[:blocks]
-        buffers = self._contiguous or [keys.new_empty(kv_heads * blocks * block * dim) for _ in range(2)]
+        # Rows of (block, head), for each head the sequence's blocks in order. index_select would copy a source that is not contiguous.
+        heads = torch.arange(kv_heads, dtype=table.dtype, device=table.device)
+        wanted = torch.add(heads[:, None], table[:blocks], alpha=kv_heads).view(-1)
+        size = wanted.shape[0] * block * dim
+        buffers = self._contiguous or [keys.new_empty(size) for _ in range(2)]
         gathered = []
         for paged, buffer in zip((keys, values), buffers, strict=True):
-            held = buffer[: kv_heads * blocks * block * dim].view(kv_heads, blocks, block, dim)
-            torch.index_select(paged.transpose(0, 1), 1, wanted, out=held)
+            held = buffer[:size].view(-1, block * dim)
+            torch.index_select(paged.view(-1, block * dim), 0, wanted, out=held)
             gathered.append(held.view(kv_heads, blocks * block, dim)[:, :length])
         return gathered[0], gathered[1]
 
