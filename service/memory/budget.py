@@ -37,6 +37,9 @@ class MemorySettings:
     poll_loading: float = 0.25  # seconds between two looks of the watch while a model loads
     poll: float = 1.0
     debug: bool = False
+    lock: bool = False  # keep weights in host memory from being swapped out (mlock)
+    managed: bool = False  # CUDA managed memory instead of plain blocks, where there is a GPU; needs cuda-bindings
+    oversubscribe: bool = False  # managed memory: set idle pages aside in the host's memory when the card lacks room
 
     def __post_init__(self) -> None:
         _check_share("limit", self.limit, 0.10, 0.95)
@@ -56,6 +59,8 @@ class MemorySettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.01 <= value <= 60:
                 raise RequestError(f"memory {name} is {value!r}; use 0.01 to 60 seconds")
+        if self.oversubscribe and not self.managed:
+            raise RequestError("memory oversubscribe needs managed = true: plain device blocks cannot be set aside")
         if self.limit_bytes is not None and (
             isinstance(self.limit_bytes, bool) or not isinstance(self.limit_bytes, int) or self.limit_bytes < 1
         ):

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from ..core import CancelCheck
 from ..errors import Cancelled, MemoryFull, OnedeskError, RequestError
 from .arbiter import Arbiter, Neighbour
-from .backends.cuda import CudaBackend
-from .backends.mapped import MappedBackend
+from .backends.choose import choose_backend
 from .backends.protocol import Backend, Returned
 from .budget import MIB, Budget, MemorySettings, Need, Room, explain_lease_refusal, explain_refusal, make_budget, show
 from .guard import broken_zones, plan_layout, write_zones
 from .lease import Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released
 from .policy import KINDS, Kind, order_of_giving_way
 from .slabs import Block, SlabStore
-from .truth import Truth, device_index
+from .truth import Truth
 
 __all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", "LeaseReturnedError", "Neighbour", "Pool", "Released"]
 
@@ -58,7 +57,7 @@ class Pool:
         self.budget: Budget = make_budget(truth_reader(), settings)
         self.lock = threading.RLock()
         self.allocations = 0
-        self.backend: Backend = MappedBackend() if device_index(device) is None else CudaBackend(device)
+        self.backend: Backend = choose_backend(device, managed=settings.managed, oversubscribe=settings.oversubscribe)
         self._store = SlabStore(self.backend, settings, self.lock)
         self._leases: dict[Lease, Block] = {}
         self._returning: dict[Lease, Block] = {}
@@ -149,7 +148,7 @@ class Pool:
                     lacking = self._lacking(nbytes)
                     lease = self._place(owner, kind, nbytes, align, last=last) if lacking <= 0 else None
                 if lease is not None:
-                    return lease
+                    return self._locked_in(lease)
                 if not last:
                     self.make_room(lacking if lacking > 0 else nbytes)
         finally:
@@ -265,7 +264,8 @@ class Pool:
         """
         truth = self.read_truth()
         if self.backend.commits:
-            return truth.available - self.budget.floor + self._store.held - self._used, truth.available
+            aside = min(self.backend.movable, max(0, truth.host_available - self.budget.floor))
+            return truth.available - self.budget.floor + self._store.held - self._used + aside, truth.available
         available = min(truth.available, truth.host_available)
         return available - self.budget.floor - (self._used - self._resident()), available
 
@@ -285,6 +285,17 @@ class Pool:
         self._leases[lease] = block
         self._used += nbytes
         self.allocations += 1
+        return lease
+
+    def _locked_in(self, lease: Lease) -> Lease:
+        """The lease, kept from being swapped out if the settings want that of its kind."""
+        if self.settings.lock and lease.kind == "weights" and not self.backend.commits and not lease.lock_pages():
+            log.warning(
+                "%s of %s cannot be locked in memory: raise the limit of this user (ulimit -l, LimitMEMLOCK), or take lock = true out of "
+                "[memory]",
+                lease.title,
+                show(lease.nbytes),
+            )
         return lease
 
     def _inspect(self, lease: Lease) -> None:

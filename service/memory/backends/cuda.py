@@ -18,7 +18,7 @@ def _host_cache_emptier() -> Callable[[], object] | None:
     return public or getattr(torch._C, "_host_emptyCache", None)
 
 
-def _empty_caches(device: torch.device) -> None:
+def empty_caches(device: torch.device) -> None:
     """Hand what torch keeps for later back to the driver, on both sides: pinned host blocks are bytes of the pool too."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -27,20 +27,14 @@ def _empty_caches(device: torch.device) -> None:
         empty_host()
 
 
-class CudaSlab:
-    """One torch block. It goes back only as a whole, and not before the last tensor on it has died: a stale view shows as a
-    shortfall of the release, never as a wrong address.
+class DeviceSlab:
+    """A block on a device as a uint8 tensor. It goes back only as a whole, and not before the last tensor on it has died: a stale view
+    shows as a shortfall of the release, never as a wrong address.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, integrated: bool) -> None:
-        self.nbytes = nbytes
-        self._device = device
-        self._integrated = integrated
-        try:
-            self._block: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            first = str(error).splitlines()[0]
-            raise MemoryFull(f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less") from error
+    def __init__(self, block: torch.Tensor) -> None:
+        self.nbytes = block.numel()
+        self._block: torch.Tensor | None = block
 
     def part(self, offset: int, nbytes: int) -> Part:
         return Part(self._open_block()[offset : offset + nbytes], None)
@@ -66,10 +60,10 @@ class CudaSlab:
 
     def checksum(self, offset: int, nbytes: int) -> int:
         """Sum of bytes weighted by their place, modulo 2^64; in chunks, so that it needs little beside the block."""
-        total = 0
+        total, block = 0, self._open_block()
         for start in range(offset, offset + nbytes, _CHUNK):
-            chunk = self._open_block()[start : min(start + _CHUNK, offset + nbytes)].to(torch.int64)
-            weights = torch.arange(start, start + chunk.numel(), device=self._device) * 2 + 1
+            chunk = block[start : min(start + _CHUNK, offset + nbytes)].to(torch.int64)
+            weights = torch.arange(start, start + chunk.numel(), device=block.device) * 2 + 1
             total += int((chunk * weights).sum().item())
         return total % (1 << 64)
 
@@ -77,34 +71,45 @@ class CudaSlab:
         """A part cannot go back alone; its bytes wait in the slab for the next lease."""
         return Returned(0, 0)
 
-    def close(self) -> Returned:
-        """Drop the block, empty torch's caches and measure: on a discrete GPU what the driver has more of, on an integrated one,
-        where page cache moves that figure, what torch reserves less.
-
-        CUDA's own pool (cudaMallocAsync, ComfyUI's choice) gives the driver whole chunks of 32 MiB only, and two blocks share the chunk
-        at their border: what the pool has free then counts as returned too, as for everybody who takes memory through torch.
-        """
-        if self._block is None:
-            return Returned(0, 0)
-        _empty_caches(self._device)
-        before = self._measure()
-        self._block = None
-        _empty_caches(self._device)
-        return Returned(self.nbytes, max(0, min(self.nbytes, self._measure() - before)))
-
-    def _measure(self) -> int:
-        if self._integrated:
-            return -torch.cuda.memory_reserved(self._device)
-        free = torch.cuda.mem_get_info(self._device)[0]
-        if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
-            # On an H200 27 to 59 MiB of a model's 2,370 MiB were in such chunks and came back with the next block.
-            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return free
-
     def _open_block(self) -> torch.Tensor:
         if self._block is None:
             raise MemoryFull("the slab has been given back; lease again")
         return self._block
+
+
+class CudaSlab(DeviceSlab):
+    """One block of torch's."""
+
+    def __init__(self, nbytes: int, device: torch.device, integrated: bool) -> None:
+        try:
+            super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError as error:
+            first = str(error).splitlines()[0]
+            raise MemoryFull(f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less") from error
+        self._device = device
+        self._integrated = integrated
+
+    def close(self) -> Returned:
+        """Drop the block, empty torch's caches and measure what torch can give away more of: what the driver has free, and what torch
+        then still keeps unused. On an integrated GPU, where page cache moves the driver's figure, the second alone.
+
+        Torch keeps what shares a piece of memory with somebody else's block: CUDA's own pool (cudaMallocAsync, ComfyUI's choice) gives
+        the driver whole chunks of 32 MiB only, torch's puts blocks below 10 MiB into pieces of 20 MiB. On an H200 27 to 59 MiB of a
+        model's 2,370 MiB were in such chunks and came back with the next block; who takes memory through torch has them at once.
+        """
+        if self._block is None:
+            return Returned(0, 0)
+        empty_caches(self._device)
+        before = self._measure()
+        self._block = None
+        empty_caches(self._device)
+        return Returned(self.nbytes, max(0, min(self.nbytes, self._measure() - before)))
+
+    def _measure(self) -> int:
+        allocated = torch.cuda.memory_allocated(self._device)
+        if self._integrated:
+            return -allocated
+        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device) - allocated
 
 
 class CudaBackend:
@@ -115,6 +120,7 @@ class CudaBackend:
     commits = True
     page = 0
     alignment = 512  # torch's own rounding of every block
+    movable = 0
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -123,4 +129,12 @@ class CudaBackend:
         return CudaSlab(nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0)))
 
     def capabilities(self) -> Mapping[str, bool]:
-        return {"available": torch.cuda.is_available(), "empty_host_cache": _host_cache_emptier() is not None}
+        available = torch.cuda.is_available()
+        integrated = available and bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0))
+        own_pool = available and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+        return {
+            "available": available,
+            "integrated": integrated,
+            "cuda_malloc_async": own_pool,
+            "empty_host_cache": _host_cache_emptier() is not None,
+        }

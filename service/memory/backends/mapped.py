@@ -159,6 +159,7 @@ class MappedBackend:
     commits = False
     page = PAGE
     alignment = PAGE
+    movable = 0
 
     def open(self, nbytes: int, *, whole: bool) -> MappedSlab:
         """Open a slab. Huge pages only for a slab of one lease: giving a part of a huge page back would return nothing."""

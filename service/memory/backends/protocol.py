@@ -101,6 +101,11 @@ class Backend(Protocol):
         """What the start of every slab is aligned to, in bytes."""
         ...
 
+    @property
+    def movable(self) -> int:
+        """Bytes of its slabs that `open` would move into the host's memory where the device lacks room; 0 if it never does."""
+        ...
+
     def open(self, nbytes: int, *, whole: bool) -> Slab:
         """Open a slab; `whole` means that one lease will have all of it. Raises MemoryFull if the system refuses."""
         ...

@@ -1,0 +1,45 @@
+"""Which kind of memory a device's leases are made of, and what each kind that is here can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ...errors import OnedeskError
+from ..truth import device_index
+from .cuda import CudaBackend
+from .managed import ManagedBackend
+from .mapped import MappedBackend
+from .protocol import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A backend for people: what was tried on this machine and whether it worked; or why it cannot be used at all."""
+
+    name: str
+    residency: str
+    can: Mapping[str, bool]
+    missing: str = ""
+
+
+def choose_backend(device: str, *, managed: bool, oversubscribe: bool) -> Backend:
+    """The memory for leases on `device`. Raises RequestError if there is no such device, or managed memory is asked for and not there."""
+    if device_index(device) is None:
+        return MappedBackend()
+    return ManagedBackend(device, oversubscribe=oversubscribe) if managed else CudaBackend(device)
+
+
+def describe_backends(device: str) -> Iterator[Described]:
+    """Every kind of memory that leases on `device` could be made of, and the host's."""
+    yield _described(MappedBackend())
+    if device_index(device) is not None:
+        yield _described(CudaBackend(device))
+        try:
+            yield _described(ManagedBackend(device))
+        except OnedeskError as error:
+            yield Described(ManagedBackend.name, ManagedBackend.residency, {}, str(error))
+
+
+def _described(backend: Backend) -> Described:
+    return Described(backend.name, backend.residency, backend.capabilities())
