@@ -2,7 +2,7 @@
 
     python -m onedesk.service.bench.cuda_check [--cycles 10] [--cache FOLDER] [--json]
 
-Exit 1 if a promise is not kept. Speeds are printed for information.
+Exit 1 if a promise is not kept. Speeds are printed for information. Managed memory is looked at too where cuda-bindings is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from ..api import OpenModel, open_model, pick_device
 from ..core import Request, Result, Sampling
-from ..errors import ModelError, OnedeskError
+from ..errors import ModelError, OnedeskError, RequestError
+from ..memory.backends.managed import LASTING
 from ..memory.budget import MIB, MemorySettings
 from ..memory.pool import Pool, Released
 from ..memory.truth import read_truth
@@ -43,6 +44,8 @@ LARGE: Mapping[str, Any] = {**SHAPES["qwen3-0.6b"], "tie_word_embeddings": False
 LARGE_NAME = "qwen3-0.6b-untied"
 PROMPT, TOKENS, CONTEXT = 300, 64, 1024
 RETURNED_SHARE = 0.98
+# Small beside any card: to ask a card for more managed memory than it has free can hang it.
+MANAGED_BYTES = 256 * MIB
 
 
 def prompt_of(model: OpenModel) -> tuple[int, ...]:
@@ -59,23 +62,26 @@ def answer(model: OpenModel) -> Result:
     return result
 
 
-def opened(path: Path, device: str, cache: Path) -> OpenModel:
+def opened(path: Path, device: str, cache: Path, settings: MemorySettings | None = None) -> OpenModel:
     """The model of `path` in a pool of its own."""
+    return open_model(path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache)
+
+
+def made_pool(device: str, settings: MemorySettings | None = None) -> Pool:
     kind = pick_device(device).type
-    pool = Pool(kind, MemorySettings(), lambda: read_truth(kind))
-    return open_model(path, pool=pool, context=CONTEXT, device=kind, kernel_cache=cache)
+    return Pool(kind, settings or MemorySettings(), lambda: read_truth(kind))
 
 
-def same_as_cpu(device: str, cache: Path) -> dict[str, Any]:
+def same_as_cpu(device: str, cache: Path, settings: MemorySettings | None = None) -> dict[str, Any]:
     """Whether `device` chooses the CPU's tokens and scores, in FP32. `score_difference` is the largest of any log-probability."""
     with tempfile.TemporaryDirectory() as folder:
         write_random(Path(folder), SMALL, dtype=torch.float32)
-        found: dict[str, tuple[Result, list[float]]] = {}
-        for name in ("cpu", device):
-            model = opened(Path(folder), name, cache)
-            found[name] = answer(model), model.score(prompt_of(model))
+        found: list[tuple[Result, list[float]]] = []
+        for name, chosen in (("cpu", None), (device, settings)):
+            model = opened(Path(folder), name, cache, chosen)
+            found.append((answer(model), model.score(prompt_of(model))))
             model.close()
-    ours, truth = found[device], found["cpu"]
+    truth, ours = found
     same = sum(a == b for a, b in zip(ours[0].ids, truth[0].ids, strict=True))
     return {"tokens": TOKENS, "same": same, "distinct": len(set(truth[0].ids)), "score_difference": _apart(ours[1], truth[1])}
 
@@ -123,6 +129,36 @@ def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[s
     }
 
 
+def managed_memory(device: str, cache: Path) -> dict[str, Any]:
+    """What managed memory does on this machine: `can`, bytes returned, bytes on the card while half was set aside and after all was
+    touched again, whether the content stayed, and the small model's tokens. Only `missing` where it cannot be used.
+    """
+    settings = MemorySettings(managed=True)
+    try:
+        pool = made_pool(device, settings)
+    except RequestError as error:
+        return {"missing": str(error)}
+    before, truth = free_bytes(device), pool.backend.capabilities()
+    lease = pool.lease("check", "weights", MANAGED_BYTES)
+    taken = before - free_bytes(device)
+    lease.carve((MANAGED_BYTES // 8,), torch.int64).copy_(torch.arange(MANAGED_BYTES // 8, device=device))
+    content, slab = lease.checksum(), lease.place.slab
+    advised = [advice for advice in LASTING if lease.advise(advice)]
+    slab.advise("aside", 0, MANAGED_BYTES // 2)
+    aside = lease.resident(), before - free_bytes(device)
+    same = lease.checksum() == content  # the card touches what was set aside
+    lease.populate()
+    returned = lease.release()
+    return {
+        "can": dict(truth),
+        "advised": advised,
+        "bytes": {"asked": returned.asked, "measured": returned.measured, "on_card": taken, "half_aside": aside[1]},
+        "counted_half_aside": aside[0],
+        "content_same": same,
+        "same_as_cpu": same_as_cpu(device, cache, settings),
+    }
+
+
 def row_of(held: int, released: Sequence[Released], driver: int) -> dict[str, Any]:
     """One give-way: bytes held before, bytes asked and measured by the pool, bytes that the driver has more of, seconds."""
     asked, measured = sum(item.asked for item in released), sum(item.measured for item in released)
@@ -136,10 +172,10 @@ def free_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def broken(equal: Mapping[str, Any], gave: Mapping[str, Any]) -> list[str]:
+def broken(equal: Mapping[str, Any], gave: Mapping[str, Any], managed: Mapping[str, Any]) -> list[str]:
     """What was not kept, in words."""
     rows = gave["rows"]
-    found = []
+    found = [] if "missing" in managed else _broken_managed(managed)
     if equal["same"] != equal["tokens"]:
         found.append(f"{equal['same']} of {equal['tokens']} tokens are those of the CPU")
     for name, whole in (("driver", "held"), ("measured", "asked")):
@@ -159,11 +195,24 @@ def broken(equal: Mapping[str, Any], gave: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _broken_managed(managed: Mapping[str, Any]) -> list[str]:
+    found, nbytes, equal = [], managed["bytes"], managed["same_as_cpu"]
+    if nbytes["measured"] < RETURNED_SHARE * MANAGED_BYTES or nbytes["asked"] != MANAGED_BYTES:
+        found.append(f"managed memory returned {nbytes['measured']} of {MANAGED_BYTES} bytes")
+    if abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20 or managed["counted_half_aside"] != MANAGED_BYTES // 2:
+        found.append(f"with half of {MANAGED_BYTES} bytes set aside the card still held {nbytes['half_aside']}")
+    if not managed["content_same"]:
+        found.append("managed memory held other bytes after a part was set aside")
+    if equal["same"] != equal["tokens"]:
+        found.append(f"{equal['same']} of {equal['tokens']} tokens are those of the CPU in managed memory")
+    return found
+
+
 def check(cycles: int, cache: Path) -> dict[str, Any]:
     """The document; `failures` lists what was not kept. Raises OnedeskError, RequestError where there is no CUDA device."""
     device = pick_device("cuda").type
     started = time.perf_counter()
-    equal = same_as_cpu(device, cache)
+    equal, managed = same_as_cpu(device, cache), managed_memory(device, cache)
     path = cache / "bench" / LARGE_NAME
     path.mkdir(parents=True, exist_ok=True)
     write_random(path, LARGE)
@@ -173,8 +222,10 @@ def check(cycles: int, cache: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "seconds": time.perf_counter() - started,
-        "failures": broken(equal, gave),
+        "allocator": torch.cuda.get_allocator_backend(),
+        "failures": broken(equal, gave, managed),
         "same_as_cpu": equal,
+        "managed": managed,
         "give_way": gave,
     }
 
@@ -204,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def summary(document: Mapping[str, Any]) -> str:
     """The document for people."""
-    equal, gave = document["same_as_cpu"], document["give_way"]
+    equal, gave, managed = document["same_as_cpu"], document["give_way"], document["managed"]
     least = min(row["driver"] / row["held"] for row in gave["rows"])
     lines = [
         f"{document['device']}, torch {document['torch']}, {document['seconds']:.0f} s",
@@ -212,6 +263,7 @@ def summary(document: Mapping[str, Any]) -> str:
         f"{gave['model']} in BF16, {len(gave['rows'])} times away and back: at least {least:.1%} returned by the driver's figure",
         f"the device has {gave['drift_bytes'] / MIB:.1f} MiB less free than after the first third of them",
         f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
+        f"managed memory: {managed.get('missing') or ', '.join(name for name, can in managed['can'].items() if can)}",
         *document["failures"],
     ]
     return "\n".join(lines) + "\n"

@@ -17,12 +17,23 @@ EQUAL = {"tokens": 64, "same": 64, "distinct": 9, "score_difference": 1e-6}
 ROW = {"held": 1000, "asked": 1000, "measured": 1000, "driver": 990, "same": True, "same_once_there": True, "weights_same": True}
 
 
+MIB = 1 << 20
+MISSING = {"missing": "no cuda-bindings"}
+MANAGED = {
+    "can": {"ManagedMemory": True},
+    "bytes": {"asked": 256 * MIB, "measured": 256 * MIB, "on_card": 256 * MIB, "half_aside": 130 * MIB},
+    "counted_half_aside": 128 * MIB,
+    "content_same": True,
+    "same_as_cpu": EQUAL,
+}
+
+
 def gave(**changes: Any) -> dict[str, Any]:
     return {"steady": changes.pop("steady", True), "rows": [dict(ROW), ROW | changes]}
 
 
 def test_nothing_is_broken_when_bytes_text_and_weights_come_back():
-    assert broken(EQUAL, gave()) == []
+    assert broken(EQUAL, gave(), MISSING) == broken(EQUAL, gave(), MANAGED) == []
 
 
 @pytest.mark.parametrize(
@@ -37,11 +48,26 @@ def test_nothing_is_broken_when_bytes_text_and_weights_come_back():
     ],
 )
 def test_each_cause_has_words_of_its_own(changes: dict[str, Any], words: str):
-    assert broken(EQUAL, gave(**changes)) == [words]
+    assert broken(EQUAL, gave(**changes), MISSING) == [words]
 
 
 def test_tokens_that_differ_from_the_cpu_are_counted():
-    assert broken(EQUAL | {"same": 60}, gave()) == ["60 of 64 tokens are those of the CPU"]
+    assert broken(EQUAL | {"same": 60}, gave(), MISSING) == ["60 of 64 tokens are those of the CPU"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bytes": MANAGED["bytes"] | {"measured": 200 * MIB}}, "managed memory returned 209715200 of 268435456 bytes"),
+        ({"bytes": MANAGED["bytes"] | {"half_aside": 256 * MIB}}, "set aside the card still held 268435456"),
+        ({"counted_half_aside": 0}, "set aside the card still held 136314880"),
+        ({"content_same": False}, "held other bytes after a part was set aside"),
+        ({"same_as_cpu": EQUAL | {"same": 1}}, "1 of 64 tokens are those of the CPU in managed memory"),
+    ],
+)
+def test_managed_memory_is_held_to_its_bytes_and_its_content(changes: dict[str, Any], words: str):
+    (found,) = broken(EQUAL, gave(), MANAGED | changes)
+    assert words in found
 
 
 def test_a_row_adds_the_leases_up():
@@ -64,7 +90,8 @@ def test_every_step_of_the_check_runs_and_finds_the_same_text(tmp_path: Path, mo
         assert (row["same"], row["same_once_there"], row["weights_same"]) == (True, True, True)
         assert row["score_difference"] < 1e-5
         assert row["measured"] == row["asked"] > 0
-    document = {"device": "d", "torch": "t", "seconds": 1.0, "same_as_cpu": equal, "give_way": found, "failures": broken(equal, found)}
+    document = {"device": "d", "torch": "t", "seconds": 1.0, "same_as_cpu": equal, "give_way": found, "managed": MISSING}
+    document["failures"] = broken(equal, found, MISSING)
     assert document["failures"] == ["a give-way returned 0.0% of the bytes held, by the figure driver"]
     assert "64 of 64 tokens are those of the CPU" in summary(document)
 
