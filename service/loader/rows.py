@@ -9,7 +9,7 @@ import torch
 
 from .files import open_regular, read_exactly
 from .header import TensorInfo
-from .stream import advise_file, check_unchanged
+from .readers import advise_file, check_unchanged
 
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)

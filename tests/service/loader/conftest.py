@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from onedesk.service.loader import stream
+from onedesk.service.loader import chunks
 from safetensors.torch import save_file
 from streaming import CHUNK, LONG_AGO
 
@@ -15,7 +15,7 @@ from streaming import CHUNK, LONG_AGO
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks from a small file."""
-    monkeypatch.setattr(stream, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture

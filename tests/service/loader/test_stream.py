@@ -16,10 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.core import Progress
-from onedesk.service.loader import stream
+from onedesk.service.loader import chunks, stream
+from onedesk.service.loader import readers as readers_module
 from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.loader.dtypes import TORCH_DTYPES, torch_dtype
 from onedesk.service.loader.header import DTYPE_BITS, read_header
-from onedesk.service.loader.stream import stream_tensors, torch_dtype
+from onedesk.service.loader.stream import stream_tensors
 from raw_safetensors import write_tensors
 from safetensors.torch import load_file, save_file
 from streaming import CHUNK, assert_same, empty_jobs, intercept
@@ -28,7 +30,7 @@ from streaming import CHUNK, assert_same, empty_jobs, intercept
 def test_every_dtype_has_the_librarys_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     raw = torch.randint(0, 256, (3, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    tensors = {name: raw.clone().view(dtype) for name, dtype in stream.TORCH_DTYPES.items() if name != "BOOL"}
+    tensors = {name: raw.clone().view(dtype) for name, dtype in TORCH_DTYPES.items() if name != "BOOL"}
     tensors |= {"BOOL": raw > 127, "scalar": torch.tensor(2.5), "none": torch.zeros(0, 4)}
     assert set(DTYPE_BITS) - set(tensors) == {"F6_E2M3", "F6_E3M2"}  # torch has no 6-bit floats
     save_file(tensors, path)
@@ -91,9 +93,9 @@ def test_any_layout_and_order_has_the_same_bytes(
     told: bool,
 ) -> None:
     """Also with some tensors left out or read twice, in the jobs' own order, and through the bounce buffer that other devices get."""
-    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(stream, "PIECES_LIMIT", pieces)
-    monkeypatch.setattr(stream, "DIRECT_DEVICES", ("cpu",) if direct else ())
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(chunks, "PIECES_LIMIT", pieces)
+    monkeypatch.setattr(readers_module, "DIRECT_DEVICES", ("cpu",) if direct else ())
     path = write_tensors(tmp_path / "m.safetensors", {f"t{i}": ("U8", [n], os.urandom(n)) for i, n in enumerate(sizes)})
     jobs = empty_jobs(path) + empty_jobs(path)
     jobs = chosen.draw(st.permutations(jobs))[: chosen.draw(st.integers(0, len(jobs)))]
@@ -240,9 +242,8 @@ def test_pages_are_dropped_behind(weights: Path, monkeypatch: pytest.MonkeyPatch
     jobs = empty_jobs(weights)
     stream_tensors(jobs, readers=1)
     assert_same(jobs, weights)
-    assert all(begin % stream.PAGE == 0 for begin, _ in dropped)
-    chunks = dropped[:-1]
-    assert [begin for begin, _ in chunks] == list(range(0, weights.stat().st_size, CHUNK))
+    assert all(begin % readers_module.PAGE == 0 for begin, _ in dropped)
+    assert [begin for begin, _ in dropped[:-1]] == list(range(0, weights.stat().st_size, CHUNK))
     assert dropped[-1] == (0, weights.stat().st_size)  # once more as a whole: a page may have been in use or not yet written to the disk
 
 

@@ -1,0 +1,193 @@
+"""The threads that read: from open files into memory, or through a buffer of their own to a device or to whoever takes rows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import resource
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import FileError
+from .chunks import CHUNK_BYTES, Chunk, Rows
+from .files import SourceFile, open_regular
+
+logger = logging.getLogger(__name__)
+
+# Into one H200 from the page cache: 1, 2 and 4 readers 5.5, 10.2 and 15.4 GB/s (16 cores); on 2 cores a third reader gains nothing.
+READERS_LEAST, READERS_MOST = 2, 4
+DIRECT_DEVICES = ("cpu",)  # whose memory a read can write to; others get their bytes through a bounce buffer
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+# None where the system has no such advice (macOS).
+_SEQUENTIAL: int | None = getattr(os, "POSIX_FADV_SEQUENTIAL", None)
+_DONTNEED: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What one reader needs to take rows: `raw` uint8 for a chunk as it lies in the file, `work` flat fp32; both on the rows' device."""
+
+    raw: torch.Tensor
+    work: torch.Tensor
+
+
+def default_readers() -> int:
+    """How many threads read, by the cores of this machine."""
+    return max(READERS_LEAST, min(READERS_MOST, (os.cpu_count() or 1) // 2))
+
+
+def thread_faults() -> tuple[int, int]:
+    """Major and minor faults of the calling thread so far; zeros where the system does not count by thread."""
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        return 0, 0
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_majflt, usage.ru_minflt
+
+
+class Run:
+    """What the readers of one stream share: the next chunk, the stop flag, and the queue of chunks done (None: a reader has ended)."""
+
+    def __init__(self, chunks: list[Chunk], files: Mapping[SourceFile, int], drop_behind: bool) -> None:
+        self.chunks, self.files, self.drop_behind = chunks, files, drop_behind
+        self.stop = threading.Event()
+        self.done: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self.faults = (0, 0)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def read_all(self, bench: Bench | None) -> None:
+        """Read chunks until none is left or the run is stopped; an error here stops the other readers too."""
+        bounces: dict[torch.device, _Bounce] = {}
+        complete, before = False, thread_faults()
+        try:
+            while (index := self._take()) is not None:
+                self._read(self.chunks[index], bounces, bench)
+                self.done.put(self.chunks[index])
+            complete = True
+        finally:
+            with self._lock:
+                self.faults = tuple(had + now - then for had, now, then in zip(self.faults, thread_faults(), before, strict=True))
+            if not complete:
+                self.stop.set()
+            self.done.put(None)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self.stop.is_set() or self._next >= len(self.chunks):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _read(self, chunk: Chunk, bounces: dict[torch.device, _Bounce], bench: Bench | None) -> None:
+        fd = self.files[chunk.source]
+        views = chunk.views
+        if chunk.rows is not None:
+            if bench is None:
+                raise ValueError("rows are to be taken and this reader has no bench")
+            views = [bench.raw[: chunk.nbytes]]
+        if chunk.device.type in DIRECT_DEVICES:
+            fill(fd, [view.numpy().data for view in views], chunk)
+            _take_rows(chunk.rows, views, bench)
+        else:
+            bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, _Bounce(chunk.device))
+            fill(fd, [bounce.window(chunk.nbytes)], chunk)
+            bounce.hand_over(views, chunk.rows, bench)
+        if self.drop_behind:
+            drop(fd, chunk.offset, chunk.nbytes)
+
+
+@torch.inference_mode()
+def _take_rows(rows: Rows | None, views: Sequence[torch.Tensor], bench: Bench | None) -> None:
+    if rows is not None and bench is not None:
+        rows.intake.take(views[0].view(rows.dtype).view(rows.shape), rows.first, bench.work)
+
+
+class _Bounce:
+    """One host buffer, pinned for CUDA, through which a reader feeds a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._cuda)
+        self.stream = torch.cuda.Stream(device) if self._cuda else None
+
+    def window(self, nbytes: int) -> memoryview:
+        if nbytes > self.buffer.numel():  # one step of rows that are wider than a chunk
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        return self.buffer.numpy().data[:nbytes]
+
+    @torch.inference_mode()
+    def hand_over(self, views: Sequence[torch.Tensor], rows: Rows | None, bench: Bench | None) -> None:
+        """Copy the buffer's beginning into `views`, one after the other, let its rows be taken there, and wait for it."""
+        parts = torch.split(self.buffer[: sum(view.numel() for view in views)], [view.numel() for view in views])
+        with torch.cuda.stream(self.stream):
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part, non_blocking=True)
+            _take_rows(rows, views, bench)
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+def fill(fd: int, views: list[memoryview], chunk: Chunk) -> None:
+    """Read the chunk's bytes into `views`, one after the other. Raises FileError."""
+    at, end = chunk.offset, chunk.offset + chunk.nbytes
+    while at < end:
+        try:
+            got = os.preadv(fd, views, at)
+        except OSError as error:
+            raise FileError(f"{chunk.source.shown} cannot be read at byte {at} of {chunk.source.size}: {error.strerror}") from None
+        if got <= 0:
+            raise FileError(
+                f"{chunk.source.shown} ends at byte {at} while bytes up to {end} were read; it had {chunk.source.size} bytes "
+                "when it was opened: it was changed meanwhile, get it again"
+            )
+        at += got
+        views = _rest(views, got)
+
+
+def _rest(views: list[memoryview], got: int) -> list[memoryview]:
+    """What is left of `views` after `got` bytes were written."""
+    for index, view in enumerate(views):
+        if got < len(view):
+            return [view[got:], *views[index + 1 :]]
+        got -= len(view)
+    return []
+
+
+@contextmanager
+def opened(source: SourceFile) -> Iterator[int]:
+    """The file opened again, if it still is the one whose header was read."""
+    with open_regular(source.path, source.shown) as (fd, _):
+        check_unchanged(source, fd)
+        advise_file(fd, 0, 0, _SEQUENTIAL)
+        yield fd
+
+
+def check_unchanged(source: SourceFile, fd: int) -> None:
+    """Raise FileError if the file is not the one whose header was read."""
+    now = os.fstat(fd)
+    if not source.same_as(now):
+        raise FileError(
+            f"{source.shown} was changed or replaced since its header was read "
+            f"(it had {source.size} bytes, now {now.st_size}); open the model again"
+        )
+
+
+def drop(fd: int, offset: int, nbytes: int) -> None:
+    """Let the page cache forget the pages that lie in this part of the file."""
+    advise_file(fd, offset - offset % PAGE, nbytes + offset % PAGE, _DONTNEED)
+
+
+def advise_file(fd: int, offset: int, nbytes: int, advice: int | None) -> None:
+    """Give one of posix_fadvise's advices; None, which this system lacks, and a file system that takes none are let be."""
+    if advice is None:
+        return
+    try:
+        os.posix_fadvise(fd, offset, nbytes, advice)
+    except OSError as error:  # a file system without a page cache
+        logger.debug("fadvise %d is not supported here: %s", advice, error.strerror)
