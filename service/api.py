@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,12 @@ import torch
 
 from .config import load_config
 from .core import CancelCheck, Event, Message, ProgressReport, Request, Stage, Thinking
+from .engine.answer import Prepared, cancelled_result
+from .engine.call import Books, Orders
 from .engine.ceiling import known_ceiling
-from .engine.generation import Books, Generation, Prepared, cancelled_result
+from .engine.generation import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
-from .engine.prepare import check_ids, prepare
+from .engine.prepare import check_ids, prepare_all
 from .engine.runner import Stopped
 from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session
 from .engine.stages import StageMeter, stages_line
@@ -159,14 +161,31 @@ class OpenModel:
             self._leaks.mark("load")
 
     def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Iterator[Event]:
-        """Answer `request` as a stream of events; the last one has the result.
+        """Answer `request` as a stream of events; the last one of each of its choices has the result.
 
         Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked before every
         token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled".
         `progress` hears of a load and of every prompt chunk.
         """
-        prepared = prepare(request, self._blueprint, self._language)
-        return self._run(prepared, cancel, progress)
+        return self.generate_batch([request], cancel=cancel, progress=progress)
+
+    def generate_batch(
+        self,
+        requests: Sequence[Request],
+        *,
+        cancel: CancelCheck | None = None,
+        cancel_request: Callable[[int], bool] | None = None,
+        progress: ProgressReport | None = None,
+    ) -> Iterator[Event]:
+        """As `generate` for several requests, which are written together; each event says which request and choice it belongs to.
+
+        Each choice is what it would be alone: its own seed, and scores that do not depend on its neighbours but for the last bits, where a
+        device adds up in another order for other numbers of rows. They begin in the order of the list; up to 8 write at once, as far as
+        the context has room for them, and the others follow. One bad item refuses the list, and is named. `cancel_request` is asked, with
+        a request's place in the list, whether that one is no longer wanted; its blocks are free at once.
+        """
+        orders = Orders(cancel, cancel_request, progress)
+        return self._run(prepare_all(requests, self._blueprint, self._language), orders)
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
@@ -291,26 +310,28 @@ class OpenModel:
             if not session.arrived:
                 self._release()
 
-    def _run(self, prepared: Prepared, cancel: CancelCheck | None, progress: ProgressReport | None) -> Iterator[Event]:
+    def _run(self, requests: Sequence[Prepared], orders: Orders) -> Iterator[Event]:
         started = time.perf_counter()
         meter = StageMeter(self.pool, self.read_ceiling)
-        finished = False
+        finished: set[int] = set()
         try:
-            with self._exclusive(cancel):
+            with self._exclusive(orders.cancel):
                 self._leaks.begin()
                 if self._released != Stage():
                     meter.add("release", self._released)
                     self._released = Stage()
-                with self._session_for(progress, cancel, meter) as session:
+                with self._session_for(orders.progress, orders.cancel, meter) as session:
                     books = Books(meter, self._leaks, self._blueprint.pass_bytes)
-                    for event in Generation(prepared, session, books, cancel, progress).events(started):
+                    for event in Generation(requests, session, books, orders).events(started):
                         if event.result is not None:
-                            finished = True
+                            finished.add(event.request)
                             log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))
                         yield event
         except Cancelled:
-            if not finished:
-                yield Event(result=cancelled_result(prepared, time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            for place, prepared in enumerate(requests):
+                if place not in finished:
+                    yield from (Event(result=cancelled_result(prepared, i, seconds), request=place, choice=i) for i in range(prepared.n))
 
     def _block_count(self, layer: int) -> int:
         count = layer if layer >= 0 else self.layers + 1 + layer

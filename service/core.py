@@ -189,6 +189,11 @@ class Request:
         given = [name for name in drawing if getattr(s, name) is not None]
         if given:
             raise RequestError(f"beams search the model's own scores, and {given[0]} would change them; leave it out, or draw with best_of")
+        unknown = [name for name in ("stop", "thinking_budget", "json_schema", "logprobs") if getattr(self, name) not in (None, ())]
+        if unknown:
+            raise RequestError(
+                f"a search with beams ends at the model's own end or max_tokens and does not know {unknown[0]}; leave it out"
+            )
 
     def _check_text(self) -> None:
         if self.ids is not None:

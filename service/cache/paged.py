@@ -273,6 +273,15 @@ class SequenceKV:
         self._sealed = self.length
         return SequenceKV(self._pages, capacity, shared, self.length)
 
+    def widen(self, capacity: int) -> None:
+        """Promise it room for `capacity` tokens, not fewer than now. Raises MemoryFull."""
+        if not self.capacity <= capacity <= self._pages.context:
+            raise ValueError(f"a sequence of {self.capacity} tokens cannot be widened to {capacity}")
+        more = blocks_for(capacity) - blocks_for(self.capacity)
+        self._pages._require(more, "a sequence that grows")
+        self._pages._promised += more
+        self.capacity = capacity
+
     def close(self) -> None:
         """Return its blocks and what it was promised; closing twice does nothing."""
         pages = self._pages

@@ -1,177 +1,191 @@
-"""One request from its first token to its result."""
+"""Requests from their first token to their results: whoever has a place reads or writes, the others wait their turn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
 from ..cache.paged import SequenceKV
-from ..core import CancelCheck, Event, Finish, Progress, ProgressReport, Result, Sampling, Usage
-from ..text.repetition import RepetitionCheck
-from ..text.stream import TextStream
-from ..text.tokenizer import Tokenizer
-from .leaks import LeakWatch
-from .runner import Stopped
-from .sampler import Sampler
-from .sequence import Limits, Sequence
+from ..core import Event, Progress
+from ..errors import MemoryFull
+from .answer import Prepared
+from .call import Books, Call, Orders
+from .runner import CHUNK, Stopped
+from .scheduler import State, Ticket
+from .search import Search
 from .session import Session
-from .stages import StageMeter
-
-# Put behind reasoning that has used up its budget, so that the answer can begin (our wording).
-CLOSING = "\n\nThat is enough thinking; the answer follows.\n</think>\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that has passed every check: token ids, complete sampling, seed, limits."""
-
-    ids: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-    limits: Limits
-    stop: tuple[str, ...]
-    in_reasoning: bool
-    repetition_stop: bool
-    tokenizer: Tokenizer | None
-    choosable: int
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """Where a generation's costs are written down, and how many bytes of weights one pass reads."""
-
-    meter: StageMeter
-    leaks: LeakWatch
-    pass_bytes: int
+from .stepper import Picked, pick
+from .work import Base, Row
+from .writing import Writing
 
 
 class Generation:
-    """Runs a prepared request on a session; `events()` is the one way through it."""
+    """Runs prepared requests on a session, their choices together; `events` is the one way through it.
 
-    def __init__(
-        self, prepared: Prepared, session: Session, books: Books, cancel: CancelCheck | None, progress: ProgressReport | None = None
-    ) -> None:
-        self._prepared = prepared
+    One prompt is read at a time, chunk by chunk while others write, so that prompts which begin alike share what was read. All rows that
+    write do so in one step. An event is yielded as soon as its token was chosen.
+    """
+
+    def __init__(self, requests: Sequence[Prepared], session: Session, books: Books, orders: Orders) -> None:
+        self._call = Call(requests, session, books, orders)
+        self._writing = Writing(self._call)
         self._session = session
-        self._runner = session.runner
         self._meter = books.meter
-        self._leaks = books.leaks
-        self._step_bytes = books.pass_bytes
-        self._cancel = cancel or _never
-        self._progress = progress
-        self._sequence = Sequence(prepared.ids, prepared.limits)
-        self._sampler = Sampler(prepared.sampling, prepared.seed, prepared.ids, prepared.choosable)
-        self._repetition = RepetitionCheck() if prepared.repetition_stop else None
-        tokenizer = prepared.tokenizer
-        self._text = TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
-        self._closing = tokenizer.encode(CLOSING) if tokenizer else []
-        self._first_token: float | None = None
+        self._searches: dict[Ticket, Search] = {}
 
     def events(self, started: float) -> Iterator[Event]:
-        """Prefill, then decode until an end; the last event has the result. `started` is the request's perf_counter time.
+        """Everything until all have ended; the last event of a choice has its result. `started` is the call's perf_counter time.
 
-        Weights that are still on their way are read while the prompt is; decode begins when all are there.
+        Weights that are still on their way are read while the first prompt is; decode begins when all are there.
         """
-        with self._runner.kv.open(len(self._prepared.ids) + self._prepared.limits.room) as kv:
-            yield from self._events(kv, started)
+        call = self._call
+        call.started = started
+        try:
+            while call.scheduler.tickets:
+                yield from self._stop()
+                yield from self._enter()
+                yield from self._read()
+                yield from self._search()
+                writing = [call.row(t) for t in call.scheduler.working if t.state == "writing" and t not in self._searches]
+                wanted = [row for row in writing if not call.job(row).unwanted]
+                if wanted:
+                    yield from self._writing.step(wanted)
+        finally:
+            call.close()
+            for search in self._searches.values():
+                search.close()
 
-    def _events(self, kv: SequenceKV, started: float) -> Iterator[Event]:
-        prompt, loading = self._prepared.ids, not self._session.settled
-        yield Event(progress=Progress("prefill", 0, len(prompt)))
-        scores = self._prefill(kv)
-        load_seconds = 0.0
-        if loading and scores is not None:
-            self._meter.add_reading(self._session.settle(), self._session.waited)
-            load_seconds = time.perf_counter() - started
-        self._leaks.mark("load" if loading else "prefill")
-        yield Event(progress=Progress("prefill", kv.length, len(prompt)))
-        while self._sequence.finish is None:
-            if scores is None or self._cancel():
-                self._sequence.end("cancelled")
-                break
-            token, forced = self._next(scores)
-            if self._first_token is None:
-                self._first_token = time.perf_counter() - started
-            yield from self._take(token, forced)
-            if self._sequence.finish is None:
-                scores = self._decode(kv, token)
-        yield from self._last(started, load_seconds)
+    def _stop(self) -> Iterator[Event]:
+        """End what the caller no longer wants."""
+        for job in self._call.jobs:
+            if job.rows and self._call.unwanted(job):
+                for row in list(job.rows):
+                    if row.ticket in self._searches:
+                        yield from self._found(row)
+                    else:
+                        yield from self._call.end(row, "cancelled")
 
-    def _prefill(self, kv: SequenceKV) -> torch.Tensor | None:
-        """Scores behind the prompt, None when the caller asked to stop."""
+    def _enter(self) -> Iterator[Event]:
+        """Let in whoever has a place and fits. Whoever is alone always fits, if need be without what is kept for others."""
+        scheduler = self._call.scheduler
+        yield from self._admitted()
+        if scheduler.working or scheduler.next is None:
+            return
+        for job in self._call.jobs:
+            job.drop_base()
+        yield from self._admitted()
+        left = scheduler.next
+        if not scheduler.working and left is not None:
+            raise MemoryFull(f"request {left.request} does not fit the session's KV although nothing else runs; ask for fewer tokens")
+
+    def _admitted(self) -> Iterator[Event]:
+        for ticket in self._call.scheduler.admit(self._place):
+            row = self._call.row(ticket)
+            job = self._call.job(row)
+            if ticket.state == "reading":
+                yield self._read_so_far(row)
+            elif job.base is not None:
+                yield from self._begin(row, job.base.scores.clone())
+            if not job.waiting:
+                job.drop_base()
+
+    def _place(self, ticket: Ticket) -> State | None:
+        """Open the cache of a row: behind its siblings' prompt if that was read, else to read it once nobody else reads."""
+        row, kv = self._call.row(ticket), self._call.runner.kv
+        job, prepared = self._call.job(row), row.prepared
+        if job.base is not None:
+            with suppress(MemoryFull):
+                row.kv = job.base.kv.fork(row.capacity)
+                return "writing"
+            return None
+        if any(other.state == "reading" for other in self._call.scheduler.working):
+            return None
+        shared = self._session.prefix.match(prepared.ids) if prepared.prefix_reuse else []
+        if not (kv.fits(row.capacity, shared) if prepared.beams is None else Search.fits(kv, prepared)):
+            return None
+        row.kv = kv.open(row.capacity, shared)
+        if prepared.beams is not None:
+            self._searches[ticket] = Search(prepared, self._call.runner, row.kv)
+        if not job.begun:
+            job.cached = row.kv.length
+        return "reading"
+
+    def _read(self) -> Iterator[Event]:
+        """Read on in the prompt that is being read: all of it, or one chunk of it where others write meanwhile."""
+        working = self._call.scheduler.working
+        row = next((self._call.row(ticket) for ticket in working if ticket.state == "reading"), None)
+        if row is None or row.kv is None:
+            return
+        kv, ids, at = row.kv, row.prepared.ids, row.kv.length
+        piece = ids[at:] if len(working) == 1 else ids[at : at + CHUNK]
+        job = self._call.job(row)
         with self._meter.measure("prefill"):
             try:
-                scores = self._runner.prefill(kv, self._prepared.ids, self._cancel, self._chunk_read)
+                scores = self._call.runner.prefill(
+                    kv, piece, lambda: self._call.unwanted(job), lambda done: self._tell_read(row, at + done)
+                )
             except Stopped:
-                return None
-        return scores
+                return
+        if kv.length == len(ids):
+            yield from self._has_read(row, kv, scores)
 
-    def _chunk_read(self, done: int) -> None:
-        self._meter.add_bytes("prefill", self._step_bytes)
-        if self._progress is not None:
-            self._progress(Progress("prefill", done, len(self._prepared.ids)))
+    def _tell_read(self, row: Row, done: int) -> None:
+        self._meter.add_bytes("prefill", self._call.books.pass_bytes)
+        if self._call.orders.progress is not None:
+            self._call.orders.progress(Progress("prefill", done, len(row.prepared.ids)))
 
-    def _decode(self, kv: SequenceKV, token: int) -> torch.Tensor:
-        with self._meter.measure("decode"):
-            scores = self._runner.decode([kv], [token])[0]
-        self._meter.add_bytes("decode", self._step_bytes)
-        return scores
+    def _has_read(self, row: Row, kv: SequenceKV, scores: torch.Tensor) -> Iterator[Event]:
+        job, loading = self._call.job(row), not self._session.settled
+        if loading:
+            self._meter.add_reading(self._session.settle(), self._session.waited)
+            job.load_seconds = time.perf_counter() - self._call.started
+        self._call.books.leaks.mark("load" if loading else "prefill")
+        job.begun = True
+        self._call.scheduler.move(row.ticket, "writing")
+        self._call.remember(row)
+        yield self._read_so_far(row)
+        if job.waiting:
+            with suppress(MemoryFull):  # then each of them reads the prompt anew, from what is remembered of it
+                job.base = Base(kv.fork(kv.length), scores.clone())
+        yield from self._begin(row, scores)
 
-    def _next(self, scores: torch.Tensor) -> tuple[int, bool]:
-        """The next token, and whether it was forced."""
-        forced = self._sequence.next_forced(in_reasoning=self._in_reasoning, closing=self._closing)
-        with self._meter.measure("sample"):
-            token = self._sampler.choose(scores) if forced is None else forced
-            self._sampler.accept(token)
-        return token, forced is not None
+    def _read_so_far(self, row: Row) -> Event:
+        done = row.kv.length if row.kv is not None else 0
+        return self._call.event(row, Event(progress=Progress("prefill", done, len(row.prepared.ids))))
 
-    @property
-    def _in_reasoning(self) -> bool:
-        return self._text.in_reasoning if self._text else False
-
-    def _take(self, token: int, forced: bool) -> Iterator[Event]:
-        inside = self._in_reasoning
-        piece = self._text.push(token) if self._text and token not in self._prepared.limits.eos else None
-        # What opens reasoning, and what closes it by force, belongs to it: neither may eat the answer's budget.
-        self._sequence.settle(token, in_reasoning=inside or self._in_reasoning or forced)
-        if self._sequence.finish == "stop":
+    def _begin(self, row: Row, scores: torch.Tensor) -> Iterator[Event]:
+        """The first token, from the scores behind the prompt; a row that was set back has it already."""
+        if self._call.unwanted(self._call.job(row)):
             return
-        if self._text and self._text.stopped:
-            self._sequence.end("stop_string")
-        if self._repetition and self._repetition.push(token):
-            self._sequence.end("repetition")
-        yield Event(piece.text, piece.reasoning, token) if piece else Event(token=token)
+        if row.ticket in self._searches:
+            self._searches[row.ticket].begin(scores)
+        elif not row.feed:
+            with self._meter.measure("sample"):
+                picked = Picked(-1) if row.answer.coming is not None else pick(row.sampler, scores)
+            yield from self._call.take(row, picked)
 
-    def _last(self, started: float, load_seconds: float) -> Iterator[Event]:
-        piece = self._text.finish() if self._text else None
-        if piece and (piece.text or piece.reasoning):
-            yield Event(piece.text, piece.reasoning)
-        total = time.perf_counter() - started
-        self._leaks.mark("decode")
-        sequence, finish = self._sequence, self._sequence.finish or "length"
-        yield Event(
-            result=Result(
-                self._text.text if self._text else "",
-                self._text.reasoning if self._text else "",
-                tuple(sequence.ids),
-                finish,
-                self._prepared.seed,
-                Usage(len(self._prepared.ids), sequence.completion, sequence.reasoning),
-                {"load": load_seconds, "first_token": total if self._first_token is None else self._first_token, "total": total},
-                self._meter.stages,
-            )
-        )
+    def _search(self) -> Iterator[Event]:
+        """One step of every search that has begun."""
+        for ticket, search in list(self._searches.items()):
+            row = self._call.row(ticket)
+            if ticket.state != "writing" or self._call.job(row).unwanted:
+                continue
+            if not search.done:
+                with self._meter.measure("decode"):
+                    search.step()
+                self._meter.add_bytes("decode", self._call.books.pass_bytes)
+            if row.first_token is None:
+                row.first_token = time.perf_counter() - self._call.started
+            yield self._call.event(row, Event(progress=Progress("decode", search.length, row.prepared.limits.room)))
+            if search.done:
+                yield from self._found(row)
 
-
-def cancelled_result(prepared: Prepared, seconds: float) -> Result:
-    """The result of a request that was stopped before its first token."""
-    finish: Finish = "cancelled"
-    times = {"load": seconds, "first_token": seconds, "total": seconds}
-    return Result("", "", (), finish, prepared.seed, Usage(len(prepared.ids), 0, 0), times, {})
-
-
-def _never() -> bool:
-    return False
+    def _found(self, row: Row) -> Iterator[Event]:
+        """End a search, with the best that it found."""
+        search = self._searches.pop(row.ticket)
+        answers = search.best(row.prepared.n)
+        search.close()
+        yield from self._call.end_search(row, answers)

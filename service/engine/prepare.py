@@ -6,12 +6,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..cache.paged import blocks_for
 from ..core import Request, Sampling
-from ..errors import ModelError, RequestError
+from ..errors import ModelError, OnedeskError, RequestError
+from ..kernels.rows import BLOCK
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
 from ..text.stops import check_stops
-from .generation import Prepared
+from .answer import Prepared
+from .search import Search
 from .sequence import Limits
 from .session import Blueprint
 
@@ -31,17 +34,43 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
         )
     tokenizer = language.tokenizer_if_any if request.ids is not None else language.tokenizer
     vocab = blueprint.widths.vocab
+    limits = _limits(request, room, end_tokens(blueprint, language))
+    if request.beams is not None:
+        _check_beams(request.beams, len(ids), limits.room, blueprint)
+    repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
     return Prepared(
         ids=tuple(ids),
         sampling=_sampling(request, blueprint),
         seed=request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64),
-        limits=_limits(request, room, end_tokens(blueprint, language)),
+        limits=limits,
+        reserve=_reserve(request, limits, in_reasoning),
         stop=request.stop,
         in_reasoning=in_reasoning,
-        repetition_stop=request.repetition_stop if request.repetition_stop is not None else request.ids is None,
+        repetition_stop=repetition_stop and request.beams is None,
         tokenizer=tokenizer,
         choosable=min(tokenizer.size, vocab) if tokenizer else vocab,
+        n=request.n,
+        best_of=request.best_of,
+        beams=request.beams,
+        prefix_reuse=request.prefix_reuse,
+        speculation=request.speculation,
+        logprobs=request.logprobs,
     )
+
+
+def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language) -> list[Prepared]:
+    """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
+    if not requests:
+        raise RequestError("the list of requests is empty; give at least one")
+    prepared = []
+    for place, request in enumerate(requests, 1):
+        try:
+            prepared.append(prepare(request, blueprint, language))
+        except OnedeskError as error:
+            if len(requests) == 1:
+                raise
+            raise type(error)(f"item {place} of {len(requests)}: {error}") from error
+    return prepared
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
@@ -99,8 +128,28 @@ def _sampling(request: Request, blueprint: Blueprint) -> Sampling:
     return own.with_defaults(blueprint.family.default_sampling(request.thinking))
 
 
+def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:
+    need, there = Search.blocks(tokens, room, beams), blocks_for(blueprint.context) * blueprint.sequences
+    if need > there:
+        raise RequestError(
+            f"{beams} beams of up to {room} tokens behind a prompt of {tokens} need KV for {need * BLOCK:,} tokens, and the context gives "
+            f"{there * BLOCK:,}; use fewer beams, a smaller max_tokens, or open the model with a larger context"
+        )
+
+
+def _reserve(request: Request, limits: Limits, in_reasoning: bool) -> int:
+    """Tokens for which an answer gets room at once: thinking without a bound of its own is taken to be as long as the answer."""
+    budget = request.thinking_budget
+    thinking = (limits.answer if in_reasoning else 0) if budget is None else budget
+    return min(limits.room, limits.answer + thinking)
+
+
 def _limits(request: Request, room: int, eos: frozenset[int]) -> Limits:
     budget = request.thinking_budget
+    if request.beams is not None:
+        # The texts of a search are compared by their tokens, so one limit holds for all of them, thoughts included.
+        room = min(room, request.max_tokens)
+        return Limits(room, room, room, eos)
     # Without a budget of its own reasoning may use what the answer leaves, but never more than half where the answer is cut short too.
     reasoning = room - min(request.max_tokens, room // 2) if budget is None else budget
     return Limits(request.max_tokens, reasoning, room, eos)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
-from ..core import Sampling
+from ..core import Logprobs, Sampling
 from ..errors import ModelError
 
 # Below it the scores divided by the temperature leave fp32: greedy, as the limit is.
@@ -17,58 +18,100 @@ FIRST_CANDIDATES = 1024
 
 
 class Sampler:
-    """One request's choice of tokens, with its own random numbers: the same seed gives the same choices; nothing global is touched.
+    """One choice's way to its tokens, with its own random numbers: the same seed gives the same choices; nothing global is touched.
 
-    Order: ids the tokenizer lacks, bias, penalties, temperature, top_k, top_p, min_p, one draw. `sampling` has no None but the seed.
+    Order: ids that the tokenizer lacks or that are not allowed, bias, penalties, temperature, top_k, top_p, min_p, one draw. `sampling`
+    has no None but the seed.
+    The draw of the i-th token that is sampled is `uniform(i)` whatever was looked at before: a step may be computed twice, or ahead.
     """
 
-    def __init__(self, sampling: Sampling, seed: int, prompt: Iterable[int], limit: int) -> None:
-        self._sampling = sampling
-        self._limit = limit
+    def __init__(self, sampling: Sampling, seed: int, prompt: Iterable[int], limit: int, *, top: int | None = None) -> None:
+        """`top`: how many of the likeliest tokens `logprobs` shows at each place; None: it is not wanted at all."""
+        self.sampling = sampling
+        self.limit = limit
+        self.top = top
+        # Of the last choice, in the raw model.
+        self.logprobs: Logprobs | None = None
+        # Says which ids may come next, bool [limit], None for all; asked at every choice.
+        self.allowed: Callable[[], np.ndarray | None] | None = None
+        # How many tokens were sampled and accepted, so the place of the next draw.
+        self.drawn = 0
         self._prompt = set(prompt)
         self._counts: Counter[int] = Counter()
         self._random = torch.Generator().manual_seed(seed)
+        self._uniforms: list[float] = []
         bias = {token: value for token, value in sampling.logit_bias.items() if token < limit}
         self._bias = (torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)) if bias else None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without a draw."""
+        return (self.sampling.temperature or 0.0) < GREEDY_BELOW
+
     def choose(self, logits: torch.Tensor) -> int:
-        """The next id for `logits` [vocab] (any float type, any device; changed in place where it is fp32 on the CPU)."""
-        scores = logits.float().cpu()[: self._limit]
+        """The next id for `logits` [vocab] (any float type, any device; changed in place where it is fp32 on the CPU).
+
+        Changes nothing of the sampler but `logprobs`: the same scores give the same id until `accept`.
+        """
+        scores = logits.float().cpu()
+        raw = None if self.top is None else scores.log_softmax(0)
+        token = self._chosen(scores[: self.limit])
+        self.logprobs = None if raw is None else measured(raw, token, self.top or 0)
+        return token
+
+    def uniform(self, place: int) -> float:
+        """The draw in [0, 1) for the sampled token number `place`, from 0."""
+        while len(self._uniforms) <= place:
+            self._uniforms.append(float(torch.rand(1, generator=self._random, dtype=torch.float64)))
+        return self._uniforms[place]
+
+    def accept(self, token: int, *, forced: bool = False) -> None:
+        """Count a token of the answer, for the penalties and, if it was not forced, for the next draw."""
+        self._counts[token] += 1
+        self.drawn += not forced
+
+    @property
+    def plain(self) -> bool:
+        """Whether a choice depends on the scores, temperature, top_k, top_p, min_p and the draw alone: others cannot be made ahead."""
+        s = self.sampling
+        penalties = s.presence_penalty or s.frequency_penalty or (s.repetition_penalty or 1.0) != 1.0
+        return not penalties and self._bias is None and self.allowed is None and self.top is None
+
+    def _chosen(self, scores: torch.Tensor) -> int:
+        allowed = self.allowed() if self.allowed is not None else None
+        if allowed is not None:
+            scores.masked_fill_(~torch.from_numpy(allowed)[: len(scores)], float("-inf"))
         if self._bias is not None:
             scores.index_add_(0, *self._bias)
         self._penalize(scores)
-        if (self._sampling.temperature or 0.0) < GREEDY_BELOW:
+        if self.greedy:
             best = int(scores.argmax())
             _require_number(scores[best])
             return best
         return self._draw(scores)
 
-    def accept(self, token: int) -> None:
-        """Count a token of the answer, sampled or forced, for the penalties."""
-        self._counts[token] += 1
-
     def _penalize(self, scores: torch.Tensor) -> None:
-        s = self._sampling
+        s = self.sampling
         repetition, presence, frequency = s.repetition_penalty or 1.0, s.presence_penalty or 0.0, s.frequency_penalty or 0.0
         if repetition != 1.0 and (self._prompt or self._counts):
-            seen = _ids((self._prompt | self._counts.keys()), self._limit)
+            seen = _ids((self._prompt | self._counts.keys()), self.limit)
             values = scores[seen]
             scores[seen] = torch.where(values > 0, values / repetition, values * repetition)
         if (presence or frequency) and self._counts:
-            seen = _ids(self._counts, self._limit)
+            seen = _ids(self._counts, self.limit)
             counts = torch.tensor([self._counts[int(i)] for i in seen], dtype=torch.float32)
             scores[seen] -= presence + frequency * counts
 
     def _draw(self, scores: torch.Tensor) -> int:
-        s = self._sampling
+        s = self.sampling
         best = scores.max()
         _require_number(best)
         scores.sub_(best).div_(s.temperature or 1.0)
-        width = min(s.top_k or self._limit, self._limit)
+        width = min(s.top_k or self.limit, self.limit)
         filtered = (s.top_p or 1.0) < 1.0 or (s.min_p or 0.0) > 0.0
-        if width == self._limit and not filtered:
+        if width == self.limit and not filtered:
             return self._pick(scores.softmax(0), None)
-        if width < self._limit:
+        if width < self.limit:
             values, ids = scores.topk(width)
             return self._pick(self._filtered(values.softmax(0)), ids)
         whole = scores.logsumexp(0)
@@ -81,23 +124,29 @@ class Sampler:
 
     def _enough(self, chances: torch.Tensor) -> bool:
         """Whether these candidates, the likeliest, hold all that top_p and min_p keep."""
-        s = self._sampling
+        s = self.sampling
         return bool(chances.sum() >= (s.top_p or 1.0)) or bool(chances[-1] < (s.min_p or 0.0) * chances[0])
 
     def _filtered(self, chances: torch.Tensor) -> torch.Tensor:
         """Zero what top_p (Holtzman et al. 2019) and min_p (Nguyen et al. 2024) leave out of descending `chances`; the first stays."""
-        s = self._sampling
+        s = self.sampling
         keep = chances.cumsum(0) - chances < (s.top_p or 1.0)
         keep &= chances >= (s.min_p or 0.0) * chances[0]
         keep[0] = True
         return chances * keep
 
     def _pick(self, chances: torch.Tensor, ids: torch.Tensor | None) -> int:
-        """One draw by the inverse of the cumulative distribution."""
+        """The draw whose turn it is, by the inverse of the cumulative distribution."""
         cumulative = chances.double().cumsum(0)
-        aim = torch.rand(1, generator=self._random, dtype=torch.float64) * cumulative[-1]
+        aim = self.uniform(self.drawn) * cumulative[-1]
         index = min(int(torch.searchsorted(cumulative, aim, right=True)), len(chances) - 1)
         return int(ids[index]) if ids is not None else index
+
+
+def measured(raw: torch.Tensor, token: int, top: int) -> Logprobs:
+    """The log-probability of `token` and the `top` likeliest, of `raw` [vocab]."""
+    values, ids = raw.topk(top)
+    return Logprobs(float(raw[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _ids(tokens: Iterable[int], limit: int) -> torch.Tensor:

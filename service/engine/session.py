@@ -28,7 +28,10 @@ from ..model.families import family_of
 from ..model.layers import Scratch, Widths
 from ..model.weights import WeightPlan, plan_weights
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
+from .prefix import PrefixIndex
 from .runner import CHUNK, SCORED_ROWS, Runner
+from .speculate import PassCosts
+from .stepper import HostStepper, Stepper
 
 ALIGNMENT = 256
 
@@ -65,7 +68,7 @@ class Blueprint:
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
             ChunkBuffers.nbytes(context, self.rows),
             DecodeBuffers.nbytes(context),
-            workspace_bytes(self.device, widths.shape, context, self.activation),
+            workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns),
         )
         return Need(self.plan.nbytes, self.kv_shape.nbytes(context, self.sequences), sum(parts), context=context)
 
@@ -99,6 +102,11 @@ class Session:
 
     def __init__(self, leases: Sequence[Lease], arrival: WeightArrival, runner: Runner, kernels: ReferenceKernels) -> None:
         self.runner = runner
+        # What earlier prompts left in the cache; it gives way block by block.
+        self.prefix = PrefixIndex(runner.kv)
+        runner.kv.keeper = self.prefix
+        self.stepper: Stepper = HostStepper(runner)
+        self.costs = PassCosts()
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival
@@ -146,6 +154,9 @@ class Session:
     def release(self) -> tuple[Released, ...]:
         """Return every lease; weights still on their way are given up, and every tensor is let go first: a device counts its views."""
         self._arrival.stop()
+        self.stepper.close()
+        self.runner.kv.keeper = None  # index and cache refer to each other
+        del self.stepper, self.prefix
         self.runner.close()
         return tuple(lease.release() for lease in self.leases)
 
@@ -183,7 +194,7 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         pages = PagedKV(kv, blueprint.kv_shape, blueprint.context, blueprint.sequences)
         passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
-        wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation)
+        wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)
         kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
         undo.pop_all()
         return Session(leases, arrival.start(), Runner(network, pages, passes, buffers, arrival), kernels)

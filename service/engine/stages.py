@@ -63,6 +63,8 @@ class StageMeter:
             had.minor_faults + cost.minor_faults,
             had.allocations + cost.allocations,
             had.allocator_seconds + cost.allocator_seconds,
+            proposed=had.proposed + cost.proposed,
+            accepted=had.accepted + cost.accepted,
         )
 
     def add_reading(self, stats: StreamStats, waited: float) -> None:

@@ -139,6 +139,16 @@ class PagesMachine(RuleBasedStateMachine):
         self.rows[child] = list(self.rows[sequence])
 
     @precondition(lambda self: self.rows)
+    @rule(number=st.integers(0, 99), more=st.integers(0, CONTEXT))
+    def widen(self, number: int, more: int) -> None:
+        sequence, available = self.some(number), self.pages.available
+        before = sequence.capacity
+        try:
+            sequence.widen(min(CONTEXT, before + more))
+        except MemoryFull:
+            assert (sequence.capacity, self.pages.available) == (before, available)
+
+    @precondition(lambda self: self.rows)
     @rule(number=st.integers(0, 99))
     def close(self, number: int) -> None:
         sequence = self.some(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,8 +32,14 @@ def scores(seed: int, vocab: int = 50, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
+def draw(chooser: Sampler, logits: torch.Tensor) -> int:
+    token = chooser.choose(logits.clone())
+    chooser.accept(token)
+    return token
+
+
 def possible(chooser: Sampler, logits: torch.Tensor, draws: int = 400) -> set[int]:
-    return {chooser.choose(logits.clone()) for _ in range(draws)}
+    return {draw(chooser, logits) for _ in range(draws)}
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,7 +85,7 @@ def test_chances_are_the_models(changes: dict[str, float]) -> None:
     wanted = torch.zeros(12)
     wanted[order] = ordered * keep / (ordered * keep).sum()
     chooser = sampler(9, vocab=12, **changes)
-    counted = torch.bincount(torch.tensor([chooser.choose(logits.clone()) for _ in range(draws)]), minlength=12) / draws
+    counted = torch.bincount(torch.tensor([draw(chooser, logits) for _ in range(draws)]), minlength=12) / draws
     # 5 standard deviations of a binomial count.
     assert bool(((counted - wanted).abs() <= 5 * (wanted * (1 - wanted) / draws).sqrt() + 1e-9).all())
 
@@ -124,11 +131,40 @@ def test_a_seed_gives_the_same_choices_and_touches_nothing_global(seed: int) -> 
     runs = []
     for _ in range(2):
         chooser = sampler(seed)
-        runs.append([chooser.choose(scores(i)) for i in range(30)])
+        runs.append([draw(chooser, scores(i)) for i in range(30)])
     assert runs[0] == runs[1]
     assert random.getstate() == state[0]
     assert np.random.get_state()[1].tolist() == state[1]
     assert torch.equal(torch.random.get_rng_state(), state[2])
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 7, "top_p": 0.9}, {"temperature": 0}, {"frequency_penalty": 0.3}])
+def test_looking_ahead_does_not_change_what_is_drawn(changes: dict[str, float]) -> None:
+    plain, looking, found = sampler(5, **changes), sampler(5, **changes), []
+    for place in range(20):
+        looking.uniform(place + 3)
+        looking.choose(scores(100 + place))
+        found.append((draw(plain, scores(place)), draw(looking, scores(place))))
+    assert all(one == other for one, other in found)
+
+
+def test_a_forced_token_takes_no_draw() -> None:
+    plain, forced = sampler(6), sampler(6)
+    forced.accept(3, forced=True)
+    assert [draw(plain, scores(i)) for i in range(5)] == [draw(forced, scores(i)) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0}, {"temperature": 0.3, "top_k": 3, "logit_bias": {4: 5.0}, "presence_penalty": 1.0}]
+)
+def test_the_log_probability_is_the_raw_models(changes: dict[str, Any]) -> None:
+    chooser = Sampler(Sampling(**changes).with_defaults(NEUTRAL), 3, (), 40, top=2)
+    for place in range(5):
+        token, raw = draw(chooser, scores(place)), scores(place).log_softmax(0)
+        assert chooser.logprobs is not None
+        assert chooser.logprobs.token == pytest.approx(float(raw[token]), abs=1e-5)
+        assert chooser.logprobs.top[0] == (int(raw.argmax()), pytest.approx(float(raw.max()), abs=1e-5))
+        assert len(chooser.logprobs.top) == 2
 
 
 def test_different_seeds_differ() -> None:

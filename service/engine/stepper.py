@@ -1,0 +1,105 @@
+"""One decode step of several rows, the choice of their tokens included: the seam between what is wanted and the device that does it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from ..cache.paged import SequenceKV
+from ..core import Logprobs
+from .runner import Runner
+from .sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A row of a step: `token` goes behind `kv`, and the sampler chooses from the scores behind it.
+
+    token None: what the step launched just before chose for its row `source`, which the host need not have seen. `draw` is the place of
+    the sampler's draw, see Sampler.uniform. `wanted` false: nothing need be chosen, the next token is known.
+    """
+
+    kv: SequenceKV
+    sampler: Sampler
+    token: int | None
+    source: int
+    draw: int
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What a row chose; -1 where nothing was wanted."""
+
+    token: int
+    logprobs: Logprobs | None = None
+
+
+class Stepper(Protocol):
+    """Launches steps and collects what they chose, in the order of the launches.
+
+    A launch advances each sequence by one token, at the position that its length says. A sequence may be cut back afterwards, and its
+    row of a step under way is then worth nothing: the one who launched it knows, and cuts the sequence before the row's next launch.
+    `ahead` is how many steps may be under way beside the oldest: with 1, step t+1 is launched before the tokens of step t are collected,
+    for rows whose token is None. A stepper that must see scores for a row (see Sampler.plain) says so with `runs_ahead`. `stage` is what
+    collecting is booked to: "sample" where the device is done by then or sampling is the host's, "decode" where it waits for the step.
+    """
+
+    ahead: int
+    stage: Literal["decode", "sample"]
+
+    def runs_ahead(self, sampler: Sampler, /) -> bool:
+        """Whether a row with this sampler may be in a step that is launched ahead."""
+        ...
+
+    def launch(self, feeds: Sequence[Feed], /) -> None:
+        """Begin a step of up to MAX_BATCH rows. Raises RequestError for a sequence at its capacity."""
+        ...
+
+    def collect(self) -> list[Picked]:
+        """The choices of the oldest step under way. Raises ModelError for scores that are no numbers."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; it cannot be used afterwards."""
+        ...
+
+
+class HostStepper:
+    """Scores from the runner, choices on the host: the path that works everywhere. One step at a time."""
+
+    ahead = 0
+    stage: Literal["decode", "sample"] = "sample"
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner: Runner | None = runner
+        self._under_way: deque[tuple[Sequence[Feed], torch.Tensor]] = deque()
+
+    def runs_ahead(self, sampler: Sampler, /) -> bool:
+        return False
+
+    def launch(self, feeds: Sequence[Feed], /) -> None:
+        if self._runner is None or self._under_way:
+            raise ValueError("a step is under way, or the stepper was closed")
+        tokens = [feed.token for feed in feeds if feed.token is not None]
+        if len(tokens) != len(feeds):
+            raise ValueError("a row without a token: nothing was launched before it")
+        self._under_way.append((feeds, self._runner.decode([feed.kv for feed in feeds], tokens)))
+
+    def collect(self) -> list[Picked]:
+        feeds, scores = self._under_way.popleft()
+        return [pick(feed.sampler, row) if feed.wanted else Picked(-1) for feed, row in zip(feeds, scores, strict=True)]
+
+    def close(self) -> None:
+        self._runner = None
+        self._under_way.clear()
+
+
+def pick(sampler: Sampler, scores: torch.Tensor) -> Picked:
+    """The sampler's choice from scores [vocab]."""
+    token = sampler.choose(scores)
+    return Picked(token, sampler.logprobs)

@@ -1,0 +1,116 @@
+"""Decode: all rows that write in one step, steps ahead where the device can, and guesses checked where one writes alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from ..core import Event, Stage
+from ..errors import MemoryFull
+from ..kernels.rows import BLOCK
+from .buffers import MAX_BATCH
+from .call import Call
+from .speculate import Speculator
+from .stepper import Picked, pick
+from .work import Row
+
+# Tokens of a guess at most: with the token before them they are the rows of a small pass.
+GUESSED = MAX_BATCH - 1
+
+
+class Writing:
+    """The decode steps of a call."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._stepper = call.session.stepper
+        self._meter = call.books.meter
+
+    def step(self, rows: Sequence[Row]) -> Iterator[Event]:
+        """One token for each of `rows`, or several where one row is all there is and a guess was right."""
+        call = self._call
+        alone = len(rows) == len(call.scheduler.tickets) == 1
+        guess = self._guess(rows[0]) if alone else []
+        if guess:
+            yield from self._check(rows[0], guess)
+            return
+        began = time.perf_counter()
+        if not call.flights:
+            rows = self._with_room(rows)
+            self._launch(rows)
+        while len(call.flights) <= self._stepper.ahead and self._can_run_ahead(rows):
+            self._launch([row for row in rows if not row.ends_next])
+        with self._meter.measure(self._stepper.stage):
+            chosen = call.flights.collect()
+        if alone and rows[0].speculator is not None:
+            rows[0].speculator.note(0, 0, time.perf_counter() - began)
+        for row, picked in chosen:
+            yield from call.take(row, picked)
+
+    def _launch(self, rows: Sequence[Row]) -> None:
+        with self._meter.measure("decode"):
+            self._call.flights.launch(rows)
+        self._meter.add_bytes("decode", self._call.books.pass_bytes)
+
+    def _can_run_ahead(self, rows: Sequence[Row]) -> bool:
+        """Whether the step after the one under way can begin: with all rows that go on, unless a prompt waits to be read."""
+        going_on = [row for row in rows if not row.ends_next]
+        if not going_on or any(ticket.state == "reading" for ticket in self._call.scheduler.working):
+            return False
+        return all(row.kv is not None and row.kv.length < row.kv.capacity and self._call.flights.can_join(row) for row in going_on)
+
+    def _with_room(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows that have room for a token: where one outgrows what it was given, the youngest are set back to wait."""
+        for row in rows:
+            while row.kv is not None and row.kv.length >= row.kv.capacity:
+                try:
+                    row.kv.widen(min(row.most, row.kv.capacity + BLOCK))
+                except MemoryFull:
+                    self._make_room(row)
+        return [row for row in rows if row.kv is not None]
+
+    def _make_room(self, row: Row) -> None:
+        """Take back what is kept for choices that wait, else set back the youngest row; perhaps the one that wants the room."""
+        kept = next((job for job in self._call.jobs if job.base is not None), None)
+        if kept is not None:
+            kept.drop_base()
+            return
+        ticket = self._call.scheduler.youngest(row.ticket)
+        victim = row if ticket is None or ticket.places > 1 else self._call.row(ticket)
+        self._call.scheduler.move(victim.ticket, "waiting")
+        victim.set_back()
+
+    def _guess(self, row: Row) -> list[int]:
+        """Tokens to check behind the row's latest one, if that pays."""
+        if self._stepper.ahead or not row.prepared.speculation or row.kv is None or self._call.flights or len(row.feed) != 1:
+            return []
+        if row.speculator is None:
+            row.speculator = Speculator((*row.prepared.ids, *row.answer.ids), self._call.session.costs)
+        room = row.kv.capacity - row.kv.length - 1
+        return row.speculator.guess(min(GUESSED, room)) if row.answer.coming is None else []
+
+    def _check(self, row: Row, guess: list[int]) -> Iterator[Event]:
+        """Read the latest token and a guess in one pass, and choose at each place as if it had been read alone, until one differs."""
+        kv, speculator, meter = row.kv, row.speculator, self._meter
+        if kv is None or speculator is None:
+            raise ValueError("a row without a cache or a speculator has no guess")
+        began, right = time.perf_counter(), 0
+        with meter.measure("decode"):
+            scores = self._call.runner.extend(kv, [row.feed.popleft(), *guess])
+        meter.add_bytes("decode", self._call.books.pass_bytes)
+        events: list[Event] = []
+        for place, expected in enumerate([*guess, None]):
+            with meter.measure("sample"):
+                picked = Picked(-1) if row.answer.coming is not None else pick(row.sampler, scores[place])
+            token = picked.token if row.answer.coming is None else row.answer.coming
+            if token == expected:
+                right += 1
+            else:
+                kv.truncate(kv.length - (len(guess) - place))
+            events += self._call.take(row, picked)
+            if token != expected or row.answer.finish is not None:
+                break
+            row.feed.clear()
+        meter.add("speculation", Stage(proposed=len(guess), accepted=right))
+        speculator.note(len(guess), right, time.perf_counter() - began)
+        yield from events
