@@ -143,11 +143,11 @@ def managed_memory(device: str, cache: Path) -> dict[str, Any]:
     taken = before - free_bytes(device)
     lease.carve((MANAGED_BYTES // 8,), torch.int64).copy_(torch.arange(MANAGED_BYTES // 8, device=device))
     content, slab = lease.checksum(), lease.place.slab
-    advised = [advice for advice in LASTING if lease.advise(advice)]
     slab.advise("aside", 0, MANAGED_BYTES // 2)
     aside = lease.resident(), before - free_bytes(device)
     same = lease.checksum() == content  # the card touches what was set aside
     lease.populate()
+    advised = [advice for advice in LASTING if lease.advise(advice)]
     returned = lease.release()
     return {
         "can": dict(truth),

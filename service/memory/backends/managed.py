@@ -117,6 +117,8 @@ class ManagedSlab(DeviceSlab):
         if first >= last:
             return True
         if advice in MOVES:
+            if "read_mostly" in self._given:  # such pages are copied, not moved: the card would keep its own
+                self._runtime.advise(*self._span(first, last), "read_mostly", on=False)
             self._move(first, last, to_host=advice == "aside")
         else:
             self._runtime.advise(*self._span(first, last), advice, on=True)

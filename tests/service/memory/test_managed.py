@@ -60,7 +60,7 @@ class PlayedRuntime:
 
     def move(self, address: int, nbytes: int, *, to_host: bool) -> None:
         for at in range(address, address + nbytes, PIECE):
-            if to_host:
+            if to_host and not self.advice.get((at, "read_mostly")):
                 self.on_card.pop(at, None)
             else:
                 self.on_card[at] = min(PIECE, address + nbytes - at)
@@ -123,6 +123,13 @@ def test_the_advice_of_a_part_ends_with_that_part(runtime: PlayedRuntime, backen
     assert (slab.give_back(0, 4 * MIB).asked, runtime.given()) == (0, {"prefer_host"})
     slab.give_back(4 * MIB, 4 * MIB)
     assert runtime.given() == set()
+
+
+def test_pages_that_may_be_read_in_two_places_are_moved_and_not_copied(runtime: PlayedRuntime, backend: ManagedBackend):
+    slab = backend.open(8 * MIB, whole=True)
+    slab.advise("read_mostly", 0, 8 * MIB)
+    slab.advise("aside", 0, 4 * MIB)
+    assert slab.resident(0, 8 * MIB) == CARD - runtime.free_bytes() == 4 * MIB
 
 
 def test_an_advice_that_does_not_exist_is_not_taken(runtime: PlayedRuntime, backend: ManagedBackend):
