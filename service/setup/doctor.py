@@ -47,7 +47,7 @@ def examine(config_file: Path | None, *, device: str) -> list[Check]:
     checks.append(torch_check)
     if torch_check.status == "failure":
         return checks
-    for examined in (_device, _kernels, _memory, _models):
+    for examined in (_device, _kernels, _memory, _backends, _models):
         checks += _guarded(examined, config, device)
     return [*checks, _comfyui(config)]
 
@@ -145,6 +145,16 @@ def _memory(config: Config, device: str) -> Iterator[Check]:
         )
     else:
         yield Check("memory", "ok", detail)
+
+
+def _backends(config: Config, device: str) -> Iterator[Check]:
+    """What each kind of memory can do here; one that is not there is no fault, since it is an extra."""
+    from ..api import pick_device
+    from ..memory.backends.choose import describe_backends
+    from .memory_report import abilities
+
+    for found in describe_backends(pick_device(device).type):
+        yield Check(f"{found.name} memory", "ok", f"{found.residency}: {abilities(found)}")
 
 
 def _folders(config: Config) -> Iterator[Check]:

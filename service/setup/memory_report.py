@@ -8,6 +8,7 @@ from typing import Any
 
 from ..api import pick_device
 from ..config import Config
+from ..memory.backends.choose import Described, describe_backends
 from ..memory.budget import MemorySettings, make_budget, show
 from ..memory.lease import LeaseInfo
 from ..memory.meminfo import read_vmstat
@@ -26,7 +27,8 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
     """
     values: dict[str, Any] = dict(config.memory)
     pools = [] if proc else list({id(model.pool): model.pool for model in REGISTRY.models()}.values())
-    truth = read_truth("cpu", proc=proc, cgroup=proc.parent / "sys" / "fs" / "cgroup") if proc else read_truth(pick_device(device).type)
+    kind = "cpu" if proc else pick_device(device).type
+    truth = read_truth("cpu", proc=proc, cgroup=proc.parent / "sys" / "fs" / "cgroup") if proc else read_truth(kind)
     budget = pools[0].budget if pools else make_budget(truth, MemorySettings(**values))
     leases = [lease for pool in pools for lease in pool.leases()]
     return {
@@ -35,6 +37,7 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
         "leases": [_lease(lease) for lease in leases],
         "counters": {**read_vmstat(proc or HERE), **(asdict(pools[0].counters()) if pools else {})},
         "leaks": [] if proc else [asdict(report) for report in REGISTRY.leak_reports()],
+        "backends": [] if proc else [asdict(found) for found in describe_backends(kind)],
     }
 
 
@@ -44,7 +47,7 @@ def _lease(lease: LeaseInfo) -> dict[str, Any]:
 
 
 def memory_table(report: dict[str, Any]) -> str:
-    """The document for a terminal."""
+    """The document for a terminal; `backends` may be left out."""
     truth, budget = report["truth"], report["budget"]
     lines: list[tuple[str, ...]] = [("TRUTH", ""), *_truth_lines(truth), ("", ""), ("BUDGET", "")]
     lines += [(f"  {name.replace('_', ' ')}", show(nbytes)) for name, nbytes in budget.items()]
@@ -55,7 +58,19 @@ def memory_table(report: dict[str, Any]) -> str:
         for lease in report["leases"]
     ]
     parts = [text, columns(held) if report["leases"] else "nothing is leased"]
+    if report.get("backends"):
+        rows = [("MEMORY", "WHERE", "CAN")]
+        rows += [(found["name"], found["residency"], abilities(Described(**found))) for found in report["backends"]]
+        parts.append(columns(rows))
     return "\n\n".join([*parts, *(leak_table(leaks) for leaks in report["leaks"])])
+
+
+def abilities(found: Described) -> str:
+    """What a kind of memory can do on this machine and what it cannot, in one line."""
+    if found.missing:
+        return f"not used: {found.missing}"
+    can, cannot = ([name for name, works in found.can.items() if works is wanted] for wanted in (True, False))
+    return ", ".join(can) + (f"; not {', '.join(cannot)}" if cannot else "")
 
 
 def leak_table(leaks: dict[str, Any]) -> str:

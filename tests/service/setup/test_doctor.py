@@ -49,6 +49,7 @@ def test_a_whole_installation_is_ok(tree):
         "device",
         "kernels",
         "memory",
+        "mmap memory",
         "model tiny",
         "comfyui",
     ]
@@ -57,6 +58,8 @@ def test_a_whole_installation_is_ok(tree):
     for name in ("python", "packages", "configuration", "tree", "model folder", "torch", "model tiny", "comfyui"):
         assert (found[name].status, found[name].fix) == ("ok", "")
     assert torch.__version__ in found["torch"].detail
+    assert found["mmap memory"].detail.startswith("host: ")
+    assert "mincore" in found["mmap memory"].detail
 
 
 def test_every_warning_and_failure_says_what_to_do(tree, monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Request
+from onedesk.service.memory.backends.choose import Described
 from onedesk.service.registry import REGISTRY
-from onedesk.service.setup.memory_report import memory_report, memory_table
+from onedesk.service.setup.memory_report import abilities, memory_report, memory_table
 from tiny_qwen3 import write_tiny_qwen3
 
 CONFIG = Config(memory={"limit_bytes": 64 << 20, "kept_back": 0.1, "floor": 1 << 20})
@@ -40,6 +41,16 @@ def test_leases_budget_and_counters_are_those_of_the_pool(model):
     assert "weights" in table
 
 
+def test_what_each_kind_of_memory_can_do_is_told(model):
+    report = memory_report(CONFIG, device="cpu", proc=None)
+    (host,) = report["backends"]
+    assert (host["name"], host["residency"], host["missing"]) == ("mmap", "host", "")
+    assert host["can"]["mincore"] is host["can"]["dontneed"] is True
+    assert "dontneed" in memory_table(report).splitlines()[-1]
+    assert abilities(Described("x", "device", {"a": True, "b": False, "c": False})) == "a; not b, c"
+    assert abilities(Described("x", "device", {}, "install it")) == "not used: install it"
+
+
 def test_after_giving_way_nothing_is_leased(model):
     model.give_way()
     report = memory_report(CONFIG, device="cpu", proc=None)
@@ -54,7 +65,7 @@ def test_another_machine_has_none_of_our_leases(model, tmp_path):
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n", encoding="ascii")
     report = memory_report(Config(), device="cpu", proc=proc)
     assert (report["leases"], report["truth"]["available"]) == ([], 8_000_000 * 1024)
-    assert report["budget"]["used"] == 0
+    assert (report["budget"]["used"], report["backends"]) == (0, [])
 
 
 def test_memory_by_stage_is_shown_from_the_second_generation_on(model):
