@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ..core import Stage
 from ..loader.stream import StreamStats
+from ..memory.meminfo import read_faults
 from ..memory.pool import Pool
 
 # Stages whose speed is that of reading weights. The others wait for a disk, or compute more than they read.
@@ -23,7 +23,7 @@ class StageMeter:
         self._pool = pool
         self._ceiling = ceiling
         self._stages: dict[str, Stage] = {}
-        self._load_ended = resource.getrusage(resource.RUSAGE_SELF)
+        self._load_ended = read_faults()
 
     @property
     def stages(self) -> dict[str, Stage]:
@@ -33,19 +33,20 @@ class StageMeter:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Count the block's seconds, faults of the whole process, pool allocations and their seconds towards stage `name`."""
-        before, pool = resource.getrusage(resource.RUSAGE_SELF), self._pool.counters()
+        before, pool = read_faults(), self._pool.counters()
         started = time.perf_counter()
         try:
             yield
         finally:
-            seconds, after, pool_after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF), self._pool.counters()
+            seconds, after, pool_after = time.perf_counter() - started, read_faults(), self._pool.counters()
+            faults = after.since(before)
             self.add(
                 name,
                 Stage(
                     seconds,
                     0,
-                    after.ru_majflt - before.ru_majflt,
-                    after.ru_minflt - before.ru_minflt,
+                    faults.major,
+                    faults.minor,
                     pool_after.allocations - pool.allocations,
                     pool_after.seconds - pool.seconds,
                 ),
@@ -72,13 +73,13 @@ class StageMeter:
 
         The readers' own faults belong to the load; of all others since the load's end the prompt's computation is the cause.
         """
-        now, before = resource.getrusage(resource.RUSAGE_SELF), self._load_ended
+        faults = read_faults().since(self._load_ended)
         self.add("load", Stage(stats.seconds, stats.bytes, stats.major_faults, stats.minor_faults))
         self.add("prefetch", Stage(waited, stats.bytes))
         self._stages["prefill"] = replace(
             self._stages.get("prefill", Stage()),
-            major_faults=max(0, now.ru_majflt - before.ru_majflt - stats.major_faults),
-            minor_faults=max(0, now.ru_minflt - before.ru_minflt - stats.minor_faults),
+            major_faults=max(0, faults.major - stats.major_faults),
+            minor_faults=max(0, faults.minor - stats.minor_faults),
         )
 
     def add_bytes(self, name: str, nbytes: int) -> None:
@@ -86,10 +87,20 @@ class StageMeter:
         had = self._stages.get(name, Stage())
         self._stages[name] = replace(had, bytes=had.bytes + nbytes)
 
+    def since(self, before: Mapping[str, Stage]) -> dict[str, Stage]:
+        """What each stage cost since `stages` was `before`; stages that have cost nothing since are left out."""
+        costs = {name: _difference(stage, before.get(name, Stage())) for name, stage in self._stages.items()}
+        return {name: self._with_share(name, cost) for name, cost in costs.items() if cost != Stage()}
+
     def _with_share(self, name: str, stage: Stage) -> Stage:
         if self._ceiling is None or name not in BOUND_BY_READING or stage.seconds <= 0:
             return stage
         return replace(stage, bandwidth_share=stage.bytes / stage.seconds / self._ceiling)
+
+
+def _difference(stage: Stage, before: Stage) -> Stage:
+    names = [item.name for item in fields(Stage) if item.name != "bandwidth_share"]
+    return Stage(**{name: getattr(stage, name) - getattr(before, name) for name in names})
 
 
 def stages_line(stages: Mapping[str, Stage]) -> str:
