@@ -87,6 +87,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(1, CONTEXT), reuse=st.booleans(), number=st.integers(0, 9))
     def open(self, capacity: int, reuse: bool, number: int) -> None:
+        # A prefix of one block, whichever was kept: that its rows began another sequence means nothing here.
         shared = [list(self.kept)[number % len(self.kept)]] if reuse and self.kept and capacity >= BLOCK else []
         if not self.pages.fits(capacity, shared):
             with pytest.raises(MemoryFull, match=rf"a sequence of {capacity} tokens needs"):
@@ -156,12 +157,18 @@ class PagesMachine(RuleBasedStateMachine):
         del self.rows[sequence]
 
     @precondition(lambda self: self.rows)
-    @rule(number=st.integers(0, 99))
-    def keep_first(self, number: int) -> None:
+    @rule(number=st.integers(0, 99), at=st.integers(0, 2), less=st.integers(0, BLOCK - 1))
+    def keep(self, number: int, at: int, less: int) -> None:
+        """Keep a full block; with `less`, the sequence is cut in it and written on."""
         sequence = self.some(number)
-        if sequence.length >= BLOCK and sequence.table[0] not in self.kept:
-            self.pages.keep(sequence.table[0])
-            self.kept[sequence.table[0]] = self.rows[sequence][:BLOCK]
+        end = (at + 1) * BLOCK
+        if sequence.length < end or sequence.table[at] in self.kept:
+            return
+        self.pages.keep(sequence.table[at])
+        self.kept[sequence.table[at]] = self.rows[sequence][at * BLOCK : end]
+        if less:
+            self.truncate(number, sequence.length - end + less)
+            self.write(number, 1)
 
     @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99))
@@ -191,7 +198,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_fork_copies_one_block_and_only_when_it_must(pages: PagedKV, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +220,39 @@ def test_a_fork_copies_one_block_and_only_when_it_must(pages: PagedKV, monkeypat
     child.close()
     write(pages, survivor, [300.0])
     assert len(copies) == 1, "who is left alone needs no copy"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_others_see_is_copied_before_it_is_written_anew(pages: PagedKV, kept: bool) -> None:
+    parent = pages.open(CONTEXT)
+    past = [float(i) for i in range(2 * BLOCK)]
+    write(pages, parent, past)
+    child = None if kept else parent.fork()
+    if kept:
+        pages.keep(parent.table[1])
+    seen = list(parent.table)
+    parent.truncate(BLOCK + 7)
+    write(pages, parent, [-1.0])
+    assert parent.table != seen
+    assert rows_of(pages, seen, 2 * BLOCK) == past
+    assert rows_of(pages, parent.table, parent.length) == [*past[: BLOCK + 7], -1.0]
+    for sequence in filter(None, (parent, child)):
+        sequence.close()
+
+
+def test_a_cut_that_would_need_more_than_there_is_changes_nothing(pages: PagedKV) -> None:
+    parent = pages.open(2 * BLOCK)
+    write(pages, parent, [1.0] * 2 * BLOCK)
+    forks = [parent.fork(CONTEXT) for _ in range(7)]
+    with pytest.raises(MemoryFull, match="a shared sequence cut shorter needs 1 more KV blocks of 32 tokens, but 0 "):
+        parent.truncate(BLOCK + 1)
+    assert (parent.length, len(parent.table)) == (2 * BLOCK, 2)
+    for fork in forks:
+        write(pages, fork, [2.0] * BLOCK)
+    forks.pop().close()
+    parent.truncate(BLOCK + 1)
+    write(pages, parent, [3.0])
+    assert rows_of(pages, forks[0].table, CONTEXT) == [1.0] * 2 * BLOCK + [2.0] * BLOCK
 
 
 def test_a_promise_holds_however_many_ask(pages: PagedKV) -> None:
