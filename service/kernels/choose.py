@@ -31,8 +31,8 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path) -> R
     return CpuKernels(library)
 
 
-def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype) -> int:
+def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:
     """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace`."""
     kinds: dict[str, tuple[type[ReferenceKernels], ...]] = {"cuda": (CudaKernels,), "cpu": (CpuKernels, ReferenceKernels)}
     possible = kinds.get(device.type, (ReferenceKernels,))
-    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation)) for kind in possible)
+    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation, columns)) for kind in possible)

@@ -33,8 +33,11 @@ class ReferenceKernels:
         self._contiguous: Sequence[torch.Tensor] = ()
 
     @classmethod
-    def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype) -> tuple[Buffer, ...]:
-        """What `reserve` is to be given for sequences of up to `positions` tokens: one layer's keys and values without blocks."""
+    def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+        """What `reserve` is to be given for sequences of up to `positions` tokens: one layer's keys and values without blocks.
+
+        `columns` is the widest row that a product reads.
+        """
         blocks = -(-positions // BLOCK)
         return (((heads.kv_heads * blocks * BLOCK * heads.head_dim,), activation),) * 2
 

@@ -29,6 +29,11 @@ class Widths:
     def shape(self) -> HeadShape:
         return HeadShape(self.heads, self.kv_heads, self.head_dim)
 
+    @property
+    def columns(self) -> int:
+        """The widest row that a product reads."""
+        return max(self.hidden, self.shape.queries, self.intermediate)
+
     def rows(self) -> tuple[int, ...]:
         """Widths of the buffers of a pass, in the order of `PassRows`."""
         shape = self.shape
