@@ -52,7 +52,8 @@ class Registry:
             if kind not in self._pools:
                 values: dict[str, Any] = dict(self.config.memory)
                 pool = self._pools[kind] = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
-                self._watches[kind] = _watch(pool).start()
+                watch = self._watches[kind] = _watch(pool).start()
+                pool.slow = lambda: watch.slow
             return self._pools[kind]
 
     def watch(self, device: str = "auto") -> Watch:

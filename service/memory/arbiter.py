@@ -40,11 +40,6 @@ class Arbiter:
         with self._pool.lock:
             self._neighbours.append(neighbour)
 
-    def remove_neighbour(self, neighbour: Neighbour) -> None:
-        """Ask `neighbour` no more."""
-        with self._pool.lock:
-            self._neighbours.remove(neighbour)
-
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
         """Those that are asked."""

@@ -208,11 +208,6 @@ class Lease:
         with self._keeper.lock:
             self.terms = Terms(policy, give_way, cold)
 
-    def reset(self) -> None:
-        """Forget what was carved, so that the same bytes can be carved anew; earlier tensors alias them from now on."""
-        with self._keeper.lock:
-            self._cursor = 0
-
     def populate(self) -> None:
         """Bring every page in now, so that no later touch faults."""
         with self.using():
@@ -234,13 +229,9 @@ class Lease:
             return 0 if self.released else self.place.slab.resident(self.place.start, self.nbytes)
 
     def seal(self) -> None:
-        """In debug mode remember a checksum of the content for Pool.verify; the owner promises not to write until `unseal`."""
+        """In debug mode remember a checksum of the content for Pool.verify and for the return; the owner promises not to write again."""
         if self._keeper.debug:
             self._seal = self.checksum()
-
-    def unseal(self) -> None:
-        """Forget the checksum, before writing."""
-        self._seal = None
 
     def checksum(self) -> int:
         """A number over the whole content. Raises LeaseReturnedError after its return."""

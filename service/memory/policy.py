@@ -45,20 +45,6 @@ PHASE = Policy("phase")
 PINNED = Policy("pinned")
 
 
-def parse_policy(text: str) -> Policy:
-    """Read "stay", "phase", "pinned" or "ttl N" (N in seconds). Raises RequestError on anything else."""
-    name, _, rest = text.strip().lower().partition(" ")
-    if name in ("stay", "phase", "pinned") and not rest.strip():
-        return Policy(name)  # type: ignore[arg-type]
-    try:
-        seconds = float(rest)
-    except ValueError:
-        seconds = math.nan
-    if name != "ttl" or not math.isfinite(seconds):
-        raise RequestError(f"memory policy is {text!r}; use stay, phase, ttl N or pinned")
-    return Policy("ttl", seconds)
-
-
 class Holder(Protocol):
     """What the order looks at: LeaseInfo and Lease both have it. `idle` is seconds since the last use."""
 

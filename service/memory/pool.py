@@ -25,6 +25,9 @@ __all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", 
 
 log = logging.getLogger(__name__)
 
+# How long a new load waits at most while memory is short or the machine throttles, in seconds; then it goes on, or is refused.
+_ADMISSION = 2.0
+_TURN = 0.05
 # From this size on a lease is worth a look at what the machine has left (about 0.2 ms); smaller ones live within the headroom.
 _LOOK = MIB
 
@@ -63,6 +66,8 @@ class Pool:
         self._returning: dict[Lease, Block] = {}
         self._used = 0
         self.arbiter = Arbiter(self)
+        # Whether new work should wait a moment, as Watch.slow says; nobody watches a pool that stands alone.
+        self.slow: Callable[[], bool] = lambda: False
         self._loading = threading.RLock()
         self._loaders = 0
         self._counts: dict[str, int] = dict.fromkeys(("releases", "shortfalls", "give_ways", "refusals", "damaged"), 0)
@@ -165,14 +170,15 @@ class Pool:
     def loads(self, owner: str, cancel: CancelCheck | None = None) -> Iterator[None]:
         """Wait until nobody else loads, then hold the turn: two that size themselves at once would both count the same bytes.
 
-        Raises Cancelled if `cancel()` turns true while waiting.
+        Waits up to 2 s more while `slow()`. Raises Cancelled if `cancel()` turns true while waiting.
         """
-        while not self._loading.acquire(timeout=0.05):
+        while not self._loading.acquire(timeout=_TURN):
             if cancel is not None and cancel():
                 raise Cancelled(f"{owner} was stopped while it waited for another model to load")
         with self.lock:
             self._loaders += 1
         try:
+            self._wait_for_admission(owner, cancel)
             yield
         finally:
             with self.lock:
@@ -205,10 +211,11 @@ class Pool:
         names the owner, and a counter. Raises LeaseReturnedError the second time, LeaseBusyError while it is in use.
         """
         started = time.perf_counter()
+        if self.settings.debug and not lease.released:
+            self._inspect(lease)
         with self.lock:
             lease.detach()
             block = self._returning[lease] = self._leases.pop(lease)
-        self._inspect(lease)
         before = self._available(lease.nbytes)
         try:
             returned = self._store.give_back(block, lease)
@@ -243,6 +250,13 @@ class Pool:
         self.allocations += 1
 
     # Inside
+
+    def _wait_for_admission(self, owner: str, cancel: CancelCheck | None) -> None:
+        end = time.monotonic() + _ADMISSION
+        while self.slow() and time.monotonic() < end:
+            if cancel is not None and cancel():
+                raise Cancelled(f"{owner} was stopped while it waited for memory, or for the machine to cool down")
+            time.sleep(_TURN)
 
     def _check_request(self, owner: str, kind: Kind, nbytes: int, align: int) -> None:
         if kind not in KINDS:
@@ -299,11 +313,10 @@ class Pool:
         return lease
 
     def _inspect(self, lease: Lease) -> None:
-        """Look at the guard zones before they go; damage is told, and does not stop the return."""
-        block = lease.place.block
-        for zone in broken_zones(lease.place.slab, block, lease.place.layout):
+        """Look at guard zones and seal before they go; damage is told, and does not stop the return."""
+        for words in self._damage(lease):
             self.count("damaged")
-            log.error("the guard zone %s %s was overwritten", zone, lease.title)
+            log.error("%s", words)
 
     def _damage(self, lease: Lease) -> list[str]:
         place = lease.place

@@ -89,7 +89,7 @@ class Watch:
     """A thread that looks every 250 ms while somebody loads, else every second, and calls `shrink(bytes)` when memory is short.
 
     `shrink` is Pool.make_room; `tick`, if given, is called at every look (Pool.release_due, for ttl). `slow` turns true while memory
-    is short or the machine is too hot: new work should wait then. Start it once; `stop` ends it within a look.
+    is short or the machine is too hot: new loads wait a moment then (Pool.loads). Start it once; `stop` ends it within a look.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Watch:
 
     def _take_thermal(self, thermal: Thermal) -> None:
         if thermal.alarms and thermal.alarms != self.thermal.alarms:
-            log.warning("the machine is too hot or short of power: %s; new work waits", "; ".join(thermal.alarms))
+            log.warning("the machine is too hot or short of power: %s; new loads wait", "; ".join(thermal.alarms))
         self.thermal = thermal
 
     def _run(self) -> None:

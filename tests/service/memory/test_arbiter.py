@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from onedesk.service.errors import Cancelled, MemoryFull
+from onedesk.service.memory import pool as pool_module
 from onedesk.service.memory.budget import GIB, MIB, MemorySettings, Need
 from onedesk.service.memory.lease import Lease, Released
 from onedesk.service.memory.policy import PHASE, PINNED, STAY, Kind, Policy
@@ -155,8 +156,6 @@ def test_a_neighbour_frees_what_the_machine_lacks():
     with pytest.raises(MemoryFull):  # the budget is what lacks now: no neighbour can help
         pool.lease("writer", "kv", 300 * MIB)
     assert len(image.asked) == 1
-    pool.arbiter.remove_neighbour(image)
-    assert pool.room().neighbours == 0
     lease.release()
 
 
@@ -201,3 +200,27 @@ def test_waiting_for_the_turn_can_be_cancelled(pool: Pool):
     assert "second was stopped while it waited" in str(caught[0])
     with pool.loads("third"):
         assert pool.loading
+
+
+def test_a_new_load_waits_while_the_watch_says_slow_but_not_for_ever(pool: Pool, monkeypatch: pytest.MonkeyPatch):
+    answers = [True, True, False]
+    pool.slow = lambda: answers.pop(0)
+    with pool.loads("first"):
+        assert answers == []
+        assert pool.loading
+    monkeypatch.setattr(pool_module, "_ADMISSION", 0.1)
+    asked: list[bool] = []
+
+    def always() -> bool:
+        asked.append(True)
+        return True
+
+    pool.slow = always
+    with pool.loads("second"):
+        assert len(asked) >= 2
+    with (
+        pytest.raises(Cancelled, match="third was stopped while it waited for memory, or for the machine to cool down"),
+        pool.loads("third", cancel=lambda: True),
+    ):
+        raise AssertionError("the load went on")
+    assert not pool.loading

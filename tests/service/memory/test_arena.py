@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 from onedesk.service.memory.arena import Arena, BrokenInvariantError
 from onedesk.service.memory.budget import KIB, MIB
-from onedesk.service.memory.exercise import random_walk
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -174,17 +173,3 @@ def test_check_sees_each_kind_of_damage():
     assert "lies in no slab" in broken("arena._used[base + 4096] = 64")
     assert "tiled to" in broken("arena._slabs[base] += 64")
     assert "free blocks touch" in broken("del arena._used[base]; arena._put(base, 128)")
-
-
-def test_a_long_random_walk_keeps_the_invariants_and_wastes_little():
-    walk = random_walk(200_000, seed=7, check_every=5_000)
-    assert walk.operations == 200_000
-    assert walk.allocations > 50_000
-    assert walk.worst_fragmentation <= 0.05
-    assert walk.fragmentation <= walk.worst_fragmentation
-    assert 0 < walk.used <= walk.held
-
-
-def test_the_walk_is_the_same_for_one_seed():
-    first, second = random_walk(5_000, seed=3), random_walk(5_000, seed=3)
-    assert (first.held, first.used, first.fragmentation, first.blocks) == (second.held, second.used, second.fragmentation, second.blocks)

@@ -59,7 +59,7 @@ def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
     second.release()
 
 
-def test_a_sealed_lease_that_changes_is_named(pool: Pool):
+def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(pool: Pool, caplog: pytest.LogCaptureFixture):
     lease = pool.lease("writer", "weights", 3 * MIB)
     weights = lease.carve((512, 512), torch.float32)
     weights.fill_(1.5)
@@ -68,11 +68,16 @@ def test_a_sealed_lease_that_changes_is_named(pool: Pool):
     weights[511, 511] += 2**-20
     with pytest.raises(LeaseDamagedError, match="writer's weights lease was overwritten: its checksum changed"):
         pool.verify()
-    lease.unseal()
-    pool.verify()
     lease.seal()
     pool.verify()
     lease.release()
+    assert "overwritten" not in caplog.text
+    again = pool.lease("writer", "weights", 3 * MIB)
+    again.seal()
+    again.tensor[7] = 1
+    again.release()
+    assert "writer's weights lease was overwritten: its checksum changed since it was sealed" in caplog.text
+    assert pool.counters().damaged == 2
 
 
 def test_without_debug_mode_there_are_no_zones_and_no_seals(make_pool: Callable[..., Pool]):

@@ -124,9 +124,7 @@ def test_carving(pool: Pool):
     second.fill_(2)
     third.fill_(3)
     assert (first.sum().item(), second.sum().item(), third.sum().item()) == (15, 14, 6)
-    lease.reset()
-    assert lease.carve((4096,), torch.uint8).sum().item() > 0
-    assert lease.free == 0
+    assert 0 < lease.free < 4096
 
 
 @pytest.mark.parametrize(
