@@ -51,10 +51,6 @@ class Steps:
         self.stamps.mkdir(parents=True, exist_ok=True)
         write_if_changed(self.stamps / step, key)
 
-    def forget(self, step: str) -> None:
-        """Forget that `step` was ever finished."""
-        (self.stamps / step).unlink(missing_ok=True)
-
     def environment(self) -> dict[str, str]:
         """The variables that every command of the installer runs with: nothing is cached, and nothing installed, outside the tree."""
         kept = {name: value for name, value in os.environ.items() if name not in UNSET}
