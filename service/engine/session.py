@@ -24,9 +24,11 @@ from ..memory.lease import GiveWay
 from ..memory.policy import Kind, Policy
 from ..memory.pool import Lease, Pool, Released
 from ..model.arrival import WeightArrival
+from ..model.converted import plan_form
 from ..model.families import family_of
 from ..model.layers import Scratch, Widths
-from ..model.weights import WeightPlan, plan_weights
+from ..model.weights import WeightPlan
+from ..quant.weight import QuantizedWeight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
 from .prefix import PrefixIndex
 from .runner import CHUNK, SCORED_ROWS, Runner
@@ -70,7 +72,13 @@ class Blueprint:
             DecodeBuffers.nbytes(context),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns),
         )
-        return Need(self.plan.nbytes, self.kv_shape.nbytes(context, self.sequences), sum(parts), context=context)
+        kv = self.kv_shape.nbytes(context, self.sequences)
+        return Need(self.plan.nbytes, kv, sum(parts) + self.bench_bytes, context=context, weights_of=self.plan.weights_of)
+
+    @property
+    def bench_bytes(self) -> int:
+        """Bytes of the scratch that only converting the weights while they are read takes; they are returned after it."""
+        return self.plan.bench_bytes(self.device)
 
     @property
     def rows(self) -> int:
@@ -82,14 +90,17 @@ class Blueprint:
         """Bytes of weights that one pass over the network reads: of an embedding that is not the head too, only single rows."""
         keys = {tensor.destination.key for tensor in self.plan.tensors}
         read = (tensor for tensor in self.plan.tensors if tensor.destination.key != "embedding" or "head" not in keys)
-        return sum(tensor.destination.elements * tensor.held.itemsize for tensor in read)
+        return sum(tensor.nbytes for tensor in read)
 
 
-def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int) -> Blueprint:
-    """Check config and tensors against each other. Raises ModelError; allocates nothing."""
+def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int, quant: str = "none", cache: Path | None = None) -> Blueprint:
+    """Check config and tensors against each other, for weights held as `quant`; what was converted before may lie in `cache`.
+
+    Raises ModelError; allocates nothing.
+    """
     family = family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
-    plan = plan_weights(family.destinations(config), checkpoint)
+    plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
     activation = plan.dtype if device.type == "cuda" else torch.float32
     return Blueprint(checkpoint, family, config, plan, context, activation, device)
 
@@ -136,7 +147,7 @@ class Session:
     def checksums(self, plan: WeightPlan) -> dict[str, int]:
         """A CRC-32 of each tensor of `plan` as it lies in memory, by the name of its first part in the checkpoint."""
         named = {tensor.parts[0].name: self._arrival.tensors[tensor.destination.key] for tensor in plan.tensors}
-        return {name: zlib.crc32(tensor.cpu().view(-1).view(torch.uint8).numpy().data) for name, tensor in named.items()}
+        return {name: _checksum(weight.tensors if isinstance(weight, QuantizedWeight) else (weight,)) for name, weight in named.items()}
 
     def offer(self, policy: Policy, give_way: GiveWay) -> None:
         """Say on which terms the leases are held from now on; `give_way` returns all of them."""
@@ -161,6 +172,13 @@ class Session:
         return tuple(lease.release() for lease in self.leases)
 
 
+def _checksum(tensors: Sequence[torch.Tensor]) -> int:
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(tensor.cpu().view(-1).view(torch.uint8).numpy().data, value)
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """Where a session's bytes come from, where its compiled kernels are kept, and who hears of the loading."""
@@ -180,13 +198,16 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
     with pool.loads(owner, opening.cancel), ExitStack() as undo:
         pool.check(owner, need)
         leases: list[Lease] = []
-        kinds: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch))
+        kinds: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch - blueprint.bench_bytes))
         for kind, nbytes in kinds:
             lease = pool.lease(owner, kind, nbytes, align=ALIGNMENT)
             undo.callback(lease.release)
             leases.append(lease)
         weights, kv, scratch = leases
-        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel)
+        bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
+        if bench is not None:
+            undo.callback(bench.release)
+        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench)
         device = arrival.tensors["embedding"].device
         kernels = choose_kernels(device, blueprint.activation, opening.kernel_cache)
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.widths.head_dim, blueprint.config.rope_theta)

@@ -29,6 +29,11 @@ class Intake(Protocol):
         """Rows that must come together; the last ones of a tensor may be fewer."""
         ...
 
+    @property
+    def most(self) -> int:
+        """Bytes that may come in one go, if a step is not more than that."""
+        ...
+
     def take(self, values: torch.Tensor, first: int, work: torch.Tensor) -> None:
         """Take the rows from `first` on, `values` [n, ...] of the file's type on the device, valid until the return.
 
@@ -83,13 +88,13 @@ def plan_chunks(jobs: Sequence[Job], *, in_file_order: bool) -> list[Chunk]:
     return chunks
 
 
-def intake_bytes(info: TensorInfo, step: int) -> int:
-    """Bytes of the largest chunk of `info` for an intake of `step` rows."""
-    return min(info.nbytes, _rows_together(info, step) * _row_bytes(info))
+def intake_bytes(info: TensorInfo, step: int, most: int) -> int:
+    """Bytes of the largest chunk of `info` for an intake of this `step` and `most`."""
+    return min(info.nbytes, _rows_together(info, step, most) * _row_bytes(info))
 
 
-def _rows_together(info: TensorInfo, step: int) -> int:
-    return max(1, CHUNK_BYTES // max(1, _row_bytes(info) * step)) * step
+def _rows_together(info: TensorInfo, step: int, most: int) -> int:
+    return max(1, most // max(1, _row_bytes(info) * step)) * step
 
 
 def _row_bytes(info: TensorInfo) -> int:
@@ -102,7 +107,7 @@ def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
 
 
 def _add_rows(chunks: list[Chunk], info: TensorInfo, intake: Intake, index: int) -> None:
-    shape, width, together = _stored_shape(info), _row_bytes(info), _rows_together(info, intake.step)
+    shape, width, together = _stored_shape(info), _row_bytes(info), _rows_together(info, intake.step, intake.most)
     for first in range(0, shape[0] if info.nbytes else 0, together):
         count = min(together, shape[0] - first)
         rows = Rows(intake, first, (count, *shape[1:]), torch_dtype(info.dtype))

@@ -6,6 +6,7 @@ The embedding, a quarter of a small model, comes last: of it the first prompt ne
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -14,11 +15,15 @@ import torch
 
 from ..core import CancelCheck, ProgressReport
 from ..errors import Cancelled
-from ..loader.header import TensorInfo
-from ..loader.rows import read_rows
+from ..loader.chunks import Job
+from ..loader.readers import Bench
 from ..loader.stream import StreamStats, stream_tensors
 from ..memory.pool import Lease
+from ..quant.weight import Weight
+from .reading import Settle
 from .weights import WeightPlan
+
+log = logging.getLogger(__name__)
 
 # How often a wait for a part looks whether the reading has failed.
 LOOK_SECONDS = 0.05
@@ -29,35 +34,34 @@ class WeightArrival:
     """Fills the tensors of `plan` in `lease` on a thread of its own.
 
     `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it, or of the
-    embedding some rows after `fetch_rows`. `waited` is the
-    seconds that whoever computes lost by waiting. `progress` and `cancel` are called on the reading thread.
+    embedding some rows after `fetch_rows`. `waited` is the seconds that whoever computes lost by waiting. `progress` and `cancel` are
+    called on the reading thread. What is converted while it is read goes through `bench`, a lease of plan.bench_bytes, which is
+    returned as soon as nothing is read any more.
     """
 
-    def __init__(self, plan: WeightPlan, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._jobs: list[tuple[TensorInfo, torch.Tensor]] = []
+    def __init__(
+        self,
+        plan: WeightPlan,
+        lease: Lease,
+        progress: ProgressReport | None,
+        cancel: CancelCheck | None,
+        bench: Lease | None = None,
+    ) -> None:
+        self.tensors: dict[str, Weight] = {tensor.destination.key: tensor.carve(lease) for tensor in plan.tensors}
+        self._plan = plan
+        self._jobs: list[Job] = []
         self._job_tensor: list[int] = []
-        self._parts_left: list[int] = []
-        self._widen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._tensor_part: list[int] = []
+        self._parts_left = [len(tensor.readings) for tensor in plan.tensors]
         self._missing: dict[int, int] = {}
-        targets: list[torch.Tensor] = []
-        for index, tensor in enumerate(plan.tensors):
-            held = lease.carve(tensor.destination.shape, tensor.held)
-            self.tensors[tensor.destination.key] = held
-            targets.append(held)
-            if tensor.held != tensor.stored:
-                targets[-1] = torch.empty(tensor.destination.shape, dtype=tensor.stored, device=held.device)
-                self._widen[index] = (held, targets[-1])
-            self._parts_left.append(len(tensor.parts))
-            self._tensor_part.append(tensor.destination.part)
+        for tensor in plan.tensors:
             self._missing[tensor.destination.part] = self._missing.get(tensor.destination.part, 0) + 1
-        for index in sorted(range(len(targets)), key=lambda i: self._tensor_part[i] == EMBEDDING):
-            row = 0
-            for part in plan.tensors[index].parts:
-                self._jobs.append((part, targets[index][row : row + part.shape[0]]))
+        for index in sorted(range(len(plan.tensors)), key=lambda i: plan.tensors[i].destination.part == EMBEDDING):
+            for reading in plan.tensors[index].readings:
+                self._jobs.append((reading.info, reading.destination(self._tensor(index))))
                 self._job_tensor.append(index)
-                row += part.shape[0]
+        self._bench = bench
+        self._device = next(iter(self.tensors.values())).device
+        self._benches = self._make_benches()
         self._here = {part: threading.Event() for part in self._missing}
         self.waited = 0.0
         self._progress = progress
@@ -65,8 +69,22 @@ class WeightArrival:
         self._cancel = cancel
         self._failure: BaseException | None = None
         self._stats: StreamStats | None = None
+        if plan.note:
+            log.warning(plan.note)
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._read), name="onedesk-load", daemon=True)
+
+    def _tensor(self, index: int) -> Weight:
+        return self.tensors[self._plan.tensors[index].destination.key]
+
+    def _make_benches(self) -> list[Bench]:
+        count, raw, work = self._plan.bench(self._device)
+
+        def room(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+            shape = (nbytes // dtype.itemsize,)
+            return self._bench.carve(shape, dtype) if self._bench is not None else torch.empty(shape, dtype=dtype, device=self._device)
+
+        return [Bench(room(raw, torch.uint8), room(work, torch.float32)) for _ in range(count)]
 
     def start(self) -> WeightArrival:
         """Begin to read."""
@@ -79,7 +97,7 @@ class WeightArrival:
         return self._stats is not None
 
     def wait(self, part: int) -> None:
-        """Return when all tensors of `part` are there. Raises Cancelled or FileError when the reading has ended before."""
+        """Return when all tensors of `part` are there. Raises Cancelled, FileError or ModelError when the reading has ended before."""
         event = self._here.get(part)
         if event is None or event.is_set():
             return
@@ -91,7 +109,7 @@ class WeightArrival:
         self.waited += time.perf_counter() - started
 
     def fetch_rows(self, rows: Sequence[int]) -> None:
-        """Return when these rows of the embedding are there, whether or not the rest is. Raises Cancelled or FileError.
+        """Return when these rows of the embedding are there, whether or not the rest is. Raises Cancelled, FileError, ModelError.
 
         A row may be written twice, with the same bytes: here and when the whole embedding comes.
         """
@@ -99,16 +117,21 @@ class WeightArrival:
             return
         if not self._thread.is_alive():
             self.finish()
-        started = time.perf_counter()
-        for job, index in enumerate(self._job_tensor):
-            if self._tensor_part[index] == EMBEDDING:
-                read_rows(self._jobs[job][0], rows, self._jobs[job][1])
+        embedding = [index for index, tensor in enumerate(self._plan.tensors) if tensor.destination.part == EMBEDDING]
+        readings = [(index, reading) for index in embedding for reading in self._plan.tensors[index].readings]
+        if not all(reading.rowwise for _, reading in readings):
+            self.wait(EMBEDDING)
+            return
+        started, wanted = time.perf_counter(), sorted(set(rows))
+        for index, reading in readings:
+            reading.fetch(wanted, self._tensor(index))
         self.waited += time.perf_counter() - started
 
     def finish(self) -> StreamStats:
-        """Wait until everything is there; returns what the reading took. Raises Cancelled or FileError."""
+        """Wait until everything is there; returns what the reading took. Raises Cancelled, FileError, ModelError."""
         started = time.perf_counter()
         self._thread.join()
+        self._return_bench()
         self.waited += time.perf_counter() - started
         if self._failure is not None:
             raise self._failure
@@ -120,16 +143,25 @@ class WeightArrival:
         """End the reading, wait for its thread, and let go of the tensors."""
         self._stopped.set()
         self._thread.join()
+        self._return_bench()
         self.tensors.clear()
+
+    def _return_bench(self) -> None:
+        """Nothing is read any more, and so nothing is converted."""
         self._jobs.clear()
-        self._widen.clear()
+        self._benches.clear()
+        bench, self._bench = self._bench, None
+        if bench is not None:
+            bench.release()
 
     def _should_stop(self) -> bool:
         return self._stopped.is_set() or (self._cancel is not None and self._cancel())
 
     def _read(self) -> None:
         try:
-            self._stats = stream_tensors(self._jobs, progress=self._progress, cancel=self._should_stop, arrived=self._take)
+            self._stats = stream_tensors(
+                self._jobs, progress=self._progress, cancel=self._should_stop, arrived=self._take, benches=self._benches
+            )
         except BaseException as failure:  # noqa: BLE001 - handed to the thread that waits, whatever it is
             self._failure = failure
 
@@ -138,10 +170,15 @@ class WeightArrival:
         self._parts_left[index] -= 1
         if self._parts_left[index]:
             return
-        if index in self._widen:
-            held, stored = self._widen.pop(index)
-            held.copy_(stored)
-        part = self._tensor_part[index]
-        self._missing[part] -= 1
-        if self._missing[part] == 0:
-            self._here[part].set()
+        planned = self._plan.tensors[index]
+        if planned.settle is not None:
+            self._settle(planned.settle, self._tensor(index))
+        self._missing[planned.destination.part] -= 1
+        if self._missing[planned.destination.part] == 0:
+            self._here[planned.destination.part].set()
+
+    @torch.inference_mode()
+    def _settle(self, settle: Settle, tensor: Weight) -> None:
+        settle(tensor)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # whoever computes uses another stream

@@ -65,7 +65,7 @@ def destinations(config: Qwen3Config) -> Iterator[Destination]:
     """Every tensor of the network, in the order in which the layers use them; q, k, v and gate, up are stored together."""
     w = config.widths
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
-    yield _one("embedding", 0, "model.embed_tokens.weight", w.vocab, w.hidden)
+    yield Destination("embedding", (Source("model.embed_tokens.weight", (w.vocab, w.hidden)),), 0, bits=8)
     for i in range(config.layers):
         name, key, part = f"model.layers.{i}.", f"{i}.", i + 1
         heads = (("q", q), ("k", kv), ("v", kv))
@@ -80,7 +80,7 @@ def destinations(config: Qwen3Config) -> Iterator[Destination]:
         yield _one(key + "down", part, name + "mlp.down_proj.weight", w.hidden, w.intermediate)
     yield _norm("norm", config.layers + 1, "model.norm.weight", w.hidden)
     if not config.tied:
-        yield _one("head", config.layers + 1, "lm_head.weight", w.vocab, w.hidden)
+        yield Destination("head", (Source("lm_head.weight", (w.vocab, w.hidden)),), config.layers + 1, bits=8)
 
 
 def build(config: Qwen3Config, weights: Mapping[str, Weight], kernels: ReferenceKernels, rotary: RotaryTable) -> Decoder:

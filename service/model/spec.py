@@ -24,12 +24,14 @@ class Destination:
 
     `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a prompt's rows are
     read when they are needed, and all of it comes last, for a head that is tied to it and for decode. `wide`: held in fp32 (norms).
+    `bits`: the fewest that a number of it may be turned into on load.
     """
 
     key: str
     sources: tuple[Source, ...]
     part: int
     wide: bool = False
+    bits: int = 4
 
     @property
     def shape(self) -> tuple[int, ...]:

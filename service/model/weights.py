@@ -1,94 +1,293 @@
-"""From a family's list of tensors and a checkpoint's header to tensors in leased memory."""
+"""From a family's list of tensors and a checkpoint's header to a plan: what lies where in leased memory, and how it gets there."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
 from ..loader.header import TensorInfo
+from ..loader.readers import default_readers
+from ..memory.pool import Lease
+from ..quant.formats import CHOICES, INT8, aligned_bytes, title, weight_of
+from ..quant.packings import Packing, StoredPart
+from ..quant.published import KEY, read_packing
+from ..quant.quantize import padded_columns, quantize_into, tile_elements
+from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
+from .reading import Reading, Settle, widen
 from .spec import Destination, Source
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {dtype: name for name, dtype in STORED.items()}
 ALIGNMENT = 256
+# Unpacking a part takes some seven times its bytes for a moment.
+UNPACK_BYTES = 1 << 20
 # Buffers that some exporters store and that are recomputed, and what a tied head may be stored as again.
 RECOMPUTED = re.compile(r".*rotary_emb\.inv_freq$|^lm_head\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the network: its place (`destination`), how it is stored, and the parts of the checkpoint it is read from."""
+    """One tensor of the network: its place (`destination`), the type it is held in, and the stored tensors it is read from.
+
+    `stored` is the floating type of the checkpoint's numbers, None where they are quantized there. `settle` is called when all is read.
+    """
 
     destination: Destination
-    stored: torch.dtype
-    parts: tuple[TensorInfo, ...]
+    held: torch.dtype | Format
+    stored: torch.dtype | None
+    readings: tuple[Reading, ...]
+    settle: Settle | None = None
 
     @property
-    def held(self) -> torch.dtype:
-        return torch.float32 if self.destination.wide else self.stored
+    def parts(self) -> tuple[TensorInfo, ...]:
+        return tuple(reading.info for reading in self.readings)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes of the lease, alignment included."""
+        return _held_bytes(self.destination, self.held)
+
+    @property
+    def form(self) -> str:
+        """How tables name the type it is held in."""
+        return title(self.held) if isinstance(self.held, Format) else NAMES[self.held]
+
+    def carve(self, lease: Lease) -> Weight:
+        """Its memory; the content is whatever the bytes hold."""
+        if isinstance(self.held, Format):
+            rows, cols = self.destination.shape
+            return weight_of(self.held, rows, cols, lambda shape, dtype: lease.carve(shape, dtype, align=ALIGNMENT))
+        return lease.carve(self.destination.shape, self.held, align=ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """All tensors of a network, checked against the checkpoint, before anything is allocated."""
+    """All tensors of a network, checked against the checkpoint, before anything is allocated. `aim`: what they were to be turned into."""
 
     tensors: tuple[PlannedTensor, ...]
+    aim: Format | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights lease."""
-        return sum(-(-t.destination.elements * t.held.itemsize // ALIGNMENT) * ALIGNMENT for t in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def parameters(self) -> int:
-        return sum(t.destination.elements for t in self.tensors)
+        return sum(tensor.destination.elements for tensor in self.tensors)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that most weights are stored in."""
-        sizes: dict[torch.dtype, int] = {}
+        """The floating type that most of the checkpoint's numbers have; BF16 where none has one."""
+        sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors:
-            sizes[tensor.stored] = sizes.get(tensor.stored, 0) + tensor.destination.elements
-        return max(sizes, key=lambda dtype: sizes[dtype])
+            if tensor.stored is not None:
+                sizes[tensor.stored] += tensor.destination.elements
+        return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
 
-    def formats(self) -> list[str]:
-        """Names of the stored types as in the file's header, sorted."""
-        return sorted({part.dtype for tensor in self.tensors for part in tensor.parts})
+    @property
+    def form(self) -> str:
+        """The types that matrices are held in, by bytes: "BF16", "int4-g128+int8"."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            if not tensor.destination.wide:
+                sizes[tensor.form] += tensor.nbytes
+        return "+".join(form for form, _ in sizes.most_common())
+
+    @property
+    def note(self) -> str:
+        """What a user should hear of the plan; empty if nothing."""
+        aim = self.aim
+        if aim is None or aim.bits > 4:
+            return ""
+        fell = [tensor for tensor in self.tensors if tensor.held == INT8 and tensor.destination.bits <= aim.bits]
+        if not fell:
+            return ""
+        shape = list(fell[0].destination.shape)
+        return f"{len(fell)} tensors are held in int8 instead of {title(aim)}: their columns are no multiple of {BLOCK_COLUMNS} ({shape})"
+
+    @property
+    def weights_of(self) -> Mapping[str, int]:
+        """Bytes of the weights lease by choice of quantization; empty where it is made already, or stored so."""
+        if self.aim is not None or all(tensor.stored is None for tensor in self.tensors if not tensor.destination.wide):
+            return MappingProxyType({})
+        return MappingProxyType({name: sum(_turned_bytes(tensor, aim) for tensor in self.tensors) for name, aim in CHOICES.items()})
+
+    def changed(self) -> bool:
+        """Whether a file that is to be read is another one than when the plan was made, or gone."""
+        sources = {info.source for tensor in self.tensors for info in tensor.parts}
+        return any(not source.unchanged() for source in sources)
+
+    def bench(self, device: torch.device) -> tuple[int, int, int]:
+        """How many benches converting while reading takes, and of each the bytes of its raw and of its work buffer; zeros for none."""
+        taken = [tensor for tensor in self.tensors if any(reading.take for reading in tensor.readings)]
+        if not taken:
+            return 0, 0, 0
+        raw = max(reading.bench_bytes for tensor in taken for reading in tensor.readings)
+        rows = [padded_columns(tensor.held, tensor.destination.shape[1]) for tensor in taken if isinstance(tensor.held, Format)]
+        most = max(tensor.destination.elements for tensor in taken)
+        return default_readers(), _aligned(raw), _aligned(4 * max(*rows, 1, min(tile_elements(device), most)))
+
+    def bench_bytes(self, device: torch.device) -> int:
+        """Bytes that are needed while the weights are read, and not after."""
+        count, raw, work = self.bench(device)
+        return count * (raw + work)
 
 
-def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint) -> WeightPlan:
-    """Match `wanted` with the checkpoint; ModelError names the first tensor that is missing, of another shape or type, or not known.
+def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: Format | None = None) -> WeightPlan:
+    """Match `wanted` with the checkpoint; floating matrices are to become `aim` on load, or stay as they are (None).
 
-    `wanted` is followed only as far as the checkpoint has its tensors: a config may ask for any number of layers.
+    ModelError names the first tensor that is missing, of another shape or type, or not known. `wanted` is followed only as far as the
+    checkpoint has its tensors: a config may ask for any number of layers.
     """
-    planned = tuple(_planned(destination, checkpoint) for destination in wanted)
-    known = {source.name for tensor in planned for source in tensor.destination.sources}
+    packing = read_packing(checkpoint.config)
+    planned = tuple(_planned(destination, checkpoint, packing, aim) for destination in wanted)
+    known = {info.name for tensor in planned for info in tensor.parts} | set(_ignored(planned, packing))
     unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(
             f"{checkpoint.name} has {len(unknown)} tensors that its config.json does not account for, the first is {unknown[0]}; "
             "the config and the weights belong to different models"
         )
-    return WeightPlan(planned)
+    return WeightPlan(planned, aim)
 
 
-def _planned(destination: Destination, checkpoint: Checkpoint) -> PlannedTensor:
+def _ignored(planned: Iterable[PlannedTensor], packing: Packing | None) -> Iterator[str]:
+    for tensor in planned:
+        if packing is not None and tensor.stored is None:
+            yield from (f"{_module(source)}.{suffix}" for source in tensor.destination.sources for suffix in packing.ignored)
+
+
+def _planned(destination: Destination, checkpoint: Checkpoint, packing: Packing | None, aim: Format | None) -> PlannedTensor:
+    packed = [packing is not None and _is_packed(source, checkpoint, packing) for source in destination.sources]
+    if packing is not None and all(packed):
+        return _planned_packed(destination, checkpoint, packing)
+    if any(packed):
+        names = ", ".join(source.name for source in destination.sources)
+        raise ModelError(
+            f"{checkpoint.name} stores only some of the tensors that belong together quantized ({names}); store all of them so"
+        )
     parts = tuple(_part(source, checkpoint) for source in destination.sources)
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) > 1:
         names = ", ".join(f"{part.name} {part.dtype}" for part in parts)
         raise ModelError(f"{checkpoint.name} stores tensors that belong together in different types ({names}); store them in one type")
-    return PlannedTensor(destination, STORED[kinds[0]], parts)
+    stored = STORED[kinds[0]]
+    turned = turned_into(destination, aim)
+    if turned is not None:
+        readings = [_quantizing(part, row) for part, row in _stacked(parts)]
+        return PlannedTensor(destination, turned, stored, tuple(readings))
+    readings = [Reading(part, row, part.shape[0]) for part, row in _stacked(parts)]
+    held = torch.float32 if destination.wide else stored
+    return PlannedTensor(destination, held, stored, tuple(readings), partial(widen, stored) if held != stored else None)
+
+
+def turned_into(destination: Destination, aim: Format | None) -> Format | None:
+    """The format that a floating tensor gets where matrices are to become `aim`; None where it stays as it is."""
+    if aim is None or destination.wide or len(destination.shape) != 2:
+        return None
+    unsuited = aim.bits == 4 and destination.shape[1] % BLOCK_COLUMNS
+    return INT8 if aim.bits < destination.bits or unsuited else aim
+
+
+def _stacked(parts: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, int]]:
+    """Each part with the row at which it begins."""
+    row = 0
+    for part in parts:
+        yield part, row
+        row += part.shape[0]
+
+
+def _quantizing(part: TensorInfo, row: int) -> Reading:
+    name = f"{part.source.shown}: tensor {part.name}"
+
+    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor) -> None:
+        quantize_into(target.row_slice(first, first + values.shape[0]), values, name, work)
+
+    return Reading(part, row, part.shape[0], take=take)
+
+
+def _module(source: Source) -> str:
+    return source.name.removesuffix(".weight")
+
+
+def _is_packed(source: Source, checkpoint: Checkpoint, packing: Packing) -> bool:
+    """Whether the checkpoint has this matrix in its packing rather than in a floating type."""
+    found = checkpoint.tensors.get(source.name)
+    if len(source.shape) != 2 or (found is not None and found.dtype in STORED):
+        return False
+    rows, cols = source.shape
+    return any(f"{_module(source)}.{part.suffix}" in checkpoint.tensors for part in packing.layout(rows, cols).parts)
+
+
+def _planned_packed(destination: Destination, checkpoint: Checkpoint, packing: Packing) -> PlannedTensor:
+    readings: list[Reading] = []
+    layout, row = None, 0
+    for source in destination.sources:
+        rows, cols = source.shape
+        layout = packing.layout(rows, cols)
+        for part in layout.parts:
+            info = _packed_part(source, part, checkpoint, packing)
+            if info is not None:
+                readings.append(_unpacking(info, part, row, rows))
+        row += rows
+    if layout is None:
+        raise ValueError(f"{destination.key} has no sources")
+    finish, name = layout.finish, f"{checkpoint.name}: {destination.sources[0].name}"
+
+    def settle(weight: Weight) -> None:
+        if finish is not None and isinstance(weight, QuantizedWeight):
+            finish(weight, name)
+
+    return PlannedTensor(destination, layout.held, None, tuple(readings), settle if finish else None)
+
+
+def _packed_part(source: Source, part: StoredPart, checkpoint: Checkpoint, packing: Packing) -> TensorInfo | None:
+    name = f"{_module(source)}.{part.suffix}"
+    found = checkpoint.tensors.get(name)
+    if found is None:
+        if part.optional:
+            return None
+        raise ModelError(f"{checkpoint.name} lacks the tensor {name} of {packing.title}, wanted {list(part.shape)}; get it again")
+    if found.dtype not in part.dtypes:
+        raise ModelError(
+            f"{checkpoint.name}: tensor {name} is stored as {found.dtype}, but config.json has a {KEY} of {packing.title}, "
+            f"which stores {', '.join(part.dtypes)}; the config and the weights belong to different models"
+        )
+    if found.shape != part.shape and not (found.shape == () and part.shape == (1,)):
+        raise ModelError(
+            f"{checkpoint.name}: tensor {name}: wanted {list(part.shape)} for {list(source.shape)} by {KEY} ({packing.title}), "
+            f"found {list(found.shape)} in the file"
+        )
+    return found
+
+
+def _unpacking(info: TensorInfo, part: StoredPart, row: int, rows: int) -> Reading:
+    part_take, name = part.take, f"{info.source.shown}: tensor {info.name}"
+    if part_take is None:
+        return Reading(info, row, rows, part.piece)
+
+    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor) -> None:
+        part_take(values, first, target, name)
+
+    return Reading(info, row, rows, take=take, step=part.step, most=UNPACK_BYTES, rowwise=False)
 
 
 def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
     found = checkpoint.tensors.get(source.name)
     if found is None:
-        raise ModelError(f"{checkpoint.name} lacks the tensor {source.name}, wanted {list(source.shape)}; the checkpoint is incomplete")
+        module = f"{_module(source)}."
+        packed = next((name for name in checkpoint.tensors if name.startswith(module)), None) if KEY not in checkpoint.config else None
+        why = f"it has {packed}, but config.json has no {KEY} that says what that is" if packed else "the checkpoint is incomplete"
+        raise ModelError(f"{checkpoint.name} lacks the tensor {source.name}, wanted {list(source.shape)}; {why}")
     if tuple(found.shape) != source.shape:
         raise ModelError(
             f"{checkpoint.name}: tensor {source.name}: wanted {list(source.shape)} by config.json, found {list(found.shape)} in the file"
@@ -96,3 +295,19 @@ def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
     if found.dtype not in STORED:
         raise ModelError(f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(STORED)}")
     return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _held_bytes(destination: Destination, held: torch.dtype | Format) -> int:
+    if isinstance(held, Format):
+        rows, cols = destination.shape
+        return aligned_bytes(held, rows, cols, ALIGNMENT)
+    return _aligned(destination.elements * held.itemsize)
+
+
+def _turned_bytes(tensor: PlannedTensor, aim: Format) -> int:
+    turned = turned_into(tensor.destination, aim) if tensor.stored is not None else None
+    return _held_bytes(tensor.destination, turned or tensor.held)

@@ -91,7 +91,7 @@ def _scales_of(target: QuantizedWeight, high: torch.Tensor, low: torch.Tensor) -
         low.copy_(target.offsets)
         scales = (high - low).div_(15)
     target.scales.copy_(scales)
-    inverse = target.scales.float().reciprocal_()
+    inverse = target.scales.float().reciprocal()
     return inverse.masked_fill_(~torch.isfinite(inverse), 0.0)
 
 

@@ -65,9 +65,14 @@ class QuantizedWeight:
         return self.format.group or self.cols
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Numbers, scales, and offsets if it has them."""
+        return (self.data, self.scales) if self.offsets is None else (self.data, self.scales, self.offsets)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of numbers, scales and offsets, alignment between them not included."""
-        return self.data.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def row_slice(self, start: int, stop: int) -> QuantizedWeight:
         """Rows start..stop-1 as views of the same memory."""

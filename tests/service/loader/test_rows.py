@@ -26,19 +26,17 @@ def written(matrix: torch.Tensor, folder: Path) -> TensorInfo:
 
 
 @pytest.mark.parametrize("rows", [[0], [ROWS - 1], [5, 3, 5, 299, 0], list(range(ROWS)), []])
-def test_the_rows_come_to_their_places_and_no_other_is_touched(matrix, tmp_path, rows):
-    target = torch.zeros_like(matrix)
-    read_rows(written(matrix, tmp_path), rows, target)
-    others = [row for row in range(ROWS) if row not in rows]
-    assert torch.equal(target[rows], matrix[rows])
-    assert not target[others].any()
+def test_the_rows_come_in_the_order_that_was_asked_for(matrix, tmp_path, rows):
+    found = read_rows(written(matrix, tmp_path), rows)
+    assert found.dtype == matrix.dtype
+    assert torch.equal(found, matrix[rows])
 
 
 def test_a_file_that_changed_is_refused(tmp_path):
     info = written(torch.ones(ROWS, 24), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"other")
     with pytest.raises(FileError, match="was changed or replaced"):
-        read_rows(info, [1], torch.zeros(ROWS, 24))
+        read_rows(info, [1])
 
 
 def test_a_file_that_was_cut_behind_its_header_is_told_with_the_place(tmp_path):
@@ -47,11 +45,11 @@ def test_a_file_that_was_cut_behind_its_header_is_told_with_the_place(tmp_path):
     os.truncate(tmp_path / "model.safetensors", before.st_size - 10)
     os.utime(tmp_path / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(FileError, match=r"model\.safetensors"):
-        read_rows(info, [ROWS - 1], torch.zeros(ROWS, 24))
+        read_rows(info, [ROWS - 1])
 
 
 def test_a_file_that_is_gone_is_refused(tmp_path):
     info = written(torch.ones(ROWS, 24), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileError, match="cannot be opened"):
-        read_rows(info, [1], torch.zeros(ROWS, 24))
+        read_rows(info, [1])

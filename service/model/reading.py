@@ -1,0 +1,108 @@
+"""How one stored tensor comes into its rows of a planned one: its bytes as they are, or rows that become something else on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from ..loader.chunks import CHUNK_BYTES, Destination, intake_bytes
+from ..loader.header import TensorInfo
+from ..loader.rows import read_rows
+from ..quant.formats import weight_of
+from ..quant.quantize import tile_elements
+from ..quant.weight import QuantizedWeight, Weight
+
+# Takes stored rows from a first one on into a weight's rows; the last is flat fp32 to work in.
+TakeRows: TypeAlias = Callable[[torch.Tensor, int, QuantizedWeight, torch.Tensor], None]
+# What is left to do when all of a tensor is there.
+Settle: TypeAlias = Callable[[Weight], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A stored tensor that fills the rows [row, row + rows) of a planned one.
+
+    Without `take` its bytes are the rows of `piece`, a field of the quantized weight, or of a plain tensor. `take` is given `step` rows
+    together and about `most` bytes; `rowwise` says that a row of the file is a row of the weight, whatever its neighbours are.
+    """
+
+    info: TensorInfo
+    row: int
+    rows: int
+    piece: str = ""
+    take: TakeRows | None = None
+    step: int = 1
+    most: int = CHUNK_BYTES
+    rowwise: bool = True
+
+    @property
+    def bench_bytes(self) -> int:
+        """Bytes of the largest part that is taken in one go; 0 where bytes stay as they are."""
+        return 0 if self.take is None else intake_bytes(self.info, self.step, self.most)
+
+    def destination(self, target: Weight) -> Destination:
+        """Where the loader brings it, in the planned tensor `target`."""
+        if self.take is not None and isinstance(target, QuantizedWeight):
+            return _Intake(self, target.row_slice(self.row, self.row + self.rows))
+        place = self._place(target)
+        if place.dtype.itemsize * place.numel() > self.info.nbytes:
+            return narrow_end(place, self.info.nbytes)
+        return place
+
+    def fetch(self, rows: Sequence[int], target: Weight) -> None:
+        """Bring these rows of the stored tensor now; only where it is `rowwise`. Raises FileError, ModelError."""
+        values = read_rows(self.info, rows)
+        index = torch.tensor(rows, dtype=torch.int64, device=target.device) + self.row
+        if self.take is None or not isinstance(target, QuantizedWeight):
+            self._place(target)[index - self.row] = values.to(target.device)
+            return
+        values = values.to(target.device)
+        own = weight_of(target.format, len(rows), target.cols, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=target.device))
+        self.take(values, 0, own, torch.empty(tile_elements(target.device), device=target.device))
+        target.data[index] = own.data
+        target.scales[index] = own.scales
+        if target.offsets is not None and own.offsets is not None:
+            target.offsets[index] = own.offsets
+
+    def _place(self, target: Weight) -> torch.Tensor:
+        whole = getattr(target, self.piece) if isinstance(target, QuantizedWeight) else target
+        return whole[self.row : self.row + self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Intake:
+    """See loader.chunks.Intake."""
+
+    reading: Reading
+    target: QuantizedWeight
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def step(self) -> int:
+        return self.reading.step
+
+    @property
+    def most(self) -> int:
+        return self.reading.most
+
+    def take(self, values: torch.Tensor, first: int, work: torch.Tensor) -> None:
+        if self.reading.take is not None:
+            self.reading.take(values, first, self.target, work)
+
+
+def narrow_end(wide: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The last `nbytes` of a tensor as flat bytes: what is stored narrower is read there, and widened from there over the whole."""
+    return wide.view(-1).view(torch.uint8)[-nbytes:]
+
+
+def widen(stored: torch.dtype, target: Weight) -> None:
+    """Turn what `narrow_end` took, numbers of the type `stored`, into the tensor's own type, over all of it."""
+    if isinstance(target, torch.Tensor):
+        end = narrow_end(target, target.numel() * stored.itemsize)
+        target.view(-1).copy_(end.clone().view(stored))
