@@ -20,9 +20,9 @@ from .engine.call import Books, Orders
 from .engine.ceiling import known_ceiling
 from .engine.generation import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
-from .engine.prepare import check_ids, prepare_all
+from .engine.prepare import check_ids, prepare, prepare_all
 from .engine.runner import Stopped
-from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session
+from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session, pick_context, pick_device
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, RequestError
 from .loader.checkpoint import open_checkpoint
@@ -36,7 +36,6 @@ from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 4096
 QUANTIZATIONS = ("none",)
 # How often a call that waits for the model looks whether it should stop.
 WAIT_SECONDS = 0.1
@@ -187,11 +186,24 @@ class OpenModel:
         orders = Orders(cancel, cancel_request, progress)
         return self._run(prepare_all(requests, self._blueprint, self._language), orders)
 
+    def prepared(self, request: Request) -> Prepared:
+        """`request` checked, for `serve`. Raises RequestError, ModelError."""
+        return prepare(request, self._blueprint, self._language)
+
+    def serve(
+        self,
+        arrivals: Callable[[], Sequence[Prepared]],
+        *,
+        cancel: CancelCheck | None = None,
+        cancel_request: Callable[[int], bool] | None = None,
+    ) -> Iterator[Event]:
+        """As `generate_batch` for requests that come meanwhile: `arrivals` is asked before every step for those that came since, and they
+        are numbered in that order. Ends when none is at work and it gives none."""
+        return self._run((), Orders(cancel, cancel_request, None, arrivals))
+
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
-        check_ids(ids, self.vocab_size)
-        if len(ids) > self.context:
-            raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
+        self.check_fits(ids)
         with self._use("score", cancel), self._session_for(None, cancel) as session:
             return session.runner.logprobs(ids, cancel)
 
@@ -227,11 +239,21 @@ class OpenModel:
         if not after:
             raise RequestError("no layer was named; give at least one, such as -2")
         ids = list(prompt) if not isinstance(prompt, str) else self.encode(prompt)
-        check_ids(ids, self.vocab_size)
-        if len(ids) > self.context:
-            raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.context}; shorten it or open with more context")
+        self.check_fits(ids)
         with self._use("embed", cancel), self._session_for(progress, cancel) as session:
             return session.runner.states(ids, after, cancel)
+
+    def embed(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
+        """The vector of a text: its last token's state behind the final norm, not scaled. Raises as `embed_prompt`."""
+        self.check_fits(ids)
+        with self._use("embed", cancel), self._session_for(None, cancel) as session:
+            return session.runner.final_state(ids, cancel).tolist()
+
+    def check_fits(self, ids: Sequence[int]) -> None:
+        """Raise RequestError unless `ids` are one or more of the model's token ids, and no more than the context."""
+        check_ids(ids, self.vocab_size)
+        if len(ids) > self.context:
+            raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
 
     def give_way(self) -> tuple[Released, ...]:
         """Return the model's bytes, measured; the handle stays and loads again when it is next used.
@@ -340,26 +362,6 @@ class OpenModel:
                 f"layer {layer} does not exist; {self.name} has {self.layers} blocks: use 0 to {self.layers} or -1 to -{self.layers + 1}"
             )
         return count
-
-
-def pick_device(device: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise RequestError(f"device is {device!r}; use auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("device is cuda, but torch sees no CUDA device here; use auto or cpu")
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def pick_context(context: int | None, allowed: int) -> int:
-    """The context to open with: as asked, or 4,096 where the model allows that much. Raises RequestError with both numbers."""
-    if context is None:
-        return min(DEFAULT_CONTEXT, allowed)
-    if isinstance(context, bool) or not isinstance(context, int) or context < 2:
-        raise RequestError(f"context is {context!r}; use a whole number from 2")
-    if context > allowed:
-        raise RequestError(f"context is {context}, but the model's config allows {allowed}; use at most that")
-    return context
 
 
 def perplexity(logprobs: Sequence[float]) -> float | None:

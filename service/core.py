@@ -277,7 +277,8 @@ class Logprobs:
 class Event:
     """One step of a generation: text that became visible, the token behind it, progress, and on a choice's last event the result.
 
-    `request` is the place of the request in the list that was asked, `choice` the place among its choices.
+    `request` is the place of the request in the list that was asked, `choice` the place among its choices. `logprobs` is there where the
+    request asked for it and the token belongs to the answer, not to the reasoning.
     """
 
     text: str = ""

@@ -120,7 +120,7 @@ class Answer:
         self._sequence.settle(token, in_reasoning=inside or self.in_reasoning or forced)
         if self.finish == "stop":
             return None
-        if self._guide is not None and not inside:
+        if self._guide is not None and not inside and not forced:
             self._guide.accept(token)
         if self._text and self._text.stopped:
             self._sequence.end("stop_string")

@@ -31,11 +31,12 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the caller may say meanwhile: stop everything, stop the request of a number; and who hears of progress."""
+    """What the caller may say meanwhile: stop everything, stop the request of a number, who hears of progress, and which requests came."""
 
     cancel: CancelCheck | None = None
     cancel_request: Callable[[int], bool] | None = None
     progress: ProgressReport | None = None
+    arrivals: Callable[[], Sequence[Prepared]] | None = None
 
 
 class Call:
@@ -49,11 +50,30 @@ class Call:
         self.started = 0.0
         self.scheduler = Scheduler(MAX_BATCH)
         self.flights = Flights(session.stepper)
-        self.jobs = [_job(index, prepared) for index, prepared in enumerate(requests)]
-        self._rows = {row.ticket: row for job in self.jobs for row in job.rows}
+        # Requests that have not ended, by their numbers; those that have are forgotten, for a call may go on for days.
+        self.jobs: dict[int, Job] = {}
+        self._rows: dict[Ticket, Row] = {}
+        self._numbered = 0
         self._stopped = False
-        for ticket in self._rows:
-            self.scheduler.add(ticket)
+        self.join(requests)
+
+    def start(self, when: float) -> None:
+        """It begins now, at the perf_counter time `when` for those that are there."""
+        self.started = when
+        for job in self.jobs.values():
+            job.joined = when
+
+    def join(self, requests: Sequence[Prepared]) -> None:
+        """Let requests wait behind those that are there; they are numbered on."""
+        first = self._numbered == 0
+        for prepared in requests:
+            job = _job(self._numbered, prepared)
+            job.joined, job.before = (self.started, {}) if first else (time.perf_counter(), self.books.meter.stages)
+            self._numbered += 1
+            self.jobs[job.index] = job
+            for row in job.rows:
+                self._rows[row.ticket] = row
+                self.scheduler.add(row.ticket)
 
     def row(self, ticket: Ticket) -> Row:
         """The row of a ticket."""
@@ -80,14 +100,16 @@ class Call:
         token = picked.token if row.answer.coming is None else row.answer.coming
         row.sampler.accept(token, forced=forced)
         if row.first_token is None:
-            row.first_token = time.perf_counter() - self.started
+            row.first_token = time.perf_counter() - self.job(row).joined
         if picked.logprobs is not None and not forced:
             row.logprob += picked.logprobs.token
         if row.speculator is not None:
             row.speculator.push(token)
+        inside = row.answer.in_reasoning
         event = row.answer.take(token, forced=forced)
         if event is not None:
-            shown = picked.logprobs if row.prepared.logprobs is not None and not forced else None
+            thought = forced or inside or row.answer.in_reasoning
+            shown = picked.logprobs if row.prepared.logprobs is not None and not thought else None
             event = self.event(row, replace(event, logprobs=shown))
             if self.job(row).ended is None:
                 yield event
@@ -111,33 +133,40 @@ class Call:
         job = self._leave(row)
         if job.ended is None:
             yield from self._tell(row, row.ticket.choice, row.answer, None)
-            return
-        job.ended.append(row)
-        if not job.rows:
+        else:
+            job.ended.append(row)
+        if job.ended is not None and not job.rows:
             best = sorted(job.ended, key=lambda other: (other.answer.finish == "cancelled", -other.logprob))
             for choice, other in enumerate(best[: row.prepared.n]):
                 yield from (replace(event, choice=choice) for event in other.untold)
                 yield from self._tell(other, choice, other.answer, other.logprob)
+        self._forget(job)
 
     def end_search(self, row: Row, found: Sequence[Found]) -> Iterator[Event]:
         """The search behind the row has ended with these answers, the best first."""
-        self._leave(row)
+        job = self._leave(row)
         for choice, one in enumerate(found):
             yield from (replace(event, request=row.ticket.request, choice=choice) for event in one.events)
             yield from self._tell(row, choice, one.answer, one.total)
+        self._forget(job)
 
     def close(self) -> None:
         """Return everything that the call holds."""
         self.flights.drain()
         for row in self._rows.values():
             row.leave()
-        for job in self.jobs:
+        for job in self.jobs.values():
             job.drop_base()
+
+    def _forget(self, job: Job) -> None:
+        if not job.rows:
+            del self.jobs[job.index]
 
     def _leave(self, row: Row) -> Job:
         job = self.job(row)
         row.leave()
         job.rows.remove(row)
+        del self._rows[row.ticket]
         self.scheduler.move(row.ticket, "ended")
         if not job.waiting:
             job.drop_base()
@@ -152,10 +181,12 @@ class Call:
         yield Event(result=self._result(row, answer, logprob), request=row.ticket.request, choice=choice)
 
     def _result(self, row: Row, answer: Answer, logprob: float | None) -> Result:
-        job, total = self.job(row), time.perf_counter() - self.started
+        job = self.job(row)
+        total = time.perf_counter() - job.joined
         first = total if row.first_token is None else row.first_token
         seconds = {"load": job.load_seconds, "first_token": first, "total": total}
-        return answer.result(row.prepared.seed_of(row.ticket.choice), job.cached, seconds, self.books.meter.stages, logprob)
+        stages = self.books.meter.since(job.before) if job.before else self.books.meter.stages
+        return answer.result(row.prepared.seed_of(row.ticket.choice), job.cached, seconds, stages, logprob)
 
 
 def _job(index: int, prepared: Prepared) -> Job:

@@ -42,9 +42,9 @@ class Generation:
         Weights that are still on their way are read while the first prompt is; decode begins when all are there.
         """
         call = self._call
-        call.started = started
+        call.start(started)
         try:
-            while call.scheduler.tickets:
+            while self._arrive():
                 yield from self._stop()
                 yield from self._enter()
                 yield from self._read()
@@ -58,9 +58,16 @@ class Generation:
             for search in self._searches.values():
                 search.close()
 
+    def _arrive(self) -> bool:
+        """Let in who came meanwhile; False when nobody is left."""
+        arrivals = self._call.orders.arrivals
+        if arrivals is not None:
+            self._call.join(arrivals())
+        return bool(self._call.scheduler.tickets)
+
     def _stop(self) -> Iterator[Event]:
         """End what the caller no longer wants."""
-        for job in self._call.jobs:
+        for job in list(self._call.jobs.values()):
             if job.rows and self._call.unwanted(job):
                 for row in list(job.rows):
                     if row.ticket in self._searches:
@@ -74,7 +81,7 @@ class Generation:
         yield from self._admitted()
         if scheduler.working or scheduler.next is None:
             return
-        for job in self._call.jobs:
+        for job in self._call.jobs.values():
             job.drop_base()
         yield from self._admitted()
         left = scheduler.next
@@ -141,7 +148,7 @@ class Generation:
         job, loading = self._call.job(row), not self._session.settled
         if loading:
             self._meter.add_reading(self._session.settle(), self._session.waited)
-            job.load_seconds = time.perf_counter() - self._call.started
+            job.load_seconds = time.perf_counter() - job.joined
         self._call.books.leaks.mark("load" if loading else "prefill")
         job.begun = True
         self._call.scheduler.move(row.ticket, "writing")
@@ -178,7 +185,7 @@ class Generation:
                     search.step()
                 self._meter.add_bytes("decode", self._call.books.pass_bytes)
             if row.first_token is None:
-                row.first_token = time.perf_counter() - self._call.started
+                row.first_token = time.perf_counter() - self._call.job(row).joined
             yield self._call.event(row, Event(progress=Progress("decode", search.length, row.prepared.limits.room)))
             if search.done:
                 yield from self._found(row)

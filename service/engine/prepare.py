@@ -10,6 +10,7 @@ from ..cache.paged import blocks_for
 from ..core import Request, Sampling
 from ..errors import ModelError, OnedeskError, RequestError
 from ..kernels.rows import BLOCK
+from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
 from ..text.stops import check_stops
@@ -34,7 +35,10 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
         )
     tokenizer = language.tokenizer_if_any if request.ids is not None else language.tokenizer
     vocab = blueprint.widths.vocab
-    limits = _limits(request, room, end_tokens(blueprint, language))
+    ends = end_tokens(blueprint, language)
+    limits = _limits(request, room, ends)
+    choosable = min(tokenizer.size, vocab) if tokenizer else vocab
+    guide = _guide(request, language.grammars(choosable, ends), in_reasoning) if request.json_schema is not None else None
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
@@ -48,13 +52,14 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
         in_reasoning=in_reasoning,
         repetition_stop=repetition_stop and request.beams is None,
         tokenizer=tokenizer,
-        choosable=min(tokenizer.size, vocab) if tokenizer else vocab,
+        choosable=choosable,
         n=request.n,
         best_of=request.best_of,
         beams=request.beams,
         prefix_reuse=request.prefix_reuse,
         speculation=request.speculation,
         logprobs=request.logprobs,
+        guide=guide.fork if guide is not None else None,
     )
 
 
@@ -118,8 +123,21 @@ def _prompt(request: Request, language: Language) -> tuple[Sequence[int], bool]:
     if request.ids is not None:
         return request.ids, False
     tokenizer = language.tokenizer
-    text = request.prompt if request.prompt is not None else language.template.render(request.messages, thinking=request.thinking)
+    text = request.prompt if request.prompt is not None else _rendered(request, language)
     return tokenizer.encode(text), opens_reasoning(text)
+
+
+def _rendered(request: Request, language: Language) -> str:
+    options = dict(request.template_options)
+    if request.tools:
+        options["tools"] = list(request.tools)
+    return language.template.render(request.messages, thinking=request.thinking, extra=options)
+
+
+def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
+    """The grammar that every choice of the request follows."""
+    may_think = request.thinking != "off" and not in_reasoning
+    return grammars.guide(request.json_schema or "", may_think=may_think)
 
 
 def _sampling(request: Request, blueprint: Blueprint) -> Sampling:

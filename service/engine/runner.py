@@ -94,6 +94,15 @@ class Runner:
                 rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
+    def final_state(self, ids: Sequence[int], cancel: CancelCheck | None) -> torch.Tensor:
+        """The last token's state behind the final norm: [hidden] fp32 on the CPU."""
+        with self.kv.open(len(ids)) as sequence:
+            state = torch.empty(0)
+            for at in range(0, len(ids), CHUNK):
+                state = self._forward(sequence, ids[at : at + CHUNK], cancel)
+            normed = self.network.kernels.rms_norm(state[-1:], self.network.norm, self.scratch.rows(1).normed)
+            return normed[0].float().to("cpu", copy=True)
+
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:
             self.gate.wait(EMBEDDING)  # a tied head

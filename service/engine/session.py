@@ -14,6 +14,7 @@ import torch
 
 from ..cache.paged import KVShape, PagedKV
 from ..core import CancelCheck, ProgressReport
+from ..errors import RequestError
 from ..kernels.choose import choose_kernels, workspace_bytes
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import RotaryTable
@@ -36,6 +37,7 @@ from .speculate import PassCosts
 from .stepper import HostStepper, Stepper
 
 ALIGNMENT = 256
+DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,26 @@ class Blueprint:
         return sum(tensor.nbytes for tensor in read)
 
 
+def pick_device(device: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise RequestError(f"device is {device!r}; use auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device is cuda, but torch sees no CUDA device here; use auto or cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_context(context: int | None, allowed: int) -> int:
+    """The context to open with: as asked, or 4,096 where the model allows that much. Raises RequestError with both numbers."""
+    if context is None:
+        return min(DEFAULT_CONTEXT, allowed)
+    if isinstance(context, bool) or not isinstance(context, int) or context < 2:
+        raise RequestError(f"context is {context!r}; use a whole number from 2")
+    if context > allowed:
+        raise RequestError(f"context is {context}, but the model's config allows {allowed}; use at most that")
+    return context
+
+
 def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int, quant: str = "none", cache: Path | None = None) -> Blueprint:
     """Check config and tensors against each other, for weights held as `quant`; what was converted before may lie in `cache`.
 
@@ -132,6 +154,8 @@ class Session:
         """Wait until all weights are in memory; returns what reading them took. Raises Cancelled, FileError."""
         stats = self._arrival.finish()
         self.runner.gate = None
+        if not self.settled:
+            self.leases[0].seal()  # in debug mode: nobody writes to weights from here on
         self.settled = True
         return stats
 
@@ -198,7 +222,11 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
     with pool.loads(owner, opening.cancel), ExitStack() as undo:
         pool.check(owner, need)
         leases: list[Lease] = []
-        kinds: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch - blueprint.bench_bytes))
+        kinds: tuple[tuple[Kind, int], ...] = (
+            ("weights", need.weights),
+            ("kv", need.kv),
+            ("scratch", need.scratch - blueprint.bench_bytes),
+        )
         for kind, nbytes in kinds:
             lease = pool.lease(owner, kind, nbytes, align=ALIGNMENT)
             undo.callback(lease.release)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from ..cache.paged import SequenceKV
-from ..core import Event
+from ..core import Event, Stage
 from .answer import Answer, Prepared
 from .sampler import Sampler
 from .scheduler import Ticket
@@ -96,6 +96,9 @@ class Job:
     begun: bool = False
     cached: int = 0
     load_seconds: float = 0.0
+    # When it came, in perf_counter time, and what the stages had cost by then.
+    joined: float = 0.0
+    before: Mapping[str, Stage] = field(default_factory=dict)
     unwanted: bool = False
     # Choices that are compared when all have ended; None where each is told of as it is written.
     ended: list[Row] | None = None

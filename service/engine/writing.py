@@ -71,7 +71,7 @@ class Writing:
 
     def _make_room(self, row: Row) -> None:
         """Take back what is kept for choices that wait, else set back the youngest row; perhaps the one that wants the room."""
-        kept = next((job for job in self._call.jobs if job.base is not None), None)
+        kept = next((job for job in self._call.jobs.values() if job.base is not None), None)
         if kept is not None:
             kept.drop_base()
             return

@@ -14,7 +14,7 @@ from .tokenizer import Tokenizer
 
 SCHEMA_LIMIT = 1 << 18  # characters; the largest schemas of published tool collections have some 50,000
 # Blanks between the parts of a document are bounded: an unbounded run of them is how a small model never comes to an end.
-_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,64}"}
+_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,32}"}
 _MESSAGE_LIMIT = 300
 
 
@@ -29,6 +29,10 @@ class Guide:
         self._matcher = matcher
         self._size = size
         self._opener = opener
+
+    def fork(self) -> Guide:
+        """Another guide that stands where this one does."""
+        return Guide(self._matcher.deep_copy(), self._size, self._opener)
 
     def allowed(self) -> np.ndarray:
         """What may come next: bool [size], at least one true. Raises RequestError where the grammar outgrew llguidance's limits."""

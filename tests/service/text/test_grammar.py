@@ -76,7 +76,7 @@ def test_blanks_do_not_go_on_for_ever(grammars: Grammars, tokenizer: Tokenizer) 
     guide = grammars.guide('{"type": "object"}', may_think=False)
     blank, brace = tokenizer.encode(" ")[0], tokenizer.encode("{")[0]
     guide.accept(brace)
-    for _ in range(64):
+    for _ in range(32):
         guide.accept(blank)
     assert not guide.allowed()[blank]
 
