@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from ..memory.lease import carved_bytes
-from .cpu import CpuKernels, compile_library
+from .compile import compile_library
+from .cpu import CpuKernels
 from .cuda import CudaKernels
 from .reference import ReferenceKernels
 from .rows import HeadShape
@@ -24,7 +25,7 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path) -> R
         return ReferenceKernels()
     library, why_not = compile_library(cache)
     if library is None:
-        log.warning("decode runs without the compiled GEMV: %s", why_not)
+        log.warning("the CPU runs without compiled kernels: %s", why_not)
         kernels = ReferenceKernels()
         kernels.reason = f"plain torch: {why_not}"
         return kernels

@@ -1,141 +1,215 @@
-"""Kernels for the CPU: a compiled GEMV for decode, tiled widening for prefill.
+"""Kernels for the CPU: the five operations of a pass as compiled C, each one parallel region.
 
-Measured on a 2-core EPYC with AVX-512 (read ceiling 27 GB/s), all matrix products of one Qwen3-0.6B token: torch bf16 9.5 GB/s,
-tiles widened with torch 5.7 GB/s, this GEMV 23-27 GB/s.
+Decode reads every stored weight once and is bound by that; prompts are bound by arithmetic (gemv.c, gemm.c and attention.c say how).
+Integer weights meet activations of 15 bits: an element of x is wrong by at most the largest of its span of up to 128 columns / 65534, so
+y[r] by at most sum over spans of largest |x| * sum |w[r]| / 65534, beside the rounding of an fp32 sum. BF16 activations would be 256 times
+coarser.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import platform
-import shutil
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from .reference import TILE_ELEMENTS, ReferenceKernels, causal_mask
-from .unfinished import work_folder
+from ..quant.weight import Weight
+from .native import ADD, GATE, STORE, Attention, Native, Product, StoredWeight, describe
+from .reference import Buffer, ReferenceKernels
+from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
 
-log = logging.getLogger(__name__)
+# What gemm.c and attention.c take at once at most (widest vectors): rows of x, columns and rows of a panel, query rows of a tile.
+MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
+# The most queries that share a key head in attention.c, and what its head widths are a multiple of on any processor.
+MOST_GROUP, HEAD_STEP = 64, 16
+ALIGNMENT = 64
+# Addresses are kept of so many weights; a network has some hundred.
+KEPT = 4096
 
-SOURCE = Path(__file__).with_name("gemv.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-fopenmp")
-# Up to so many rows of x a pass over the weights is bound by reading them; beyond, fp32 tiles and a matrix product win.
-GEMV_ROWS = 8
-SYMBOLS = {torch.bfloat16: "gemv_bf16", torch.float16: "gemv_f16", torch.float32: "gemv_f32"}
+
+@dataclass(slots=True)
+class _Plan:
+    """A product's structure and its address. `held` are the tensors that it points into."""
+
+    product: Product
+    address: int
+    outputs: int
+    held: Weight
+
+
+@dataclass(slots=True)
+class _Mixing:
+    """The same for attention over the cache of one layer."""
+
+    attention: Attention
+    address: int
+    made_for: tuple[NormWeight, NormWeight, RotaryTable]
+    held: tuple[torch.Tensor, ...]
+
+    def suits(self, q_norm: NormWeight, k_norm: NormWeight, rotary: RotaryTable) -> bool:
+        return self.made_for[0] is q_norm and self.made_for[1] is k_norm and self.made_for[2] is rotary
 
 
 class CpuKernels(ReferenceKernels):
-    """The compiled GEMV where the weights' type has one, torch elsewhere."""
+    """Compiled where weights and heads are of a kind that the C has (`compiled` counts the calls), plain torch elsewhere (`plain`)."""
 
     name = "cpu"
 
     def __init__(self, library: ctypes.CDLL, threads: int | None = None) -> None:
         super().__init__(torch.float32)
         self.threads = threads or torch.get_num_threads()
-        self.reason = f"compiled GEMV, {self.threads} threads"
-        self.gemv_calls = 0
-        self._gemv = {dtype: _bind(library, symbol) for dtype, symbol in SYMBOLS.items() if hasattr(library, symbol)}
-        self._tile = torch.empty(TILE_ELEMENTS)
+        self._native = Native(library)
+        self.reason = f"compiled for {self._native.instructions}, {self.threads} threads"
+        self.compiled = self.plain = 0
+        self._plans: dict[int, _Plan] = {}
+        self._mixings: dict[int, _Mixing] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._shared = self._each = 0
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        gemv = self._gemv.get(weight.dtype)
-        tokens, cols = x.shape
-        ready = x.dtype == torch.float32 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-        if gemv is not None and tokens <= GEMV_ROWS and ready:
-            gemv(weight.data_ptr(), x.data_ptr(), out.data_ptr(), weight.shape[0], cols, tokens, self.threads)
-            self.gemv_calls += 1
-            return out
-        if weight.dtype == x.dtype:
-            return torch.mm(x, weight.t(), out=out)
-        return self._tiled(x, weight, out)
+    @classmethod
+    def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+        """Room for x of a product and for each thread; where attention.c has nothing for the heads, the reference's keys and values too."""
+        threads = torch.get_num_threads()
+        room: tuple[Buffer, ...] = (((_shared_bytes(columns) + threads * _thread_bytes(columns, heads) + ALIGNMENT,), torch.uint8),)
+        return room if _fits(heads, HEAD_STEP) else (*room, *super().workspace(heads, positions, activation, columns))
 
-    def _tiled(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        rows, cols = weight.shape
-        step = max(1, TILE_ELEMENTS // cols)
-        tile = self._tile if cols <= TILE_ELEMENTS else torch.empty(cols)
-        for row in range(0, rows, step):
-            part = weight[row : row + step]
-            wide = tile[: part.numel()].view_as(part).copy_(part)
-            out[:, row : row + step] = torch.mm(x, wide.t())
+    def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._room, *rest = buffers
+        super().reserve(rest)
+        self._plans.clear()
+        self._mixings.clear()
+
+    def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
+        plan = self._plan(table)
+        if plan is None or not (_plain_rows(out) and ids.is_contiguous() and ids.dtype == torch.int64):
+            return super().embed(ids, table, out)
+        count, cols = out.shape
+        if count != ids.shape[0] or cols != plan.product.w.cols:
+            raise ValueError(f"{tuple(out.shape)} has no room for {ids.shape[0]} rows of {plan.product.w.cols}")
+        wrong = self._native.embed_rows(plan.address, ids.data_ptr(), count, out.data_ptr())
+        if wrong >= 0:
+            raise IndexError(f"id {int(ids[wrong])} is not in a table of {plan.product.w.rows} rows")
         return out
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
-        tokens, heads, dim = q.shape
-        if tokens == 1:
-            return super().attention(q, k, v, start, out)
-        kv_heads, length, _ = k.shape
-        group = heads // kv_heads
-        # One "head" a KV head with its group's queries stacked: torch's own grouped form would repeat K and V.
-        grouped = q.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * tokens, dim)
-        visible = causal_mask(tokens, length, q.device).repeat(group, 1)
-        mixed = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=visible)
-        return out.copy_(mixed.view(kv_heads, group, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim))
+    def linear(self, x: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
+        return out if self._product(STORE, x, None, weight, out) else super().linear(x, weight, out)
+
+    def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        return out if self._product(STORE, x, norm, weight, out) else super().norm_linear(x, norm, weight, out, normed)
+
+    def linear_add(self, x: torch.Tensor, weight: Weight, residual: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+        return residual if self._product(ADD, x, None, weight, residual) else super().linear_add(x, weight, residual, spare)
+
+    def norm_gate_up(
+        self, x: torch.Tensor, norm: NormWeight, gate_up: Weight, out: torch.Tensor, normed: torch.Tensor, both: torch.Tensor
+    ) -> torch.Tensor:
+        return out if self._product(GATE, x, norm, gate_up, out) else super().norm_gate_up(x, norm, gate_up, out, normed, both)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        ready = _plain_rows(qkv) and _plain_rows(out) and keys.dtype == values.dtype == torch.float32
+        if not ready or not _fits(heads, self._native.attention_width):
+            self.plain += 1
+            return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
+        mixing = self._mixings.get(id(keys))
+        if mixing is None or not mixing.suits(q_norm, k_norm, rotary):
+            mixing = self._mixing(heads, q_norm, k_norm, rotary, keys, values)
+        a, count = mixing.attention, qkv.shape[0]
+        a.qkv, a.out, a.tokens = qkv.data_ptr(), out.data_ptr(), count
+        a.positions, a.tables, a.table_ahead = rows.positions.data_ptr(), rows.tables.data_ptr(), rows.tables.stride(0)
+        a.chunk, a.longest = rows.start is not None, rows.longest
+        many = rows.start is not None and count > FEW_ROWS
+        (self._native.attend_chunk if many else self._native.attend_rows)(mixing.address)
+        self.compiled += 1
+        return out
+
+    def _product(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> bool:
+        """Whether the product could be done; plain torch must do it otherwise."""
+        plan = self._plans.get(id(weight)) or self._plan(weight)
+        if plan is None or not (_plain_rows(x) and _plain_rows(out)):
+            self.plain += 1
+            return False
+        product, (count, cols) = plan.product, x.shape
+        outputs = plan.outputs // 2 if mode == GATE else plan.outputs
+        if cols != product.w.cols or out.numel() != count * outputs:
+            raise ValueError(f"{tuple(x.shape)} times a weight {tuple(weight.shape)} does not give {tuple(out.shape)}")
+        product.mode, product.tokens, product.x, product.out = mode, count, x.data_ptr(), out.data_ptr()
+        if norm is None:
+            product.norm = None
+        else:
+            product.norm, product.eps = norm.weight.data_ptr(), norm.eps
+        (self._native.gemv if count <= FEW_ROWS else self._native.gemm)(plan.address)
+        self.compiled += 1
+        return True
+
+    def _plan(self, weight: Weight) -> _Plan | None:
+        """Made once a weight: kept by the object, which the plan keeps alive."""
+        plan = self._plans.get(id(weight))
+        if plan is None:
+            stored = describe(weight)
+            if stored is None:
+                return None
+            if len(self._plans) >= KEPT:
+                self._plans.clear()
+            product = Product(w=stored, threads=self.threads)
+            product.scratch, product.stride = self._scratch(*self._needs(stored))
+            plan = self._plans[id(weight)] = _Plan(product, ctypes.addressof(product), stored.rows, weight)
+        return plan
+
+    def _mixing(
+        self, heads: HeadShape, q_norm: NormWeight, k_norm: NormWeight, rotary: RotaryTable, keys: torch.Tensor, values: torch.Tensor
+    ) -> _Mixing:
+        held = (keys, values, q_norm.weight, k_norm.weight, rotary.cos, rotary.sin)
+        a = Attention(q_eps=q_norm.eps, k_eps=k_norm.eps, half=rotary.cos.shape[1], block_ahead=keys.stride(0), threads=self.threads)
+        a.keys, a.values, a.q_norm, a.k_norm, a.cos, a.sin = (tensor.data_ptr() for tensor in held)
+        a.heads, a.kv_heads, a.dim = heads.heads, heads.kv_heads, heads.head_dim
+        a.scratch, a.stride = self._scratch(0, self._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
+        mixing = self._mixings[id(keys)] = _Mixing(a, ctypes.addressof(a), (q_norm, k_norm, rotary), held)
+        return mixing
+
+    def _needs(self, stored: StoredWeight) -> tuple[int, int]:
+        """Bytes that any product with this weight takes: shared by all threads, and of each."""
+        address, many = ctypes.addressof(stored), (ctypes.c_int64 * 2)()
+        self._native.gemm_scratch(address, MANY_ROWS, ctypes.addressof(many))
+        return many[0], max(many[1], self._native.gemv_scratch(address, FEW_ROWS))
+
+    def _scratch(self, shared: int, each: int) -> tuple[int, int]:
+        """Address of the room and bytes of it for each thread; memory of our own where none was reserved that is large enough."""
+        self._shared, self._each = max(self._shared, shared), -(-max(self._each, each) // ALIGNMENT) * ALIGNMENT
+        needed = self._shared + self.threads * self._each + ALIGNMENT
+        if self._room.numel() < needed:
+            self._room = torch.empty(needed, dtype=torch.uint8)
+            self._plans.clear()  # they point into the room before
+            self._mixings.clear()
+        return -(-self._room.data_ptr() // ALIGNMENT) * ALIGNMENT, self._each
 
 
-def _bind(library: ctypes.CDLL, symbol: str) -> Callable[..., None]:
-    function = getattr(library, symbol)
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 4
-    function.restype = None
-    return function
+def _plain_rows(rows: torch.Tensor) -> bool:
+    return rows.dtype == torch.float32 and rows.is_contiguous()
 
 
-def compile_library(cache: Path) -> tuple[ctypes.CDLL | None, str]:
-    """Return the compiled GEMV, building it once a machine into `cache`, or None and the reason why there is none."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    target = cache / f"gemv-{_key(compiler or '')}.so"
-    if not target.exists():
-        if compiler is None:
-            return None, "no C compiler (cc, gcc or clang) was found; install one for the fast decode path"
-        failed = _build(compiler, target)
-        if failed:
-            return None, failed
-    try:
-        return ctypes.CDLL(str(target)), ""
-    except OSError as error:
-        log.debug("the compiled GEMV does not load", exc_info=error)
-        return None, f"the compiled GEMV does not load; delete {target.name} in the cache, so that it is built anew"
+def _fits(heads: HeadShape, step: int) -> bool:
+    return heads.head_dim % step == 0 and heads.heads // heads.kv_heads <= MOST_GROUP
 
 
-def _key(compiler: str) -> str:
-    parts = (SOURCE.read_bytes(), " ".join((compiler, *FLAGS)).encode(), platform.machine().encode(), _processor().encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+def _shared_bytes(columns: int) -> int:
+    return MANY_ROWS * -(-columns // DEPTH) * DEPTH * 4 + 4 * ALIGNMENT
 
 
-def _processor() -> str:
-    """What -march=native depends on: the processor's name and features (a tree can move between machines)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _build(compiler: str, target: Path) -> str:
-    """Compile into a temporary folder and move the result into place, so that two builders cannot disturb each other."""
-    # torch's own OpenMP, where it carries one, so that both share a pool of threads.
-    openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))] or ["-fopenmp"]
-    try:
-        with work_folder(target.parent, "gemv") as folder:
-            compiled, linked = folder / "gemv.o", folder / "gemv.so"
-            for command in (
-                [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-                [compiler, "-shared", str(compiled), "-o", str(linked), *openmp],
-            ):
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-                if done.returncode != 0:
-                    lines = done.stderr.strip().splitlines()
-                    reason = lines[-1].replace(f"{folder}/", "") if lines else done.returncode
-                    return f"the C compiler refused the GEMV: {reason}"
-            linked.replace(target)
-    except OSError as error:
-        return f"the GEMV could not be compiled: {error.strerror} in the cache folder; make it a folder that can be written, with some room"
-    except subprocess.TimeoutExpired as error:
-        return f"the GEMV could not be compiled: the compiler took more than {error.timeout:g} s"
-    return ""
+def _thread_bytes(columns: int, heads: HeadShape) -> int:
+    row = -(-columns // DEPTH) * DEPTH * 4
+    panels = 2 * PANEL * DEPTH * 4 + 2 * MANY_ROWS * PANEL * 4
+    tile = max(TILE_ROWS, heads.heads // heads.kv_heads + TILE_ROWS - 48)
+    mixing = (2 * heads.head_dim + 34) * tile * 4 + 32 * heads.head_dim * 4
+    return max((FEW_ROWS + 1) * row, 2 * row + panels, mixing) + 16 * ALIGNMENT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from onedesk.service.kernels.cpu import compile_library
+from onedesk.service.kernels.compile import compile_library
 from onedesk.service.kernels.unfinished import work_folder
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -109,15 +109,15 @@ def test_an_end_in_any_stage_is_quick_and_leaves_nothing_stale(tiny, large, kern
 
 
 def test_a_compilation_that_was_cut_off_is_cleared_away_by_the_next_start(tmp_path):
-    script = "import sys; from pathlib import Path; from onedesk.service.kernels.cpu import compile_library; "
+    script = "import sys; from pathlib import Path; from onedesk.service.kernels.compile import compile_library; "
     script += "compile_library(Path(sys.argv[1])); print('done')"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, process_group=0) as process:
-        while not list(tmp_path.glob(".gemv-*")):
+        while not list(tmp_path.glob(".kernels-*")):
             assert process.poll() is None
             time.sleep(0.005)
         os.killpg(process.pid, signal.SIGTERM)
         assert process.communicate(timeout=SECONDS)[0] == ""
-    assert len(list(tmp_path.glob(f".gemv-{process.pid}-*"))) == 1
+    assert len(list(tmp_path.glob(f".kernels-{process.pid}-*"))) == 1
     library, why_not = compile_library(tmp_path)
     assert library is not None, why_not
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]

@@ -158,7 +158,7 @@ def test_without_room_for_the_compiled_kernel_plain_torch_writes(folder, pool, s
     with caplog.at_level(logging.WARNING):
         opened = open_model(folder, pool=pool, context=64, device="cpu", kernel_cache=small_disk)
     assert opened.kernels.startswith("reference: plain torch")
-    assert any("without the compiled GEMV" in record.getMessage() for record in caplog.records)
+    assert any("without compiled kernels" in record.getMessage() for record in caplog.records)
     assert write(opened).finish == "length"
     opened.close()
     assert list(small_disk.iterdir()) == []

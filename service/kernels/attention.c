@@ -1,0 +1,254 @@
+/* Attention of a layer over its paged fp32 keys and values: head norms, rotary embedding and the cache's new rows in the same region. */
+#include <stdatomic.h>
+#include "prepare.h"
+#include "tile.h"
+
+#define BLOCK 32
+#define MOST_GROUP 64
+/* Rows of queries that share a turned block of keys: they and their results stay in L2. */
+#define QUERIES 48
+/* Keys and values of less than so many bytes are read before a second thread has woken up. */
+#define ALONE (1 << 18)
+
+struct attention {
+    float *qkv;                /* [tokens][heads + 2 * kv_heads][dim], overwritten */
+    const float *q_norm, *k_norm;
+    double q_eps, k_eps;
+    const float *cos, *sin;    /* [positions][half] */
+    int64_t half;
+    float *keys, *values;      /* [blocks][kv_heads][BLOCK][dim], blocks block_ahead floats apart */
+    int64_t block_ahead;
+    const int32_t *positions;  /* [tokens] */
+    const int32_t *tables;     /* block ids of each sequence, table_ahead apart */
+    int64_t table_ahead;
+    float *out;                /* [tokens][heads][dim] */
+    int64_t tokens, heads, kv_heads, dim;
+    int64_t chunk;             /* whether all rows are of the first sequence; else row i is of sequence i */
+    int64_t longest;           /* positions + 1 at most */
+    int64_t threads;
+    char *scratch;             /* threads * stride bytes: attention_scratch() */
+    int64_t stride;
+};
+
+static const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_ahead); }
+
+static float *slot_of(const struct attention *a, float *cache, int32_t block, long head, long slot) {
+    return cache + block * a->block_ahead + (head * BLOCK + slot) * a->dim;
+}
+
+/* One head in place: RMS norm, then halves turned against each other (Su et al. 2021), then times `factor`. */
+static void turn_head(const struct attention *a, float *head, const float *norm, double eps, long position, float factor) {
+    const long dim = a->dim, half = a->half;
+    const float *cos = a->cos + position * half, *sin = a->sin + position * half;
+    vf squares = {0};
+    for (long d = 0; d < dim; d += VL) squares += load(head + d) * load(head + d);
+    float scale = factor / sqrtf(sum_lanes(squares) / (float)dim + (float)eps);
+    for (long d = 0; d < dim; d += VL) store(head + d, load(head + d) * scale * load(norm + d));
+    for (long d = 0; d < half; d++) {
+        float low = head[d], high = head[d + half];
+        head[d] = low * cos[d] - high * sin[d];
+        head[d + half] = high * cos[d] + low * sin[d];
+    }
+}
+
+static float *query(const struct attention *a, long t, long head) { return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim; }
+
+/* Row t's key and value of one head into the cache, and the queries of its group made ready, scaled by dim^-0.5. */
+static void place(const struct attention *a, long t, long head) {
+    const long position = a->positions[t], group = a->heads / a->kv_heads, slot = position % BLOCK;
+    const int32_t block = table_of(a, t)[position / BLOCK];
+    float *key = query(a, t, a->heads + head);
+    turn_head(a, key, a->k_norm, a->k_eps, position, 1.0f);
+    memcpy(slot_of(a, a->keys, block, head, slot), key, a->dim * sizeof *key);
+    memcpy(slot_of(a, a->values, block, head, slot), query(a, t, a->heads + a->kv_heads + head), a->dim * sizeof *key);
+    for (long g = 0; g < group; g++) turn_head(a, query(a, t, head * group + g), a->q_norm, a->q_eps, position, 1.0f / sqrtf((float)a->dim));
+}
+
+/* scores[g * BLOCK + j] = query g times key j, for J keys and G queries. */
+INLINE void some_scores(const int J, const int G, const float *q, const float *k, long dim, float *scores) {
+    vf sums[4][2];
+    for (int j = 0; j < J; j++)
+        for (int g = 0; g < G; g++) sums[j][g] = (vf){0};
+    for (long d = 0; d < dim; d += VL)
+        for (int j = 0; j < J; j++)
+            for (int g = 0; g < G; g++) sums[j][g] += load(k + j * dim + d) * load(q + g * dim + d);
+    for (int j = 0; j < J; j++)
+        for (int g = 0; g < G; g++) scores[g * BLOCK + j] = sum_lanes(sums[j][g]);
+}
+
+INLINE void block_scores(const int G, const float *q, const float *k, long dim, long count, float *scores) {
+    long j = 0;
+    for (; j + 4 <= count; j += 4) some_scores(4, G, q, k + j * dim, dim, scores + j);
+    for (; j < count; j++) some_scores(1, G, q, k + j * dim, dim, scores + j);
+}
+
+/* out [G][dim] += weights [G][BLOCK] times values [count][dim]. */
+INLINE void mix(const int G, const float *weights, const float *values, long dim, long count, float *out) {
+    long d = 0;
+    for (; d + 4 * VL <= dim; d += 4 * VL) {
+        vf sums[2][4];
+        for (int g = 0; g < G; g++)
+            for (int v = 0; v < 4; v++) sums[g][v] = load(out + g * dim + d + v * VL);
+        for (long j = 0; j < count; j++)
+            for (int g = 0; g < G; g++)
+                for (int v = 0; v < 4; v++) sums[g][v] += load(values + j * dim + d + v * VL) * weights[g * BLOCK + j];
+        for (int g = 0; g < G; g++)
+            for (int v = 0; v < 4; v++) store(out + g * dim + d + v * VL, sums[g][v]);
+    }
+    for (; d < dim; d += VL)
+        for (int g = 0; g < G; g++) {
+            vf sum = load(out + g * dim + d);
+            for (long j = 0; j < count; j++) sum += load(values + j * dim + d) * weights[g * BLOCK + j];
+            store(out + g * dim + d, sum);
+        }
+}
+
+/* A row's running softmax (Milakov and Gimelshein 2018): the largest score, the sum of weights, and the mixed values under that scale. */
+struct running { float largest, sum; };
+
+/* scores [BLOCK] of which the first `count` are seen become weights, zeros behind them; `mixed` [dim] is brought to the new scale. */
+static void weigh(struct running *run, float *scores, long count, float *mixed, long dim) {
+    float largest = run->largest;
+    for (long j = 0; j < count; j++) largest = scores[j] > largest ? scores[j] : largest;
+    if (largest != run->largest) {
+        float old = run->sum == 0.0f ? 0.0f : exponential(spread(run->largest - largest))[0];
+        for (long d = 0; d < dim; d += VL) store(mixed + d, load(mixed + d) * old);
+        run->sum *= old;
+        run->largest = largest;
+    }
+    for (long j = count; j < BLOCK; j++) scores[j] = -INFINITY;
+    vf sum = {0};
+    for (long j = 0; j < BLOCK; j += VL) {
+        vf seen = load(scores + j), weight = pick(seen == -INFINITY, (vf){0}, exponential(seen - largest));
+        store(scores + j, weight);
+        sum += weight;
+    }
+    run->sum += sum_lanes(sum);
+}
+
+static void finish(const struct running *run, const float *mixed, float *out, long dim) {
+    for (long d = 0; d < dim; d += VL) store(out + d, load(mixed + d) / run->sum);
+}
+
+/* All queries of row t that share a key head, over the row's whole past. */
+static void attend_row(const struct attention *a, long t, long head) {
+    const long group = a->heads / a->kv_heads, dim = a->dim, length = a->positions[t] + 1;
+    const int32_t *table = table_of(a, t);
+    const float *q = query(a, t, head * group);
+    float *out = a->out + (t * a->heads + head * group) * dim, scores[MOST_GROUP * BLOCK];
+    struct running run[MOST_GROUP];
+    for (long g = 0; g < group; g++) run[g] = (struct running){-INFINITY, 0.0f};
+    memset(out, 0, group * dim * sizeof *out);
+    for (long from = 0; from < length; from += BLOCK) {
+        const long count = length - from < BLOCK ? length - from : BLOCK;
+        const float *k = slot_of(a, a->keys, table[from / BLOCK], head, 0), *v = slot_of(a, a->values, table[from / BLOCK], head, 0);
+        long g = 0;
+        for (; g + 2 <= group; g += 2) block_scores(2, q + g * dim, k, dim, count, scores + g * BLOCK);
+        if (g < group) block_scores(1, q + g * dim, k, dim, count, scores + g * BLOCK);
+        for (g = 0; g < group; g++) weigh(&run[g], scores + g * BLOCK, count, out + g * dim, dim);
+        for (g = 0; g + 2 <= group; g += 2) mix(2, scores + g * BLOCK, v, dim, count, out + g * dim);
+        if (g < group) mix(1, scores + g * BLOCK, v, dim, count, out + g * dim);
+    }
+    for (long g = 0; g < group; g++) finish(&run[g], out + g * dim, out + g * dim, dim);
+}
+
+/* A few rows: each as if it were alone. */
+void attend_rows(const struct attention *a) {
+    const long items = a->chunk ? a->kv_heads : a->kv_heads * a->tokens;
+    const int64_t bytes = 8 * a->dim * a->kv_heads * a->longest * a->tokens;
+    const int threads = bytes < ALONE ? 1 : (int)a->threads;
+    atomic_long next = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (long item; (item = atomic_fetch_add(&next, 1)) < items;) {
+        const long head = item % a->kv_heads, first = item / a->kv_heads, last = a->chunk ? a->tokens : first + 1;
+        for (long t = first; t < last; t++) place(a, t, head);
+        for (long t = first; t < last; t++) attend_row(a, t, head);
+    }
+}
+
+/* What one thread of attend_chunk works in; rows are (token, query of the group) pairs. */
+struct desk {
+    float *q, *mixed;      /* [padded][dim] */
+    float *scores;         /* [padded][BLOCK] */
+    float *turned;         /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
+    struct running *run;   /* [padded] */
+};
+
+static long tile_tokens(long group) { return group < QUERIES ? QUERIES / group : 1; }
+
+static char *lay_out_attention(struct desk *d, long group, long dim, char *at) {
+    const long padded = round_up(tile_tokens(group) * group, ACROSS);
+    d->q = (float *)take(&at, padded * dim * 4);
+    d->mixed = (float *)take(&at, padded * dim * 4);
+    d->scores = (float *)take(&at, padded * BLOCK * 4);
+    d->turned = (float *)take(&at, BLOCK * dim * 4);
+    d->run = (struct running *)take(&at, padded * sizeof *d->run);
+    return at;
+}
+
+/* Bytes of scratch that each thread takes. */
+long attention_scratch(long heads, long kv_heads, long dim) {
+    struct desk d;
+    return lay_out_attention(&d, heads / kv_heads, dim, NULL) - (char *)NULL;
+}
+
+/* Floats that a head's width must be a multiple of. */
+long attention_width(void) { return VL < 8 ? 8 : VL; }
+
+/* One block of keys and values for a tile of `rows` query rows, the first of them at position `first`. */
+static void attend_block(const struct attention *a, const struct desk *d, long head, long from, long first, long rows, int32_t block) {
+    const long dim = a->dim, group = a->heads / a->kv_heads, last = first + (rows - 1) / group;
+    const long count = last + 1 - from < BLOCK ? last + 1 - from : BLOCK;
+    const float *k = slot_of(a, a->keys, block, head, 0), *v = slot_of(a, a->values, block, head, 0);
+    memset(d->scores, 0, round_up(rows, ACROSS) * BLOCK * sizeof(float));
+    for (long p = 0; p < BLOCK; p += PANEL) turn(k + p * dim, dim, d->turned + p * dim, PANEL, PANEL);
+    for (long r = 0; r < rows; r += ACROSS)
+        for (long p = 0; p < BLOCK; p += PANEL)
+            tile_of(NV, d->q + r * dim, dim, d->turned + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
+    for (long r = 0; r < rows; r++) {
+        const long seen = first + r / group + 1 - from;
+        if (seen > 0)
+            weigh(&d->run[r], d->scores + r * BLOCK, seen < count ? seen : count, d->mixed + r * dim, dim);
+        else
+            memset(d->scores + r * BLOCK, 0, BLOCK * sizeof(float));
+    }
+    for (long r = 0; r < rows; r += ACROSS) {
+        long c = 0;
+        for (; c + PANEL <= dim; c += PANEL)
+            tile_of(NV, d->scores + r * BLOCK, BLOCK, v + c, dim, count, d->mixed + r * dim + c, dim);
+        for (; c < dim; c += VL) tile_of(1, d->scores + r * BLOCK, BLOCK, v + c, dim, count, d->mixed + r * dim + c, dim);
+    }
+}
+
+static void attend_tile(const struct attention *a, const struct desk *d, long head, long t, long tokens) {
+    const long group = a->heads / a->kv_heads, dim = a->dim, rows = tokens * group, padded = round_up(rows, ACROSS);
+    const long first = a->positions[t], length = first + tokens;
+    for (long r = 0; r < rows; r++) {
+        memcpy(d->q + r * dim, query(a, t + r / group, head * group + r % group), dim * sizeof(float));
+        d->run[r] = (struct running){-INFINITY, 0.0f};
+    }
+    memset(d->q + rows * dim, 0, (padded - rows) * dim * sizeof(float));
+    memset(d->mixed, 0, padded * dim * sizeof(float));
+    for (long from = 0; from < length; from += BLOCK) attend_block(a, d, head, from, first, rows, a->tables[from / BLOCK]);
+    for (long r = 0; r < rows; r++)
+        finish(&d->run[r], d->mixed + r * dim, a->out + ((t + r / group) * a->heads + head * group + r % group) * dim, dim);
+}
+
+/* Many rows of one sequence, at consecutive positions. */
+void attend_chunk(const struct attention *a) {
+    const long step = tile_tokens(a->heads / a->kv_heads), tiles = (a->tokens + step - 1) / step;
+    atomic_long placed = 0, next = 0;
+#pragma omp parallel num_threads((int)a->threads)
+    {
+        struct desk d;
+        lay_out_attention(&d, a->heads / a->kv_heads, a->dim, a->scratch + thread_number() * a->stride);
+        for (long t; (t = atomic_fetch_add(&placed, 1)) < a->tokens;)
+            for (long head = 0; head < a->kv_heads; head++) place(a, t, head);
+#pragma omp barrier
+        /* the last tiles first: they have the longest past */
+        for (long item; (item = atomic_fetch_add(&next, 1)) < tiles * a->kv_heads;) {
+            const long t = (tiles - 1 - item / a->kv_heads) * step;
+            attend_tile(a, &d, item % a->kv_heads, t, t + step < a->tokens ? step : a->tokens - t);
+        }
+    }
+}

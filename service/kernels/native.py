@@ -1,0 +1,107 @@
+"""The compiled kernels' structures and functions as ctypes; the fields are those of weight.h and attention.c."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..quant.weight import QuantizedWeight, Weight
+
+STORE, ADD, GATE = range(3)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5}
+# Groups of this many columns, or of a whole row, are what the integer kernels step by.
+_STEP = 32
+
+
+def _structure(name: str, pointers: str, integers: str, doubles: str = "") -> list[tuple[str, type]]:
+    """Field types by name, in the order of `name`."""
+    kinds: dict[str, type] = dict.fromkeys(pointers.split(), ctypes.c_void_p)
+    kinds |= dict.fromkeys(integers.split(), ctypes.c_int64) | dict.fromkeys(doubles.split(), ctypes.c_double)
+    return [(field, kinds[field]) for field in name.split()]
+
+
+class StoredWeight(ctypes.Structure):
+    """struct weight of weight.h."""
+
+    _fields_ = _structure(
+        "data scales offsets rows cols group kind zero", pointers="data scales offsets", integers="rows cols group kind zero"
+    )
+
+
+class Product(ctypes.Structure):
+    """struct product of weight.h."""
+
+    _fields_ = [
+        ("w", StoredWeight),
+        *_structure(
+            "norm eps mode x out tokens threads scratch stride",
+            pointers="norm x out scratch",
+            integers="mode tokens threads stride",
+            doubles="eps",
+        ),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """struct attention of attention.c."""
+
+    _fields_ = _structure(
+        "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_ahead positions tables table_ahead out "
+        "tokens heads kv_heads dim chunk longest threads scratch stride",
+        pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch",
+        integers="half block_ahead table_ahead tokens heads kv_heads dim chunk longest threads stride",
+        doubles="q_eps k_eps",
+    )
+
+
+class Native:
+    """The library's functions, bound once. Those that take a structure take its address."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, whole = ctypes.c_void_p, ctypes.c_long
+        self.gemv = _bind(library, "gemv", address)
+        self.gemm = _bind(library, "gemm", address)
+        self.attend_rows = _bind(library, "attend_rows", address)
+        self.attend_chunk = _bind(library, "attend_chunk", address)
+        self.embed_rows = _bind(library, "embed_rows", address, address, whole, address, result=whole)
+        self.gemv_scratch = _bind(library, "gemv_scratch", address, whole, result=whole)
+        self.gemm_scratch = _bind(library, "gemm_scratch", address, whole, address)
+        self.attention_scratch = _bind(library, "attention_scratch", whole, whole, whole, result=whole)
+        self.attention_width: int = _bind(library, "attention_width", result=whole)()
+        self.instructions: str = _bind(library, "instructions", result=ctypes.c_char_p)().decode()
+
+
+def _bind(library: ctypes.CDLL, symbol: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
+    function = getattr(library, symbol)
+    function.argtypes = arguments
+    function.restype = result
+    return function
+
+
+def describe(weight: Weight) -> StoredWeight | None:
+    """The weight as the kernels see it; None where they have nothing for it. It holds addresses, not the tensors."""
+    rows, cols = weight.shape
+    if not isinstance(weight, QuantizedWeight):
+        kind = _KINDS.get(weight.dtype)
+        if kind is None or not weight.is_contiguous():
+            return None
+        return StoredWeight(weight.data_ptr(), None, None, rows, cols, cols, kind, 0)
+    parts = [weight.data, weight.scales, *([weight.offsets] if weight.offsets is not None else [])]
+    scales = torch.float16 if weight.format.bits == 4 else torch.float32
+    stored = all(part.dtype == scales for part in parts[1:]) and all(part.is_contiguous() for part in parts)
+    group = weight.group if weight.scales.shape[1] > 1 else cols
+    if (
+        not stored
+        or weight.format.name not in _QUANTIZED
+        or (group % _STEP and group < cols)
+        or (weight.offsets is not None and weight.format.bits != 4)
+    ):
+        return None
+    zero = 8 if weight.format.bits == 4 and weight.format.symmetric else 0
+    offsets = weight.offsets.data_ptr() if weight.offsets is not None else None
+    kind = _QUANTIZED[weight.format.name]
+    return StoredWeight(weight.data.data_ptr(), weight.scales.data_ptr(), offsets, rows, cols, group, kind, zero)

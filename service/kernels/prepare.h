@@ -1,0 +1,111 @@
+/* Activations as a product wants them: normed, padded with zeros, and for integer weights as int16. */
+#pragma once
+#include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "weight.h"
+
+/* Rows of x ready for a product. Integer kinds: x = words * scale over spans of columns, words within 15 bits of the span's largest
+ * value, so that an element is wrong by at most largest / 65534. Sums of products stay within int32: 128 columns of 127 * 32767. */
+struct prepared {
+    long width;      /* elements of a row: cols and zeros behind them */
+    long span, spans;
+    float *x;        /* floating kinds: [tokens][width] */
+    int16_t *words;  /* integer kinds: [tokens][width] */
+    float *scales;   /* [tokens][spans] */
+    int32_t *start;  /* [tokens][spans]: minus the weight's zero times the sum of the words */
+    float *sums;     /* [tokens][spans]: the sum of the span's x, for offsets */
+};
+
+INLINE int integer_kind(int64_t kind) { return kind == INT8 || kind == INT4; }
+
+INLINE char *take(char **at, long bytes) {
+    char *here = *at;
+    *at += round_up(bytes, 64);
+    return here;
+}
+
+/* Lays the arrays of `tokens` rows out from `at`, 64-byte aligned; returns where they end. */
+static inline char *lay_out(struct prepared *ready, const struct weight *w, long tokens, char *at) {
+    ready->width = round_up(w->cols, 128);
+    ready->span = span_of(w);
+    ready->spans = (w->cols + ready->span - 1) / ready->span;
+    if (integer_kind(w->kind)) {
+        ready->words = (int16_t *)take(&at, tokens * ready->width * 2);
+        ready->scales = (float *)take(&at, tokens * ready->spans * 4);
+        ready->start = (int32_t *)take(&at, tokens * ready->spans * 4);
+        ready->sums = (float *)take(&at, tokens * ready->spans * 4);
+    } else {
+        ready->x = (float *)take(&at, tokens * ready->width * 4);
+    }
+    return at;
+}
+
+/* One row of x, normed or not, into `row` [width], zeros behind it. */
+static inline void norm_row(const struct product *p, const float *x, float *row, long width) {
+    long cols = p->w.cols, whole = cols / VL * VL;
+    float factor = 1.0f;
+    if (p->norm) {
+        vf squares = {0};
+        for (long c = 0; c < whole; c += VL) squares += load(x + c) * load(x + c);
+        float sum = sum_lanes(squares);
+        for (long c = whole; c < cols; c++) sum += x[c] * x[c];
+        factor = 1.0f / sqrtf(sum / (float)cols + (float)p->eps);
+        for (long c = 0; c < whole; c += VL) store(row + c, load(x + c) * factor * load(p->norm + c));
+        for (long c = whole; c < cols; c++) row[c] = x[c] * factor * p->norm[c];
+    } else {
+        memcpy(row, x, cols * sizeof *x);
+    }
+    memset(row + cols, 0, (width - cols) * sizeof *row);
+}
+
+/* Row t of the words, scales and sums. A span that holds a NaN or an infinity gets the scale NaN: it shows in every result. */
+static inline void quantize_row(struct prepared *ready, const struct weight *w, const float *row, long t) {
+    int16_t *words = ready->words + t * ready->width;
+    for (long s = 0; s < ready->spans; s++) {
+        long from = s * ready->span, to = from + ready->span;
+        vf most = {0}, faults = {0};
+        for (long c = from; c < to; c += VL) {
+            vf v = load(row + c);
+            most = larger(magnitude(v), most);
+            faults += v * 0.0f;
+        }
+        float largest = largest_lane(most);
+        float inverse = largest > 1e-30f ? 32767.0f / largest : 0.0f;
+        vi sums = {0};
+        for (long c = from; c < to; c += VL) {
+            vi whole = nearest(load(row + c) * inverse);
+            *(vs_any *)(words + c) = __builtin_convertvector(whole, vs_any);
+            sums += whole;
+        }
+        int32_t sum = 0;
+        for (int i = 0; i < VL; i++) sum += sums[i];
+        long at = t * ready->spans + s;
+        ready->scales[at] = (inverse == 0.0f ? 0.0f : largest / 32767.0f) + sum_lanes(faults);
+        ready->start[at] = -(int32_t)w->zero * sum;
+        ready->sums[at] = ready->scales[at] * (float)sum;
+    }
+}
+
+/* 32 columns of an integer row from c; zeros behind the last one. */
+INLINE columns load_columns(const int64_t kind, const char *row, long c, long cols) {
+    if (kind == INT4) return load_int4(row + c / 2);
+    if (c + 32 <= cols) return load_int8(row + c);
+    char tail[32] = {0};
+    memcpy(tail, row + c, cols - c);
+    return load_int8(tail);
+}
+
+/* gates = silu(gates) * ups (Shazeer 2020), of `count` floats and the rest of the last vector. */
+static inline void gate(float *gates, const float *ups, long count) {
+    for (long i = 0; i < count; i += VL) store(gates + i, load(gates + i) / (1.0f + exponential(-load(gates + i))) * load(ups + i));
+}
+
+static inline int thread_number(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}

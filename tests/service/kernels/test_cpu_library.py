@@ -1,0 +1,142 @@
+"""The compiled kernels are built once, whole, and where they cannot be the plain path runs and says why."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from onedesk.service.kernels import compile as compiling
+from onedesk.service.kernels.choose import choose_kernels
+from onedesk.service.kernels.compile import compile_library
+from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.reference import ReferenceKernels
+
+TINY = """
+#include <math.h>
+long attention_width(void) { return 8; }
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache, and one small source in place of the kernels': what is tested is the building."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "tiny.c").write_text(TINY)
+    monkeypatch.setattr(compiling, "FOLDER", sources)
+    return tmp_path / "cache"
+
+
+def built_in(cache: Path) -> Path:
+    (built,) = cache.iterdir()
+    return built
+
+
+def test_the_library_is_compiled_once(small: Path) -> None:
+    library, why_not = compile_library(small)
+    assert library is not None, why_not
+    assert library.attention_width() == 8
+    made = built_in(small).stat().st_mtime_ns
+    assert compile_library(small)[0] is not None
+    assert built_in(small).stat().st_mtime_ns == made
+
+
+def test_a_changed_source_is_compiled_anew(small: Path) -> None:
+    assert compile_library(small)[0] is not None
+    (compiling.FOLDER / "tiny.h").write_text("/* changed */")
+    assert compile_library(small)[0] is not None
+    assert len(list(small.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut short", "emptied", "overwritten", "one bit"])
+def test_a_damaged_library_is_built_anew(small: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert compile_library(small)[0] is not None
+    built = built_in(small)
+    content = built.read_bytes()
+    middle = len(content) // 2
+    damaged = {
+        "cut short": content[:middle],
+        "emptied": b"",
+        "overwritten": b"not a library",
+        "one bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+    }[damage]
+    replacement = small / "damaged"  # a new file: the old one is mapped by this process
+    replacement.write_bytes(damaged)
+    replacement.replace(built)
+    library, why_not = compile_library(small)
+    assert library is not None, why_not
+    assert "damaged" in caplog.text
+    assert built.read_bytes() == content
+
+
+def test_a_damaged_library_that_cannot_be_built_anew_is_not_loaded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = compiling.shutil.which("cc")
+    assert compile_library(small)[0] is not None
+    built_in(small).write_bytes(b"\x7fELF and no more")
+    monkeypatch.setattr(compiling, "_key", lambda _: built_in(small).stem.removeprefix("kernels-"))
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
+    library, why_not = compile_library(small)
+    assert compiler is not None
+    assert library is None
+    assert "no C compiler" in why_not
+
+
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from onedesk.service.kernels import compile; compile.FOLDER = Path(sys.argv[1]); "
+    script += "library, why = compile.compile_library(Path(sys.argv[2])); print(why or library.attention_width())"
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "tiny.c").write_text(TINY)
+    command = [sys.executable, "-c", script, str(tmp_path / "sources"), str(tmp_path / "cache")]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["8", "8"]
+    assert built_in(tmp_path / "cache").suffix == ".so"
+
+
+def test_without_a_compiler_the_plain_path_runs_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        kernels = choose_kernels(torch.device("cpu"), torch.float32, tmp_path)
+    assert type(kernels) is ReferenceKernels
+    assert "no C compiler" in kernels.reason
+    assert "no C compiler" in caplog.text
+
+
+def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("onedesk.service.kernels.choose.compile_library", lambda _: (library, ""))
+    kernels = choose_kernels(torch.device("cpu"), torch.bfloat16, tmp_path)
+    assert isinstance(kernels, CpuKernels)
+    assert kernels.reason.startswith("compiled for ")
+    assert kernels.reason.endswith("threads")
+
+
+def test_a_compiler_that_fails_is_quoted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'cc: no space left for objects' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: str(broken))
+    library, why_not = compile_library(small)
+    assert library is None
+    assert "no space left for objects" in why_not
+    assert list(small.iterdir()) == []
+
+
+def test_a_source_that_is_refused_is_told_without_paths(small: Path, tmp_path: Path) -> None:
+    (compiling.FOLDER / "wrong.c").write_text("this is no C\n")
+    library, why_not = compile_library(small)
+    assert library is None
+    assert "refused the kernels" in why_not
+    assert str(tmp_path) not in why_not
+
+
+def test_a_cache_that_takes_nothing_is_told_without_its_path(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"a file, no folder")
+    library, why_not = compile_library(tmp_path / "cache")
+    assert library is None
+    assert "File exists in the cache folder" in why_not
+    assert str(tmp_path) not in why_not
