@@ -47,7 +47,7 @@ class WeightArrival:
         cancel: CancelCheck | None,
         bench: Lease | None = None,
     ) -> None:
-        self.tensors: dict[str, Weight] = {tensor.destination.key: tensor.carve(lease) for tensor in plan.tensors}
+        self.tensors: dict[str, Weight] = {tensor.destination.key: tensor.carve(lease.carve) for tensor in plan.tensors}
         self._plan = plan
         self._jobs: list[Job] = []
         self._job_tensor: list[int] = []

@@ -73,14 +73,20 @@ class Scratch:
         return sum(carved_bytes(size, dtype) for size in sizes)
 
     def rows(self, count: int) -> PassRows:
-        """The buffers of a pass of `count` rows, at most `tokens`."""
+        """The buffers of a pass of `count` rows. ValueError for more than `tokens`."""
         return self._few[count] if count < len(self._few) else self._view(count)
 
     def logits(self, count: int) -> torch.Tensor:
-        """[count, vocab], at most `logit_rows`."""
-        return self._few_logits[count] if count < len(self._few_logits) else self._logits[:count]
+        """[count, vocab]. ValueError for more than `logit_rows`."""
+        if count < len(self._few_logits):
+            return self._few_logits[count]
+        if count > self.logit_rows:
+            raise ValueError(f"{count} rows of scores are more than the {self.logit_rows} that are reserved")
+        return self._logits[:count]
 
     def _view(self, count: int) -> PassRows:
+        if count > self.tokens:
+            raise ValueError(f"a pass of {count} rows is longer than the {self.tokens} that are reserved")
         return PassRows(*(rows[:count] for rows in self._rows))
 
 

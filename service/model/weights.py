@@ -15,8 +15,7 @@ from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
-from ..memory.pool import Lease
-from ..quant.formats import CHOICES, INT8, aligned_bytes, title, weight_of
+from ..quant.formats import CHOICES, INT8, Carve, aligned_bytes, title, weight_of
 from ..quant.packings import Packing, StoredPart
 from ..quant.published import KEY, read_packing
 from ..quant.quantize import padded_columns, quantize_into, tile_elements
@@ -60,12 +59,12 @@ class PlannedTensor:
         """How tables name the type it is held in."""
         return title(self.held) if isinstance(self.held, Format) else NAMES[self.held]
 
-    def carve(self, lease: Lease) -> Weight:
-        """Its memory; the content is whatever the bytes hold."""
+    def carve(self, carve: Carve) -> Weight:
+        """Its memory, of a `carve(shape, dtype)` that aligns to ALIGNMENT; the content is whatever the bytes hold."""
         if isinstance(self.held, Format):
             rows, cols = self.destination.shape
-            return weight_of(self.held, rows, cols, lambda shape, dtype: lease.carve(shape, dtype, align=ALIGNMENT))
-        return lease.carve(self.destination.shape, self.held, align=ALIGNMENT)
+            return weight_of(self.held, rows, cols, carve)
+        return carve(self.destination.shape, self.held)
 
 
 @dataclass(frozen=True, slots=True)

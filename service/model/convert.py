@@ -1,0 +1,293 @@
+"""Converting a checkpoint once: tensor by tensor from its files into the cache, hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..core import CancelCheck, Progress, ProgressReport
+from ..errors import Cancelled, FileError, OnedeskError
+from ..kernels.unfinished import work_folder
+from ..loader.checkpoint import Checkpoint
+from ..loader.chunks import intake_bytes
+from ..loader.header import DTYPE_BITS
+from ..loader.readers import Bench
+from ..loader.stream import stream_tensors
+from ..memory.budget import show
+from ..memory.pool import Lease
+from ..quant.weight import QuantizedWeight, Weight
+from .converted import SOURCE, WEIGHTS, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
+from .reading import Reading
+from .weights import ALIGNMENT, PlannedTensor, WeightPlan
+
+CPU = torch.device("cpu")
+# The hash of the source is known only when all is written: its place in the header is kept for it.
+NO_CONTENT = "0" * 64
+# A second writer may publish between our two renames; each attempt needs another one to do so.
+ATTEMPTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What to convert: the plan of `checkpoint` with its aim, the name of the choice, and the folder that it goes to."""
+
+    checkpoint: Checkpoint
+    plan: WeightPlan
+    quant: str
+    folder: Path
+
+    @property
+    def need(self) -> int:
+        """Bytes of memory that it takes: the largest tensor, and what the readers convert in."""
+        return max(tensor.nbytes for tensor in self.plan.tensors) + _bench_bytes(self.plan)
+
+
+@dataclass(slots=True)
+class _Hashed:
+    """An intake that hashes what it is given on its way to where `reading` brings it in `target`, or to nowhere (None)."""
+
+    reading: Reading
+    target: Weight | None
+    digests: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return CPU
+
+    @property
+    def step(self) -> int:
+        return self.reading.step
+
+    @property
+    def most(self) -> int:
+        return self.reading.most
+
+    def take(self, values: torch.Tensor, first: int, work: torch.Tensor) -> None:
+        octets = values.reshape(-1).view(torch.uint8)
+        self.digests[first] = hashlib.sha256(octets.numpy().data).digest()
+        if self.target is None:
+            return
+        place = self.reading.destination(self.target)
+        if not isinstance(place, torch.Tensor):
+            place.take(values, first, work)
+            return
+        start = first * (octets.numel() // values.shape[0])
+        place.reshape(-1).view(torch.uint8)[start : start + octets.numel()] = octets
+
+    def digest(self) -> bytes:
+        """Of the tensor's name, type, shape and bytes."""
+        info = self.reading.info
+        whole = hashlib.sha256(f"{info.name}\0{info.dtype}\0{info.shape}\0".encode())
+        for first in sorted(self.digests):
+            whole.update(self.digests[first])
+        return whole.digest()
+
+
+def is_current(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> bool:
+    """Whether the folder holds this conversion already. Where only the source's times differ, its bytes are compared with its hash.
+
+    `lease` has conversion.need bytes. Raises Cancelled, FileError of the source.
+    """
+    folder, plan = conversion.folder, conversion.plan
+    try:
+        found = open_converted(folder, conversion.quant)
+        replan(plan, found)
+        if found.aim != plan.aim:
+            return False
+        if unchanged_since(folder, conversion.checkpoint):
+            return True
+    except OnedeskError:
+        return False
+    content = hashlib.sha256()
+    for hashed in _read(conversion, lease, progress, cancel, keep=False):
+        content.update(hashed)
+    if content.hexdigest() != found.content:
+        return False
+    _write_text(folder / SOURCE, json.dumps(source_record(conversion.checkpoint, found.content)))
+    return True
+
+
+def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
+    """Write the folder, or nothing; returns the hash of the source's bytes. Never more than one tensor is in memory, in `lease`.
+
+    Two that write the same folder at once both succeed; whoever reads it sees one of them whole. Raises Cancelled, FileError, ModelError.
+    """
+    parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _check_room(parent, conversion.plan)
+        with work_folder(parent, conversion.folder.name) as work:
+            made = work / "made"
+            made.mkdir()
+            with (made / WEIGHTS).open("w+b") as file:
+                content = _write_weights(file, conversion, lease, progress, cancel)
+                _sync(file)
+            _write_text(made / SOURCE, json.dumps(record | {"content": content}))
+            _publish(made, conversion.folder, work / "old")
+    except OSError as error:
+        raise FileError(
+            f"the converted weights cannot be kept in the cache: {error.strerror}; make room there, or make it writable"
+        ) from None
+    return content
+
+
+def _write_weights(
+    file: BinaryIO, conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
+) -> str:
+    head = _header(conversion, NO_CONTENT)
+    file.write(head)
+    content = hashlib.sha256()
+    for hashed in _read(conversion, lease, progress, cancel, keep=True, file=file):
+        content.update(hashed)
+    file.seek(0)
+    file.write(_header(conversion, content.hexdigest()))
+    return content.hexdigest()
+
+
+def _read(
+    conversion: Conversion,
+    lease: Lease,
+    progress: ProgressReport | None,
+    cancel: CancelCheck | None,
+    *,
+    keep: bool,
+    file: BinaryIO | None = None,
+) -> Iterator[bytes]:
+    """Read every tensor, and with `keep` convert it and append it to `file`; yields the hashes of what was read."""
+    plan = conversion.plan
+    total = sum(info.nbytes for tensor in plan.tensors for info in tensor.parts)
+    done = 0
+    for tensor in plan.tensors:
+        room = _Room(lease)
+        benches = _benches(plan, room)
+        target = tensor.carve(room.carve) if keep else None
+        hashed = [_Hashed(reading, target) for reading in tensor.readings]
+        before = done
+
+        def report(here: Progress, before: int = before) -> None:
+            if progress is not None:
+                progress(Progress("load", before + here.done, total))
+
+        stats = stream_tensors([(one.reading.info, one) for one in hashed], progress=report, cancel=cancel, benches=benches)
+        done += stats.bytes
+        if target is not None and file is not None:
+            if tensor.settle is not None:
+                tensor.settle(target)
+            for part in target.tensors if isinstance(target, QuantizedWeight) else (target,):
+                file.write(part.reshape(-1).view(torch.uint8).numpy().data)
+        yield from (one.digest() for one in hashed)
+    if cancel is not None and cancel():
+        raise Cancelled("converting was stopped")
+
+
+def _header(conversion: Conversion, content: str) -> bytes:
+    """The safetensors header, padded so that the tensors begin at a multiple of ALIGNMENT."""
+    aim = conversion.plan.aim
+    if aim is None:
+        raise ValueError("there is nothing to convert to")
+    entries: dict[str, Any] = {"__metadata__": describe(aim, conversion.quant, content)}
+    at = 0
+    for name, shape, dtype, nbytes in _layout(conversion.plan):
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _layout(plan: WeightPlan) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """Name, shape, dtype and bytes of every tensor of the file, in order."""
+    for tensor in plan.tensors:
+        yield from _layout_of(tensor)
+
+
+def _layout_of(tensor: PlannedTensor) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    for name, _, shape, dtype in stored_pieces(tensor):
+        yield name, shape, dtype, math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def file_bytes(plan: WeightPlan) -> int:
+    """Bytes of the tensors in the converted file."""
+    return sum(nbytes for _, _, _, nbytes in _layout(plan))
+
+
+def _check_room(parent: Path, plan: WeightPlan) -> None:
+    needed, free = file_bytes(plan), shutil.disk_usage(parent).free
+    if needed > free:
+        raise FileError(f"the converted weights take {show(needed)} and the cache's disk has {show(free)} left; make room there")
+
+
+def _bench_bytes(plan: WeightPlan) -> int:
+    """As plan.bench_bytes, but for hashing every tensor is handed over in rows."""
+    count, raw, work = _bench(plan)
+    return count * (raw + work)
+
+
+def _bench(plan: WeightPlan) -> tuple[int, int, int]:
+    count, _, work = plan.bench(CPU)
+    raw = max(intake_bytes(reading.info, reading.step, reading.most) for tensor in plan.tensors for reading in tensor.readings)
+    return max(1, count), -(-raw // ALIGNMENT) * ALIGNMENT, work
+
+
+class _Room:
+    """The bytes of a lease, given out anew for each tensor."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._bytes, self._cursor = lease.tensor, 0
+
+    def carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        start = self._cursor
+        self._cursor += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return self._bytes[start : start + nbytes].view(dtype).view(shape)
+
+
+def _benches(plan: WeightPlan, room: _Room) -> list[Bench]:
+    count, raw, work = _bench(plan)
+    return [Bench(room.carve((raw,), torch.uint8), room.carve((work // 4,), torch.float32)) for _ in range(count)]
+
+
+def _publish(made: Path, folder: Path, aside: Path) -> None:
+    """Move `made` to `folder` as a whole; what is there goes to `aside` first. Raises OSError."""
+    for attempt in range(ATTEMPTS):
+        try:
+            made.rename(folder)
+        except OSError:
+            if attempt + 1 == ATTEMPTS or not folder.exists():
+                raise
+            _set_aside(folder, aside / str(attempt))
+        else:
+            return
+
+
+def _set_aside(folder: Path, aside: Path) -> None:
+    aside.parent.mkdir(exist_ok=True)
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:  # another writer was faster
+        time.sleep(0.001)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a small file as a whole. Raises OSError."""
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    with fresh.open("wb") as file:
+        file.write(text.encode())
+        _sync(file)
+    fresh.replace(path)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
