@@ -1,0 +1,168 @@
+"""What each route takes, as JSON Schema: `check` holds requests to it, and the OpenAPI document shows it. null counts as left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core import CHOICES_LIMIT, LOGPROBS_LIMIT
+
+NAME_LIMIT = 512
+INPUTS_LIMIT = 2048  # texts of one request for embeddings
+TOOLS_LIMIT = 256
+
+
+def _optional(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": [kind, "null"], **more}
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+_MODEL = _optional("string", minLength=1, maxLength=NAME_LIMIT, description="A name of /v1/models; left out: the default.")
+
+
+def _texts_or_ids(most: int) -> dict[str, Any]:
+    """One text, one list of token ids, or a list of either."""
+    lists = [{"type": "array", "items": item, "minItems": 1, "maxItems": most} for item in (_TEXT, _TOKEN_IDS)]
+    return {"anyOf": [_TEXT, _TOKEN_IDS, *lists]}
+
+
+# What chat and plain completions share.
+_SAMPLING: dict[str, Any] = {
+    "max_tokens": _optional("integer", minimum=1, description="Tokens of the answer; reasoning has its own budget."),
+    "temperature": _optional("number", minimum=0, description="0 is greedy; left out: the model's own default, as all of these."),
+    "top_p": _optional("number", minimum=0, maximum=1),
+    "top_k": _optional("integer", minimum=0),
+    "min_p": _optional("number", minimum=0, maximum=1),
+    "presence_penalty": _optional("number", minimum=-2, maximum=2),
+    "frequency_penalty": _optional("number", minimum=-2, maximum=2),
+    "repetition_penalty": _optional("number", minimum=0),
+    "seed": _optional("integer", minimum=0, maximum=2**64 - 1, description="Choice i of n is drawn with seed + i."),
+    "n": _optional("integer", minimum=1, maximum=CHOICES_LIMIT),
+    "stop": {"anyOf": [{"type": "null"}, _TEXT, {"type": "array", "items": _TEXT}]},
+    "logit_bias": _optional(
+        "object",
+        propertyNames={"type": "string", "pattern": "^[0-9]{1,9}$", "examples": ["1234"]},
+        additionalProperties={"type": "number"},
+        description="Token ids to what is added to their scores.",
+    ),
+    "stream": _optional("boolean"),
+    "stream_options": _optional("object", properties={"include_usage": _optional("boolean")}),
+    "user": _optional("string"),
+}
+
+_PART = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string"}, "text": _optional("string"), "refusal": _optional("string")},
+}
+_TOOL_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": _optional("string"),
+        "type": _optional("string"),
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": _TEXT, "arguments": {"type": ["string", "object", "null"]}},
+        },
+    },
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART}]},
+        "reasoning_content": _optional("string", description="What an assistant turn thought."),
+        "tool_calls": _optional("array", items=_TOOL_CALL),
+        "tool_call_id": _optional("string"),
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": _TEXT, "description": _optional("string"), "parameters": _optional("object")},
+        },
+    },
+}
+_RESPONSE_FORMAT = _optional(
+    "object",
+    required=["type"],
+    properties={
+        "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
+        "json_schema": _optional("object", properties={"name": _optional("string"), "schema": _optional("object")}),
+    },
+)
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string", "enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["function"],
+            "properties": {"function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}}},
+        },
+    ]
+}
+
+CHAT: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        "model": _MODEL,
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+        **_SAMPLING,
+        "max_completion_tokens": _optional("integer", minimum=1, description="The same as max_tokens."),
+        "logprobs": _optional("boolean"),
+        "top_logprobs": _optional("integer", minimum=0, maximum=LOGPROBS_LIMIT),
+        "response_format": _RESPONSE_FORMAT,
+        "tools": _optional("array", items=_TOOL, maxItems=TOOLS_LIMIT),
+        "tool_choice": _TOOL_CHOICE,
+        "thinking_budget": _optional("integer", minimum=0, description="Tokens of reasoning."),
+        "reasoning_effort": _optional("string", description="none turns thinking off; anything else goes to the template."),
+        "chat_template_kwargs": _optional("object", description="Further variables of the chat template, such as enable_thinking."),
+    },
+}
+
+COMPLETION: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {
+        "model": _MODEL,
+        "prompt": _texts_or_ids(CHOICES_LIMIT),
+        **_SAMPLING,
+        "logprobs": _optional("integer", minimum=0, maximum=LOGPROBS_LIMIT),
+        "best_of": _optional("integer", minimum=1, maximum=CHOICES_LIMIT),
+        "echo": _optional("boolean"),
+        "suffix": _optional("string", maxLength=0, description="Not supported: leave it out or empty."),
+    },
+}
+
+EMBEDDINGS: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "model": _MODEL,
+        "input": _texts_or_ids(INPUTS_LIMIT),
+        "encoding_format": _optional("string", enum=["float", "base64", None]),
+        "dimensions": _optional("integer", minimum=1),
+        "user": _optional("string"),
+    },
+}
+
+RELEASE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "owner": _optional("string", minLength=1, maxLength=NAME_LIMIT, description="A name of the leases: let it give way."),
+        "bytes": _optional("integer", minimum=1, description="Let owners give way until so much more can be leased."),
+    },
+}
+
+NOTHING: Mapping[str, Any] = {"type": "object"}

@@ -1,0 +1,60 @@
+"""The token that a client must show: made once, kept in a file that only its owner can read, compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..errors import FileError
+
+FILE_NAME = "service.token"
+FILE_LIMIT = 4096  # bytes
+SHORTEST = 16  # characters
+_RANDOM_BYTES = 32
+
+
+def load_token(path: Path) -> str:
+    """The token in `path`; made, with a file of mode 0600, where there is none.
+
+    Raises FileError for a file that others can read, that is no regular file of ours, or that holds no token. The token itself never
+    stands in a message.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_token(path)
+    except OSError as error:
+        raise FileError(f"the token file {path.name} cannot be made: {error.strerror}; name another with --token-file") from error
+    token = secrets.token_urlsafe(_RANDOM_BYTES)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    return token
+
+
+def read_token(path: Path) -> str:
+    """The token in `path`. Raises FileError as `load_token` does, and where there is no file."""
+    try:
+        # O_NONBLOCK: a FIFO in place of the file must not block for ever
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            content = file.read(FILE_LIMIT + 1)
+    except OSError as error:
+        raise FileError(f"the token file {path.name} cannot be read: {error.strerror}; name another with --token-file") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+        raise FileError(f"the token file {path.name} is no regular file of this user; name another with --token-file")
+    if found.st_mode & 0o077:
+        raise FileError(f"the token file {path.name} can be read by others (mode {found.st_mode & 0o777:o}); chmod 600 it")
+    text = content.decode("latin-1").strip()
+    if len(content) > FILE_LIMIT or len(text) < SHORTEST or not text.isascii() or not text.isprintable() or " " in text:
+        raise FileError(f"the token file {path.name} holds no token: {SHORTEST} or more printable characters; delete it to have one made")
+    return text
+
+
+def matches(shown: str, token: str) -> bool:
+    """Whether two tokens are equal, in a time that depends on neither."""
+    return hmac.compare_digest(*(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (shown, token)))
