@@ -188,12 +188,13 @@ def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, ro
 
 
 def fitting_context(need: Need, headroom: float, most: int) -> int:
-    """The largest context in tokens, a multiple of 256 where it is that long, at which `need` with its headroom is at most `most`."""
+    """The largest context in tokens at which `need` with its headroom is at most `most`, a multiple of 256, or of 32 where it is shorter."""
     if need.context < 1 or need.kv < 1:
         return 0
     spare = math.floor(most / (1 + headroom)) - need.weights - need.scratch
     tokens = max(0, min(need.context, spare * need.context // need.kv))
-    return tokens // 256 * 256 if tokens >= 256 else tokens
+    # Keys and values lie in blocks of 32 tokens.
+    return tokens // 256 * 256 if tokens >= 256 else tokens // 32 * 32
 
 
 def _choices(need: Need, settings: MemorySettings, most: int) -> str:
