@@ -188,7 +188,7 @@ def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, ro
 
 
 def fitting_context(need: Need, headroom: float, most: int) -> int:
-    """The largest context in tokens at which `need` with its headroom is at most `most`, a multiple of 256, or of 32 where it is shorter."""
+    """The largest context in tokens at which `need` with its headroom is at most `most`: a multiple of 256, a shorter one of 32."""
     if need.context < 1 or need.kv < 1:
         return 0
     spare = math.floor(most / (1 + headroom)) - need.weights - need.scratch
