@@ -28,7 +28,7 @@ async def read_json(request: web.Request, schema: Schema) -> dict[str, Any]:
         raise _too_large()
     try:
         raw = await asyncio.wait_for(_read(request), BODY_SECONDS)
-    except asyncio.TimeoutError:  # noqa: UP041 - another class in Python 3.10
+    except asyncio.TimeoutError:
         raise ApiError(408, f"the body was not there after {BODY_SECONDS:g} s; send it at once", code="slow_body") from None
     except web.RequestPayloadError as error:
         raise ApiError(400, f"the body cannot be read: {error}", code="broken_body") from error

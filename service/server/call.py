@@ -30,6 +30,7 @@ class Call:
         self.entered: float | None = None  # when the model began with it
         self.first_token: float | None = None
         self.outcome: Any = None  # what other work found
+        self.results = 0  # that the model's thread has handed over
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None

@@ -1,0 +1,95 @@
+"""Which models are served, by name, and their handles."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from ..api import OpenModel
+from ..config import Config
+from ..errors import OnedeskError
+from ..loader.files import short
+from ..loader.names import ModelEntry, ModelRoots
+from ..registry import Registry
+from ..setup.inventory import default_model, is_toy, model_roots, usual_context
+from .problems import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How models are opened: the common options of the command. `names` empty: every model that is listed."""
+
+    names: tuple[str, ...] = ()
+    quant: str = "none"
+    device: str = "auto"
+    context: int | None = None
+
+
+class Models:
+    """The models of a service. Thread-safe; every method may read files."""
+
+    def __init__(self, config: Config, registry: Registry, choice: Choice) -> None:
+        self.choice = choice
+        self._config = config
+        self._registry = registry
+        self._roots: ModelRoots = model_roots(config)
+        self._lock = threading.Lock()
+        self._open: dict[str, OpenModel] = {}
+
+    def entries(self) -> list[ModelEntry]:
+        """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
+        found = self._roots.list()
+        return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
+
+    def name_of(self, asked: str | None) -> str:
+        """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where one must be named."""
+        if asked is None:
+            default = self.choice.names[0] if self.choice.names else default_model(self._config)
+            if default is None:
+                raise ApiError(400, "model is missing; give a name of /v1/models", code="missing_field", param="model")
+            return default
+        if asked in self._open:
+            return asked
+        names = [entry.name for entry in self.entries()]
+        if asked not in names:
+            shown = ", ".join(map(short, names[:10])) or "none"
+            raise ApiError(404, f"there is no model {short(asked)}; there are: {shown}", code="model_not_found", param="model")
+        return asked
+
+    def open(self, name: str) -> OpenModel:
+        """The handle of a served name, which loads when it is first used. Raises ModelError, FileError, RequestError."""
+        with self._lock:
+            opened = self._open.get(name)
+            if opened is None or opened.stale:
+                self._open.pop(name, None)
+                choice, path = self.choice, self._roots.resolve(name)
+                context = choice.context or usual_context(self._config, path, self._roots)
+                opened = self._registry.open(
+                    name,
+                    roots=self._roots,
+                    context=context,
+                    quant=choice.quant,
+                    device=choice.device,
+                    load=False,
+                    sequences=self._config.service.concurrency,
+                )
+                self._open[name] = opened
+            return opened
+
+    def document(self, entry: ModelEntry) -> dict[str, Any]:
+        """A model as /v1/models shows it; a broken one says why."""
+        more: dict[str, Any] = {"toy": is_toy(entry.name), "context": None, "loaded": False, "bytes": None, "reason": ""}
+        try:
+            opened = self.open(entry.name)
+            more |= {"context": opened.context, "loaded": opened.loaded, "bytes": opened.need.total}
+        except OnedeskError as error:
+            more["reason"] = str(error)
+        return {"id": entry.name, "object": "model", "created": _changed(entry), "owned_by": "onedesk", "onedesk": more}
+
+
+def _changed(entry: ModelEntry) -> int:
+    try:
+        return int(entry.path.stat().st_mtime)
+    except OSError:
+        return 0

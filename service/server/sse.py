@@ -1,0 +1,65 @@
+"""A stream of server-sent events to one client, however slowly it reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from aiohttp import web
+
+from .problems import ApiError, to_json
+
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+# A client that takes nothing for so long is gone. What waits for it meanwhile is bounded by the length of the answer.
+WRITE_SECONDS = 60.0
+
+
+class ClientGoneError(ConnectionError):
+    """The client reads no longer."""
+
+
+class EventStream:
+    """An answer in parts. The first part sends the headers; after that an error can only be a part too."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    async def comment(self, text: str) -> None:
+        """Send what clients skip."""
+        await self._write(f": {text}\n\n".encode())
+
+    async def send(self, documents: Iterable[Any]) -> None:
+        """Send each document as an event."""
+        data = b"".join(b"data: " + to_json(document) + b"\n\n" for document in documents)
+        if data:
+            await self._write(data)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error in place of the rest."""
+        await self.send([error.document()])
+
+    async def done(self) -> web.StreamResponse:
+        """Send the last event; returns the response."""
+        response = await self._write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _write(self, data: bytes) -> web.StreamResponse:
+        response = self.response
+        if response is None:
+            response = self.response = web.StreamResponse(headers=HEADERS)
+            await response.prepare(self._request)
+        transport = self._request.transport
+        if transport is None:
+            raise ClientGoneError("the client is gone")
+        if transport.get_write_buffer_size() == 0:
+            await response.write(data)
+            return response
+        try:
+            await asyncio.wait_for(response.write(data), WRITE_SECONDS)
+        except asyncio.TimeoutError:
+            transport.abort()
+            raise ClientGoneError("the client took nothing for too long") from None
+        return response

@@ -1,0 +1,143 @@
+"""The thread of one model: takes calls from its line and works on them, those that write text together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ..api import OpenModel
+from ..core import Event
+from ..engine.answer import Prepared
+from .call import Call
+from .figures import Figures, Times
+from .line import Line
+
+
+class Worker:
+    """Serves the line of one model. Made and closed on the event loop. `places` says how many rows may write at once now."""
+
+    def __init__(self, name: str, places: Callable[[OpenModel], int], figures: Figures) -> None:
+        self.name = name
+        self.line: Line[Call] = Line(_wake)
+        self.working: list[Call] = []
+        self.aborting = False
+        self._places = places
+        self._figures = figures
+        self._thread = ThreadPoolExecutor(1, "onedesk-serve")
+        self._called = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    def ask(self, call: Call) -> None:
+        """Put a call into the line."""
+        self.line.join(call)
+        self._called.set()
+
+    def drop(self, call: Call) -> None:
+        """Nobody wants it any more."""
+        call.stop()
+        if self.line.leave(call):
+            call.end()
+
+    def go_on(self) -> None:
+        """Take from the line again, after it was held."""
+        self.line.go_on()
+        self._called.set()
+
+    async def idle(self) -> None:
+        """Wait until the thread has ended what it works on now."""
+        await asyncio.wrap_future(self._thread.submit(lambda: None))
+
+    async def in_turn(self, work: Callable[[], object]) -> None:
+        """Do something in the thread when it has ended what it works on now."""
+        await asyncio.wrap_future(self._thread.submit(work))
+
+    async def close(self) -> None:
+        """Stop what it works on, and end the thread."""
+        self.line.hold()
+        self.aborting = True
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        for call in self.working:
+            call.end()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._called.wait()
+            self._called.clear()
+            done = loop.run_in_executor(self._thread, self._work)
+            await asyncio.wait([done])
+            # Whatever the thread failed with belongs to the calls that it was at, and is raised to those who wait for them.
+            error = done.exception()
+            for call in list(self.working):
+                self._finish(call, error)
+            if error is not None and len(self.line):
+                self._called.set()
+
+    # In the thread
+
+    def _work(self) -> None:
+        """Until nobody waits."""
+        while (call := self.line.take(lambda _: True)) is not None:
+            self.working.append(call)
+            if isinstance(call.task, Prepared):
+                self._write(call)
+            else:
+                call.enter()
+                call.outcome = None if call.stopping else call.task(call.model, lambda: call.stopping or self.aborting)
+                self._finish(call)
+
+    def _write(self, first: Call) -> None:
+        """Write the answers of `first` and of those who come meanwhile, until none is left."""
+        model, coming = first.model, [first]
+        numbered: dict[int, Call] = {}
+        count = 0
+
+        def arrivals() -> Sequence[Prepared]:
+            nonlocal count
+            came: list[Prepared] = []
+            while (call := coming.pop() if coming else self._joining(model)) is not None:
+                numbered[count], count = call, count + 1
+                if isinstance(call.task, Prepared):
+                    came.append(call.task)
+            return came
+
+        for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=lambda number: numbered[number].stopping):
+            call = numbered[event.request]
+            if call.entered is None:
+                call.enter()
+            call.put(event)
+            if event.result is not None and self._told(call, event):
+                del numbered[event.request]
+
+    def _joining(self, model: OpenModel) -> Call | None:
+        """The next in line, if it can be written beside those that are."""
+        taken = sum(call.places for call in self.working)
+        most = self._places(model)
+        call = self.line.take(lambda call: isinstance(call.task, Prepared) and call.model is model and taken + call.places <= most)
+        if call is not None:
+            self.working.append(call)
+        return call
+
+    def _told(self, call: Call, event: Event) -> bool:
+        """Count a result; whether it was the call's last."""
+        if event.result is not None:
+            self._figures.wrote(self.name, event.choice, event.result)
+        call.results += 1
+        if call.results < call.choices:
+            return False
+        self._finish(call)
+        return True
+
+    def _finish(self, call: Call, error: BaseException | None = None) -> None:
+        self.working.remove(call)
+        self._figures.finished(self.name, Times(call.made, call.entered, call.first_token, time.perf_counter()))
+        call.end(error)
+
+
+def _wake(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.wake()
