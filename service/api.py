@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .config import load_config
-from .core import CancelCheck, Event, Message, ProgressReport, Request, Stage, Thinking
+from .core import QUANTIZATIONS, CancelCheck, Event, Message, ProgressReport, Request, Stage, Thinking
 from .engine.answer import Prepared, cancelled_result
 from .engine.call import Books, Orders
 from .engine.ceiling import known_ceiling
@@ -36,7 +36,6 @@ from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("none",)
 # How often a call that waits for the model looks whether it should stop.
 WAIT_SECONDS = 0.1
 
@@ -105,8 +104,8 @@ class OpenModel:
 
     @property
     def stale(self) -> bool:
-        """Whether a file of the checkpoint has changed since the handle was made; it cannot load any more then."""
-        return self._blueprint.checkpoint.changed()
+        """Whether a file that it loads from has changed since the handle was made; it cannot load any more then."""
+        return self._blueprint.checkpoint.changed() or self._blueprint.plan.changed()
 
     @property
     def busy(self) -> bool:
@@ -387,15 +386,17 @@ def open_model(
 ) -> OpenModel:
     """Open `model`: a Path is taken as it is, a str is a name among `roots`. With load=False it loads when it is first used.
 
+    `quant` is one of core.QUANTIZATIONS: how matrices that are stored in floating types are held; those stored quantized stay so.
     Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()` turns true.
     """
     if quant not in QUANTIZATIONS:
-        raise RequestError(f"quant is {quant!r}; this version supports {', '.join(QUANTIZATIONS)}")
+        raise RequestError(f"quant is {quant!r}; use {', '.join(QUANTIZATIONS)}")
     path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
     checkpoint = open_checkpoint(path, roots=roots.bases if roots else ())
-    draft = draw_blueprint(checkpoint, pick_device(device), 2)
+    cache = kernel_cache or load_config(None).cache
+    draft = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache)
     blueprint = replace(draft, context=pick_context(context, draft.config.max_position))
-    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, kernel_cache or load_config(None).cache)
+    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache)
     if load:
         opened.load(progress=progress, cancel=cancel)
     return opened

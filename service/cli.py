@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import Config, load_config
-from .core import SEED_LIMIT, Message, Request, Result, Sampling
+from .core import QUANTIZATIONS, SEED_LIMIT, Message, Request, Result, Sampling
 from .errors import Cancelled, OnedeskError, RequestError
+from .setup import quantize
 from .setup.console import (
     Stop,
     UsageError,
@@ -206,6 +207,12 @@ def _models(args: argparse.Namespace) -> int:
     return SUCCESS
 
 
+def _quantize(args: argparse.Namespace) -> int:
+    done = quantize.run(args)
+    write_json(asdict(done)) if args.json else print(quantize.told(done))
+    return SUCCESS
+
+
 def _memory(args: argparse.Namespace) -> int:
     from .setup.memory_report import memory_report, memory_table
 
@@ -339,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(run=run)
         added.add_argument("--model", metavar="NAME|FOLDER|FILE", help="the model; a name as `onedesk models` lists it, or a path")
-        added.add_argument("--quant", choices=("none",), default="none", help="weights as stored")
+        added.add_argument("--quant", choices=QUANTIZATIONS, default="none", help="hold the weights as stored (none), or in 8 or 4 bits")
         added.add_argument("--context", type=whole_from(2), metavar="N", help="tokens that prompt and answer may have together")
         added.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
         added.add_argument("--config", type=Path, metavar="FILE", help="another onedesk.toml than the installation's")
@@ -359,6 +366,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--ids", type=token_ids, metavar="1,2,3")
     score.add_argument("--text-file", type=Path, metavar="F")
     command("models", _models, "The models that can be opened, and whether they fit.")
+    quantize.add_options(command("quantize", _quantize, "Convert a model once to --quant int8 or int4; later openings find that."))
     memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
     memory.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")

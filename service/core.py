@@ -13,6 +13,8 @@ from .errors import RequestError
 
 Finish = Literal["stop", "length", "stop_string", "repetition", "cancelled"]
 Thinking = Literal["on", "off", "auto"]
+# How weights are held: as stored, or turned into 8 or 4 bits.
+QUANTIZATIONS = ("none", "int8", "int4")
 CancelCheck = Callable[[], bool]
 
 SEED_LIMIT = 2**64
