@@ -152,18 +152,24 @@ static void attend_row(const struct attention *a, long t, long head) {
     for (long g = 0; g < group; g++) finish(&run[g], out + g * dim, out + g * dim, dim);
 }
 
-/* A few rows: each as if it were alone. */
-void attend_rows(const struct attention *a) {
+static void share_rows(const struct attention *a, atomic_long *next) {
     const long items = a->chunk ? a->kv_heads : a->kv_heads * a->tokens;
-    const int64_t bytes = 8 * a->dim * a->kv_heads * a->longest * a->tokens;
-    const int threads = bytes < ALONE ? 1 : (int)a->threads;
-    atomic_long next = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    for (long item; (item = atomic_fetch_add(&next, 1)) < items;) {
+    for (long item; (item = atomic_fetch_add(next, 1)) < items;) {
         const long head = item % a->kv_heads, first = item / a->kv_heads, last = a->chunk ? a->tokens : first + 1;
         for (long t = first; t < last; t++) place(a, t, head);
         for (long t = first; t < last; t++) attend_row(a, t, head);
     }
+}
+
+/* A few rows: each as if it were alone. */
+void attend_rows(const struct attention *a) {
+    atomic_long next = 0;
+    if (a->threads == 1 || 8 * a->dim * a->kv_heads * a->longest * a->tokens < ALONE) {
+        share_rows(a, &next);
+        return;
+    }
+#pragma omp parallel num_threads((int)a->threads)
+    share_rows(a, &next);
 }
 
 /* What one thread of attend_chunk works in; rows are (token, query of the group) pairs. */

@@ -9,7 +9,7 @@ coarser.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,31 +24,22 @@ MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
 # The most queries that share a key head in attention.c, and what its head widths are a multiple of on any processor.
 MOST_GROUP, HEAD_STEP = 64, 16
 ALIGNMENT = 64
-# Addresses are kept of so many weights; a network has some hundred.
+# Calls are kept of so many places; a decode step of a network has some hundred for each batch.
 KEPT = 4096
 
 
 @dataclass(slots=True)
-class _Plan:
-    """A product's structure and its address. `held` are the tensors that it points into."""
+class _Call:
+    """A structure that is filled in, and the function that takes its address.
 
-    product: Product
+    A decode step makes the same calls again and again, with the same objects at the same places: each call is kept by their identities,
+    and `held` keeps them alive.
+    """
+
+    run: Callable[[int], None]
+    structure: Product | Attention
     address: int
-    outputs: int
-    held: Weight
-
-
-@dataclass(slots=True)
-class _Mixing:
-    """The same for attention over the cache of one layer."""
-
-    attention: Attention
-    address: int
-    made_for: tuple[NormWeight, NormWeight, RotaryTable]
-    held: tuple[torch.Tensor, ...]
-
-    def suits(self, q_norm: NormWeight, k_norm: NormWeight, rotary: RotaryTable) -> bool:
-        return self.made_for[0] is q_norm and self.made_for[1] is k_norm and self.made_for[2] is rotary
+    held: tuple[object, ...]
 
 
 class CpuKernels(ReferenceKernels):
@@ -62,8 +53,8 @@ class CpuKernels(ReferenceKernels):
         self._native = Native(library)
         self.reason = f"compiled for {self._native.instructions}, {self.threads} threads"
         self.compiled = self.plain = 0
-        self._plans: dict[int, _Plan] = {}
-        self._mixings: dict[int, _Mixing] = {}
+        self._weights: dict[int, tuple[StoredWeight, Weight]] = {}
+        self._calls: dict[tuple[int, ...], _Call] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._shared = self._each = 0
 
@@ -77,19 +68,18 @@ class CpuKernels(ReferenceKernels):
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
         self._room, *rest = buffers
         super().reserve(rest)
-        self._plans.clear()
-        self._mixings.clear()
+        self._calls.clear()
 
     def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
-        plan = self._plan(table)
-        if plan is None or not (_plain_rows(out) and ids.is_contiguous() and ids.dtype == torch.int64):
+        stored = self._stored(table)
+        if stored is None or not (_plain_rows(out) and ids.is_contiguous() and ids.dtype == torch.int64):
             return super().embed(ids, table, out)
         count, cols = out.shape
-        if count != ids.shape[0] or cols != plan.product.w.cols:
-            raise ValueError(f"{tuple(out.shape)} has no room for {ids.shape[0]} rows of {plan.product.w.cols}")
-        wrong = self._native.embed_rows(plan.address, ids.data_ptr(), count, out.data_ptr())
+        if count != ids.shape[0] or cols != stored.cols:
+            raise ValueError(f"{tuple(out.shape)} has no room for {ids.shape[0]} rows of {stored.cols}")
+        wrong = self._native.embed_rows(ctypes.addressof(stored), ids.data_ptr(), count, out.data_ptr())
         if wrong >= 0:
-            raise IndexError(f"id {int(ids[wrong])} is not in a table of {plan.product.w.rows} rows")
+            raise IndexError(f"id {int(ids[wrong])} is not in a table of {stored.rows} rows")
         return out
 
     def linear(self, x: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
@@ -118,65 +108,92 @@ class CpuKernels(ReferenceKernels):
         rows: Rows,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        ready = _plain_rows(qkv) and _plain_rows(out) and keys.dtype == values.dtype == torch.float32
-        if not ready or not _fits(heads, self._native.attention_width):
-            self.plain += 1
-            return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
-        mixing = self._mixings.get(id(keys))
-        if mixing is None or not mixing.suits(q_norm, k_norm, rotary):
-            mixing = self._mixing(heads, q_norm, k_norm, rotary, keys, values)
-        a, count = mixing.attention, qkv.shape[0]
-        a.qkv, a.out, a.tokens = qkv.data_ptr(), out.data_ptr(), count
-        a.positions, a.tables, a.table_ahead = rows.positions.data_ptr(), rows.tables.data_ptr(), rows.tables.stride(0)
-        a.chunk, a.longest = rows.start is not None, rows.longest
-        many = rows.start is not None and count > FEW_ROWS
-        (self._native.attend_chunk if many else self._native.attend_rows)(mixing.address)
+        key = (id(qkv), id(q_norm), id(k_norm), id(rotary), id(keys), id(values), id(rows), id(out))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._attention(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
+            if call is None:
+                self.plain += 1
+                return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
+            if rows.start is None:
+                self._keep(key, call)
+        call.structure.longest = rows.longest
+        call.run(call.address)
         self.compiled += 1
         return out
 
+    def _attention(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+    ) -> _Call | None:
+        ready = _plain_rows(qkv) and _plain_rows(out) and keys.dtype == values.dtype == torch.float32
+        if not ready or not _fits(heads, self._native.attention_width):
+            return None
+        count = qkv.shape[0]
+        a = Attention(q_eps=q_norm.eps, k_eps=k_norm.eps, half=rotary.cos.shape[1], block_ahead=keys.stride(0), threads=self.threads)
+        a.keys, a.values, a.q_norm, a.k_norm = keys.data_ptr(), values.data_ptr(), q_norm.weight.data_ptr(), k_norm.weight.data_ptr()
+        a.cos, a.sin, a.qkv, a.out = rotary.cos.data_ptr(), rotary.sin.data_ptr(), qkv.data_ptr(), out.data_ptr()
+        a.heads, a.kv_heads, a.dim, a.tokens = heads.heads, heads.kv_heads, heads.head_dim, count
+        a.positions, a.tables, a.table_ahead = rows.positions.data_ptr(), rows.tables.data_ptr(), rows.tables.stride(0)
+        a.chunk = rows.start is not None
+        a.scratch, a.stride = self._scratch(0, self._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
+        run = self._native.attend_rows if rows.start is None or count <= FEW_ROWS else self._native.attend_chunk
+        return _Call(run, a, ctypes.addressof(a), (qkv, q_norm, k_norm, rotary, keys, values, rows, out))
+
     def _product(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> bool:
         """Whether the product could be done; plain torch must do it otherwise."""
-        plan = self._plans.get(id(weight)) or self._plan(weight)
-        if plan is None or not (_plain_rows(x) and _plain_rows(out)):
-            self.plain += 1
-            return False
-        product, (count, cols) = plan.product, x.shape
-        outputs = plan.outputs // 2 if mode == GATE else plan.outputs
-        if cols != product.w.cols or out.numel() != count * outputs:
-            raise ValueError(f"{tuple(x.shape)} times a weight {tuple(weight.shape)} does not give {tuple(out.shape)}")
-        product.mode, product.tokens, product.x, product.out = mode, count, x.data_ptr(), out.data_ptr()
-        if norm is None:
-            product.norm = None
-        else:
-            product.norm, product.eps = norm.weight.data_ptr(), norm.eps
-        (self._native.gemv if count <= FEW_ROWS else self._native.gemm)(plan.address)
+        key = (mode, id(x), id(norm), id(weight), id(out))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._product_call(mode, x, norm, weight, out)
+            if call is None:
+                self.plain += 1
+                return False
+            if x.shape[0] <= FEW_ROWS:
+                self._keep(key, call)
+        call.run(call.address)
         self.compiled += 1
         return True
 
-    def _plan(self, weight: Weight) -> _Plan | None:
-        """Made once a weight: kept by the object, which the plan keeps alive."""
-        plan = self._plans.get(id(weight))
-        if plan is None:
+    def _product_call(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> _Call | None:
+        stored = self._stored(weight)
+        if stored is None or not (_plain_rows(x) and _plain_rows(out)):
+            return None
+        count, cols = x.shape
+        outputs = stored.rows // 2 if mode == GATE else stored.rows
+        if cols != stored.cols or out.numel() != count * outputs:
+            raise ValueError(f"{tuple(x.shape)} times a weight {tuple(weight.shape)} does not give {tuple(out.shape)}")
+        product = Product(w=stored, mode=mode, x=x.data_ptr(), out=out.data_ptr(), tokens=count, threads=self.threads)
+        if norm is not None:
+            product.norm, product.eps = norm.weight.data_ptr(), norm.eps
+        product.scratch, product.stride = self._scratch(*self._needs(stored))
+        run = self._native.gemv if count <= FEW_ROWS else self._native.gemm
+        return _Call(run, product, ctypes.addressof(product), (x, norm, weight, out))
+
+    def _keep(self, key: tuple[int, ...], call: _Call) -> None:
+        if len(self._calls) >= KEPT:
+            self._calls.clear()
+        self._calls[key] = call
+
+    def _stored(self, weight: Weight) -> StoredWeight | None:
+        """What `describe` says, once a weight."""
+        found = self._weights.get(id(weight))
+        if found is None:
             stored = describe(weight)
             if stored is None:
                 return None
-            if len(self._plans) >= KEPT:
-                self._plans.clear()
-            product = Product(w=stored, threads=self.threads)
-            product.scratch, product.stride = self._scratch(*self._needs(stored))
-            plan = self._plans[id(weight)] = _Plan(product, ctypes.addressof(product), stored.rows, weight)
-        return plan
-
-    def _mixing(
-        self, heads: HeadShape, q_norm: NormWeight, k_norm: NormWeight, rotary: RotaryTable, keys: torch.Tensor, values: torch.Tensor
-    ) -> _Mixing:
-        held = (keys, values, q_norm.weight, k_norm.weight, rotary.cos, rotary.sin)
-        a = Attention(q_eps=q_norm.eps, k_eps=k_norm.eps, half=rotary.cos.shape[1], block_ahead=keys.stride(0), threads=self.threads)
-        a.keys, a.values, a.q_norm, a.k_norm, a.cos, a.sin = (tensor.data_ptr() for tensor in held)
-        a.heads, a.kv_heads, a.dim = heads.heads, heads.kv_heads, heads.head_dim
-        a.scratch, a.stride = self._scratch(0, self._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
-        mixing = self._mixings[id(keys)] = _Mixing(a, ctypes.addressof(a), (q_norm, k_norm, rotary), held)
-        return mixing
+            if len(self._weights) >= KEPT:
+                self._weights.clear()
+            found = self._weights[id(weight)] = stored, weight
+        return found[0]
 
     def _needs(self, stored: StoredWeight) -> tuple[int, int]:
         """Bytes that any product with this weight takes: shared by all threads, and of each."""
@@ -190,8 +207,7 @@ class CpuKernels(ReferenceKernels):
         needed = self._shared + self.threads * self._each + ALIGNMENT
         if self._room.numel() < needed:
             self._room = torch.empty(needed, dtype=torch.uint8)
-            self._plans.clear()  # they point into the room before
-            self._mixings.clear()
+            self._calls.clear()  # they point into the room before
         return -(-self._room.data_ptr() // ALIGNMENT) * ALIGNMENT, self._each
 
 

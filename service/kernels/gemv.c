@@ -139,15 +139,20 @@ static void some_outputs(const struct product *p, const struct prepared *x, long
     }
 }
 
-void gemv(const struct product *p) {
+static void share(const struct product *p, atomic_long *next, long thread) {
     const long outputs = outputs_of(p);
-    const int threads = p->w.rows * row_bytes(&p->w) < ALONE ? 1 : (int)p->threads;
+    struct prepared x;
+    prepare(p, &x, p->scratch + thread * p->stride);
+    for (long first; (first = atomic_fetch_add(next, TAKEN)) < outputs;)
+        some_outputs(p, &x, first, first + TAKEN < outputs ? TAKEN : outputs - first);
+}
+
+void gemv(const struct product *p) {
     atomic_long next = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        struct prepared x;
-        prepare(p, &x, p->scratch + thread_number() * p->stride);
-        for (long first; (first = atomic_fetch_add(&next, TAKEN)) < outputs;)
-            some_outputs(p, &x, first, first + TAKEN < outputs ? TAKEN : outputs - first);
+    if (p->threads == 1 || p->w.rows * row_bytes(&p->w) < ALONE) {
+        share(p, &next, 0);
+        return;
     }
+#pragma omp parallel num_threads((int)p->threads)
+    share(p, &next, thread_number());
 }
