@@ -1,0 +1,70 @@
+"""/v1/embeddings: a vector for each text."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from ..api import OpenModel
+from ..errors import Cancelled
+from .asks import prompts
+from .body import read_json
+from .call import Work
+from .problems import ApiError, to_json
+from .schemas import EMBEDDINGS
+from .service import Service
+
+
+async def embeddings(service: Service, request: web.Request) -> web.StreamResponse:
+    """Vectors of length 1: the last token's state behind the final norm, cut to `dimensions` where that is given."""
+    body = await read_json(request, EMBEDDINGS)
+    name, model = await service.model(body.get("model"))
+    dimensions = None if body.get("dimensions") is None else int(body["dimensions"])
+    if dimensions is not None and dimensions > model.hidden_size:
+        message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
+        raise ApiError(400, message, code="wrong_value", param="dimensions")
+    ids = await service.in_thread(_encoded, model, prompts(body["input"]))
+    async with service.working_on(name, model, _embed(ids, dimensions)) as call:
+        async for _ in service.follow(name, call):
+            continue
+    if call.outcome is None:
+        raise ApiError(503, "the service stopped before the vectors were there", code="stopped")
+    as_base64 = body.get("encoding_format") == "base64"
+    data = [{"object": "embedding", "index": at, "embedding": _written(vector, as_base64)} for at, vector in enumerate(call.outcome)]
+    count = sum(map(len, ids))
+    document = {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": count, "total_tokens": count}}
+    return web.Response(body=to_json(document), content_type="application/json")
+
+
+def _encoded(model: OpenModel, inputs: Sequence[str | Sequence[int]]) -> list[list[int]]:
+    """Token ids of every input, checked before anything waits for its turn."""
+    ids = [model.encode(one) if isinstance(one, str) else [int(token) for token in one] for one in inputs]
+    for one in ids:
+        model.check_fits(one)
+    return ids
+
+
+def _embed(ids: Sequence[Sequence[int]], dimensions: int | None) -> Work:
+    def work(model: OpenModel, stopping: Callable[[], bool]) -> list[list[float]] | None:
+        try:
+            return [_cut(model.embed(one, cancel=stopping), dimensions) for one in ids]
+        except Cancelled:
+            return None
+
+    return work
+
+
+def _cut(vector: Sequence[float], dimensions: int | None) -> list[float]:
+    kept = list(vector[:dimensions])
+    norm = math.sqrt(math.fsum(value * value for value in kept))
+    return [value / norm for value in kept] if norm else kept
+
+
+def _written(vector: Sequence[float], as_base64: bool) -> Any:
+    """float32 little-endian in base64, or numbers."""
+    return base64.b64encode(array("f", vector).tobytes()).decode("ascii") if as_base64 else vector

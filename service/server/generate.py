@@ -1,0 +1,110 @@
+"""/v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from ..api import OpenModel
+from ..core import Event, Result
+from ..errors import OnedeskError
+from .answers import ChatWriter, CompletionWriter, Document, Writer, added, usage
+from .asks import Ask, chat_ask, completion_ask
+from .body import read_json
+from .call import Call
+from .problems import ApiError, as_api_error, to_json
+from .schemas import CHAT, COMPLETION
+from .service import Service
+from .sse import EventStream
+
+
+async def chat(service: Service, request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    body = await read_json(request, CHAT)
+    name, model = await service.model(body.get("model"))
+    ask = chat_ask(body, model.context)
+    scored = ask.requests[0].logprobs is not None
+    writer = ChatWriter(name, model.tokenizer if scored else None, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
+    return await _answer(service, request, ask, _Answering(name, model, writer))
+
+
+async def completions(service: Service, request: web.Request) -> web.StreamResponse:
+    """Go on with a text, or with token ids."""
+    body = await read_json(request, COMPLETION)
+    name, model = await service.model(body.get("model"))
+    ask = completion_ask(body, model.context)
+    scored = ask.requests[0].logprobs is not None
+    echoes = await service.in_thread(_echoes, model, ask) if ask.echo else {}
+    writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
+    return await _answer(service, request, ask, _Answering(name, model, writer))
+
+
+def _echoes(model: OpenModel, ask: Ask) -> dict[int, str]:
+    """The text of each choice's prompt."""
+    texts = [one.prompt if one.prompt is not None else model.tokenizer.decode(one.ids or ()) for one in ask.requests]
+    return dict(enumerate(text for text, one in zip(texts, ask.requests, strict=True) for _ in range(one.n)))
+
+
+@dataclass(slots=True)
+class _Answering:
+    """An answer on its way: its model, who writes it down, the calls that it is made of (one a prompt), and their results."""
+
+    name: str
+    model: OpenModel
+    writer: Writer
+    calls: Sequence[Call] = ()
+    results: list[list[Result]] = field(default_factory=list)
+
+    async def events(self, service: Service) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
+        """What comes, prompt by prompt, each event with the index of its choice in the whole answer."""
+        first = 0
+        for call in self.calls:
+            results: dict[int, Result] = {}
+            async for events in service.follow(self.name, call):
+                results |= {event.choice: event.result for event in events if event.result is not None}
+                yield call, [(first + event.choice, event) for event in events]
+            if len(results) < call.choices:
+                raise ApiError(503, "the service stopped before the answer was there", code="stopped")
+            self.results.append([results[choice] for choice in sorted(results)])
+            first += call.choices
+
+    @property
+    def usage(self) -> Document:
+        """Tokens of all prompts that have ended."""
+        return added(usage(results) for results in self.results)
+
+
+async def _answer(service: Service, request: web.Request, ask: Ask, answering: _Answering) -> web.StreamResponse:
+    async with service.generating(answering.name, answering.model, ask.requests) as answering.calls:
+        if ask.stream:
+            return await _stream(service, request, answering, include_usage=ask.include_usage)
+        async for _, events in answering.events(service):
+            for index, event in events:
+                answering.writer.collect(index, event)
+        return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
+
+
+async def _stream(service: Service, request: web.Request, answering: _Answering, *, include_usage: bool) -> web.StreamResponse:
+    """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its own."""
+    out = EventStream(request)
+    told: int | None = None
+    try:
+        async for call, events in answering.events(service):
+            place = service.place(answering.name, call) if call.entered is None else None
+            if place is not None and place != told:
+                told = place
+                await out.comment(f"waiting, place {place}")
+            elif not events:
+                await out.comment("working")
+            visible = [(index, event) for index, event in events if event.progress is None]
+            await out.send(answering.writer.chunks(visible))
+        if include_usage:
+            await out.send([answering.writer.usage_chunk(answering.usage)])
+    except (OnedeskError, RuntimeError, MemoryError) as error:
+        # RuntimeError: what torch raises when a device fails
+        if out.response is None:
+            raise
+        await out.fail(as_api_error(error))
+    return await out.done()

@@ -1,0 +1,94 @@
+"""/v1/memory: what there is, who holds it, and making it free for somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from aiohttp import web
+
+from ..api import OpenModel
+from ..memory.pool import Released
+from ..setup.memory_report import memory_report
+from .body import read_json
+from .problems import ApiError, to_json
+from .schemas import NOTHING, RELEASE
+from .service import Service
+
+
+async def show_memory(service: Service, request: web.Request) -> web.Response:
+    """The document of `onedesk memory`, of this process."""
+    report = await service.in_thread(_report, service)
+    return web.Response(body=to_json(report), content_type="application/json")
+
+
+def _report(service: Service) -> dict[str, Any]:
+    report = memory_report(service.registry.config, device=service.models.choice.device, proc=None)
+    return report | {"asleep": service.asleep}
+
+
+async def release(service: Service, request: web.Request) -> web.Response:
+    """Let one owner give way, or as many as it takes for `bytes`; answers once the bytes are back, measured."""
+    body = await read_json(request, RELEASE)
+    owner, nbytes = body.get("owner"), body.get("bytes")
+    if (owner is None) == (nbytes is None):
+        raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
+    if owner is None:
+        released = await service.in_thread(_make_room, service, int(nbytes))
+    else:
+        released = await service.in_thread(_release, service, owner)
+    return _answer(service, released)
+
+
+def _make_room(service: Service, nbytes: int) -> list[Released]:
+    pool = service.registry.pool(service.models.choice.device)
+    lacking = nbytes - max(0, pool.room().now)
+    return pool.make_room(lacking) if lacking > 0 else []
+
+
+def _release(service: Service, owner: str) -> list[Released]:
+    owners = sorted({model.name for model in service.registry.models()})
+    if owner not in owners:
+        message = f"nobody of that name can give way; there are: {', '.join(owners) or 'none'}"
+        raise ApiError(404, message, code="unknown_owner", param="owner")
+    return service.registry.release(owner)
+
+
+async def sleep(service: Service, request: web.Request) -> web.Response:
+    """Give everything back and take on no work until `wake`: what is worked on ends first, what comes meanwhile waits for its turn."""
+    await read_json(request, NOTHING)
+    service.asleep = True
+    for worker in service.workers:
+        worker.line.hold()
+    await asyncio.gather(*(worker.idle() for worker in service.workers))
+    loaded = [model for model in service.registry.models() if model.loaded]
+    service.slept += [model for model in loaded if model not in service.slept]
+    return _answer(service, await service.in_thread(service.registry.release))
+
+
+async def wake(service: Service, request: web.Request) -> web.Response:
+    """Load what was loaded when it fell asleep, and work again."""
+    await read_json(request, NOTHING)
+    slept, service.slept = service.slept, []
+    try:
+        woken = await service.in_thread(lambda: [_load(model) for model in slept])
+    finally:
+        service.asleep = False
+        for worker in service.workers:
+            worker.go_on()
+    return web.Response(body=to_json({"woken": woken}), content_type="application/json")
+
+
+def _load(model: OpenModel) -> dict[str, Any]:
+    began = time.perf_counter()
+    model.load()
+    return {"owner": model.name, "bytes": model.held_bytes(), "seconds": time.perf_counter() - began}
+
+
+def _answer(service: Service, released: Iterable[Released]) -> web.Response:
+    given = list(released)
+    service.figures.returned(given)
+    rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in given]
+    return web.Response(body=to_json({"released": rows}), content_type="application/json")

@@ -1,0 +1,198 @@
+"""The service itself: its models with their lines, what it lets in, how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from ..api import OpenModel
+from ..config import ServiceSettings
+from ..core import Event, Request
+from ..errors import OnedeskError
+from ..registry import Registry
+from .call import Call, Work
+from .figures import Figures
+from .models import Models
+from .places import Places
+from .problems import SOON, ApiError
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Threads that check requests and render templates; each may wait for a template's child process.
+PREPARERS = 4
+# Requests at once beside those that wait or are worked on: being read, refused, asked for memory or figures.
+BESIDE = 64
+# Seconds after which a stream in which nothing comes sends a comment, so that nobody on the way takes it for dead.
+TICK = 10.0
+
+
+class Service:
+    """One process's service. Made on the event loop; `registry` and what it opened stay the caller's to close."""
+
+    def __init__(self, settings: ServiceSettings, models: Models, registry: Registry, version: str) -> None:
+        self.settings = settings
+        self.models = models
+        self.registry = registry
+        self.version = version
+        self.figures = Figures()
+        self.places = Places(settings.concurrency, registry)
+        self.ready = False
+        self.stopping = False
+        self.asleep = False
+        self.slept: list[OpenModel] = []  # what was loaded when it fell asleep
+        self.requests = 0  # HTTP requests that are being answered
+        self._workers: dict[str, Worker] = {}
+        self._threads = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # Letting in
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for their turn, of all models."""
+        return sum(len(worker.line) for worker in self._workers.values())
+
+    @property
+    def working(self) -> list[Call]:
+        """Calls that are worked on."""
+        return [call for worker in self._workers.values() for call in list(worker.working)]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those of the models that were asked for."""
+        return list(self._workers.values())
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do what may wait for files or processes beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def model(self, asked: str | None) -> tuple[str, OpenModel]:
+        """The model that a request names, and its handle. Raises ApiError 404, OnedeskError for a broken one."""
+        return await self.in_thread(self._model, asked)
+
+    def _model(self, asked: str | None) -> tuple[str, OpenModel]:
+        name = self.models.name_of(asked)
+        return name, self.models.open(name)
+
+    @asynccontextmanager
+    async def generating(self, name: str, model: OpenModel, requests: Sequence[Request]) -> AsyncIterator[list[Call]]:
+        """Check requests, then let them wait for their turns; they are dropped when the block ends before they have.
+
+        Raises ApiError 429 where too many wait, 503 when the service stops; RequestError and ModelError for what the model refuses.
+        """
+        prepared = await self.in_thread(lambda: [model.prepared(request) for request in requests])
+        async with self._waiting(name, [Call(model, one) for one in prepared]) as calls:
+            yield calls
+
+    @asynccontextmanager
+    async def working_on(self, name: str, model: OpenModel, work: Work) -> AsyncIterator[Call]:
+        """As `generating` for other work with a model."""
+        async with self._waiting(name, [Call(model, work)]) as calls:
+            yield calls[0]
+
+    @asynccontextmanager
+    async def _waiting(self, name: str, calls: list[Call]) -> AsyncIterator[list[Call]]:
+        worker = self._worker(name)
+        self._check_room(worker, len(calls))
+        for call in calls:
+            worker.ask(call)
+        try:
+            yield calls
+        finally:
+            for call in calls:
+                worker.drop(call)
+
+    def _worker(self, name: str) -> Worker:
+        if name not in self._workers:
+            self._workers[name] = worker = Worker(name, self.places.now, self.figures)
+            if self.asleep:
+                worker.line.hold()
+        return self._workers[name]
+
+    def _check_room(self, worker: Worker, count: int) -> None:
+        if self.stopping:
+            raise ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
+        # Whoever finds nobody before it need not wait, so a queue of 0 still works.
+        free = not worker.working and not len(worker.line) and not worker.line.held
+        if self.waiting + count - free > self.settings.queue:
+            after = self._wait_seconds(worker)
+            message = f"{self.waiting} requests wait already, and {self.settings.queue} may; try again in about {after} s"
+            raise ApiError(429, message, code="queue_full", retry_after=after)
+
+    def place(self, name: str, call: Call) -> int | None:
+        """How many turns until a call's own; None if it does not wait."""
+        return self._workers[name].line.place(call)
+
+    async def follow(self, name: str, call: Call) -> AsyncIterator[Sequence[Event]]:
+        """What comes of a call, in parts; empty ones where its place has changed, and every TICK seconds.
+
+        Raises ApiError 503 where it waits for its turn longer than it may, and whatever its model fails with.
+        """
+        while (events := await call.take(self._patience(call))) is not None:
+            self._check_deadline(name, call)
+            yield events
+
+    def _patience(self, call: Call) -> float:
+        limit = self.settings.deadline
+        if not limit or call.entered is not None:
+            return TICK
+        return min(TICK, max(0.001, call.made + limit - time.perf_counter()))
+
+    def _check_deadline(self, name: str, call: Call) -> None:
+        limit = self.settings.deadline
+        if limit and call.entered is None and not call.ended and time.perf_counter() - call.made >= limit:
+            after = self._wait_seconds(self._workers[name])
+            raise ApiError(503, f"the request waited for {limit:g} s without its turn coming", code="deadline", retry_after=after)
+
+    def _wait_seconds(self, worker: Worker) -> int:
+        return self.figures.wait_seconds(worker.name, len(worker.line) + 1, self.settings.concurrency)
+
+    # Background work, and the end
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something beside the requests, until it or the service ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def warm_up(self, names: Sequence[str]) -> None:
+        """Load the models of these names and measure how many rows at once pay; then the service is ready."""
+        for name in names:
+            try:
+                _, model = await self.model(name)
+                await self._worker(name).in_turn(model.load)
+                await self._worker(name).in_turn(lambda model=model: self.places.measure(model))
+            except OnedeskError as error:
+                log.error("%s cannot be loaded: %s", name, error)
+        self.ready = not self.stopping
+
+    async def stop(self, seconds: float) -> None:
+        """Send everybody away who waits, let what is worked on end within `seconds`, then stop it; its partial answers still go out."""
+        self.ready, self.stopping = False, True
+        error = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
+        for worker in self._workers.values():
+            for call in worker.line.clear():
+                call.end(error)
+        until = time.perf_counter() + seconds
+        while self.working and time.perf_counter() < until:
+            await asyncio.sleep(0.02)
+        for call in self.working:
+            call.stop()
+
+    async def close(self) -> None:
+        """End every thread and task. Nothing can be asked afterwards."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for worker in self._workers.values():
+            await worker.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
