@@ -383,10 +383,12 @@ def open_model(
     progress: ProgressReport | None = None,
     cancel: CancelCheck | None = None,
     kernel_cache: Path | None = None,
+    sequences: int = 1,
 ) -> OpenModel:
     """Open `model`: a Path is taken as it is, a str is a name among `roots`. With load=False it loads when it is first used.
 
     `quant` is one of core.QUANTIZATIONS: how matrices that are stored in floating types are held; those stored quantized stay so.
+    Keys and values have room for `sequences` of the whole context, or for fewer where the budget has not so much.
     Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()` turns true.
     """
     if quant not in QUANTIZATIONS:
@@ -395,7 +397,9 @@ def open_model(
     checkpoint = open_checkpoint(path, roots=roots.bases if roots else ())
     cache = kernel_cache or load_config(None).cache
     draft = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache)
-    blueprint = replace(draft, context=pick_context(context, draft.config.max_position))
+    blueprint = replace(draft, context=pick_context(context, draft.config.max_position), sequences=sequences)
+    while blueprint.sequences > 1 and blueprint.need.with_headroom(pool.settings.headroom) > pool.budget.spendable:
+        blueprint = replace(blueprint, sequences=blueprint.sequences - 1)
     opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache)
     if load:
         opened.load(progress=progress, cancel=cancel)

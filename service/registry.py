@@ -20,7 +20,7 @@ from .memory.thermal import merge, read_nvidia, read_zones
 from .memory.truth import read_truth
 from .memory.watch import Watch
 
-_Key = tuple[Path, int | None, str, str]
+_Key = tuple[Path, int | None, str, str, int]
 
 
 class Registry:
@@ -73,13 +73,14 @@ class Registry:
         load: bool = True,
         progress: ProgressReport | None = None,
         cancel: CancelCheck | None = None,
+        sequences: int = 1,
     ) -> OpenModel:
         """As api.open_model, but the same choice gives the same handle."""
         if not isinstance(model, Path):
             roots = roots or ModelRoots(self.config.model_roots)
         path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
         kind = pick_device(device).type
-        key = (path.resolve(), context, quant, kind)
+        key = (path.resolve(), context, quant, kind, sequences)
         with self._lock:
             opened = self._models.get(key)
             if opened is not None and opened.stale:
@@ -96,6 +97,7 @@ class Registry:
                     device=kind,
                     load=False,
                     kernel_cache=self.config.cache,
+                    sequences=sequences,
                 )
                 self._models[key] = opened
         if load:
