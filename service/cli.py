@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .config import Config, load_config
+from .config import Config, load_config, own_version
 from .core import QUANTIZATIONS, SEED_LIMIT, Message, Request, Result, Sampling
 from .errors import Cancelled, OnedeskError, RequestError
+from .server.command import serve, serve_options
 from .setup import quantize
 from .setup.console import (
     Stop,
@@ -339,13 +339,16 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("onedesk", description="Qwen beside your image models in one memory pool, offline.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"onedesk {_version()}")
+    parser.add_argument("--version", action="version", version=f"onedesk {own_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True, model: str = "store"
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(run=run)
-        added.add_argument("--model", metavar="NAME|FOLDER|FILE", help="the model; a name as `onedesk models` lists it, or a path")
+        words = "the model; a name as `onedesk models` lists it, or a path"
+        added.add_argument("--model", action=model, metavar="NAME|FOLDER|FILE", help=words)
         added.add_argument("--quant", choices=QUANTIZATIONS, default="none", help="hold the weights as stored (none), or in 8 or 4 bits")
         added.add_argument("--context", type=whole_from(2), metavar="N", help="tokens that prompt and answer may have together")
         added.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -379,6 +382,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--prompt", type=whole_from(1), default=512, metavar="N", help="tokens of the prompt")
     bench.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help="how often each is measured (5; handover 300)")
     bench.add_argument("--against", choices=("transformers",), help="measure it too, in the same run")
+    serve_options(
+        command("serve", serve, "Answer over HTTP as OpenAI's API does (--model: names; repeatable).", json=False, model="append")
+    )
     demo = command("demo", _demo, "Idea in, written prompt and picture out, with the toy models that come along.")
     demo.add_argument("idea", metavar="IDEA")
     return parser
@@ -396,13 +402,6 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="STR", help="end before this text; may be repeated")
     parser.add_argument("--thinking", choices=("on", "off", "auto"), default="auto")
     parser.add_argument("--thinking-budget", type=whole, metavar="N", help="tokens of reasoning")
-
-
-def _version() -> str:
-    try:
-        return version("onedesk")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

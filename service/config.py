@@ -2,7 +2,7 @@
 
     [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
     [models]   roots = ["models"], default = "NAME", context = 8192
-    [service]  host, port, concurrency, queue, deadline
+    [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation
     [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
 
 Bytes may be written as whole numbers or as text such as "4GiB". Relative roots start at the file's folder.
@@ -17,6 +17,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -57,7 +58,16 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
         "oversubscribe": "flag",
     },
     "models": {"roots": "texts", "default": "text", "context": "whole"},
-    "service": {"host": "text", "port": "whole", "concurrency": "whole", "queue": "whole", "deadline": "number"},
+    "service": {
+        "host": "text",
+        "port": "whole",
+        "concurrency": "whole",
+        "queue": "whole",
+        "deadline": "number",
+        "grace": "number",
+        "renew_hours": "number",
+        "renew_fragmentation": "number",
+    },
     "comfyui": {"correct_free_memory": "flag"},
 }
 MEMORY_KEYS = tuple(_TABLES["memory"])
@@ -75,18 +85,29 @@ _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
     ("service", "concurrency"): (1, 4096),
     ("service", "queue"): (0, 65536),
     ("service", "deadline"): (0, 7 * 86400),
+    ("service", "grace"): (0, 86400),
+    ("service", "renew_hours"): (0, 8760),
+    ("service", "renew_fragmentation"): (0, 1),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """Where the service listens and how much it takes on; `deadline` is seconds for one request, 0 for none."""
+    """Where the service listens and how much it takes on.
+
+    `concurrency` answers are written at once, `queue` requests may wait, each for `deadline` seconds (0: as long as it takes). At its
+    end the service lets answers be finished for `grace` seconds. A model that nobody asks is loaded anew after `renew_hours` (0: never),
+    or once so much of its pool is in pieces too small to use.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8787
     concurrency: int = 4
     queue: int = 64
     deadline: float = 600.0
+    grace: float = 10.0
+    renew_hours: float = 24.0
+    renew_fragmentation: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +139,14 @@ class Config:
 def package_folder() -> Path:
     """The folder of this package: the checkout, the pack in custom_nodes, or its place in site-packages."""
     return Path(__file__).resolve().parent.parent
+
+
+def own_version() -> str:
+    """The version of this package, by what was installed."""
+    try:
+        return version("onedesk")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def parse_bytes(text: str) -> int:

@@ -199,8 +199,9 @@ class CompletionWriter(Writer):
         self._echoes = echoes
 
     def _whole_choice(self, choice: Choice, result: Result) -> Document:
-        part = self._part(choice, self._echoes.get(choice.index, "") + result.text, result.reasoning, choice.scored)
-        return part | {"finish_reason": _finish(result)}
+        part = self._part(choice, self._echoes.get(choice.index, "") + result.text, result.reasoning, ())
+        logprobs = self._logprobs(choice, choice.scored) if self._with_logprobs else None
+        return part | {"logprobs": logprobs, "finish_reason": _finish(result)}
 
     def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
@@ -213,7 +214,7 @@ class CompletionWriter(Writer):
         return [self._part(choice, "", "", ()) | {"finish_reason": _finish(result)}]
 
     def _part(self, choice: Choice, text: str, reasoning: str, scored: Scored) -> Document:
-        logprobs = self._logprobs(choice, scored) if self._with_logprobs and scored else None
+        logprobs = self._logprobs(choice, scored) if scored else None
         part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return part | ({"reasoning_content": reasoning} if reasoning else {})
 

@@ -36,9 +36,9 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
     request = replace(
         shared,
         messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
-        max_tokens=_whole(body.get("max_completion_tokens")) or shared.max_tokens,
+        max_tokens=whole(body.get("max_completion_tokens")) or shared.max_tokens,
         thinking=thinking,
-        thinking_budget=_whole(body.get("thinking_budget")),
+        thinking_budget=whole(body.get("thinking_budget")),
         json_schema=_json_schema(body.get("response_format")),
         logprobs=_top_logprobs(body),
         tools=tools,
@@ -49,10 +49,10 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
     """A body that follows schemas.COMPLETION: a request for each prompt."""
-    logprobs, echo = _whole(body.get("logprobs")), bool(body.get("echo"))
+    logprobs, echo = whole(body.get("logprobs")), bool(body.get("echo"))
     if echo and logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported; leave one of them out", code="unsupported", param="echo")
-    shared = replace(_shared(body, context), logprobs=logprobs, best_of=_whole(body.get("best_of")))
+    shared = replace(_shared(body, context), logprobs=logprobs, best_of=whole(body.get("best_of")))
     given = prompts(body["prompt"])
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
     return Ask(requests, *_streaming(body), echo=echo)
@@ -70,20 +70,20 @@ def _shared(body: Mapping[str, Any], context: int) -> Request:
     stop = body.get("stop") or ()
     sampling = Sampling(
         temperature=body.get("temperature"),
-        top_k=_whole(body.get("top_k")),
+        top_k=whole(body.get("top_k")),
         top_p=body.get("top_p"),
         min_p=body.get("min_p"),
         presence_penalty=body.get("presence_penalty"),
         frequency_penalty=body.get("frequency_penalty"),
         repetition_penalty=body.get("repetition_penalty"),
         logit_bias={int(token): bias for token, bias in (body.get("logit_bias") or {}).items()},
-        seed=_whole(body.get("seed")),
+        seed=whole(body.get("seed")),
     )
     return Request(
         sampling=sampling,
-        max_tokens=_whole(body.get("max_tokens")) or context,
+        max_tokens=whole(body.get("max_tokens")) or context,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        n=_whole(body.get("n")) or 1,
+        n=whole(body.get("n")) or 1,
     )
 
 
@@ -105,7 +105,7 @@ def _thinking(body: Mapping[str, Any], options: dict[str, Any]) -> Thinking:
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int | None:
-    top = _whole(body.get("top_logprobs"))
+    top = whole(body.get("top_logprobs"))
     if not body.get("logprobs"):
         if top:
             raise ApiError(400, "top_logprobs goes with logprobs: true", code="wrong_value", param="top_logprobs")
@@ -176,5 +176,6 @@ def _ids(numbers: Sequence[float]) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _whole(value: float | None) -> int | None:
+def whole(value: float | None) -> int | None:
+    """A JSON number that was checked to be whole."""
     return None if value is None else int(value)

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ..api import OpenModel
 from ..errors import Cancelled
-from .asks import prompts
+from .asks import prompts, whole
 from .body import read_json
 from .call import Work
 from .problems import ApiError, to_json
@@ -24,7 +24,7 @@ async def embeddings(service: Service, request: web.Request) -> web.StreamRespon
     """Vectors of length 1: the last token's state behind the final norm, cut to `dimensions` where that is given."""
     body = await read_json(request, EMBEDDINGS)
     name, model = await service.model(body.get("model"))
-    dimensions = None if body.get("dimensions") is None else int(body["dimensions"])
+    dimensions = whole(body.get("dimensions"))
     if dimensions is not None and dimensions > model.hidden_size:
         message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
         raise ApiError(400, message, code="wrong_value", param="dimensions")

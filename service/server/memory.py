@@ -35,11 +35,9 @@ async def release(service: Service, request: web.Request) -> web.Response:
     owner, nbytes = body.get("owner"), body.get("bytes")
     if (owner is None) == (nbytes is None):
         raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
-    if owner is None:
-        released = await service.in_thread(_make_room, service, int(nbytes))
-    else:
-        released = await service.in_thread(_release, service, owner)
-    return _answer(service, released)
+    if nbytes is not None:
+        return _answer(service, await service.in_thread(_make_room, service, int(nbytes)))
+    return _answer(service, await service.in_thread(_release, service, str(owner)))
 
 
 def _make_room(service: Service, nbytes: int) -> list[Released]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -12,6 +13,7 @@ from .figures import Histogram
 from .problems import ApiError
 from .service import Service
 
+PROC = Path("/proc")
 Rows = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -60,7 +62,7 @@ class _Gatherer:
     def _memory(self) -> Iterator[Any]:
         registry = self._service.registry
         models = registry.models()
-        yield _counter("vm_events", "The kernel's memory events since boot", ("event",), _single(read_vmstat()))
+        yield _counter("vm_events", "The kernel's memory events since boot", ("event",), _single(read_vmstat(PROC)))
         yield _gauge("model_bytes", "Bytes that a model holds", ("model",), [((model.name,), model.held_bytes()) for model in models])
         pools = list({id(model.pool): model.pool for model in models}.values())
         held: dict[tuple[str, ...], float] = {}

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ..api import OpenModel
 from ..core import Event
@@ -87,8 +88,11 @@ class Worker:
                 self._write(call)
             else:
                 call.enter()
-                call.outcome = None if call.stopping else call.task(call.model, lambda: call.stopping or self.aborting)
+                call.outcome = None if call.stopping else call.task(call.model, partial(self._unwanted, call))
                 self._finish(call)
+
+    def _unwanted(self, call: Call) -> bool:
+        return call.stopping or self.aborting
 
     def _write(self, first: Call) -> None:
         """Write the answers of `first` and of those who come meanwhile, until none is left."""

@@ -1,0 +1,50 @@
+"""Every route once: the application and the OpenAPI document are both made from this list."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from .check import Schema
+from .embeddings import embeddings
+from .generate import chat, completions
+from .health import health, model, models
+from .memory import release, show_memory, sleep, wake
+from .metrics import metrics
+from .schemas import CHAT, COMPLETION, EMBEDDINGS, NOTHING, RELEASE
+from .service import Service
+
+Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A way in. `failures` are the statuses it may answer with, beside those that every route may."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Schema | None = None
+    failures: tuple[int, ...] = ()
+    answer: str = "application/json"
+    streams: bool = False
+
+
+_GENERATING = (404, 429, 500, 503)
+
+ROUTES = (
+    Route("GET", "/health", health, "Whether the service lives and is ready.", failures=(503,)),
+    Route("GET", "/v1/models", models, "The models that can be asked for."),
+    Route("GET", "/v1/models/{name:.+}", model, "One of the models.", failures=(404,)),
+    Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", CHAT, _GENERATING, streams=True),
+    Route("POST", "/v1/completions", completions, "Go on with a text.", COMPLETION, _GENERATING, streams=True),
+    Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),
+    Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),
+    Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
+    Route("POST", "/v1/memory/sleep", sleep, "Give everything back and wait.", NOTHING),
+    Route("POST", "/v1/memory/wake", wake, "Load again and work.", NOTHING, (500, 503)),
+    Route("GET", "/metrics", metrics, "Figures for Prometheus.", failures=(501,), answer="text/plain"),
+)
