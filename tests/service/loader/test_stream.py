@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,17 +230,30 @@ def test_progress_is_reported_at_the_end_and_not_too_often(weights: Path, monkey
     assert 2 <= len(told) <= stats.seconds / stream.PROGRESS_SECONDS + 1
 
 
-def test_pages_are_dropped_behind(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted by the advice given: what is resident afterwards is the file system's own affair."""
-    dropped: list[tuple[int, int]] = []
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(begin, end) of each part of a file that is dropped from the page cache from now on."""
+    parts: list[tuple[int, int]] = []
     real = os.posix_fadvise
 
     def fadvise(fd: int, offset: int, length: int, advice: int) -> None:
         if advice == os.POSIX_FADV_DONTNEED:
-            dropped.append((offset, offset + length))
+            parts.append((offset, offset + length))
         real(fd, offset, length, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    return parts
+
+
+def sync(path: Path) -> None:
+    """Write the file's pages to the disk: before that they cannot be dropped."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def test_pages_are_dropped_behind(weights: Path, dropped: list[tuple[int, int]]) -> None:
+    """Counted by the advice given: what is resident afterwards is the file system's own affair."""
+    sync(weights)
     stream_tensors(empty_jobs(weights), drop_behind=False)
     assert dropped == []
     jobs = empty_jobs(weights)
@@ -244,7 +261,68 @@ def test_pages_are_dropped_behind(weights: Path, monkeypatch: pytest.MonkeyPatch
     assert_same(jobs, weights)
     assert all(begin % readers_module.PAGE == 0 for begin, _ in dropped)
     assert [begin for begin, _ in dropped[:-1]] == list(range(0, weights.stat().st_size, CHUNK))
-    assert dropped[-1] == (0, weights.stat().st_size)  # once more as a whole: a page may have been in use or not yet written to the disk
+    assert dropped[-1] == (0, weights.stat().st_size)  # once more as a whole: a page may have been in use
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """5 whole chunks and their ends, written to the disk."""
+    path = tmp_path / "large.safetensors"
+    save_file({"w": torch.arange(5 * chunks.CHUNK_BYTES // 8)}, path)
+    sync(path)
+    return path
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    """Every page of the file in this process's own tables, as in those of another one that runs the model from its file."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as memory:
+        assert sum(memory[at] for at in range(0, len(memory), readers_module.PAGE)) > 0
+        yield
+
+
+def pieces(path: Path) -> int:
+    """How many chunks a file's one tensor is read in."""
+    return -(-path.stat().st_size // chunks.CHUNK_BYTES)
+
+
+def test_a_file_that_another_process_maps_is_dropped_once_and_then_let_be(large: Path, dropped: list[tuple[int, int]]) -> None:
+    jobs = empty_jobs(large)
+    stream_tensors(jobs, readers=1)
+    assert len(dropped) == pieces(large) + 1
+    dropped.clear()
+    with mapped(large):
+        stream_tensors(jobs, readers=1)
+    assert_same(jobs, large)
+    # The first chunk is cut short by the header, so the second is the first that can tell; the last is the whole file, at the end.
+    assert [begin for begin, _ in dropped] == [0, chunks.CHUNK_BYTES, 0]
+
+
+def test_of_two_files_the_one_that_nobody_maps_is_still_dropped(large: Path, tmp_path: Path, dropped: list[tuple[int, int]]) -> None:
+    other = Path(shutil.copy(large, tmp_path / "other.safetensors"))
+    sync(other)
+    with mapped(large):
+        stream_tensors(empty_jobs(large) + empty_jobs(other), readers=1)
+    assert len(dropped) == 2 + 1 + pieces(other) + 1
+
+
+def test_dropping_ends_when_the_file_begins_to_be_used_by_another(
+    large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(readers_module, "cached", lambda source, offset: next(answers))
+    monkeypatch.setattr(readers_module, "LOOK_EVERY", 2)
+    stream_tensors(empty_jobs(large), readers=1)
+    assert len(dropped) == 1 + 2 + 1 + 1  # the cut one, two until the second look, the one that stays, the file at the end
+
+
+def test_where_nobody_can_say_what_is_cached_everything_is_dropped(
+    large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers_module, "_NOWAIT", None)
+    with mapped(large):
+        stream_tensors(empty_jobs(large), readers=1)
+    assert len(dropped) == pieces(large) + 1
 
 
 MEASURE = """
