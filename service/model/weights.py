@@ -284,7 +284,7 @@ def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
     found = checkpoint.tensors.get(source.name)
     if found is None:
         module = f"{_module(source)}."
-        packed = next((name for name in checkpoint.tensors if name.startswith(module)), None) if KEY not in checkpoint.config else None
+        packed = next((name for name in checkpoint.tensors if name.startswith(module)), None) if checkpoint.config.get(KEY) is None else None
         why = f"it has {packed}, but config.json has no {KEY} that says what that is" if packed else "the checkpoint is incomplete"
         raise ModelError(f"{checkpoint.name} lacks the tensor {source.name}, wanted {list(source.shape)}; {why}")
     if tuple(found.shape) != source.shape:

@@ -93,8 +93,9 @@ Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
 def unpack_nibbles(data: torch.Tensor, cols: int) -> torch.Tensor:
     """Nibbles uint8 [rows, cols] of int4 blocks [rows, ceil(cols / 32) * 16], padding left out."""
-    blocks = data.view(data.shape[0], -1, 1, BLOCK_BYTES)
-    return torch.cat((blocks & 15, blocks >> 4), dim=2).view(data.shape[0], -1)[:, :cols]
+    rows, nbytes = data.shape
+    blocks = data.view(rows, nbytes // BLOCK_BYTES, 1, BLOCK_BYTES)
+    return torch.cat((blocks & 15, blocks >> 4), dim=2).view(rows, 2 * nbytes)[:, :cols]
 
 
 def pack_nibbles(nibbles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,0 +1,235 @@
+"""Writes tiny Qwen3 checkpoints as others publish them quantized, each built with plain torch from its format's description.
+
+Every function makes random numbers and factors of a matrix [rows, cols] and returns the stored tensors by suffix and the matrix itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_qwen3 import write_tiny_qwen3
+
+Stored = dict[str, torch.Tensor]
+Made = tuple[Stored, torch.Tensor]
+
+
+def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [..., n * bits / 32] of numbers [..., n] from 0 on: the first in the lowest bits; what is missing of the last word is 0."""
+    count = 32 // bits
+    numbers = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[-1] % count))
+    grouped = numbers.view(*numbers.shape[:-1], -1, count)
+    joined = (grouped << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(joined >= 2**31, joined - 2**32, joined).to(torch.int32)
+
+
+def spread(values: torch.Tensor, group: int, cols: int) -> torch.Tensor:
+    """A value a group as a value a column."""
+    return values.float().repeat_interleave(group, 1)[:, :cols]
+
+
+def factors(rows: int, groups: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return (torch.rand(rows, groups, generator=generator) * 0.02 + 0.002).to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to publish: quantization_config, and how a matrix is made. `exact`: no offset is rounded."""
+
+    name: str
+    config: dict[str, Any]
+    make: Callable[[int, int, torch.Generator], Made]
+    form: str
+    exact: bool = True
+    hidden: int = 256
+    wide: int = 384
+
+
+def gptq(bits: int, group: int, symmetric: bool, version: int, order: bool) -> Callable[[int, int, torch.Generator], Made]:
+    def make(rows: int, cols: int, generator: torch.Generator) -> Made:
+        size = cols if group < 0 else group
+        groups, top = -(-cols // size), 1 << bits
+        q = torch.randint(0, top, (rows, cols), generator=generator)
+        middle = torch.full((rows, groups), top // 2)
+        zero = middle if symmetric else torch.randint(0, top, (rows, groups), generator=generator)
+        scale = factors(rows, groups, torch.float16, generator)
+        kept = (zero - (1 if version == 1 else 0)) % top
+        stored = {"qweight": words(q, bits).t(), "scales": scale.t(), "qzeros": words(kept.t(), bits)}
+        # words(q) packs along columns; the published tensor has the words of a column below each other
+        if order:
+            stored["g_idx"] = (torch.arange(cols) // size).to(torch.int32)
+        wanted = (q - zero.repeat_interleave(size, 1)[:, :cols]).float() * spread(scale, size, cols)
+        return stored, wanted
+
+    return make
+
+
+def awq(group: int) -> Callable[[int, int, torch.Generator], Made]:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(numbers: torch.Tensor) -> torch.Tensor:
+        return words(numbers.view(numbers.shape[0], -1, 8)[:, :, order].reshape(numbers.shape[0], -1), 4)
+
+    def make(rows: int, cols: int, generator: torch.Generator) -> Made:
+        q = torch.randint(0, 16, (rows, cols), generator=generator)
+        zero = torch.randint(0, 16, (rows, cols // group), generator=generator)
+        scale = factors(rows, cols // group, torch.float16, generator)
+        wanted = (q - zero.repeat_interleave(group, 1)).float() * spread(scale, group, cols)
+        return {"qweight": packed(q.t()), "qzeros": packed(zero.t()), "scales": scale.t()}, wanted
+
+    return make
+
+
+def packed_rows(bits: int, group: int, symmetric: bool) -> Callable[[int, int, torch.Generator], Made]:
+    def make(rows: int, cols: int, generator: torch.Generator) -> Made:
+        size, half = group or cols, 1 << (bits - 1)
+        groups = -(-cols // size)
+        q = torch.randint(-half, half, (rows, cols), generator=generator)
+        scale = factors(rows, groups, torch.bfloat16, generator)
+        stored = {"weight_packed": words(q + half, bits), "weight_scale": scale, "weight_shape": torch.tensor([rows, cols])}
+        if symmetric:
+            return stored, q.float() * spread(scale, size, cols)
+        zero = torch.randint(-half, half, (rows, groups), generator=generator)
+        stored["weight_zero_point"] = words((zero + half).t(), bits).t()
+        return stored, (q - zero.repeat_interleave(size, 1)[:, :cols]).float() * spread(scale, size, cols)
+
+    return make
+
+
+def numbers8(kind: str, strategy: str, scale_name: str = "weight_scale") -> Callable[[int, int, torch.Generator], Made]:
+    def make(rows: int, cols: int, generator: torch.Generator) -> Made:
+        if kind == "int":
+            q = torch.randint(-128, 128, (rows, cols), generator=generator).to(torch.int8)
+        else:
+            q = (torch.randn(rows, cols, generator=generator) * 100).to(torch.float8_e4m3fn)
+        if strategy == "block":
+            scale = factors(-(-rows // 128), -(-cols // 128), torch.bfloat16, generator)
+            full = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :cols]
+        elif strategy == "tensor":
+            scale = factors(1, 1, torch.float32, generator)[0]
+            full = scale.view(1, 1)
+        else:
+            size = 128 if strategy == "group" else cols
+            scale = factors(rows, -(-cols // size), torch.bfloat16, generator)
+            full = spread(scale, size, cols)
+        return {"weight": q, scale_name: scale}, q.float() * full
+
+    return make
+
+
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    given = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "dynamic": False, "actorder": None} | weights
+    group = {"targets": ["Linear"], "weights": given, "input_activations": None, "output_activations": None}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+    return config | {"ignore": ["lm_head"], "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}}
+
+
+def _gptq(name: str, form: str, bits: int, group: int, symmetric: bool, *, version: int = 1, order: bool = True, **more: Any) -> Case:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False, "lm_head": False}
+    config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
+    return Case(name, config, gptq(bits, group, symmetric, version, order), form, exact=symmetric, **more)
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+CASES = [
+    _gptq("gptq-sym-128", "int4-g128", 4, 128, True, hidden=160, wide=288),
+    _gptq("gptq-sym-32-no-order", "int4-g32", 4, 32, True, order=False, hidden=160, wide=272),
+    _gptq("gptq-asym-128", "int4-g128-asym", 4, 128, False),
+    _gptq("gptq-asym-64-v2", "int4-g64-asym", 4, 64, False, version=2),
+    _gptq("gptq-whole-rows", "int4-g128", 4, -1, True, hidden=160, wide=288),
+    _gptq("gptq-8-bits", "int8-g128", 8, 128, True, hidden=160, wide=288),
+    Case("awq-128", AWQ | {"group_size": 128}, awq(128), "int4-g128-asym", exact=False),
+    Case("awq-32", AWQ | {"group_size": 32, "version": "GEMM"}, awq(32), "int4-g32-asym", exact=False, hidden=160, wide=288),
+    Case(
+        "packed-sym-128",
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=128, actorder="weight"),
+        packed_rows(4, 128, True),
+        "int4-g128",
+        hidden=160,
+        wide=288,
+    ),
+    Case(
+        "packed-asym-32",
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
+        packed_rows(4, 32, False),
+        "int4-g32-asym",
+        exact=False,
+        hidden=160,
+        wide=272,
+    ),
+    Case("packed-channel", compressed("pack-quantized", num_bits=4, strategy="channel"), packed_rows(4, 0, True), "int4-g128"),
+    Case("packed-8-bits", compressed("pack-quantized", strategy="channel"), packed_rows(8, 0, True), "int8", hidden=160, wide=276),
+    Case("int8-channel", compressed("int-quantized", strategy="channel"), numbers8("int", "channel"), "int8", hidden=80, wide=77),
+    Case("int8-tensor", compressed("naive-quantized", strategy="tensor"), numbers8("int", "tensor"), "int8"),
+    Case("int8-group", compressed("int-quantized", strategy="group", group_size=128), numbers8("int", "group"), "int8-g128"),
+    Case("fp8-channel", compressed("float-quantized", type="float", strategy="channel"), numbers8("float", "channel"), "fp8", hidden=80),
+    Case("fp8-tensor", compressed("float-quantized", type="float", strategy="tensor"), numbers8("float", "tensor"), "fp8"),
+    Case(
+        "fp8-block",
+        compressed("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
+        numbers8("float", "block"),
+        "fp8",
+        hidden=160,
+        wide=288,
+    ),
+    Case("fp8-scale-inv", BLOCKS, numbers8("float", "block", "weight_scale_inv"), "fp8", hidden=160, wide=300),
+]
+
+
+def is_projection(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and "layers" in name
+
+
+def write_published(folder: Path, case: Case, *, dtype: str = "bfloat16", **shape: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint in the case's way, and what its tensors mean, by their names in an unquantized checkpoint, fp32."""
+    sizes = {"hidden": case.hidden, "intermediate": case.wide, "layers": 2, "vocab": 300} | shape
+    write_tiny_qwen3(folder, dtype=dtype, **sizes)
+    plain = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    stored: dict[str, torch.Tensor] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, tensor in plain.items():
+        if is_projection(name, tensor):
+            made, wanted[name] = case.make(*tensor.shape, generator)
+            stored |= {f"{name.removesuffix('weight')}{suffix}": value.contiguous() for suffix, value in made.items()}
+        else:
+            stored[name], wanted[name] = tensor, tensor.float()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=case.config)
+    return folder, wanted
+
+
+def write_meaning(folder: Path, published: Path, wanted: dict[str, torch.Tensor]) -> Path:
+    """The same model unquantized: what the published tensors mean, in fp32."""
+    shutil.copytree(published, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in wanted.items()}, folder / "model.safetensors")
+    return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Replace keys of config.json."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Let `change` edit the tensors of model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

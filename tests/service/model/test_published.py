@@ -1,0 +1,276 @@
+"""Checkpoints that others published quantized: each format, built from its description, means in memory what it means on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from onedesk.service.engine import session
+from onedesk.service.errors import ModelError
+from onedesk.service.kernels.reference import ReferenceKernels
+from onedesk.service.loader import chunks
+from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from onedesk.service.model.arrival import WeightArrival
+from onedesk.service.model.weights import ALIGNMENT, WeightPlan
+from onedesk.service.quant.weight import QuantizedWeight, Weight, dequantize
+from published import AWQ, BLOCKS, CASES, Case, change_config, change_tensors, compressed, write_meaning, write_published
+from tiny_qwen3 import write_tiny_qwen3
+
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
+
+
+def plan_of(folder: Path, quant: str = "none") -> WeightPlan:
+    return session.draw_blueprint(open_checkpoint(folder), CPU, 64, quant).plan
+
+
+def loaded(plan: WeightPlan, pool: Pool) -> dict[str, Weight]:
+    """All tensors of the plan, read; the lease's bytes are those of the plan."""
+    lease = pool.lease("test", "weights", plan.nbytes)
+    arrival = WeightArrival(plan, lease, None, None).start()
+    arrival.finish()
+    assert lease.free < ALIGNMENT
+    return arrival.tensors
+
+
+def values(weight: Weight) -> torch.Tensor:
+    return dequantize(weight) if isinstance(weight, QuantizedWeight) else weight.float()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts of every tensor, of as few rows as they allow."""
+    monkeypatch.setattr("onedesk.service.model.weights.UNPACK_BYTES", 3000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 5000)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_format_means_what_it_means_on_disk(tmp_path: Path, pool: Pool, case: Case) -> None:
+    folder, wanted = write_published(tmp_path / "model", case)
+    plan = plan_of(folder)
+    assert plan.form in (f"{case.form}+BF16", f"BF16+{case.form}")
+    tensors = loaded(plan, pool)
+    for tensor in plan.tensors:
+        merged = torch.cat([wanted[source.name] for source in tensor.destination.sources])
+        found = values(tensors[tensor.destination.key])
+        if case.exact:
+            assert torch.equal(found, merged), tensor.destination.key
+        else:  # offset = -zero * scale, zero at most 15 and scale at most 0.022, in half precision
+            assert (found - merged).abs().max() <= 15 * 0.022 * 2**-11, tensor.destination.key
+
+
+@pytest.mark.parametrize("name", ["gptq-asym-128", "packed-sym-128", "fp8-scale-inv"])
+def test_it_computes_as_the_same_weights_unquantized(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
+    folder, wanted = write_published(tmp_path / "model", BY_NAME[name])
+    plain = write_meaning(tmp_path / "plain", folder, wanted)
+    ids = [5, 17, 3, 250, 99, 17]
+    ours, theirs = (logprobs(path, ids, pool) for path in (folder, plain))
+    assert (ours - theirs).abs().max() <= 2e-3
+
+
+def logprobs(folder: Path, ids: list[int], pool: Pool) -> torch.Tensor:
+    opened = session.open_session(folder.name, session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, folder))
+    opened.settle()
+    found = opened.runner.logprobs(ids)
+    opened.release()
+    return torch.tensor(found)
+
+
+def test_what_is_stored_in_floats_is_still_turned_where_that_is_asked(tmp_path: Path, pool: Pool) -> None:
+    """The embedding beside GPTQ matrices: 8 bits are the fewest for it."""
+    folder, wanted = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"])
+    assert plan_of(folder).form == "int4-g128+BF16"
+    plan = plan_of(folder, "int4")
+    assert plan.form == "int4-g128+int8"
+    assert plan.weights_of == {}
+    embedding = loaded(plan, pool)["embedding"]
+    name = "model.embed_tokens.weight"
+    assert (values(embedding) - wanted[name]).abs().max() <= wanted[name].abs().max() / 253
+
+
+def test_layers_that_were_left_out_of_the_quantization_are_taken_as_they_are(tmp_path: Path, pool: Pool) -> None:
+    folder, wanted = write_published(tmp_path / "model", BY_NAME["awq-32"], tied=False)
+
+    def restore(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("o_proj",):
+            for name in [name for name in tensors if f"layers.1.self_attn.{part}" in name]:
+                del tensors[name]
+            tensors[f"model.layers.1.self_attn.{part}.weight"] = wanted[f"model.layers.1.self_attn.{part}.weight"].bfloat16()
+
+    change_tensors(folder, restore)
+    tensors = loaded(plan_of(folder), pool)
+    assert isinstance(tensors["0.output"], QuantizedWeight)
+    assert isinstance(tensors["1.output"], torch.Tensor)
+    assert isinstance(tensors["head"], torch.Tensor)
+
+
+def test_a_whole_quantized_head_is_read_too(tmp_path: Path, pool: Pool) -> None:
+    folder, _ = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"], tied=False)
+    made, wanted = BY_NAME["gptq-sym-128"].make(300, 160, torch.Generator().manual_seed(1))
+
+    def quantized_head(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["lm_head.weight"]
+        tensors.update({f"lm_head.{suffix}": value for suffix, value in made.items()})
+
+    change_tensors(folder, quantized_head)
+    assert torch.equal(values(loaded(plan_of(folder), pool)["head"]), wanted)
+
+
+def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
+    gptq = BY_NAME["gptq-sym-128"].config
+    packed = compressed("pack-quantized", num_bits=4, strategy="group", group_size=128)
+    yield "gptq", r"quantization_config = 'gptq'; an object is needed"
+    yield (
+        {"quant_method": "bitsandbytes"},
+        r"quant_method = 'bitsandbytes', which is not supported; supported: awq, compressed-tensors, fp8, gptq",
+    )
+    yield {"bits": 4}, r"quant_method = None, which is not supported"
+    yield gptq | {"bits": 3}, r"bits = 3, which is not supported; supported: 4, 8"
+    yield gptq | {"group_size": 48}, r"group_size = 48.*multiples of 32"
+    yield gptq | {"group_size": "128"}, r"group_size = '128'"
+    yield gptq | {"group_size": True}, r"group_size = True"
+    yield gptq | {"sym": 1}, r"sym = 1, which is not supported; supported: True, False"
+    yield gptq | {"bits": 8, "sym": False}, r"sym = False, which is not supported; supported: true with bits = 8"
+    yield gptq | {"checkpoint_format": "marlin"}, r"checkpoint_format = 'marlin'"
+    yield gptq | {"dynamic": {"-:lm_head": {}}}, r"dynamic = .*other settings for some layers"
+    yield gptq | {"pack_dtype": "int8"}, r"pack_dtype = 'int8'"
+    yield AWQ | {"group_size": 128, "version": "gemv"}, r"version = 'gemv', which is not supported; supported: gemm"
+    yield AWQ | {"group_size": 128, "zero_point": False}, r"zero_point = False"
+    yield AWQ | {"group_size": 128, "bits": 8}, r"bits = 8"
+    yield BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\], which is not supported; supported: \[128, 128\]"
+    yield BLOCKS | {"fmt": "e5m2"}, r"fmt = 'e5m2'"
+    yield (
+        packed | {"format": "nvfp4-pack-quantized"},
+        r"format = 'nvfp4-pack-quantized', which is not supported; supported: 'pack-quantized'",
+    )
+    yield (
+        packed | {"config_groups": {"group_0": {}, "group_1": {}}},
+        r"2 quantization_config.config_groups \(group_0, group_1\); supported is one",
+    )
+    yield packed | {"transform_config": {"config_groups": {"R1": {}}}}, r"transform_config = .*rotated weights"
+    yield packed | {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config"
+    yield packed | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme"
+    yield compressed("pack-quantized", num_bits=4, strategy="tensor"), r"config_groups.group_0.weights.strategy = 'tensor'"
+    yield compressed("pack-quantized", num_bits=2, strategy="group", group_size=64), r"weights.num_bits = 2"
+    yield compressed("int-quantized", strategy="channel", symmetric=False), r"weights.symmetric = False"
+    yield compressed("int-quantized", strategy="channel", type="float"), r"weights.type = 'float', which is not supported; supported: 'int'"
+    yield compressed("float-quantized", type="float", strategy="group", group_size=32), r"weights.strategy = 'group'"
+    yield compressed("float-quantized", type="float", strategy="block", block_structure=[32, 32]), r"block_structure = \[32, 32\]"
+
+
+@pytest.mark.parametrize(("config", "message"), list(configs()))
+def test_a_config_that_is_not_understood_is_refused_by_its_field(tmp_path: Path, config: Any, message: str) -> None:
+    folder = write_tiny_qwen3(tmp_path / "tiny")
+    change_config(folder, quantization_config=config)
+    with pytest.raises(ModelError, match=message):
+        plan_of(folder)
+
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+def without(suffix: str) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"model.layers.1.mlp.up_proj.{suffix}"]
+
+    return change
+
+
+def replaced(suffix: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"model.layers.1.mlp.up_proj.{suffix}"] = make(tensors[f"model.layers.1.mlp.up_proj.{suffix}"])
+
+    return change
+
+
+def nan_first(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[0] = float("nan")
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq-sym-128", without("scales"), r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.scales of GPTQ, wanted \[2, 288\]"),
+        (
+            "gptq-sym-128",
+            replaced("qweight", lambda t: t[:-1]),
+            r"up_proj\.qweight: wanted \[20, 288\] for \[288, 160\].*found \[19, 288\]",
+        ),
+        (
+            "gptq-sym-128",
+            replaced("qweight", lambda t: t.short()),
+            r"up_proj\.qweight is stored as I16, but config\.json has .* GPTQ, which stores I32",
+        ),
+        (
+            "fp8-scale-inv",
+            replaced("weight", lambda t: t.view(torch.int8)),
+            r"up_proj\.weight is stored as I8, .* FP8, which stores F8_E4M3",
+        ),
+        ("fp8-scale-inv", without("weight_scale_inv"), r"lacks the tensor .*up_proj\.weight_scale_inv of FP8, wanted \[3, 2\]"),
+        ("int8-channel", replaced("weight", lambda t: t.bfloat16()), r"stores only some of the tensors that belong together quantized"),
+        ("packed-sym-128", lambda t: t.update({"model.layers.0.mlp.up_proj.extra": torch.ones(1)}), r"1 tensors that its config\.json"),
+    ],
+)
+def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name: str, change: Change, message: str) -> None:
+    folder, _ = write_published(tmp_path / "model", BY_NAME[name])
+    change_tensors(folder, change)
+    with pytest.raises(ModelError, match=message):
+        plan_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "gptq-sym-128",
+            replaced("g_idx", lambda t: t.flip(0)),
+            r"up_proj\.g_idx puts the columns into groups by their activation \(desc_act\)",
+        ),
+        ("gptq-sym-128", replaced("qzeros", lambda t: t + 1), r"up_proj\.qzeros has zero points other than 7, but .*sym = true"),
+        ("gptq-sym-128", replaced("scales", nan_first), r"up_proj\.scales has scales that are NaN or infinite, or beyond a 16-bit"),
+        (
+            "packed-sym-128",
+            replaced("weight_scale", lambda t: t * 1e9),
+            r"up_proj\.weight_scale has scales .* beyond a 16-bit float's 65,504",
+        ),
+        (
+            "fp8-scale-inv",
+            replaced("weight_scale_inv", nan_first),
+            r"model\.safetensors: tensor .*weight_scale_inv has scales that are NaN or inf",
+        ),
+        (
+            "awq-128",
+            replaced("scales", lambda t: torch.full_like(t, 6e4)),
+            r"model: model\.layers\.1\.mlp\.gate_proj\.weight has zero points whose",
+        ),
+    ],
+)
+def test_what_only_the_bytes_show_is_told_while_they_are_read(tmp_path: Path, pool: Pool, name: str, change: Change, message: str) -> None:
+    folder, _ = write_published(tmp_path / "model", BY_NAME[name])
+    change_tensors(folder, change)
+    plan = plan_of(folder)
+    with pytest.raises(ModelError, match=message):
+        loaded(plan, pool)
+
+
+def test_packed_tensors_without_a_config_are_named(tmp_path: Path) -> None:
+    folder, _ = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"])
+    change_config(folder, quantization_config=None)
+    with pytest.raises(
+        ModelError, match=r"lacks the tensor .*q_proj\.weight.*; it has .*q_proj\.\w+, but config\.json has no quantization_config"
+    ):
+        plan_of(folder)
