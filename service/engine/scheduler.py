@@ -31,6 +31,8 @@ class Ticket:
     places: int = 1
     state: State = "waiting"
     number: int = field(default=-1, init=False)
+    # How many tickets had ended when it was set back; what it lacked then is not there before another one ends.
+    set_back: int = field(default=-1, init=False)
 
 
 class Scheduler:
@@ -40,6 +42,7 @@ class Scheduler:
         self.places = places
         self._tickets: list[Ticket] = []
         self._numbered = 0
+        self._ended = 0
 
     def add(self, ticket: Ticket) -> None:
         """Let a new ticket wait behind all others. ValueError for one that takes more places than there are."""
@@ -56,14 +59,20 @@ class Scheduler:
         if ticket.state == "waiting" and state != "ended" and ticket.places > self.free:
             raise ValueError(f"{ticket.places} places are taken of {self.free} that are free")
         ticket.state = state
-        if state == "ended":
+        if state == "waiting":
+            ticket.set_back = self._ended
+        elif state == "ended":
             self._tickets.remove(ticket)
+            self._ended += 1
 
     def admit(self, enter: Callable[[Ticket], State | None]) -> Iterator[Ticket]:
         """Let tickets in, the oldest first, as long as places are free; `enter` takes what one needs and says what it does then, or None
-        when it does not fit: then those behind it wait too. A ticket is yielded when it is in.
+        when it does not fit: then those behind it wait too. A ticket is yielded when it is in. One that was set back enters again when
+        another one has ended, or nobody works.
         """
         while (ticket := self.next) is not None and ticket.places <= self.free:
+            if ticket.set_back == self._ended and self.working:
+                return
             state = enter(ticket)
             if state is None:
                 return

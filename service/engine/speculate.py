@@ -6,7 +6,7 @@ position is then chosen from its true scores with the draw that it would have ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 # Lengths of the latest tokens that are looked up, the longest first.
@@ -49,7 +49,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class PassCosts:
-    """Seconds of a step by its rows, as measured in this session; what was not measured is taken to grow with every row."""
+    """Seconds of a step by its rows, as measured in this session."""
 
     measured: dict[int, float] = field(default_factory=dict)
 
@@ -58,14 +58,21 @@ class PassCosts:
         known = self.measured.get(rows)
         self.measured[rows] = seconds if known is None else known + LEARNING * (seconds - known)
 
-    def seconds(self, rows: int) -> float:
-        """What a step of so many rows takes, at most about; 0 when nothing was measured."""
+    def at_most(self, rows: int) -> float:
+        """What a step of so many rows takes at most: beyond what was measured, as much for each row. 0 when nothing was measured."""
+        return self._between(rows, lambda known: self.measured[known] * rows / known)
+
+    def likely(self, rows: int) -> float:
+        """What a step of so many rows takes, if more rows than were measured cost nothing: that is found out where it may be tried."""
+        return self._between(rows, lambda known: self.measured[known])
+
+    def _between(self, rows: int, beyond: Callable[[int], float]) -> float:
         if rows in self.measured:
             return self.measured[rows]
         below = max((known for known in self.measured if known < rows), default=0)
         above = min((known for known in self.measured if known > rows), default=0)
         if not below or not above:
-            return self.measured[below] * rows / below if below else self.measured.get(above, 0.0)
+            return beyond(below) if below else self.measured.get(above, 0.0)
         share = (rows - below) / (above - below)
         return self.measured[below] + share * (self.measured[above] - self.measured[below])
 
@@ -91,7 +98,7 @@ class Speculator:
 
     def guess(self, most: int) -> list[int]:
         """Tokens that are worth checking now, at most `most`; empty for an ordinary step."""
-        single = self._costs.seconds(1)
+        single = self._costs.at_most(1)
         if most < 1 or not single:
             return []
         self._found, tokens = self._lookup.guess(most)
@@ -102,9 +109,9 @@ class Speculator:
         for count in range(1, len(tokens) + 1):
             power *= chance
             expected += power
-            extra = self._costs.seconds(count + 1) - single
-            gain = expected * single - extra
-            if gain > best_gain and extra <= self._saved + RISK * self._spent:
+            gain = expected * single - (self._costs.likely(count + 1) - single)
+            risk = self._costs.at_most(count + 1) - single
+            if gain > best_gain and risk <= self._saved + RISK * self._spent:
                 best, best_gain = count, gain
         return tokens[:best]
 
@@ -116,6 +123,6 @@ class Speculator:
             return
         self.proposed += guessed
         self.accepted += right
-        self._saved += (right + 1) * self._costs.seconds(1) - seconds
+        self._saved += (right + 1) * self._costs.at_most(1) - seconds
         self._tried[self._found] += min(right + 1, guessed)
         self._right[self._found] += right

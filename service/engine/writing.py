@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from ..cache.paged import SequenceKV
 from ..core import Event, Stage
 from ..errors import MemoryFull
 from ..kernels.rows import BLOCK
@@ -14,6 +16,8 @@ from .speculate import Speculator
 from .stepper import Picked, pick
 from .work import Row
 
+# Blocks that an answer gets which outgrows what it asked for; the first number that is there.
+GROWTH = (4, 1)
 # Tokens of a guess at most: with the token before them they are the rows of a small pass.
 GUESSED = MAX_BATCH - 1
 
@@ -63,9 +67,7 @@ class Writing:
         """The rows that have room for a token: where one outgrows what it was given, the youngest are set back to wait."""
         for row in rows:
             while row.kv is not None and row.kv.length >= row.kv.capacity:
-                try:
-                    row.kv.widen(min(row.most, row.kv.capacity + BLOCK))
-                except MemoryFull:
+                if not _grown(row, row.kv):
                     self._make_room(row)
         return [row for row in rows if row.kv is not None]
 
@@ -114,3 +116,12 @@ class Writing:
         meter.add("speculation", Stage(proposed=len(guess), accepted=right))
         speculator.note(len(guess), right, time.perf_counter() - began)
         yield from events
+
+
+def _grown(row: Row, kv: SequenceKV) -> bool:
+    """Whether the row could be given room for more tokens."""
+    for blocks in GROWTH:
+        with suppress(MemoryFull):
+            kv.widen(min(row.most, kv.capacity + blocks * BLOCK))
+            return True
+    return False
