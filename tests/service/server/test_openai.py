@@ -1,0 +1,226 @@
+"""OpenAI's own client is the judge: what it sends is understood, what comes back is what it expects."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from serving import MODEL, THINKER, Server
+
+ASK: list[Any] = [{"role": "user", "content": "a red cat"}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"enum": [1, 2, 3]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "draw", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}}}
+
+
+def chat(client: OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": MODEL, "messages": ASK, "max_tokens": 8, "seed": 3, **options})
+
+
+def test_models(client: OpenAI) -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert {MODEL, THINKER} <= set(listed)
+    assert client.models.retrieve(MODEL).owned_by == "onedesk"
+    assert listed[MODEL].onedesk["context"] == 512
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody/nothing")
+
+
+def test_an_answer(client: OpenAI) -> None:
+    answer = chat(client)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.finish_reason, len(choice.message.content)) == ("assistant", "length", 8)
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer.onedesk["finish"] == "length"
+    assert {"prefill", "decode"} <= set(answer.onedesk["stages"])
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
+    whole = chat(client, max_tokens=20).choices[0].message.content
+    chunks = list(chat(client, max_tokens=20, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 20
+    assert len({chunk.id for chunk in chunks}) == 1
+    without = list(chat(client, stream=True))
+    assert all(chunk.usage is None for chunk in without)
+
+
+def test_choices_have_seeds_that_count_on(client: OpenAI) -> None:
+    answer = chat(client, n=3, temperature=1.5)
+    texts = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert texts == [chat(client, temperature=1.5, seed=3 + place).choices[0].message.content for place in range(3)]
+    assert answer.usage.completion_tokens == 24
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in chat(client, n=3, temperature=1.5, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(streamed.values()) == texts
+
+
+def test_stop_is_cut_from_the_text(client: OpenAI) -> None:
+    text = chat(client, max_tokens=30).choices[0].message.content
+    stopped = chat(client, max_tokens=30, stop=text[12:15])
+    assert stopped.choices[0].message.content == text[: text.index(text[12:15])]
+    assert (stopped.choices[0].finish_reason, stopped.onedesk["finish"]) == ("stop", "stop_string")
+    assert chat(client, max_tokens=30, stop=["never here", text[5:8]]).choices[0].message.content == text[: text.index(text[5:8])]
+
+
+def test_log_probabilities(client: OpenAI) -> None:
+    answer = chat(client, logprobs=True, top_logprobs=3, temperature=0)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content
+    assert all(len(entry.top_logprobs) == 3 and entry.logprob == entry.top_logprobs[0].logprob <= 0 for entry in content)
+    assert content[0].bytes == list(content[0].token.encode())
+    streamed = [
+        entry
+        for chunk in chat(client, logprobs=True, top_logprobs=3, temperature=0, stream=True)
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+    assert chat(client).choices[0].logprobs is None
+
+
+def test_logit_bias(client: OpenAI) -> None:
+    # Byte-level vocabulary, sorted: "!" is the first printable one.
+    assert chat(client, logit_bias={"0": 100}).choices[0].message.content == "!" * 8
+
+
+def test_json(client: OpenAI) -> None:
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    for seed in range(3):
+        answer = chat(client, response_format=shape, max_tokens=600, seed=seed)
+        assert answer.choices[0].finish_reason == "stop"
+        document = json.loads(answer.choices[0].message.content)
+        assert set(document) == {"name", "age"}
+        assert document["age"] in (1, 2, 3)
+    begun = chat(client, response_format={"type": "json_object"}, max_tokens=20).choices[0].message.content
+    assert begun.startswith("{")
+    with pytest.raises(openai.BadRequestError, match="JSON schema"):
+        chat(client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strang"}}})
+
+
+def test_reasoning_is_kept_apart(client: OpenAI) -> None:
+    options = {"model": THINKER, "max_tokens": 6, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 5}}
+    answer = chat(client, **options)
+    message = answer.choices[0].message
+    assert len(message.content) == 6
+    assert message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens >= 5
+    chunks = list(chat(client, stream=True, **options))
+    assert "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks) == message.reasoning_content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+
+
+def test_only_reasoning_is_an_answer_without_content(client: OpenAI) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 100_000}
+    message = chat(client, model=THINKER, messages=[{"role": "user", "content": "x" * 400}], extra_body=extra).choices[0].message
+    assert message.content == ""
+    assert message.reasoning_content
+
+
+def test_tools_and_their_answers_reach_the_template(client: OpenAI) -> None:
+    plain = chat(client, model=THINKER).usage.prompt_tokens
+    assert chat(client, model=THINKER, tools=[TOOL]).usage.prompt_tokens > plain + 60
+    assert chat(client, model=THINKER, tools=[TOOL], tool_choice="none").usage.prompt_tokens == plain
+    assert chat(client, model=THINKER, extra_body={"chat_template_kwargs": {"mood": "12345"}}).usage.prompt_tokens == plain + 5
+    call = {"id": "call_1", "type": "function", "function": {"name": "draw", "arguments": '{"what": "cat"}'}}
+    turns: list[Any] = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "done", "tool_call_id": "call_1"}]
+    assert chat(client, model=THINKER, messages=turns).usage.prompt_tokens > plain + 40
+    with pytest.raises(openai.BadRequestError, match="cannot be forced"):
+        chat(client, tools=[TOOL], tool_choice="required")
+
+
+def test_content_in_parts_and_the_developer_role(client: OpenAI) -> None:
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "a red "}, {"type": "text", "text": "cat"}]}]
+    assert chat(client, messages=parts).choices[0].message.content == chat(client).choices[0].message.content
+    developer: list[Any] = [{"role": "developer", "content": "be brief"}, *ASK]
+    system: list[Any] = [{"role": "system", "content": "be brief"}, *ASK]
+    assert chat(client, messages=developer).choices[0].message.content == chat(client, messages=system).choices[0].message.content
+
+
+def test_completions(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="a cat", max_tokens=6, seed=1, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4, 5]
+    several = client.completions.create(model=MODEL, prompt=["a cat", "a dog"], n=2, max_tokens=6, seed=1, echo=True)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == "a cat" + choice.text
+    assert several.choices[2].text.startswith("a dog")
+    assert several.usage is not None
+    assert several.usage.completion_tokens == 24
+    ids = client.completions.create(model=MODEL, prompt=[64, 65, 66], max_tokens=4, seed=1)
+    streamed = list(client.completions.create(model=MODEL, prompt=[[64, 65, 66]], max_tokens=4, seed=1, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == ids.choices[0].text
+    best = client.completions.create(model=MODEL, prompt="a cat", max_tokens=4, seed=1, best_of=3, n=2, temperature=1.5)
+    assert len(best.choices) == 2
+
+
+def test_embeddings(client: OpenAI) -> None:
+    answer = client.embeddings.create(model=MODEL, input=["a cat", "a cat", "a dog"])
+    first, same, other = (entry.embedding for entry in answer.data)
+    assert first == same != other
+    assert sum(value * value for value in first) == pytest.approx(1, abs=1e-5)
+    plain = client.embeddings.create(model=MODEL, input="a cat", encoding_format="float").data[0].embedding
+    assert plain == pytest.approx(first, abs=1e-6)
+    cut = client.embeddings.create(model=MODEL, input="a cat", dimensions=8, encoding_format="float").data[0].embedding
+    assert len(cut) == 8
+    assert sum(value * value for value in cut) == pytest.approx(1)
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model=MODEL, input="a cat", dimensions=100_000)
+
+
+def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * 470}])
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 512
+    with pytest.raises(openai.BadRequestError, match="no room for an answer"):
+        chat(client, messages=[{"role": "user", "content": "x" * 600}])
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "code"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "model_not_found"),
+        ({"max_tokens": 0}, openai.BadRequestError, "wrong_value"),
+        ({"top_p": 0}, openai.BadRequestError, "invalid_request"),
+        ({"messages": []}, openai.BadRequestError, "wrong_value"),
+        ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, "invalid_request"),
+        ({"extra_body": {"thinking_budget": -1}}, openai.BadRequestError, "wrong_value"),
+    ],
+)
+def test_errors_are_those_of_the_api(client: OpenAI, options: dict[str, Any], kind: type[openai.APIStatusError], code: str) -> None:
+    with pytest.raises(kind) as failed:
+        chat(client, **options)
+    assert failed.value.code == code
+    assert failed.value.type == "invalid_request_error"
+
+
+def test_many_streams_at_once_are_not_mixed_up(server: Server) -> None:
+    client = server.client()
+    alone = {seed: chat(client, seed=seed, max_tokens=30, temperature=1.0).choices[0].message.content for seed in range(8)}
+    texts = [""] * 64
+
+    def run(place: int) -> None:
+        for chunk in chat(client, seed=place % 8, max_tokens=30, temperature=1.0, stream=True):
+            texts[place] += chunk.choices[0].delta.content or ""
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == [alone[place % 8] for place in range(64)]
