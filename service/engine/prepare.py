@@ -19,12 +19,15 @@ from .search import Search
 from .sequence import Limits
 from .session import Blueprint
 
+# Characters that a tokenizer's normalizer may make one of, at most; a text is only refused unread where it surely does not fit.
+SHRINKS = 4
+
 
 def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepared:
     """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError."""
     request = request.validated()
     check_stops(request.stop)
-    ids, in_reasoning = _prompt(request, language)
+    ids, in_reasoning = _prompt(request, blueprint.context, language)
     check_ids(ids, blueprint.widths.vocab)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
@@ -118,12 +121,15 @@ def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
         raise ModelError(f"generation_config.json: {error}") from error
 
 
-def _prompt(request: Request, language: Language) -> tuple[Sequence[int], bool]:
-    """The prompt's ids, and whether it leaves the model inside its reasoning."""
+def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:
+    """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
     if request.ids is not None:
         return request.ids, False
     tokenizer = language.tokenizer
     text = request.prompt if request.prompt is not None else _rendered(request, language)
+    fewest = len(text) // (SHRINKS * tokenizer.longest)
+    if fewest > context:
+        raise RequestError(f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters)")
     return tokenizer.encode(text), opens_reasoning(text)
 
 

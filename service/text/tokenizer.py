@@ -30,7 +30,8 @@ class Tokenizer:
     """A byte-level tokenizer.
 
     `size` is the highest id plus one, added tokens included; a model's logits may be wider (padded), and ids from `size` on mean
-    nothing. `control_ids` are the tokens marked special (`<|im_end|>` and its like, not `<think>`): they never show in text.
+    nothing. `longest` is the most bytes that one token stands for. `control_ids` are the tokens marked special (`<|im_end|>` and its
+    like, not `<think>`): they never show in text.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -39,7 +40,9 @@ class Tokenizer:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.size: int = max(vocabulary.values(), default=-1) + 1
+        self.longest: int = max(map(len, vocabulary), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without any added start or end token.

@@ -1,10 +1,10 @@
 """Tool calls that a model writes into its answer, taken out of the text: JSON as Qwen3 writes it, or tags as Qwen3-Coder and Qwen3.5 do.
 
-    <tool_call>                                      <tool_call>
-    {"name": "draw", "arguments": {"what": "cat"}}   <function=draw><parameter=what>
-    </tool_call>                                     cat
-                                                     </parameter></function>
-                                                     </tool_call>
+<tool_call>                                      <tool_call>
+{"name": "draw", "arguments": {"what": "cat"}}   <function=draw><parameter=what>
+</tool_call>                                     cat
+                                                 </parameter></function>
+                                                 </tool_call>
 """
 
 from __future__ import annotations

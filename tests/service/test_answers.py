@@ -184,3 +184,9 @@ def test_one_of_many_can_be_stopped_and_another_takes_its_place(model: OpenModel
     assert results[2].finish == "cancelled"
     assert seen[2] == 3
     assert {place: len(results[place].ids) for place in results if place != 2} == dict.fromkeys({*range(10)} - {2}, 60)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model.tokenizer), "encode", None)  # 7 MB of text take half a minute
+    with pytest.raises(RequestError, match=rf"more than \d+ tokens and the context is {CONTEXT}; shorten it"):
+        model.prepared(ask("x" * 7_000_000))
