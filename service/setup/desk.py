@@ -169,8 +169,9 @@ def main(arguments: Sequence[str]) -> int:
             line, answers = status(tree)
             LOG.info("%s", line)
             return 0 if answers else 1
-        else:
-            return subprocess.run([sys.executable, "-m", "onedesk.service.cli", "demo", options.idea], check=False).returncode
+        else:  # become the command: who ends this process ends the demo with its ComfyUI
+            sys.stdout.flush()
+            os.execv(sys.executable, [sys.executable, "-m", "onedesk.service.cli", "demo", options.idea])  # noqa: S606 - fixed argv
     except OnedeskError as error:
         sys.stderr.write(f"run.sh: {error}\n")
         return 1

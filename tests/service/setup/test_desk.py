@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -138,6 +139,15 @@ def test_start_without_a_comfyui_or_a_free_port(empty: Tree, tree: Tree) -> None
         port = taken.getsockname()[1]
         with pytest.raises(PeerError, match=f"port {port} is taken"):
             start(tree, port, [])
+
+
+def test_run_sh_demo_becomes_the_command_so_that_a_signal_reaches_what_started_comfyui(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: became.append([path, *argv]))
+    main([str(tmp_path), "demo", "a red cat"])
+    assert became == [[sys.executable, sys.executable, "-m", "onedesk.service.cli", "demo", "a red cat"]]
 
 
 def test_demo_without_an_installation_says_so(tmp_path: Path) -> None:
