@@ -32,7 +32,8 @@ class OnedeskLoadModel(io.ComfyNode):
                     "weights",
                     options=list(QUANT_OF_WEIGHTS),
                     default=AS_STORED,
-                    tooltip="The form that the weights have in memory. As stored: exactly what the file holds.",
+                    tooltip="The form that the weights have in memory. As stored: exactly what the file holds. int8: half of BF16's "
+                    "memory, no visible change. int4: a third to a quarter of it, with a small loss.",
                 ),
                 io.Int.Input(
                     "context",

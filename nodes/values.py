@@ -16,7 +16,7 @@ POLICIES = (STAY, GIVE_WAY, TTL, PINNED)
 TTL_SECONDS = 300.0
 AS_STORED = "as stored"
 # What the loader's `weights` choice is called in service.api; later choices are appended.
-QUANT_OF_WEIGHTS = {AS_STORED: "none"}
+QUANT_OF_WEIGHTS = {AS_STORED: "none", "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True)

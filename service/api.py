@@ -87,6 +87,11 @@ class OpenModel:
         return self._blueprint.need
 
     @property
+    def weight_format(self) -> str:
+        """The types that the matrices are held in, by bytes, such as "BF16" or "int4-g128+int8"."""
+        return self._blueprint.plan.form
+
+    @property
     def policy(self) -> Policy:
         """When the model gives way without being asked."""
         return self._policy

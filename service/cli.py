@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import Config, load_config, own_version
-from .core import QUANTIZATIONS, SEED_LIMIT, Message, Request, Result, Sampling
+from .core import QUANTIZATIONS, Message, Request, Sampling
 from .errors import Cancelled, OnedeskError, RequestError
 from .server.command import serve, serve_options
 from .setup import quantize
+from .setup.answers import answered, document, run_request
 from .setup.console import (
     Stop,
     UsageError,
@@ -27,7 +28,6 @@ from .setup.console import (
     read_line,
     read_piped_text,
     read_text_file,
-    show_progress,
     write_json,
 )
 from .setup.options import batches, number, switch, token_ids, whole, whole_from
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
-ONLY_REASONING = "the model only reasoned and gave no answer; raise --max-tokens, set --thinking-budget, or use --thinking off"
 CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
 WATCH_SECONDS = 1.0
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
@@ -91,66 +90,16 @@ def _fail(error: Exception, status: int, as_json: bool) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    options = _checked_options(args, repetition_stop=args.repetition_stop)
+    options = _checked_options(args, repetition_stop=args.repetition_stop, n=args.n, best_of=args.best_of, beams=args.beams)
     request = _request(args, options).validated()
     config = load_config(args.config)
-    results: list[Result] = []
     stop = Stop()
     with stop.listening(), _opened(args, config) as model:
-        while not results or (len(results) < args.n and not stop.asked):
-            results.append(_one(model, _choice(request, results), stop, quiet=args.json))
+        results = run_request(model, request, stop, quiet=args.json)
     if args.json:
-        documents = [_document(result) for result in results]
+        documents = [document(result) for result in results]
         write_json(documents[0] if args.n == 1 else {"choices": documents})
-    return INTERRUPTED if stop.asked else max(_status(result) for result in results)
-
-
-def _choice(request: Request, before: Sequence[Result]) -> Request:
-    """The next choice: seed of the first one + its place. A seed that was not given has been drawn by then."""
-    if not before:
-        return request
-    return replace(request, sampling=replace(request.sampling, seed=(before[0].seed + len(before)) % SEED_LIMIT))
-
-
-def _one(model: OpenModel, request: Request, stop: Stop, *, quiet: bool) -> Result:
-    """Run one request; unless quiet, its text goes to stdout and its reasoning to stderr while they are written."""
-    result: Result | None = None
-    for event in model.generate(request, cancel=stop, progress=None if quiet else show_progress):
-        if event.progress and not quiet:
-            show_progress(event.progress)
-        if event.reasoning and not quiet:
-            print(event.reasoning, end="", file=sys.stderr, flush=True)
-        if event.text and not quiet:
-            print(event.text, end="", flush=True)
-        result = event.result or result
-    if result is None:
-        raise RuntimeError("the generation ended without a result")
-    if not quiet:
-        print(flush=True)
-        _tell(result)
-    return result
-
-
-def _tell(result: Result) -> None:
-    first, total = result.seconds["first_token"], result.seconds["total"]
-    print(
-        f"[{result.finish}: {result.usage.prompt} + {result.usage.completion} tokens, the first after {first:.2f} s, "
-        f"all after {total:.2f} s; seed {result.seed}]",
-        file=sys.stderr,
-    )
-    if _status(result) != SUCCESS:
-        print(f"onedesk: {ONLY_REASONING}", file=sys.stderr)
-
-
-def _status(result: Result) -> int:
-    answered = result.text.strip() or not result.reasoning.strip()
-    return SUCCESS if answered or result.finish == "cancelled" else FAILURE
-
-
-def _document(result: Result) -> dict[str, Any]:
-    document = asdict(replace(result, seconds=dict(result.seconds), stages={})) | {"ids": list(result.ids)}
-    document["stages"] = {name: asdict(stage) for name, stage in result.stages.items()}
-    return document if _status(result) == SUCCESS else document | failure(RequestError(ONLY_REASONING))
+    return INTERRUPTED if stop.asked else SUCCESS if all(map(answered, results)) else FAILURE
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -172,7 +121,7 @@ def _turn(model: OpenModel, options: dict[str, Any], history: list[Message], sto
     """Answer the last message; returns the history that the next turn starts from, without what could not be answered."""
     stop.asked = False
     try:
-        result = _one(model, Request(messages=tuple(history), **options).validated(), stop, quiet=False)
+        result = run_request(model, Request(messages=tuple(history), **options).validated(), stop, quiet=False)[0]
     except RequestError as error:
         print(f"onedesk: {error} (/reset starts anew)", file=sys.stderr)
         return history[:-1]
@@ -202,7 +151,7 @@ def _score(args: argparse.Namespace) -> int:
 def _models(args: argparse.Namespace) -> int:
     from .setup.inventory import model_rows, model_table
 
-    rows = model_rows(load_config(args.config), args.model, device=args.device, context=args.context)
+    rows = model_rows(load_config(args.config), args.model, device=args.device, context=args.context, quant=args.quant)
     write_json(rows) if args.json else print(model_table(rows))
     return SUCCESS
 
@@ -240,7 +189,7 @@ def _doctor(args: argparse.Namespace) -> int:
         from .setup.inventory import model_roots
 
         config = load_config(args.config)
-        checks = check_model(args.check, config, model_roots(config), device=args.device, context=args.context)
+        checks = check_model(args.check, config, model_roots(config), device=args.device, context=args.context, quant=args.quant)
     ok = all(check.status != "failure" for check in checks)
     if args.json:
         write_json({"ok": ok, "checks": [asdict(check) for check in checks]})
@@ -298,7 +247,7 @@ def _opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
         REGISTRY.close()
 
 
-def _checked_options(args: argparse.Namespace, *, repetition_stop: bool | None = None) -> dict[str, Any]:
+def _checked_options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """The options of a request, checked before anything is read or loaded: a wrong value is wrong usage."""
     if args.greedy and args.temperature:
         raise UsageError("--greedy and --temperature exclude each other; give one of them")
@@ -311,7 +260,7 @@ def _checked_options(args: argparse.Namespace, *, repetition_stop: bool | None =
         "stop": tuple(args.stop),
         "thinking": args.thinking,
         "thinking_budget": args.thinking_budget,
-        "repetition_stop": repetition_stop,
+        **more,
     }
     try:
         Request(ids=(0,), **options).validated()
@@ -361,7 +310,9 @@ def _parser() -> argparse.ArgumentParser:
     generate = command("generate", _generate, "Answer one prompt.")
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - or a pipe reads standard input")
     generate.add_argument("--ids", type=token_ids, metavar="1,2,3", help="raw token ids in place of a prompt: no template, no tokenizer")
-    generate.add_argument("--n", type=whole_from(1), default=1, metavar="N", help="choices; choice i has seed + i")
+    generate.add_argument("--n", type=whole_from(1), default=1, metavar="N", help="choices, written together; choice i has seed + i")
+    generate.add_argument("--best-of", type=whole_from(1), metavar="N", help="write so many, give the likeliest (--n of them)")
+    generate.add_argument("--beams", type=whole_from(1), metavar="N", help="search for the likeliest text instead of drawing, so many wide")
     generate.add_argument("--repetition-stop", type=switch, metavar="on|off", help="end when the text runs in a circle")
     _add_sampling(generate)
     _add_sampling(command("chat", _chat, "Talk with a model; the conversation is kept until /reset.", json=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..loader.names import ModelRoots
 from ..memory.budget import MemorySettings, show
 from ..memory.pool import LeaseDamagedError, Pool, Released
 from ..memory.truth import read_truth
+from .check_quantized import compared, listen
 from .doctor import Check
 
 RUNS = 5
@@ -39,31 +41,46 @@ class Run:
     damage: str
 
 
-def check_model(name: str, config: Config, roots: ModelRoots, *, device: str, context: int | None = None) -> list[Check]:
+def check_model(
+    name: str, config: Config, roots: ModelRoots, *, device: str, context: int | None = None, quant: str = "none"
+) -> list[Check]:
     """Open `name` in a pool of its own with guard zones, write the same text RUNS times at one seed, and compare everything.
 
-    One failure with the reason when it cannot be opened. A process in which a lease is damaged should be ended.
+    Then compare the weights as stored with those in `quant`, or with all that can be chosen. One failure with the reason when it
+    cannot be opened. A process in which a lease is damaged should be ended.
     """
+    desk = _Desk(name, config, roots, device, context)
     try:
-        model, pool = _opened(name, config, roots, device, context)
-        try:
-            return [
-                Check("opened", "ok", f"{model.name}: {model.layers} layers, {show(model.need.weights)}; {model.kernels}"),
-                *_runs(model, pool),
-            ]
-        finally:
-            model.close()
+        with closing(desk.open(quant)) as model:
+            told = f"{model.name}: {model.layers} layers, {show(model.need.weights)} in {model.weight_format}; {model.kernels}"
+            checks = [Check("opened", "ok", told), *_runs(model, desk.pool)]
+            others = [*model.need.weights_of] if quant == "none" else ["none"]
+            if not others or any(check.status == "failure" for check in checks):
+                return checks
+            voices = {quant: listen(model, _request(model))}
+        for form in others:
+            with closing(desk.open(form)) as model:
+                voices[form] = listen(model, _request(model))
+        return checks + [compared(voices["none"], voice, form) for form, voice in voices.items() if form != "none"]
     except OnedeskError as error:
         return [Check("opened", "failure", str(error), "correct what the message names, then check again")]
 
 
-def _opened(name: str, config: Config, roots: ModelRoots, device: str, context: int | None) -> tuple[OpenModel, Pool]:
-    path, kind = roots.find(name), pick_device(device).type
-    values: dict[str, Any] = dict(config.memory) | {"debug": True}
-    pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
-    model = open_model(path, pool=pool, roots=roots, context=context or CONTEXT, device=kind, load=False, kernel_cache=config.cache)
-    model.load()
-    return model, pool
+class _Desk:
+    """Opens one model in any form, in a pool with guard zones."""
+
+    def __init__(self, name: str, config: Config, roots: ModelRoots, device: str, context: int | None) -> None:
+        values: dict[str, Any] = dict(config.memory) | {"debug": True}
+        kind = pick_device(device).type
+        self.pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+        self._name, self._config, self._roots, self._context = name, config, roots, context or CONTEXT
+
+    def open(self, quant: str) -> OpenModel:
+        """The model, loaded. Raises OnedeskError."""
+        path, cache = self._roots.find(self._name), self._config.cache
+        return open_model(
+            path, pool=self.pool, roots=self._roots, context=self._context, quant=quant, device=self.pool.device, kernel_cache=cache
+        )
 
 
 def _runs(model: OpenModel, pool: Pool) -> list[Check]:

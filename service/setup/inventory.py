@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,11 @@ def is_toy(name: str) -> bool:
     return name.rsplit("/", 1)[-1].startswith(TOY_PREFIX)
 
 
-def model_rows(config: Config, model: str | None, *, device: str, context: int | None) -> list[dict[str, Any]]:
+def model_rows(config: Config, model: str | None, *, device: str, context: int | None, quant: str = "none") -> list[dict[str, Any]]:
     """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
 
-    `fits` holds for `context` tokens, or the default context, beside nothing else, with headroom. Raises ModelError or FileError
-    when `model` names nothing.
+    `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context, beside nothing
+    else, with headroom. Raises ModelError or FileError when `model` names nothing.
     """
     roots = model_roots(config)
     values: dict[str, Any] = dict(config.memory)
@@ -70,22 +70,32 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
     if model is not None:
         path = roots.find(model)
         entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
-    return [_row(entry, roots, place, context or config.context, settings, budget) for entry in entries]
+    asked = _Asked(place, context or config.context, quant, config.cache)
+    return [_row(entry, roots, asked, settings, budget) for entry in entries]
 
 
-def _row(
-    entry: ModelEntry, roots: ModelRoots, device: torch.device, context: int | None, settings: MemorySettings, budget: Budget
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """For which device, context and form of the weights the rows are."""
+
+    device: torch.device
+    context: int | None
+    quant: str
+    cache: Path
+
+
+def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, settings: MemorySettings, budget: Budget) -> dict[str, Any]:
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
-    row |= {"bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": ""}
+    row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": ""}
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
-        draft = draw_blueprint(checkpoint, device, SMALLEST_CONTEXT)
-        blueprint = replace(draft, context=_context(context, draft.config.max_position))
+        draft = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache)
+        blueprint = replace(draft, context=_context(asked.context, draft.config.max_position))
     except OnedeskError as error:
         return row | {"reason": str(error)}
+    row["format"] = blueprint.plan.form
     row["bytes"] = {"weights": blueprint.need.weights, "table": 0, "kv_per_1k": KV_TOKENS * blueprint.kv_shape.token_bytes}
     row["parameters"] = row["active_parameters"] = blueprint.plan.parameters
     fits, reason = _verdict(blueprint.need, blueprint.context, settings, budget)
@@ -112,7 +122,15 @@ def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget)
     wanted = need.with_headroom(settings.headroom)
     fits = wanted <= budget.spendable
     figures = f"{show(wanted)} with headroom for {context} tokens, of {show(budget.spendable)} in the budget"
-    return fits, f"needs {figures}" if fits else f"does not fit: needs {figures}; choose a smaller context or another model"
+    if fits:
+        return True, f"needs {figures}"
+    smaller = [
+        form
+        for form, weights in need.weights_of.items()
+        if replace(need, weights=weights).with_headroom(settings.headroom) <= budget.spendable
+    ]
+    choices = ", ".join(["a smaller context", *(f"--quant {form}" for form in smaller), "or another model"])
+    return False, f"does not fit: needs {figures}; choose {choices}"
 
 
 def model_table(rows: list[dict[str, Any]]) -> str:

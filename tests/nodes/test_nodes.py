@@ -43,7 +43,7 @@ OUTPUTS = {
     "OnedeskMemory": ["*", "STRING", "IMAGE"],
 }
 CHOICES = {
-    ("OnedeskLoadModel", "weights"): ["as stored"],
+    ("OnedeskLoadModel", "weights"): ["as stored", "int8", "int4"],
     ("OnedeskLoadModel", "policy"): ["stay", "give way after the prompt", "give way when idle", "pinned"],
     ("OnedeskMemory", "policy"): ["as their loaders say", "stay", "give way after the prompt", "give way when idle", "pinned"],
     ("OnedeskSampling", "thinking"): ["auto", "on", "off"],
