@@ -50,7 +50,7 @@ class Generation:
                 yield from self._read()
                 yield from self._search()
                 writing = [call.row(t) for t in call.scheduler.working if t.state == "writing" and t not in self._searches]
-                wanted = [row for row in writing if not call.job(row).unwanted]
+                wanted = [row for row in writing if not call.unwanted(call.job(row))]
                 if wanted:
                     yield from self._writing.step(wanted)
         finally:
@@ -178,7 +178,7 @@ class Generation:
         """One step of every search that has begun."""
         for ticket, search in list(self._searches.items()):
             row = self._call.row(ticket)
-            if ticket.state != "writing" or self._call.job(row).unwanted:
+            if ticket.state != "writing" or self._call.unwanted(self._call.job(row)):
                 continue
             if not search.done:
                 with self._meter.measure("decode"):

@@ -24,7 +24,7 @@ from tiny_qwen3 import write_tiny_qwen3
 
 COMMAND = [sys.executable, "-m", "onedesk.service.cli"]
 ENDS_WITHIN = 60  # seconds until a hanging child fails its test; starting torch on a busy machine takes several
-RESULT_KEYS = {"text", "reasoning", "ids", "finish", "seed", "usage", "seconds", "stages"}
+RESULT_KEYS = {"text", "reasoning", "ids", "finish", "seed", "usage", "seconds", "stages", "logprob"}
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -71,7 +71,7 @@ def test_generate_prints_one_document_with_every_key(run):
     assert set(document) == RESULT_KEYS
     assert len(document["ids"]) == 5
     assert document["finish"] == "length"
-    assert document["usage"] == {"prompt": document["usage"]["prompt"], "completion": 5, "reasoning": 0}
+    assert document["usage"] == {"prompt": document["usage"]["prompt"], "completion": 5, "reasoning": 0, "cached": 0}
     assert set(document["seconds"]) == {"load", "first_token", "total"}
     assert set(document["stages"]["decode"]) >= {"seconds", "bytes", "major_faults", "minor_faults", "allocations"}
 
@@ -83,6 +83,24 @@ def test_the_same_seed_writes_the_same_and_choices_count_on_from_it(run):
     assert [choice["seed"] for choice in choices] == [2**64 - 1, 0, 1]
     assert (choices[0]["text"], choices[0]["ids"]) == (single["text"], single["ids"])
     assert len({tuple(choice["ids"]) for choice in choices}) == 3
+
+
+def test_the_best_of_several_and_a_search_are_told_the_best_first(run):
+    options = ("generate", "a cat", "--model", "tiny", "--max-tokens", "6", "--seed", "5", "--n", "2")
+    for way in ("--best-of", "--beams"):
+        status, document = run(*options, way, "4")
+        sums = [choice["logprob"] for choice in document["choices"]]
+        assert (status, sums) == (0, sorted(sums, reverse=True))
+        assert len(sums) == 2
+
+
+def test_several_choices_stand_one_after_the_other_on_a_terminal(run, tree, capsys):
+    options = ("generate", "a cat", "--model", "tiny", "--max-tokens", "6", "--seed", "5", "--n", "3")
+    choices = run(*options)[1]["choices"]
+    assert cli.main([*options, "--config", str(tree / "onedesk.toml")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "".join(choice["text"] + "\n" for choice in choices)
+    assert [line.rpartition("seed ")[2] for line in shown.err.splitlines() if "; seed " in line] == ["5]", "6]", "7]"]
 
 
 def test_a_seed_that_was_not_given_is_told_and_repeats_the_text(run):
@@ -144,6 +162,15 @@ def test_without_a_name_among_many_the_usage_is_wrong(run, tmp_path):
         ["generate", "a cat", "--thinking-budget", "-1"],
         ["generate", "a cat", "--repetition-stop", "perhaps"],
         ["generate", "a cat", "--n", "0"],
+        ["generate", "a cat", "--n", "129"],
+        ["generate", "a cat", "--n", "3", "--best-of", "2"],
+        ["generate", "a cat", "--best-of", "0"],
+        ["generate", "a cat", "--best-of", "2", "--beams", "2"],
+        ["generate", "a cat", "--beams", "9"],
+        ["generate", "a cat", "--beams", "2", "--temperature", "0.5"],
+        ["generate", "a cat", "--beams", "2", "--top-k", "5"],
+        ["generate", "a cat", "--beams", "2", "--stop", "x"],
+        ["generate", "a cat", "--beams", "2", "--thinking-budget", "5"],
         ["generate", "a cat", "--context", "0"],
         ["generate", "a cat", "--device", "tpu"],
         ["generate", "a cat", "--quant", "int3"],
