@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from .body import read_json
 from .call import Call
 from .problems import ApiError, as_api_error, to_json
 from .schemas import CHAT, COMPLETION
-from .service import Service
+from .service import TICK, Service
 from .sse import EventStream
 
 
@@ -96,7 +97,7 @@ async def _stream(service: Service, request: web.Request, answering: _Answering,
             if place is not None and place != told:
                 told = place
                 await out.comment(f"waiting, place {place}")
-            elif not events:
+            elif not events and (out.response is not None or time.perf_counter() - call.made >= TICK):
                 await out.comment("working")
             visible = [(index, event) for index, event in events if event.progress is None]
             await out.send(answering.writer.chunks(visible))

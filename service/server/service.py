@@ -32,6 +32,8 @@ PREPARERS = 4
 BESIDE = 64
 # Seconds after which a stream in which nothing comes sends a comment, so that nobody on the way takes it for dead.
 TICK = 10.0
+# Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has a status.
+HESITATION = 0.25
 
 
 class Service:
@@ -132,19 +134,21 @@ class Service:
         return self._workers[name].line.place(call)
 
     async def follow(self, name: str, call: Call) -> AsyncIterator[Sequence[Event]]:
-        """What comes of a call, in parts; empty ones where its place has changed, and every TICK seconds.
+        """What comes of a call, in parts; empty ones where its place has changed, after HESITATION, and every TICK seconds.
 
         Raises ApiError 503 where it waits for its turn longer than it may, and whatever its model fails with.
         """
-        while (events := await call.take(self._patience(call))) is not None:
+        patience = HESITATION
+        while (events := await call.take(self._patience(call, patience))) is not None:
             self._check_deadline(name, call)
             yield events
+            patience = TICK
 
-    def _patience(self, call: Call) -> float:
+    def _patience(self, call: Call, most: float) -> float:
         limit = self.settings.deadline
         if not limit or call.entered is not None:
-            return TICK
-        return min(TICK, max(0.001, call.made + limit - time.perf_counter()))
+            return most
+        return min(most, max(0.001, call.made + limit - time.perf_counter()))
 
     def _check_deadline(self, name: str, call: Call) -> None:
         limit = self.settings.deadline

@@ -1,0 +1,107 @@
+"""The memory API: what there is, giving it back measured, sleeping and waking."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from serving import MODEL, Server
+
+SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
+
+
+def post(server: Server, what: str, body: Any = None) -> Any:
+    status, _, document = server.ask("POST", f"/v1/memory/{what}", body or {})
+    assert status == 200, document
+    return document
+
+
+def held(server: Server) -> int:
+    return sum(lease["bytes"] for lease in server.ask("GET", "/v1/memory")[2]["leases"])
+
+
+def test_the_document_is_that_of_the_command(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    document = server.ask("GET", "/v1/memory")[2]
+    assert {"truth", "budget", "leases", "counters"} <= set(document)
+    assert {lease["owner"] for lease in document["leases"]} >= {MODEL}
+    assert {"owner", "kind", "bytes", "residency", "policy", "idle"} <= set(document["leases"][0])
+    assert document["budget"]["used"] == held(server)
+    assert document["asleep"] is False
+
+
+def test_an_owner_gives_way_and_what_came_back_is_measured(server: Server) -> None:
+    text = server.client().chat.completions.create(**SHORT).choices[0].message.content
+    before = held(server)
+    released = post(server, "release", {"owner": MODEL})["released"]
+    assert {row["owner"] for row in released} == {MODEL}
+    asked, measured = (sum(row[key] for row in released) for key in ("asked", "measured"))
+    assert measured >= 0.98 * asked > 0
+    assert held(server) < before
+    assert server.figure("onedesk_released_bytes_total") > 0
+    assert post(server, "release", {"owner": MODEL})["released"] == []
+    assert server.client().chat.completions.create(**SHORT).choices[0].message.content == text
+
+
+def test_owners_give_way_for_bytes(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    assert post(server, "release", {"bytes": 1})["released"] == []  # there is room already
+    report = server.ask("GET", "/v1/memory")[2]
+    everything = report["budget"]["limit"]
+    assert post(server, "release", {"bytes": everything})["released"]
+    assert held(server) == 0
+
+
+def test_wrong_wishes(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    status, _, document = server.ask("POST", "/v1/memory/release", {"owner": "nobody"})
+    assert (status, document["error"]["code"]) == (404, "unknown_owner")
+    assert MODEL in document["error"]["message"]
+    for body in ({}, {"owner": MODEL, "bytes": 5}, {"bytes": 0}, {"owner": 5}):
+        assert server.ask("POST", "/v1/memory/release", body)[0] == 400
+
+
+def test_sleeping_and_waking_ten_times_changes_nothing(server: Server) -> None:
+    text = server.client().chat.completions.create(**SHORT).choices[0].message.content
+    for _ in range(10):
+        released = post(server, "sleep")["released"]
+        assert sum(row["measured"] for row in released) >= 0.98 * sum(row["asked"] for row in released) > 0
+        assert held(server) == 0
+        woken = {row["owner"]: row for row in post(server, "wake")["woken"]}
+        assert woken[MODEL]["bytes"] == held(server) > 0
+        assert server.client().chat.completions.create(**SHORT).choices[0].message.content == text
+
+
+def test_who_asks_while_it_sleeps_waits(server: Server) -> None:
+    post(server, "sleep")
+    assert post(server, "sleep") == {"released": []}
+    assert server.ask("GET", "/v1/memory")[2]["asleep"] is True
+    answers: list[str] = []
+    client = server.client()
+    thread = threading.Thread(target=lambda: answers.append(client.chat.completions.create(**SHORT).choices[0].finish_reason))
+    thread.start()
+    server.until("onedesk_waiting", 1)
+    assert (answers, held(server)) == ([], 0)
+    post(server, "wake")
+    thread.join(60)
+    assert answers == ["length"]
+
+
+def test_figures_have_no_secrets_and_no_paths(server: Server) -> None:
+    server.ask("GET", "/a/path/of/somebody")
+    text = server.ask("GET", "/metrics")[2]
+    assert server.token not in text
+    assert str(server.tree) not in text
+    assert "somebody" not in text
+    for name in (
+        "requests_total",
+        "tokens_total",
+        "seconds_bucket",
+        "working",
+        "waiting",
+        "fragmentation",
+        "leased_bytes",
+        "vm_events_total",
+    ):
+        assert f"onedesk_{name}" in text
+    assert server.token not in server.log()
