@@ -19,7 +19,18 @@ from onedesk.service.memory.truth import read_truth
 from onedesk.service.model.arrival import WeightArrival
 from onedesk.service.model.weights import ALIGNMENT, WeightPlan
 from onedesk.service.quant.weight import QuantizedWeight, Weight, dequantize
-from published import AWQ, BLOCKS, CASES, Case, change_config, change_tensors, compressed, write_meaning, write_published
+from published import (
+    AWQ,
+    BLOCKS,
+    CASES,
+    Case,
+    change_config,
+    change_tensors,
+    compressed,
+    quantize_embedding,
+    write_meaning,
+    write_published,
+)
 from tiny_qwen3 import write_tiny_qwen3
 
 CPU = torch.device("cpu")
@@ -127,6 +138,20 @@ def test_a_whole_quantized_head_is_read_too(tmp_path: Path, pool: Pool) -> None:
 
     change_tensors(folder, quantized_head)
     assert torch.equal(values(loaded(plan_of(folder), pool)["head"]), wanted)
+
+
+def test_a_prompt_waits_for_an_embedding_that_is_stored_quantized(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
+    folder, wanted = write_published(tmp_path / "model", BY_NAME["int8-channel"])
+    change_tensors(folder, quantize_embedding)
+    name = "model.embed_tokens.weight"
+    assert (values(loaded(plan_of(folder), pool)["embedding"]) - wanted[name]).abs().max() <= wanted[name].abs().max() / 253
+    plain = write_meaning(tmp_path / "plain", folder, wanted)
+    unsettled = session.open_session("model", session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, tmp_path))
+    ours = torch.tensor(unsettled.runner.logprobs([5, 17, 3, 250]))
+    unsettled.settle()
+    unsettled.release()
+    assert (ours - logprobs(plain, [5, 17, 3, 250], pool)).abs().max() <= 0.2
 
 
 def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
