@@ -378,7 +378,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(checkpoi
     [
         ({"context": 5000}, RequestError, "context is 5000, but the model's config allows 4096"),
         ({"context": 1}, RequestError, "context is 1; use a whole number from 2"),
-        ({"quant": "int3"}, RequestError, "quant is 'int3'; this version supports none"),
+        ({"quant": "int3"}, RequestError, "quant is 'int3'; use none, int8, int4"),
         ({"device": "tpu"}, RequestError, "device is 'tpu'; use auto, cpu or cuda"),
     ],
 )
