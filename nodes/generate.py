@@ -14,7 +14,7 @@ from .write import Answer, Question, Writing
 
 
 class OnedeskGenerate(io.ComfyNode):
-    """Writes. Takes lists as one piece of work: the model loads once for all items and gives way after the last."""
+    """Writes. Takes lists as one piece of work: the model loads once for all items, writes them together and gives way after the last."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -28,7 +28,7 @@ class OnedeskGenerate(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 MODEL.Input("model", tooltip="Which model writes, from Load Language Model."),
-                MESSAGES.Input("messages", tooltip="What it answers, from Write Messages; a list is answered one by one."),
+                MESSAGES.Input("messages", tooltip="What it answers, from Write Messages; the items of a list are answered together."),
                 io.Int.Input(
                     "seed",
                     default=0,

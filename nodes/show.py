@@ -70,9 +70,10 @@ def statistics(model: str, result: Result) -> str:
     first, total = result.seconds["first_token"], result.seconds["total"]
     speed = f", {(usage.completion - 1) / (total - first):.1f} tokens/s" if usage.completion > 1 and total > first else ""
     thought = f" ({usage.reasoning} of them thinking)" if usage.reasoning else ""
+    kept = f" ({usage.cached} kept from before)" if usage.cached else ""
     loading = f"load {result.seconds['load']:.2f} s, " if result.seconds.get("load") else ""
     return (
-        f"{model}: {usage.prompt} tokens read, {usage.completion} written{thought}{speed}; {loading}"
+        f"{model}: {usage.prompt} tokens read{kept}, {usage.completion} written{thought}{speed}; {loading}"
         f"first token {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}"
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..service.api import OpenModel
+from ..service.api import Events, OpenModel
 from ..service.core import CancelCheck, Event, Message, Progress, Request, Result
 from ..service.errors import Cancelled, RequestError
 from .show import View, numbered
@@ -45,56 +46,100 @@ class Answer:
 
 
 class Writing:
-    """Answers questions one after the other and streams them into a view."""
+    """Answers questions together and streams them into a view."""
 
     def __init__(self, questions: Sequence[Question], view: View) -> None:
         self._questions = questions
         self._view = view
-        self._streams: list[Iterator[Event]] = []
-        self._texts: list[str] = []
+        self._stream: Events | None = None
+        self._written: list[_Written] = []
 
     def prepare(self, model: OpenModel, cancel: CancelCheck) -> None:
         """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
-        self._texts, self._streams = [], []
-        for question in self._questions:
+        requests = []
+        for place, question in enumerate(self._questions):
             if cancel():
                 raise Cancelled("stopped while checking the messages")
-            self._streams.append(model.generate(question.request(model), cancel=cancel, progress=self._view.report))
-        self._view.follow(lambda: numbered(list(self._texts), len(self._questions)))
+            try:
+                requests.append(question.request(model))
+            except RequestError as error:
+                raise RequestError(self._named(place, str(error))) from error
+        self._written = [_Written() for _ in self._questions]
+        self._stream = model.generate_batch(requests, cancel=cancel, progress=self._report)
+        self._view.follow(lambda: numbered(self._shown(), len(self._questions)))
 
     def run(self, model: OpenModel, cancel: CancelCheck) -> list[Answer]:
-        """Raises RequestError for an answer without text, Cancelled on Stop; the text so far stays shown."""
-        return [self._answer(question, stream) for question, stream in zip(self._questions, self._streams, strict=True)]
+        """Raises RequestError for an answer without text, Cancelled on Stop; the texts so far stay shown."""
+        if self._stream is None:
+            raise RequestError("nothing was prepared; prepare before running")
+        with closing(self._stream) as events:
+            for event in events:
+                self._take(event)
+        results = [one.result for one in self._written]
+        if any(result is not None and result.finish == "cancelled" for result in results):
+            raise Cancelled("stopped while writing")
+        answers = []
+        for question, result in zip(self._questions, results, strict=True):
+            if result is None:
+                raise RequestError("the model's answer ended without a result; run the workflow again")
+            turn = Message("assistant", result.text, result.reasoning)
+            answers.append(Answer(result, Conversation((*question.conversation.messages, turn))))
+        return answers
 
     def kept(self, answers: list[Answer]) -> object:
         """The first conversation: ComfyUI holds it with the node's outputs."""
         return answers[0].conversation
 
-    def _answer(self, question: Question, stream: Iterator[Event]) -> Answer:
-        text = reasoning = ""
-        tokens = 0
-        result: Result | None = None
-        self._texts.append("")
-        for event in stream:
-            text += event.text
-            reasoning += event.reasoning
-            result = event.result or result
-            if event.progress:
-                self._view.report(event.progress)
-            if event.token is not None:
-                tokens += 1
-                self._view.report(Progress("decode", tokens, max(tokens, question.max_tokens)))
-            self._texts[-1] = text or (reasoning and f"(thinking) {reasoning}")
-        if result is None:
-            raise RequestError("the model's answer ended without a result; run the workflow again")
-        if result.finish == "cancelled":
-            self._texts[-1] = f"{result.text or result.reasoning}\n\n[stopped after {result.usage.completion} tokens]".lstrip()
-            raise Cancelled("stopped while writing")
-        self._texts[-1] = result.text
-        if not result.text.strip():
-            raise RequestError(_why_empty(result, question.max_tokens))
-        turn = Message("assistant", result.text, result.reasoning)
-        return Answer(result, Conversation((*question.conversation.messages, turn)))
+    def _shown(self) -> list[str]:
+        """The texts that have begun, and the first in any case: they begin in the order of the questions."""
+        return [one.text for place, one in enumerate(self._written) if one.begun or not place]
+
+    def _take(self, event: Event) -> None:
+        one = self._written[event.request]
+        if event.progress:
+            self._report(event.progress)
+        if event.token is not None:
+            one.tokens += 1
+            limits = zip(self._written, self._questions, strict=True)
+            total = sum(max(other.tokens, question.max_tokens) for other, question in limits)
+            self._view.report(Progress("decode", sum(other.tokens for other in self._written), total))
+        one.take(event)
+        if event.result is not None and event.result.finish != "cancelled" and not event.result.text.strip():
+            raise RequestError(self._named(event.request, _why_empty(event.result, self._questions[event.request].max_tokens)))
+
+    def _report(self, progress: Progress) -> None:
+        """Prompts that are read while others write do not move the bar back."""
+        if progress.stage == "load" or not any(one.tokens for one in self._written):
+            self._view.report(progress)
+
+    def _named(self, place: int, words: str) -> str:
+        return words if len(self._questions) == 1 else f"item {place + 1} of {len(self._questions)}: {words}"
+
+
+class _Written:
+    """What is there of one answer."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.tokens = 0
+        self.result: Result | None = None
+        self._text = self._reasoning = ""
+
+    def take(self, event: Event) -> None:
+        """Take in the next event of it."""
+        self.begun = self.begun or event.token is not None or (event.result is not None and event.result.finish != "cancelled")
+        self._text += event.text
+        self._reasoning += event.reasoning
+        self.result = event.result or self.result
+
+    @property
+    def text(self) -> str:
+        """As it is shown."""
+        if self.result is None:
+            return self._text or (self._reasoning and f"(thinking) {self._reasoning}")
+        if self.result.finish == "cancelled":
+            return f"{self.result.text or self.result.reasoning}\n\n[stopped after {self.result.usage.completion} tokens]".lstrip()
+        return self.result.text
 
 
 def _why_empty(result: Result, max_tokens: int) -> str:

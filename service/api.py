@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,9 @@ from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+# What is written, as it comes. Closing it stops everything and frees the model at once.
+Events = Generator[Event, None, None]
 
 # How often a call that waits for the model looks whether it should stop.
 WAIT_SECONDS = 0.1
@@ -163,7 +166,7 @@ class OpenModel:
                 session.settle()
             self._leaks.mark("load")
 
-    def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Iterator[Event]:
+    def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Events:
         """Answer `request` as a stream of events; the last one of each of its choices has the result.
 
         Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked before every
@@ -179,7 +182,7 @@ class OpenModel:
         cancel: CancelCheck | None = None,
         cancel_request: Callable[[int], bool] | None = None,
         progress: ProgressReport | None = None,
-    ) -> Iterator[Event]:
+    ) -> Events:
         """As `generate` for several requests, which are written together; each event says which request and choice it belongs to.
 
         Each choice is what it would be alone: its own seed, and scores that do not depend on its neighbours but for the last bits, where a
@@ -200,7 +203,7 @@ class OpenModel:
         *,
         cancel: CancelCheck | None = None,
         cancel_request: Callable[[int], bool] | None = None,
-    ) -> Iterator[Event]:
+    ) -> Events:
         """As `generate_batch` for requests that come meanwhile: `arrivals` is asked before every step for those that came since, and they
         are numbered in that order. Ends when none is at work and it gives none."""
         return self._run((), Orders(cancel, cancel_request, None, arrivals))
@@ -336,7 +339,7 @@ class OpenModel:
             if not session.arrived:
                 self._release()
 
-    def _run(self, requests: Sequence[Prepared], orders: Orders) -> Iterator[Event]:
+    def _run(self, requests: Sequence[Prepared], orders: Orders) -> Events:
         started = time.perf_counter()
         meter = StageMeter(self.pool, self.read_ceiling)
         finished: set[int] = set()

@@ -115,6 +115,27 @@ def test_a_list_of_prompts_is_one_execution_that_loads_once_and_gives_way_once(c
     assert shown(comfyui.run(writing("prompt 3", context=640, max_tokens=4)), "text") == texts[3]
 
 
+def test_the_items_of_a_list_are_written_together_and_are_what_they_are_alone(comfyui: Comfy):
+    graph = writing(["list", 0], seed=61, max_tokens=40)
+    graph["list"] = node("TestList", texts=json.dumps([f"item {place}" for place in range(10)]))
+    outcome = comfyui.run(graph)
+    texts = outcome.outputs["write"]["text"]
+    streamed = [message.data["text"] for message in outcome.texts("write")]
+    assert any("[2/10]" in text and len(text) < 120 for text in streamed), "the second began when the first had ended"
+    assert all(text.startswith("[1/10] ") for text in streamed if text)
+    assert [statistics.partition("; seed ")[2][:3] for statistics in outcome.outputs["write"]["stats"]] == ["61;"] * 10
+    for place in (0, 1, 8, 9):
+        assert shown(comfyui.run(writing(f"item {place}", seed=61, max_tokens=40)), "text") == texts[place]
+
+
+def test_one_bad_item_refuses_the_list_and_is_named(comfyui: Comfy):
+    graph = writing(["list", 0], context=64, max_tokens=4)
+    graph["list"] = node("TestList", texts=json.dumps(["short", "x" * 500, "short"]))
+    outcome = comfyui.run(graph)
+    assert not outcome.ok
+    assert "item 2 of 3: the prompt has" in str(outcome.error)
+
+
 def test_answers_become_the_history_of_the_next_turn(comfyui: Comfy):
     graph = writing("first turn")
     graph["prompt2"] = prompt("second turn", history=["write", 2], system="be brief")
