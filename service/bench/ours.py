@@ -64,7 +64,9 @@ class Onedesk:
         if self._model is None:
             raise ModelError("nothing is loaded; load before measuring")
         bias = dict.fromkeys(self._task.end_tokens, NEVER)
-        request = Request(ids=tuple(ids), sampling=Sampling(temperature=0.0, logit_bias=bias), max_tokens=tokens)
+        # A prompt that was kept, or tokens that were guessed, would be measured as if they had been read.
+        greedy = Sampling(temperature=0.0, logit_bias=bias)
+        request = Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=False, speculation=False)
         times: list[float] = []
         result: Result | None = None
         for event in self._model.generate(request):
