@@ -33,7 +33,7 @@ Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
 EMBEDDING = "model.embed_tokens.weight"
 PROMPT_BEFORE_DECODE = 16
 WARM_UP_TOKENS = 3
-LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "PEAK / SIZE")
+LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "READ AND KEPT", "SHARE", "PEAK / SIZE")
 RUN_TITLES = ("ENGINE", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
 
 
@@ -93,7 +93,8 @@ def bench_table(document: dict[str, Any]) -> str:
 
 def _load_line(row: dict[str, Any]) -> tuple[str, ...]:
     times = (f"{row['seconds']:.3f}", f"{row['raw_seconds']:.3f}", f"{row['bytes_per_second'] / 1e9:.2f}")
-    return (row["engine"], row["state"], *times, f"{row['share']:.0%}", f"{row['peak_share']:.2f}")
+    kept = (f"{row['fresh_seconds']:.3f}", f"{row['fresh_share']:.0%}")
+    return (row["engine"], row["state"], *times, f"{row['share']:.0%}", *kept, f"{row['peak_share']:.2f}")
 
 
 def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -184,17 +185,21 @@ def _run_row(engine: str, plan: Plan, samples: Sequence[dict[str, Any]], nbytes:
 
 
 def _load_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Cold: the files were evicted just before. Warm: they were read whole just before. Raw reads of the same files beside each."""
+    """Cold: the files were evicted just before. Warm: they were read whole just before. Raw reads of the same files beside each, into
+    small buffers and (`fresh`) into new memory.
+    """
     files = checkpoint.files
     for worker in workers:  # imports and compiled kernels are not part of a load
         worker.ask("load")
         worker.ask("unload")
-    raw: dict[str, list[float]] = {"cold": [], "warm": []}
+    raw: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for _ in range(plan.cycles):
-        make_state("cold", files)
-        raw["cold"].append(read_whole(files))
-        raw["warm"].append(read_whole(files))
+        for state, found in raw.items():
+            make_state(state, files)
+            small = read_whole(files)
+            make_state(state, files)
+            found.append((small, read_whole(files, fresh=True)))
         for worker in workers:
             for state in ("cold", "warm"):
                 cached = make_state(state, files)
@@ -203,8 +208,11 @@ def _load_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) ->
     return [_load_row(engine, state, found, raw[state], checkpoint.weight_bytes) for (engine, state), found in samples.items()]
 
 
-def _load_row(engine: str, state: str, samples: Sequence[dict[str, Any]], raw: Sequence[float], nbytes: int) -> dict[str, Any]:
-    seconds, raw_seconds = statistics.median(sample["seconds"] for sample in samples), statistics.median(raw)
+def _load_row(
+    engine: str, state: str, samples: Sequence[dict[str, Any]], raw: Sequence[tuple[float, float]], nbytes: int
+) -> dict[str, Any]:
+    seconds = statistics.median(sample["seconds"] for sample in samples)
+    raw_seconds, fresh_seconds = (statistics.median(found) for found in zip(*raw, strict=True))
     peak = max(sample["peak_bytes"] for sample in samples)
     return {
         "engine": engine,
@@ -216,6 +224,8 @@ def _load_row(engine: str, state: str, samples: Sequence[dict[str, Any]], raw: S
         "raw_seconds": raw_seconds,
         "bytes_per_second": nbytes / seconds,
         "share": raw_seconds / seconds,
+        "fresh_seconds": fresh_seconds,
+        "fresh_share": fresh_seconds / seconds,
         "cached_before_bytes": max(sample["cached"] for sample in samples),
         "peak_bytes": peak,
         "peak_share": peak / nbytes,

@@ -92,6 +92,7 @@ def test_load_has_cold_and_warm_rows_beside_the_raw_read(model, tmp_path):
     assert [(row["engine"], row["state"]) for row in document["rows"]] == [("onedesk", "cold"), ("onedesk", "warm")]
     for row in document["rows"]:
         assert row["share"] == pytest.approx(row["raw_seconds"] / row["seconds"])
+        assert row["fresh_share"] == pytest.approx(row["fresh_seconds"] / row["seconds"])
         assert row["peak_share"] == pytest.approx(row["peak_bytes"] / document["checkpoint_bytes"])
     assert document["rows"][1]["cached_before_bytes"] >= document["checkpoint_bytes"]
 
@@ -192,6 +193,7 @@ def test_raw_reads_and_residency_speak_of_the_same_bytes(tmp_path):
     os.sync()
     residency = Residency([file])
     assert read_whole([file]) > 0
+    assert read_whole([file], fresh=True) > 0
     assert residency.resident() == -(-(3 * MIB + 17) // mmap.PAGESIZE) * mmap.PAGESIZE
     evict([file])
     assert residency.resident() in (0, -(-(3 * MIB + 17) // mmap.PAGESIZE) * mmap.PAGESIZE)  # a tmpfs keeps its pages
