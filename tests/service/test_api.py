@@ -156,6 +156,23 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(registry: 
         (ask(stop=("",)), "a stop string is empty"),
         (ask(thinking_budget=-1), "thinking_budget is -1"),
         (ask(thinking="maybe"), "thinking is 'maybe'"),
+        (ask(n=0), "n is 0; use a whole number from 1 to 128"),
+        (ask(n=129), "n is 129"),
+        (ask(n=True), "n is True"),
+        (ask(best_of=0), "best_of is 0"),
+        (ask(best_of=2, n=3), "best_of is 2 and n is 3; best_of must be at least n"),
+        (ask(beams=9), "beams is 9; use a whole number from 1 to 8"),
+        (ask(beams=2, n=3), "beams is 2 and n is 3"),
+        (ask(beams=2, best_of=2), "best_of and beams exclude each other"),
+        (ask(beams=2, sampling=Sampling(temperature=0.5)), r"temperature is 0\.5; leave it out"),
+        (ask(beams=2, sampling=Sampling(top_p=0.5)), "top_p would change them; leave it out"),
+        (ask(beams=2, stop=("x",)), "does not know stop; leave it out"),
+        (ask(beams=2, thinking_budget=3), "does not know thinking_budget; leave it out"),
+        (ask(beams=2, logprobs=1), "does not know logprobs; leave it out"),
+        (
+            ask(beams=8, max_tokens=900),
+            r"8 beams of up to 900 tokens behind a prompt of \d+ need KV for [\d,]+ tokens, and the context gives 1,024",
+        ),
         (Request(ids=()), "list of token ids is empty"),
         (Request(ids=(1, 512)), "token id 512 at position 1 is not one of the model's 512"),
         (Request(ids=(-1,)), "token id -1 at position 0"),
@@ -169,9 +186,28 @@ def test_a_request_that_cannot_be_served_says_why(registry: Registry, request_: 
     assert not model.loaded
 
 
+def test_one_bad_item_refuses_the_list_before_any_work_and_is_named(registry: Registry) -> None:
+    model = registry.open("tiny", context=CONTEXT, load=False)
+    with pytest.raises(RequestError, match="item 2 of 3: max_tokens is 0"):
+        model.generate_batch([ask(), ask(max_tokens=0), ask()])
+    with pytest.raises(RequestError, match="item 3 of 3: the prompt has 1024 tokens and the context is 1024"):
+        model.generate_batch([ask(), ask(), Request(ids=(5,) * CONTEXT)])
+    with pytest.raises(RequestError, match="the list of requests is empty"):
+        model.generate_batch([])
+    assert not model.loaded
+
+
+def test_a_stop_before_the_load_gives_every_choice_its_empty_result(registry: Registry) -> None:
+    model = registry.open("tiny", context=CONTEXT, load=False)
+    found = [event for event in model.generate_batch([ask(n=2), ask()], cancel=lambda: True) if event.result]
+    assert [(event.request, event.choice) for event in found] == [(0, 0), (0, 1), (1, 0)]
+    assert {event.result.finish for event in found if event.result} == {"cancelled"}
+    assert not model.loaded
+
+
 def test_a_megabyte_prompt_is_refused_with_both_numbers(registry: Registry) -> None:
     model = registry.open("tiny", context=CONTEXT, load=False)
-    with pytest.raises(RequestError, match=r"the prompt has \d{6,} tokens and the context is 1024"):
+    with pytest.raises(RequestError, match=r"the prompt has more than \d{4,} tokens and the context is 1024"):
         model.generate(ask("word " * 200_000))
 
 
