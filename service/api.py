@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,6 +21,7 @@ from .engine.generation import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.prepare import check_ids, prepare, prepare_all
 from .engine.runner import Stopped
+from .engine.scoring import block_count, score_windows
 from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session, pick_context, pick_device
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, RequestError
@@ -148,6 +148,12 @@ class OpenModel:
         session = self._session
         return session.held_bytes() if session else 0
 
+    @property
+    def kv_blocks(self) -> tuple[int, int, int]:
+        """KV blocks that are used or promised, that are only kept for reuse, and in all; zeros while the model is not loaded."""
+        kv = getattr(self._session.runner, "kv", None) if self._session else None
+        return (kv.blocks - kv.available, kv.cold, kv.blocks) if kv is not None else (0, 0, 0)
+
     def leak_report(self) -> LeakReport:
         """What each stage of the last uses left behind in the process, and the stage that grows, if one does."""
         return self._leaks.report()
@@ -219,16 +225,7 @@ class OpenModel:
         ids = self.encode(text)
         if not ids:
             raise RequestError("the text to score is empty; give at least one character")
-        values = self.score(ids[: self.context], cancel=cancel)
-        windows, done = 1, min(len(ids), self.context)
-        overlap = max(1, self.context // 2)
-        while done < len(ids):
-            start = done - overlap
-            window = ids[start : start + self.context]
-            values += self.score(window, cancel=cancel)[overlap - 1 :]
-            done = start + len(window)
-            windows += 1
-        return values, windows
+        return score_windows(ids, self.context, lambda window: self.score(window, cancel=cancel))
 
     def embed_prompt(
         self,
@@ -242,7 +239,7 @@ class OpenModel:
 
         `layers` count blocks: 9 is the state after 9 blocks, -1 after all of them, -2 after all but one. Raises RequestError, Cancelled.
         """
-        after = [self._block_count(layer) for layer in layers]
+        after = [block_count(layer, self.layers, self.name) for layer in layers]
         if not after:
             raise RequestError("no layer was named; give at least one, such as -2")
         ids = list(prompt) if not isinstance(prompt, str) else self.encode(prompt)
@@ -361,22 +358,6 @@ class OpenModel:
             for place, prepared in enumerate(requests):
                 if place not in finished:
                     yield from (Event(result=cancelled_result(prepared, i, seconds), request=place, choice=i) for i in range(prepared.n))
-
-    def _block_count(self, layer: int) -> int:
-        count = layer if layer >= 0 else self.layers + 1 + layer
-        if not 0 <= count <= self.layers:
-            raise RequestError(
-                f"layer {layer} does not exist; {self.name} has {self.layers} blocks: use 0 to {self.layers} or -1 to -{self.layers + 1}"
-            )
-        return count
-
-
-def perplexity(logprobs: Sequence[float]) -> float | None:
-    """exp of the mean negative log-probability; None without any."""
-    if not logprobs:
-        return None
-    mean = -sum(logprobs) / len(logprobs)
-    return math.exp(mean) if mean < 700 else None
 
 
 def open_model(

@@ -132,7 +132,7 @@ def _score(args: argparse.Namespace) -> int:
     if (args.ids is None) == (args.text_file is None):
         raise UsageError("score needs either --ids or --text-file; see onedesk score --help")
     text = None if args.text_file is None else read_text_file(args.text_file)
-    from .api import perplexity
+    from .engine.scoring import perplexity
 
     stop = Stop()
     with stop.listening(), _opened(args, load_config(args.config)) as model:

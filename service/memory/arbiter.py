@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import OnedeskError
@@ -34,6 +35,17 @@ class Arbiter:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._neighbours: list[Neighbour] = []
+        self._promises: list[Callable[[], int]] = []
+
+    def add_promise(self, promised: Callable[[], int]) -> None:
+        """Count the bytes that `promised` says as taken: they were promised to another process, which has not taken them yet."""
+        with self._pool.lock:
+            self._promises.append(promised)
+
+    @property
+    def promised(self) -> int:
+        """Bytes that other processes were promised and have not taken."""
+        return sum(promised() for promised in list(self._promises))
 
     def add_neighbour(self, neighbour: Neighbour) -> None:
         """Let `neighbour` be asked when the machine, not the budget, lacks room."""

@@ -276,12 +276,12 @@ class Pool:
 
         A leased page that was never touched is promised but still counts as available, so promises are taken off.
         """
-        truth = self.read_truth()
+        truth, promised = self.read_truth(), self.arbiter.promised
         if self.backend.commits:
             aside = min(self.backend.movable, max(0, truth.host_available - self.budget.floor))
-            return truth.available - self.budget.floor + self._store.held - self._used + aside, truth.available
+            return truth.available - self.budget.floor + self._store.held - self._used + aside - promised, truth.available
         available = min(truth.available, truth.host_available)
-        return available - self.budget.floor - (self._used - self._resident()), available
+        return available - self.budget.floor - (self._used - self._resident()) - promised, available
 
     def _place(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
         """Take the bytes; None if the system refuses, but on the `last` try its refusal is raised."""

@@ -93,6 +93,7 @@ async def _run(plan: Plan) -> None:
     from .guard import Guard, own_names
     from .models import Models
     from .note import noted
+    from .renewal import renew_when_idle
     from .service import Service
 
     REGISTRY.configure(plan.config)
@@ -105,6 +106,7 @@ async def _run(plan: Plan) -> None:
             note = _note(plan, address)
             with noted(plan.config.cache, note):
                 service.start(service.warm_up(plan.choice.names))
+                service.start(renew_when_idle(service))
                 _say(note)
                 await stopped.wait()
                 await service.stop(plan.config.service.grace)

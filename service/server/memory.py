@@ -26,7 +26,7 @@ async def show_memory(service: Service, request: web.Request) -> web.Response:
 
 def _report(service: Service) -> dict[str, Any]:
     report = memory_report(service.registry.config, device=service.models.choice.device, proc=None)
-    return report | {"asleep": service.asleep}
+    return report | {"leases": [*report["leases"], *service.tenants.rows()], "asleep": service.asleep}
 
 
 async def release(service: Service, request: web.Request) -> web.Response:
@@ -47,7 +47,10 @@ def _make_room(service: Service, nbytes: int) -> list[Released]:
 
 
 def _release(service: Service, owner: str) -> list[Released]:
-    owners = sorted({model.name for model in service.registry.models()})
+    tenants = {tenant.owner for tenant in service.tenants.all}
+    owners = sorted({model.name for model in service.registry.models()} | tenants)
+    if owner in tenants:
+        return service.tenants.release(owner)
     if owner not in owners:
         message = f"nobody of that name can give way; there are: {', '.join(owners) or 'none'}"
         raise ApiError(404, message, code="unknown_owner", param="owner")

@@ -14,6 +14,7 @@ from .problems import ApiError
 from .service import Service
 
 PROC = Path("/proc")
+KV_KINDS = ("used", "kept", "all")
 Rows = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -64,6 +65,8 @@ class _Gatherer:
         models = registry.models()
         yield _counter("vm_events", "The kernel's memory events since boot", ("event",), _single(read_vmstat(PROC)))
         yield _gauge("model_bytes", "Bytes that a model holds", ("model",), [((model.name,), model.held_bytes()) for model in models])
+        blocks = [((model.name, kind), count) for model in models for kind, count in zip(KV_KINDS, model.kv_blocks, strict=True)]
+        yield _gauge("kv_blocks", "KV blocks of 32 tokens: used or promised, kept for reuse, in all", ("model", "kind"), blocks)
         pools = list({id(model.pool): model.pool for model in models}.values())
         held: dict[tuple[str, ...], float] = {}
         for lease in (lease for pool in pools for lease in pool.leases()):

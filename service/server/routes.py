@@ -11,9 +11,10 @@ from .check import Schema
 from .embeddings import embeddings
 from .generate import chat, completions
 from .health import health, model, models
+from .leases import give_back_lease, take_lease, tell_lease
 from .memory import release, show_memory, sleep, wake
 from .metrics import metrics
-from .schemas import CHAT, COMPLETION, EMBEDDINGS, NOTHING, RELEASE
+from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, RELEASE
 from .service import Service
 
 Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
@@ -46,5 +47,8 @@ ROUTES = (
     Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
     Route("POST", "/v1/memory/sleep", sleep, "Give everything back and wait.", NOTHING),
     Route("POST", "/v1/memory/wake", wake, "Load again and work.", NOTHING, (500, 503)),
+    Route("POST", "/v1/memory/leases", take_lease, "Room for another process.", LEASE, (503,)),
+    Route("POST", "/v1/memory/leases/{key}", tell_lease, "Its heartbeat.", HEARTBEAT_OF_LEASE, (404,)),
+    Route("DELETE", "/v1/memory/leases/{key}", give_back_lease, "It has ended.", failures=(404,)),
     Route("GET", "/metrics", metrics, "Figures for Prometheus.", failures=(501,), answer="text/plain"),
 )

@@ -166,3 +166,25 @@ RELEASE: Mapping[str, Any] = {
 }
 
 NOTHING: Mapping[str, Any] = {"type": "object"}
+
+LEASE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["owner", "bytes"],
+    "properties": {
+        "owner": {"type": "string", "minLength": 1, "maxLength": NAME_LIMIT},
+        "bytes": {"type": "integer", "minimum": 1, "maximum": 2**50, "description": "What it will take in all."},
+        "held": _optional("integer", minimum=0, maximum=2**50, description="What it has taken already."),
+        "heartbeat": _optional(
+            "number", minimum=0.2, maximum=3600, description="Seconds after which the lease ends without a sign of life."
+        ),
+        "gives_way": _optional("boolean", description="Whether it may be asked, in the answer to a heartbeat, to give bytes back."),
+    },
+}
+
+HEARTBEAT_OF_LEASE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "held": _optional("integer", minimum=0, maximum=2**50),
+        "bytes": _optional("integer", minimum=1, maximum=2**50),
+    },
+}

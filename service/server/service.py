@@ -20,6 +20,7 @@ from .figures import Figures
 from .models import Models
 from .places import Places
 from .problems import SOON, ApiError
+from .tenants import Tenants
 from .worker import Worker
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Service:
         self.version = version
         self.figures = Figures()
         self.places = Places(settings.concurrency, registry)
+        self.tenants = Tenants(lambda: registry.pool(models.choice.device))
         self.ready = False
         self.stopping = False
         self.asleep = False

@@ -24,11 +24,17 @@ class Worker:
         self.line: Line[Call] = Line(_wake)
         self.working: list[Call] = []
         self.aborting = False
+        self._last_used = time.monotonic()
         self._places = places
         self._figures = figures
         self._thread = ThreadPoolExecutor(1, "onedesk-serve")
         self._called = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since a call ended; 0 while one is worked on or waits."""
+        return 0.0 if self.working or len(self.line) else time.monotonic() - self._last_used
 
     def ask(self, call: Call) -> None:
         """Put a call into the line."""
@@ -138,6 +144,7 @@ class Worker:
 
     def _finish(self, call: Call, error: BaseException | None = None) -> None:
         self.working.remove(call)
+        self._last_used = time.monotonic()
         self._figures.finished(self.name, Times(call.made, call.entered, call.first_token, time.perf_counter()))
         call.end(error)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..api import OpenModel, perplexity
+from ..api import OpenModel
 from ..core import Request, Sampling
+from ..engine.scoring import perplexity
 from .doctor import Check
 
 TOKENS = 24

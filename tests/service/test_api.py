@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from onedesk.service.api import OpenModel, perplexity
+from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Event, Message, Progress, Request, Result, Sampling
 from onedesk.service.engine.runner import CHUNK
+from onedesk.service.engine.scoring import perplexity
 from onedesk.service.errors import Cancelled, FileError, MemoryFull, ModelError, RequestError
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy

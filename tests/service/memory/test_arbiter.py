@@ -224,3 +224,15 @@ def test_a_new_load_waits_while_the_watch_says_slow_but_not_for_ever(pool: Pool,
     ):
         raise AssertionError("the load went on")
     assert not pool.loading
+
+
+def test_what_another_process_was_promised_is_not_leased(pool: Pool):
+    before = pool.room()
+    promised = 64 * GIB
+    pool.arbiter.add_promise(lambda: promised)
+    assert pool.room().machine == before.machine - 64 * GIB
+    assert (pool.room().budget, pool.room().available) == (before.budget, before.available)
+    with pytest.raises(MemoryFull):
+        pool.lease("new", "weights", MIB)
+    promised = 0
+    pool.lease("new", "weights", MIB).release()

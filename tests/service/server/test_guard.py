@@ -14,7 +14,10 @@ from onedesk.service.server.routes import ROUTES
 from onedesk.service.server.token_file import load_token, matches, read_token
 from serving import MODEL, Server
 
-PATHS = [(route.method, route.path.replace("{name:.+}", MODEL)) for route in ROUTES] + [("GET", "/openapi.json"), ("GET", "/nothing")]
+PATHS = [(route.method, route.path.replace("{name:.+}", MODEL).replace("{key}", "x")) for route in ROUTES] + [
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+]
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)

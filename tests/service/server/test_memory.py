@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from serving import MODEL, Server
@@ -105,3 +106,58 @@ def test_figures_have_no_secrets_and_no_paths(server: Server) -> None:
     ):
         assert f"onedesk_{name}" in text
     assert server.token not in server.log()
+
+
+def lease(server: Server, **options: Any) -> Any:
+    status, _, document = server.ask("POST", "/v1/memory/leases", {"owner": "images", "bytes": 1 << 20, **options})
+    assert status == 200, document
+    return document
+
+
+def rows(server: Server) -> dict[str, Any]:
+    return {row["owner"]: row for row in server.ask("GET", "/v1/memory")[2]["leases"] if row["kind"] == "other process"}
+
+
+def test_another_process_has_a_lease_as_long_as_it_gives_signs_of_life(server: Server) -> None:
+    made = lease(server, heartbeat=0.3)
+    path = f"/v1/memory/leases/{made['id']}"
+    for held in (0, 5000, 1 << 20):
+        status, _, document = server.ask("POST", path, {"held": held})
+        assert (status, document["held"], document["asked"]) == (200, held, 0)
+    assert rows(server)["images"]["held"] == 1 << 20
+    until = time.monotonic() + 30
+    while rows(server):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert server.ask("POST", path, {})[2]["error"]["code"] == "unknown_lease"
+    again = lease(server)
+    assert server.ask("DELETE", f"/v1/memory/leases/{again['id']}")[0] == 200
+    assert rows(server) == {}
+    assert server.ask("DELETE", f"/v1/memory/leases/{again['id']}")[0] == 404
+
+
+def test_room_for_another_process_is_made_by_our_own_giving_way(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    available = server.ask("GET", "/v1/memory")[2]["truth"]["available"]
+    status, _, document = server.ask("POST", "/v1/memory/leases", {"owner": "images", "bytes": 2 * available})
+    assert (status, document["error"]["code"]) == (503, "memory_full")
+    assert held(server) == 0  # whoever could has given way, and it was not enough
+    made = lease(server, bytes=available // 4)
+    assert server.client().chat.completions.create(**SHORT).usage is not None
+    server.ask("DELETE", f"/v1/memory/leases/{made['id']}")
+
+
+def test_another_process_is_asked_in_the_answer_to_its_heartbeat(server: Server) -> None:
+    made = lease(server, heartbeat=5, gives_way=True, held=1 << 20)
+    path = f"/v1/memory/leases/{made['id']}"
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(post(server, "release", {"owner": "images"})["released"]))
+    thread.start()
+    until = time.monotonic() + 30
+    while not server.ask("POST", path, {"held": 1 << 20})[2]["asked"]:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert server.ask("POST", path, {"held": 0})[2]["asked"] == 0
+    thread.join(30)
+    assert [(row["owner"], row["asked"]) for row in found[0]] == [("images", 1 << 20)]
+    server.ask("DELETE", path)

@@ -101,7 +101,9 @@ def test_a_call_that_was_cut_short_after_its_content_counts() -> None:
 
 
 def test_arguments_as_a_text_of_their_own() -> None:
-    assert split('<tool_call>{"name": "draw", "arguments": "{\\"what\\": \\"cat\\"}"}</tool_call>')[1] == [ToolCall("draw", '{"what": "cat"}')]
+    assert split('<tool_call>{"name": "draw", "arguments": "{\\"what\\": \\"cat\\"}"}</tool_call>')[1] == [
+        ToolCall("draw", '{"what": "cat"}')
+    ]
 
 
 @given(st.lists(st.sampled_from([AS_JSON, AS_TAGS, "text ", "\n", "<tool_call>", "<", "é"]), max_size=6), st.lists(st.integers(0, 10_000)))

@@ -1,0 +1,41 @@
+"""Texts of any length scored in windows, what perplexity that is, and blocks counted from either end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ..errors import RequestError
+
+
+def score_windows(ids: Sequence[int], context: int, score: Callable[[Sequence[int]], list[float]]) -> tuple[list[float], int]:
+    """log-probability of each id from the second on, and the number of windows: of `context` ids each, overlapping by half.
+
+    `score` does it for one window.
+    """
+    values = score(ids[:context])
+    windows, done = 1, min(len(ids), context)
+    overlap = max(1, context // 2)
+    while done < len(ids):
+        start = done - overlap
+        window = ids[start : start + context]
+        values += score(window)[overlap - 1 :]
+        done = start + len(window)
+        windows += 1
+    return values, windows
+
+
+def perplexity(logprobs: Sequence[float]) -> float | None:
+    """exp of the mean negative log-probability; None without any."""
+    if not logprobs:
+        return None
+    mean = -sum(logprobs) / len(logprobs)
+    return math.exp(mean) if mean < 700 else None
+
+
+def block_count(layer: int, layers: int, name: str) -> int:
+    """How many blocks `layer` means, -1 for all of them. Raises RequestError for one that the model `name` does not have."""
+    count = layer if layer >= 0 else layers + 1 + layer
+    if not 0 <= count <= layers:
+        raise RequestError(f"layer {layer} does not exist; {name} has {layers} blocks: use 0 to {layers} or -1 to -{layers + 1}")
+    return count

@@ -1,0 +1,67 @@
+"""Loads a model anew while nobody asks: after so many hours, or once its pool is in too many small pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..api import OpenModel
+from ..config import ServiceSettings
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .service import Service
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 60.0
+IDLE_SECONDS = 300.0  # nobody has asked for so long, so that probably nobody will in the seconds that a load takes
+
+
+class Renewal:
+    """Remembers since when models are loaded. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, settings: ServiceSettings, now: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._now = now
+        self._since: dict[OpenModel, float] = {}
+
+    def due(self, model: OpenModel, idle: float) -> bool:
+        """Whether a model should be loaded anew now; `idle` is seconds since somebody used it. Ask for each model every LOOK_SECONDS."""
+        if not model.loaded:
+            self._since.pop(model, None)
+            return False
+        loaded = self._now() - self._since.setdefault(model, self._now())
+        if idle < IDLE_SECONDS or loaded < IDLE_SECONDS:
+            return False
+        hours, pieces = self._settings.renew_hours, self._settings.renew_fragmentation
+        return (hours > 0 and loaded >= hours * 3600) or (0 < pieces <= model.pool.fragmentation())
+
+    def renew(self, model: OpenModel, unwanted: Callable[[], bool]) -> bool:
+        """Give its bytes back and load it again; nothing where `unwanted` by then. In the model's thread."""
+        if unwanted():
+            return False
+        released = model.give_way()
+        model.load()
+        self._since[model] = self._now()
+        log.info("%s was loaded anew; %d bytes had come back", model.name, sum(one.measured for one in released))
+        return True
+
+
+async def renew_when_idle(service: Service) -> None:
+    """Look every LOOK_SECONDS until it is cancelled."""
+    renewal = Renewal(service.settings)
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        for worker in service.workers:
+            for model in service.registry.models():
+                if model.name == worker.name and renewal.due(model, worker.idle_seconds):
+                    await worker.in_turn(lambda model=model, worker=worker: _renew(service, renewal, model, worker))
+
+
+def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker) -> None:
+    if renewal.renew(model, lambda: len(worker.line) > 0 or service.asleep or service.stopping):
+        service.figures.renewed()

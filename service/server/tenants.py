@@ -1,0 +1,180 @@
+"""Leases of other processes on the same memory, such as an image server: told with a heartbeat, and gone with it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import MemoryFull
+from ..memory.budget import show
+from ..memory.pool import Pool, Released
+from .problems import ApiError
+
+HEARTBEAT = 10.0  # seconds, where none is given
+TENANTS_LIMIT = 64
+# How often somebody who waits for a tenant's bytes looks.
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A lease of another process: `nbytes` in all, of which it says that it has taken `held`. `asked` is what it should give back."""
+
+    owner: str
+    nbytes: int
+    held: int
+    heartbeat: float
+    gives_way: bool
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
+    beat: float = field(default_factory=time.monotonic)
+    asked: int = 0
+
+    @property
+    def promised(self) -> int:
+        """Bytes that it may still take."""
+        return max(0, self.nbytes - self.held)
+
+    def document(self) -> dict[str, Any]:
+        """For its owner."""
+        return {
+            "id": self.key,
+            "owner": self.owner,
+            "bytes": self.nbytes,
+            "held": self.held,
+            "heartbeat": self.heartbeat,
+            "asked": self.asked,
+        }
+
+
+class Tenants:
+    """The tenants of one pool, which counts what they were promised as taken and asks those who give way. Thread-safe."""
+
+    def __init__(self, pool: Callable[[], Pool]) -> None:
+        """`pool` is called when the first tenant comes."""
+        self._find_pool = pool
+        self._pool: Pool | None = None
+        self._lock = threading.Lock()
+        self._tenants: dict[str, Tenant] = {}
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    @property
+    def all(self) -> list[Tenant]:
+        """Everybody, oldest first."""
+        with self._lock:
+            return list(self._tenants.values())
+
+    def take(self, tenant: Tenant) -> list[Released]:
+        """Make room for a new tenant, by letting our own owners give way if need be; returns what they gave back.
+
+        Raises MemoryFull with the figures where the machine has not so much, ApiError 429 where there are too many tenants.
+        """
+        with self._lock:
+            pool = self._pool
+            if pool is None:
+                pool = self._pool = self._find_pool()
+                pool.arbiter.add_promise(self._promised)
+                pool.arbiter.add_neighbour(self)
+            if len(self._tenants) >= TENANTS_LIMIT:
+                raise ApiError(429, f"{TENANTS_LIMIT} leases of other processes are open already; give one back", code="too_many_leases")
+        lacking = tenant.promised - pool.room().machine
+        released = pool.make_room(lacking) if lacking > 0 else []
+        room = pool.room().machine
+        if tenant.promised > room:
+            raise MemoryFull(
+                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine has {show(max(0, room))} above the floor, now that "
+                "everybody gave way who could; ask for less, or close other programs"
+            )
+        with self._lock:
+            self._tenants[tenant.key] = tenant
+        return released
+
+    def tell(self, key: str, held: int | None, nbytes: int | None) -> Tenant:
+        """A heartbeat: what it holds now, and how much it wants in all where that has changed. Raises ApiError 404 for one that is gone."""
+        with self._lock:
+            tenant = self._of(key)
+            tenant.beat = time.monotonic()
+            tenant.nbytes = tenant.nbytes if nbytes is None else nbytes
+            if held is not None:
+                tenant.asked = max(0, tenant.asked - max(0, tenant.held - held))
+                tenant.held = held
+            return tenant
+
+    def give_back(self, key: str) -> Tenant:
+        """The lease has ended. Raises ApiError 404 for one that is gone."""
+        with self._lock:
+            tenant = self._of(key)
+            del self._tenants[key]
+            return tenant
+
+    def expire(self) -> list[Tenant]:
+        """Forget those whose heartbeat is late; returns them."""
+        now = time.monotonic()
+        with self._lock:
+            late = [tenant for tenant in self._tenants.values() if now - tenant.beat >= tenant.heartbeat]
+            for tenant in late:
+                del self._tenants[tenant.key]
+            return late
+
+    # What the pool asks its neighbours
+
+    def could_free(self) -> int:
+        """Bytes that tenants who give way hold."""
+        return sum(tenant.held for tenant in self.all if tenant.gives_way)
+
+    def free(self, nbytes: int) -> int:
+        """Ask tenants who give way for about `nbytes`, and wait until they have told that they gave back, for two heartbeats at most."""
+        freed = 0
+        for tenant in self.all:
+            if tenant.gives_way and freed < nbytes:
+                freed += self.ask(tenant, min(tenant.held, nbytes - freed))
+        return freed
+
+    def ask(self, tenant: Tenant, nbytes: int) -> int:
+        """Ask one tenant; returns what it gave back."""
+        with self._lock:
+            before, tenant.asked = tenant.held, tenant.asked + nbytes
+        until = time.monotonic() + 2 * tenant.heartbeat
+        while tenant.key in self._tenants and tenant.held > before - nbytes and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return before - tenant.held if tenant.key in self._tenants else before
+
+    def release(self, owner: str) -> list[Released]:
+        """Ask every lease of an owner for all that it holds; what the machine has more afterwards is the measure."""
+        released = []
+        for tenant in self.all:
+            if tenant.owner == owner and tenant.gives_way and self._pool is not None:
+                began, before, asked = time.perf_counter(), self._pool.read_truth().available, tenant.held
+                self.ask(tenant, asked)
+                delta = self._pool.read_truth().available - before
+                released.append(Released(owner, asked, max(0, min(asked, delta)), time.perf_counter() - began, delta))
+        return released
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As /v1/memory shows them; `idle` is seconds since the last heartbeat."""
+        now = time.monotonic()
+        return [
+            {
+                "owner": tenant.owner,
+                "kind": "other process",
+                "bytes": tenant.nbytes,
+                "held": tenant.held,
+                "residency": self._pool.residency if self._pool else "host",
+                "policy": "stay" if tenant.gives_way else "pinned",
+                "idle": now - tenant.beat,
+            }
+            for tenant in self.all
+        ]
+
+    def _promised(self) -> int:
+        return sum(tenant.promised for tenant in self.all)
+
+    def _of(self, key: str) -> Tenant:
+        if key not in self._tenants:
+            raise ApiError(404, "there is no such lease; its heartbeat was late, or it was given back", code="unknown_lease")
+        return self._tenants[key]
