@@ -126,7 +126,17 @@ def test_service_knows_no_comfyui_and_only_what_is_installed(path: Path):
             continue
         assert first not in COMFYUI, f"{name_of(path)} imports {module} of ComfyUI"
         assert first in RUN_TIME | LATE, f"{name_of(path)} imports {module}, which is no run-time dependency"
-        assert not (at_top and first in LATE), f"{name_of(path)} imports {module} at its top; import it where it is used"
+        late = first in LATE and not (first == "triton" and path.name.startswith("triton_"))
+        assert not (at_top and late), f"{name_of(path)} imports {module} at its top; import it where it is used"
+
+
+def test_triton_is_imported_only_when_the_fused_kernels_are_chosen():
+    for path in sources("service"):
+        written_in_it = path.name.startswith("triton_") or path.name == "cuda_fused.py"
+        for module, inside, at_top in imports(path):
+            name = module.rsplit("/", 1)[-1]
+            if inside and at_top and (name == "cuda_fused" or (name.startswith("triton_") and not written_in_it)):
+                pytest.fail(f"{name_of(path)} imports {module} at its top, and Triton with it")
 
 
 @pytest.mark.parametrize("path", sources("nodes"), ids=name_of)

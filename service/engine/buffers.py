@@ -49,19 +49,23 @@ class DecodeBuffers:
 
         Every sequence gets room for its token, none is advanced. Raises RequestError where one is at its capacity.
         """
-        missing = (batch or len(sequences)) - len(sequences)
+        positions = self.place(sequences, batch or len(sequences))
+        count = len(positions)
+        self._ids[count].copy_(torch.tensor([*tokens, *[tokens[0]] * (count - len(tokens))], dtype=torch.int64), non_blocking=True)
+        self._positions[count].copy_(torch.tensor(positions, dtype=torch.int32), non_blocking=True)
+        return max(positions) + 1
+
+    def place(self, sequences: Sequence[SequenceKV], batch: int) -> list[int]:
+        """Give every sequence room for a token, bring in its table; returns where the tokens stand. See `fill`, which does it too."""
         positions = []
         for row, sequence in enumerate(sequences):
             sequence.ensure(1)
             positions.append(sequence.length)
             self._hold_table(row, sequence)
-        for row in range(len(sequences), len(sequences) + missing):
+        missing = batch - len(sequences)
+        for row in range(len(sequences), batch):
             self._hold_table(row, sequences[0])
-        count = len(positions) + missing
-        longest = max(positions) + 1
-        self._ids[count].copy_(torch.tensor([*tokens, *[tokens[0]] * missing], dtype=torch.int64), non_blocking=True)
-        self._positions[count].copy_(torch.tensor(positions + positions[:1] * missing, dtype=torch.int32), non_blocking=True)
-        return longest
+        return positions + positions[:1] * missing
 
     def step(self, batch: int, longest: int) -> torch.Tensor:
         """Scores [batch, vocab] behind the tokens that `fill` brought; valid until the next pass."""

@@ -13,7 +13,7 @@ from ..core import Event, Progress
 from ..errors import MemoryFull
 from .answer import Prepared
 from .call import Books, Call, Orders
-from .runner import CHUNK, Stopped
+from .runner import Stopped
 from .scheduler import State, Ticket
 from .search import Search
 from .session import Session
@@ -127,7 +127,7 @@ class Generation:
         if row is None or row.kv is None:
             return
         kv, ids, at = row.kv, row.prepared.ids, row.kv.length
-        piece = ids[at:] if len(working) == 1 else ids[at : at + CHUNK]
+        piece = ids[at:] if len(working) == 1 else ids[at : at + self._call.runner.chunk_rows]
         job = self._call.job(row)
         with self._meter.measure("prefill"):
             try:

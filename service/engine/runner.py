@@ -14,8 +14,15 @@ from .buffers import ChunkBuffers, DecodeBuffers
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
 CHUNK = 256
+# On a GPU launches must be fewer than what the device does meanwhile, and a chunk is read in some 20 ms.
+CUDA_CHUNK = 1024
 # Rows of scores held at once when every position is scored: 16 of 152,000 are 10 MB.
 SCORED_ROWS = 16
+
+
+def chunk_rows(device: torch.device) -> int:
+    """Tokens a chunk on this device."""
+    return CUDA_CHUNK if device.type == "cuda" else CHUNK
 
 
 class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
@@ -43,6 +50,11 @@ class Runner:
         self.scratch = scratch
         self.chunk, self.buffers = buffers
 
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens that one pass reads at most."""
+        return chunk_rows(self.kv.keys[0].device)
+
     def close(self) -> None:
         """Let go of every tensor; the runner cannot be used afterwards."""
         del self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
@@ -53,9 +65,9 @@ class Runner:
         Raises Stopped when `cancel` turns true, at the latest after one layer of one chunk.
         """
         state = torch.empty(0)
-        for at in range(0, len(ids), CHUNK):
-            state = self._forward(sequence, ids[at : at + CHUNK], cancel)
-            report(min(len(ids), at + CHUNK))
+        for at in range(0, len(ids), self.chunk_rows):
+            state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
+            report(min(len(ids), at + self.chunk_rows))
         return self._scores(state[-1:])[0]
 
     def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:
@@ -74,8 +86,8 @@ class Runner:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model."""
         values: list[float] = []
         with self.kv.open(len(ids)) as sequence:
-            for at in range(0, len(ids), CHUNK):
-                state = self._forward(sequence, ids[at : at + CHUNK], cancel).clone()
+            for at in range(0, len(ids), self.chunk_rows):
+                state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel).clone()
                 following = ids[at + 1 : at + 1 + len(state)]
                 for row in range(0, len(following), SCORED_ROWS):
                     wanted = torch.tensor(following[row : row + SCORED_ROWS], device=state.device)
@@ -88,9 +100,9 @@ class Runner:
         """Residual states after the block counts `after`, side by side: [tokens, hidden * len(after)] fp32 on the CPU."""
         rows: list[torch.Tensor] = []
         with self.kv.open(len(ids)) as sequence:
-            for at in range(0, len(ids), CHUNK):
+            for at in range(0, len(ids), self.chunk_rows):
                 kept: dict[int, torch.Tensor] = {}
-                self._forward(sequence, ids[at : at + CHUNK], cancel, _keeper(after, kept))
+                self._forward(sequence, ids[at : at + self.chunk_rows], cancel, _keeper(after, kept))
                 rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
@@ -98,8 +110,8 @@ class Runner:
         """The last token's state behind the final norm: [hidden] fp32 on the CPU."""
         with self.kv.open(len(ids)) as sequence:
             state = torch.empty(0)
-            for at in range(0, len(ids), CHUNK):
-                state = self._forward(sequence, ids[at : at + CHUNK], cancel)
+            for at in range(0, len(ids), self.chunk_rows):
+                state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
             normed = self.network.kernels.rms_norm(state[-1:], self.network.norm, self.scratch.rows(1).normed)
             return normed[0].float().to("cpu", copy=True)
 

@@ -31,8 +31,9 @@ from ..model.layers import Scratch, Widths
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
+from .graph import graph_stepper, graph_stepper_bytes
 from .prefix import PrefixIndex
-from .runner import CHUNK, SCORED_ROWS, Runner
+from .runner import SCORED_ROWS, Runner, chunk_rows
 from .speculate import PassCosts
 from .stepper import HostStepper, Stepper
 
@@ -73,6 +74,7 @@ class Blueprint:
             ChunkBuffers.nbytes(context, self.rows),
             DecodeBuffers.nbytes(context),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns),
+            graph_stepper_bytes(self.device, widths.vocab),
         )
         kv = self.kv_shape.nbytes(context, self.sequences)
         return Need(self.plan.nbytes, kv, sum(parts) + self.bench_bytes, context=context, weights_of=self.plan.weights_of)
@@ -85,7 +87,7 @@ class Blueprint:
     @property
     def rows(self) -> int:
         """Rows of the largest pass: a chunk of a prompt, or a step of all sequences that can decode together."""
-        return max(MAX_BATCH, min(CHUNK, self.context))
+        return max(MAX_BATCH, min(chunk_rows(self.device), self.context))
 
     @property
     def pass_bytes(self) -> int:
@@ -133,12 +135,14 @@ class Session:
     The runner may read a prompt at once: each block waits for its own weights. `settle` must be called before decode.
     """
 
-    def __init__(self, leases: Sequence[Lease], arrival: WeightArrival, runner: Runner, kernels: ReferenceKernels) -> None:
+    def __init__(
+        self, leases: Sequence[Lease], arrival: WeightArrival, runner: Runner, kernels: ReferenceKernels, stepper: Stepper | None = None
+    ) -> None:
         self.runner = runner
         # What earlier prompts left in the cache; it gives way block by block.
         self.prefix = PrefixIndex(runner.kv)
         runner.kv.keeper = self.prefix
-        self.stepper: Stepper = HostStepper(runner)
+        self.stepper: Stepper = stepper or HostStepper(runner)
         self.costs = PassCosts()
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
@@ -245,5 +249,7 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
         wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)
         kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
+        runner = Runner(network, pages, passes, buffers, arrival)
+        stepper = graph_stepper(runner, scratch, blueprint.widths.vocab)
         undo.pop_all()
-        return Session(leases, arrival.start(), Runner(network, pages, passes, buffers, arrival), kernels)
+        return Session(leases, arrival.start(), runner, kernels, stepper)

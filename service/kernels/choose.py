@@ -10,7 +10,7 @@ import torch
 from ..memory.lease import carved_bytes
 from .compile import compile_library
 from .cpu import CpuKernels
-from .cuda import CudaKernels
+from .cuda import cuda_kernels, fused_or_not
 from .reference import ReferenceKernels
 from .rows import HeadShape
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path) -> ReferenceKernels:
     """The fastest kernels for weights stored as `weights` on `device`; what was compiled is kept in `cache`."""
     if device.type == "cuda":
-        return CudaKernels(weights)
+        return cuda_kernels(weights)
     if device.type != "cpu":
         return ReferenceKernels()
     library, why_not = compile_library(cache)
@@ -34,6 +34,7 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path) -> R
 
 def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:
     """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace`."""
-    kinds: dict[str, tuple[type[ReferenceKernels], ...]] = {"cuda": (CudaKernels,), "cpu": (CpuKernels, ReferenceKernels)}
-    possible = kinds.get(device.type, (ReferenceKernels,))
+    possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    if device.type == "cuda":
+        possible = (fused_or_not(activation)[0],)
     return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation, columns)) for kind in possible)

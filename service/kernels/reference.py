@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -44,6 +44,10 @@ class ReferenceKernels:
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
         """Use `buffers`, as `workspace` states them, for as long as the kernels live. Without, every call takes memory of its own."""
         self._contiguous = tuple(buffers)
+
+    def captures(self, heads: HeadShape, weights: Iterable[Weight]) -> bool:
+        """Whether a decode step over these weights makes no look at values, so that a CUDA graph can hold it."""
+        return False
 
     def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [T] int64 of `table` [vocab, hidden] into `out` [T, hidden]."""

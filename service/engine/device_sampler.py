@@ -1,0 +1,101 @@
+"""Choosing tokens on the device: what a step's rows want as numbers, and the kernels that choose from the scores.
+
+Same order and meaning as engine/sampler: ids that the tokenizer lacks, temperature, top_k, top_p, min_p, one draw. What depends on more
+(bias, penalties, what may come next, log-probabilities) is the host sampler's; see Sampler.plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..memory.lease import Lease, carved_bytes
+from .sampler import Sampler
+
+if TYPE_CHECKING:
+    from .stepper import Feed
+
+# Rows of a plan, see kernels/triton_sample.
+PLAN_ROWS = 11
+BLOCK = 4096
+VALUES = 65536
+
+
+class DeviceSampler:
+    """Buffers for choosing from up to `rows` rows of scores, and the launches that do it. Nothing is allocated later."""
+
+    def __init__(self, lease: Lease, rows: int, vocab: int, half: str, *, early: bool) -> None:
+        """half: "bf16" or "fp16", the scores' type. early: programmatic dependent launch."""
+        self._vocab, self._half, self._early = vocab, half, early
+        self._blocks = -(-vocab // BLOCK)
+        self.chosen, self.plan, self._goals, self._seen, self._counts, self._broken, self._matches = (
+            lease.carve(shape, torch.int32).zero_() for shape in _integers(rows, self._blocks)
+        )
+        self._peaks, self._masses = (lease.carve((rows, self._blocks), torch.float32).zero_() for _ in range(2))
+        self._rests = lease.carve((rows,), torch.float64).zero_()
+
+    @staticmethod
+    def nbytes(rows: int, vocab: int) -> int:
+        """Bytes of the buffers, alignment included."""
+        blocks = -(-vocab // BLOCK)
+        integers = sum(carved_bytes(shape, torch.int32) for shape in _integers(rows, blocks))
+        return integers + 2 * carved_bytes((rows, blocks), torch.float32) + carved_bytes((rows,), torch.float64)
+
+    def feed(self, plan: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Put tokens and positions of a plan [PLAN_ROWS, batch] where the network reads them."""
+        from ..kernels.triton_sample import feed
+
+        feed[(1,)](plan, self.chosen, ids, positions, plan.shape[1], ROOM=16)
+
+    def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
+        """Into `chosen`, from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row does not take the likeliest."""
+        from ..kernels.triton_sample import decide, find, survey
+
+        batch, room = plan.shape[1], 1 << (self._blocks - 1).bit_length()
+        bits = scores.view(torch.int16)
+        forms = {"BLOCKS": self._blocks, "HALF": self._half, "DRAWS": draws, "PDL": self._early, "num_warps": 8}
+        if self._early:
+            forms["launch_pdl"] = True
+        grid = (batch, self._blocks)
+        survey[grid](bits, plan, self._peaks, self._masses, self._broken, self._counts, self._vocab, batch, BLOCK=BLOCK, **forms)
+        decide[(batch,)](plan, self._peaks, self._masses, self._broken, self._counts, self._goals, self._rests, batch, ROOM=room, **forms)
+        find[grid](
+            bits, plan, self._peaks, self._counts, self._goals, self._rests, self._matches, self._seen, self.chosen, self._vocab, batch,
+            BLOCK=BLOCK, ROOM=room, **forms,
+        )  # fmt: skip
+
+
+def _integers(rows: int, blocks: int) -> tuple[tuple[int, ...], ...]:
+    return (rows,), (PLAN_ROWS * rows,), (2 * rows,), (rows,), (rows, VALUES), (rows, blocks), (rows, blocks)
+
+
+def write_plan(plan: np.ndarray, feeds: Sequence[Feed], positions: Sequence[int]) -> bool:
+    """Fill plan [PLAN_ROWS, batch] int32 for feeds at positions; rows beyond the feeds repeat the first. Whether any row draws."""
+    draws = False
+    floats = plan.view(np.float32)
+    for row in range(plan.shape[1]):
+        feed = feeds[row] if row < len(feeds) else feeds[0]
+        sampler = feed.sampler
+        mode = _mode(sampler) if feed.wanted and sampler.plain else 0
+        plan[:6, row] = (-1 if feed.token is None else feed.token, max(feed.source, 0), positions[row], mode, sampler.limit, 0)
+        if mode:
+            draws = True
+            s = sampler.sampling
+            uniform = sampler.uniform(feed.draw)
+            high = np.float32(uniform)
+            plan[5, row] = min(s.top_k or sampler.limit, sampler.limit)
+            floats[6:11, row] = (s.temperature or 1.0, s.top_p or 1.0, s.min_p or 0.0, high, uniform - float(high))
+        else:
+            floats[6:11, row] = (1.0, 1.0, 0.0, 0.0, 0.0)
+    return draws
+
+
+def _mode(sampler: Sampler) -> int:
+    """0: the likeliest, 1: a draw from all, 2: a draw from a part."""
+    s = sampler.sampling
+    if sampler.greedy:
+        return 0
+    return 2 if (s.top_k and s.top_k < sampler.limit) or (s.top_p or 1.0) < 1.0 or (s.min_p or 0.0) > 0.0 else 1

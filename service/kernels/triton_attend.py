@@ -1,0 +1,188 @@
+"""Attention over paged keys and values: a decode step with everything fused, and chunks of one sequence (Dao et al. 2022)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_parts import early
+
+
+@triton.jit
+def block_tile(keys, values, table, at, end, kv, KV: tl.constexpr, D: tl.constexpr):
+    """Lower and upper halves of the 32 keys at positions at.., and their values; zeros where a value lies at or behind `end`.
+
+    A key behind `end` may be anything: its score is not used. A value that is not a number would spoil a sum even with weight 0.
+    """
+    H: tl.constexpr = D // 2
+    n = tl.arange(0, 32)[:, None]
+    block = tl.load(table + at // 32, mask=at < end, other=0)
+    base = (block.to(tl.int64) * KV + kv) * (32 * D)
+    half = n * D + tl.arange(0, H)[None, :]
+    low = tl.load(keys + base + half)
+    high = tl.load(keys + base + H + half)
+    held = tl.load(values + base + n * D + tl.arange(0, D)[None, :], mask=n < end - at, other=0.0)
+    return low, high, held
+
+
+@triton.jit
+def turned(low, high, weight_low, weight_high, c, s, eps, D: tl.constexpr):
+    """RMS norm of heads [rows, D / 2] twice, and rotary."""
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+    low = low * root * weight_low
+    high = high * root * weight_high
+    return low * c - high * s, high * c + low * s
+
+
+@triton.jit
+def own_heads(qkv, kv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
+    """Halves of the queries of a key/value head [16, D / 2], of its new key [1, D / 2], and its new value [D]."""
+    G: tl.constexpr = HEADS // KV
+    H: tl.constexpr = D // 2
+    h = tl.arange(0, H)[None, :]
+    i = tl.arange(0, 16)[:, None]
+    p = qkv + (kv * G + i) * D + h
+    k = qkv + (HEADS + kv) * D + h
+    v = qkv + (HEADS + KV + kv) * D + tl.arange(0, D)
+    return tl.load(p, mask=i < G, other=0.0), tl.load(p + H, mask=i < G, other=0.0), tl.load(k), tl.load(k + H), tl.load(v)
+
+
+@triton.jit
+def together(parts, tops, sums, unit, active, SPLITS: tl.constexpr, GP: tl.constexpr, D: tl.constexpr):
+    """The results of all splits of a unit as one: [GP, D]."""
+    q = tl.arange(0, SPLITS)[:, None]
+    row = (unit * SPLITS + q) * GP + tl.arange(0, GP)[None, :]
+    m = tl.load(tops + row, mask=q < active, other=-1e30)
+    l = tl.load(sums + row, mask=q < active, other=0.0)
+    part = tl.load(parts + row[:, :, None] * D + tl.arange(0, D)[None, None, :], mask=(q < active)[:, :, None], other=0.0)
+    f = tl.exp2(m - tl.max(m, 0)[None, :])
+    f = f / tl.sum(f * l, 0)[None, :]
+    return tl.sum(part * f[:, :, None], 0)
+
+
+@triton.jit
+def attend_step(
+    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, width, parts, tops, sums, seen, out,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One new token for each of B sequences: grid (B, KV, SPLITS).
+
+    Norms queries and the new key a head, rotates both, writes the new key and value, and attends to all positions up to the new one.
+    The positions before are shared out among the splits, in whole blocks; each leaves its result in `parts` [B, KV, SPLITS, GP, D] with
+    the largest score and the sum of weights, and the last one to come makes them one. `seen` [B * KV] int32 is 0 before and after.
+    tables [B, width] block ids. Which splits have work depends on positions alone, so a CUDA graph fits every length.
+    """
+    G: tl.constexpr = HEADS // KV
+    H: tl.constexpr = D // 2
+    b = tl.program_id(0)
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
+    pos = tl.load(positions + b)
+    chunk = (tl.maximum(tl.cdiv(pos, SPLITS), 1) + 31) // 32 * 32
+    active = tl.maximum(tl.cdiv(pos, chunk), 1)
+    start = split * chunk
+    end = tl.minimum(start + chunk, pos)
+    table = tables + b * width
+    low, high, held = block_tile(keys, values, table, start, end, kv, KV, D)
+    h = tl.arange(0, H)[None, :]
+    d = tl.arange(0, D)
+    i = tl.arange(0, 16)
+    c = tl.load(cos + pos * H + h)
+    s = tl.load(sin + pos * H + h)
+    q_low, q_high = tl.load(q_norm + h), tl.load(q_norm + H + h)
+    k_low, k_high = tl.load(k_norm + h), tl.load(k_norm + H + h)
+    new = ((tl.load(table + pos // 32).to(tl.int64) * KV + kv) * 32 + pos % 32) * D
+    early(PDL)
+    if split < active:
+        ql, qh, kl, kh, v = own_heads(qkv + b * ((HEADS + 2 * KV) * D), kv, HEADS, KV, D)
+        ql, qh = turned(ql, qh, q_low, q_high, c, s, q_eps, D)
+        kl, kh = turned(kl, kh, k_low, k_high, c, s, k_eps, D)
+        kl = kl.to(keys.dtype.element_ty)
+        kh = kh.to(keys.dtype.element_ty)
+        # exp2 and its scale in place of exp.
+        ql = ql * (1.4426950408889634 / D**0.5)
+        qh = qh * (1.4426950408889634 / D**0.5)
+        own = split == 0
+        m = tl.where(own, tl.sum(ql * kl.to(tl.float32) + qh * kh.to(tl.float32), 1), -1e30)
+        l = tl.where(own, tl.full([16], 1.0, tl.float32), 0.0)
+        acc = tl.zeros([16, D], tl.float32) + tl.where(own, v.to(tl.float32), 0.0)[None, :]
+        if own:
+            tl.store(keys + new + h, kl)
+            tl.store(keys + new + H + h, kh)
+            tl.store(values + new + d, v)
+        ql = ql.to(keys.dtype.element_ty)
+        qh = qh.to(keys.dtype.element_ty)
+        for at in range(start, end, 32):
+            low_next, high_next, held_next = block_tile(keys, values, table, at + 32, end, kv, KV, D)
+            scores = tl.dot(qh, high.T, tl.dot(ql, low.T))
+            scores = tl.where((at + tl.arange(0, 32) < end)[None, :], scores, -1e30)
+            top = tl.maximum(m, tl.max(scores, 1))
+            p = tl.exp2(scores - top[:, None])
+            fade = tl.exp2(m - top)
+            l = l * fade + tl.sum(p, 1)
+            acc = tl.dot(p.to(keys.dtype.element_ty), held, acc * fade[:, None])
+            m = top
+            low, high, held = low_next, high_next, held_next
+        o = out + b * (HEADS * D)
+        if active == 1:
+            tl.store(o + (kv * G + i)[:, None] * D + d[None, :], (acc / l[:, None]).to(out.dtype.element_ty), (i < G)[:, None])
+        else:
+            unit = b * KV + kv
+            row = (unit * SPLITS + split) * GP + i
+            tl.store(parts + row[:, None] * D + d[None, :], acc, (i < GP)[:, None])
+            tl.store(tops + row, m, i < GP)
+            tl.store(sums + row, l, i < GP)
+            tl.debug_barrier()
+            last = tl.atomic_add(seen + unit, 1, sem="acq_rel") == active - 1
+            if last:
+                g = tl.arange(0, GP)[:, None]
+                y = together(parts, tops, sums, unit, active, SPLITS, GP, D)
+                tl.store(o + (kv * G + g) * D + d[None, :], y.to(out.dtype.element_ty), g < G)
+                tl.store(seen + unit, 0)
+
+
+@triton.jit
+def attend_chunk(
+    qkv, keys, values, table, out, start, count,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows start..start + count - 1 of one sequence, their keys and values in the cache already: grid (tiles of BM // GP rows, KV).
+
+    qkv [count, (HEADS + 2 KV) D], queries normed and rotated. A tile has its rows' queries of one key/value head below each other.
+    """
+    G: tl.constexpr = HEADS // KV
+    BT: tl.constexpr = BM // GP
+    kv = tl.program_id(1)
+    # The last tiles see the most positions: they begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    m = tl.arange(0, BM)
+    t = tile * BT + m // GP
+    g = m % GP
+    live = ((t < count) & (g < G))[:, None]
+    d = tl.arange(0, D)[None, :]
+    W: tl.constexpr = (HEADS + 2 * KV) * D
+    q = tl.load(qkv + t[:, None].to(tl.int64) * W + (kv * G + g)[:, None] * D + d, mask=live, other=0.0)
+    q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(q.dtype)
+    end = start + tl.minimum((tile + 1) * BT, count)
+    top = tl.full([BM], -1e30, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    n = tl.arange(0, BN)
+    for at in tl.range(0, end, BN, num_stages=STAGES):
+        there = (at + n < end)[:, None]
+        block = tl.load(table + (at + n) // 32, mask=at + n < end, other=0).to(tl.int64)
+        p = ((block * KV + kv) * 32 + (at + n) % 32)[:, None] * D + d
+        k = tl.load(keys + p, mask=there, other=0.0)
+        scores = tl.dot(q, k.T)
+        scores = tl.where((at + n)[None, :] <= (start + t)[:, None], scores, -1e30)
+        best = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - best[:, None])
+        fade = tl.exp2(top - best)
+        l = l * fade + tl.sum(weight, 1)
+        v = tl.load(values + p, mask=there, other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None])
+        top = best
+    o = out + t[:, None].to(tl.int64) * (HEADS * D) + (kv * G + g)[:, None] * D + d
+    tl.store(o, (acc / l[:, None]).to(out.dtype.element_ty), live)

@@ -1,0 +1,280 @@
+"""The choice of the next tokens on the device, from 16-bit scores, without a look at them by the host; see engine/sampler for its meaning.
+
+A 16-bit score has 65,536 possible values, so how many tokens have each says all about order and chances: top_k, top_p, min_p and the draw
+are computed from those counts, nothing is sorted. Tokens of one score stand in the order of their ids. Sums are fp64 and always added in
+the same order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_parts import early
+
+# Rows of a plan [PLAN_ROWS, batch] int32: what a step is told of each of its rows.
+TOKEN: tl.constexpr = tl.constexpr(0)  # the token to feed, -1: what the row SOURCE of the step before chose
+SOURCE: tl.constexpr = tl.constexpr(1)
+POSITION: tl.constexpr = tl.constexpr(2)
+MODE: tl.constexpr = tl.constexpr(3)  # 0: the likeliest; 1: a draw from all; 2: a draw from what top_k, top_p and min_p leave
+LIMIT: tl.constexpr = tl.constexpr(4)  # ids below it may be chosen
+TOP_K: tl.constexpr = tl.constexpr(5)  # at most LIMIT
+TEMPERATURE: tl.constexpr = tl.constexpr(6)  # this and the next three are fp32
+TOP_P: tl.constexpr = tl.constexpr(7)
+MIN_P: tl.constexpr = tl.constexpr(8)
+UNIFORM: tl.constexpr = tl.constexpr(9)  # the draw in [0, 1): this and a smaller number to be added
+VALUES: tl.constexpr = tl.constexpr(65536)
+
+
+@triton.jit
+def planned(plan, row: tl.constexpr, b, batch):
+    """An integer of the plan."""
+    return tl.load(plan + row * batch + b)
+
+
+@triton.jit
+def planned_float(plan, row: tl.constexpr, b, batch):
+    """A float of the plan."""
+    return tl.load(plan + row * batch + b).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def floats_of(bits, HALF: tl.constexpr):
+    """16-bit floats given as integers, as fp32."""
+    if HALF == "bf16":
+        x = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        x = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return x
+
+
+@triton.jit
+def ranks_of(bits):
+    """The bits of 16-bit floats as numbers 0 to 65,535 in the floats' order."""
+    u = bits & 0xFFFF
+    return tl.where(u >= 0x8000, 0xFFFF - u, u + 0x8000)
+
+
+@triton.jit
+def bits_of(rank):
+    """The inverse of `ranks_of`."""
+    return tl.where(rank >= 0x8000, rank - 0x8000, 0xFFFF - rank)
+
+
+@triton.jit
+def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
+    """ids and positions of a step's rows."""
+    b = tl.arange(0, ROOM)
+    live = b < batch
+    token = tl.load(plan + TOKEN * batch + b, live, 0)
+    source = tl.load(plan + SOURCE * batch + b, live, 0)
+    before = tl.load(chosen + tl.maximum(source, 0), live, 0)
+    tl.store(ids + b, tl.where(token < 0, tl.maximum(before, 0), token).to(tl.int64), live)
+    tl.store(positions + b, tl.load(plan + POSITION * batch + b, live, 0), live)
+
+
+@triton.jit
+def survey(
+    scores, plan, peaks, masses, broken, counts, vocab, batch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of each block of scores: the largest, the sum of exp((score - largest) / temperature), how many are no numbers.
+
+    scores: the bits [batch, vocab] int16. Where a row draws from a part, counts [batch, VALUES] has each rank's tokens (0 before).
+    """
+    b = tl.program_id(0)
+    block = tl.program_id(1)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    live = i < planned(plan, LIMIT, b, batch)
+    early(PDL)
+    bits = tl.load(scores + b.to(tl.int64) * vocab + i, mask=live, other=0).to(tl.int32)
+    x = tl.where(live, floats_of(bits, HALF), float("-inf"))
+    nan = tl.sum((x != x).to(tl.int32))
+    x = tl.where(x != x, float("-inf"), x)
+    peak = tl.max(x)
+    tl.store(peaks + b * BLOCKS + block, peak)
+    tl.store(broken + b * BLOCKS + block, nan)
+    if DRAWS:
+        t = planned_float(plan, TEMPERATURE, b, batch)
+        mass = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp((x - peak) / t)))
+        tl.store(masses + b * BLOCKS + block, mass)
+        if planned(plan, MODE, b, batch) == 2:
+            tl.atomic_add(counts + b * VALUES + ranks_of(bits), 1, mask=live)
+
+
+@triton.jit
+def shares(counts, b, top, done, best, t, HALF: tl.constexpr, ROOM: tl.constexpr):
+    """How many tokens the ROOM ranks below `top` have, from the highest, and each one's share exp((score - best) / t), fp64."""
+    rank = top - done - tl.arange(0, ROOM)
+    there = rank >= 0
+    n = tl.load(counts + b * VALUES + rank, mask=there, other=0)
+    x = floats_of(bits_of(tl.maximum(rank, 0)), HALF)
+    return n, tl.where(n > 0, tl.exp((x - best) / t), 0.0).to(tl.float64)
+
+
+@triton.jit
+def kept_of(n, share, seen, before, k, edge, least):
+    """How many tokens of each rank top_k, top_p and min_p leave, with `seen` tokens of sum `before` above them."""
+    left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
+    mass = left.to(tl.float64) * share
+    above = before + tl.cumsum(mass, 0) - mass
+    fit = tl.ceil((edge - above) / tl.maximum(share, 1e-300))
+    kept = tl.minimum(tl.maximum(fit, 0.0), left.to(tl.float64)).to(tl.int32)
+    kept = tl.where((seen == 0) & (tl.cumsum(n, 0) == n) & (n > 0), tl.maximum(kept, 1), kept)
+    return tl.where(share >= least, kept, 0), left
+
+
+@triton.jit
+def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.constexpr, ROOM: tl.constexpr):
+    """(rank, place among the tokens of that rank) of a draw u in [0, 1) from the likeliest tokens.
+
+    top: the highest rank that has a token, of score `best`. whole: the sum of all shares, or a number < 0: of the k first.
+    """
+    total = whole
+    if whole < 0:
+        total = total * 0
+        done = 0
+        seen = 0
+        while (seen < k) & (done <= top):
+            n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+            left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
+            total += tl.sum(left.to(tl.float64) * share)
+            seen += tl.sum(n)
+            done += ROOM
+    edge = tl.where(p < 1.0, total * p, float("inf")).to(tl.float64)
+    mass = total * 0
+    above = total * 0
+    done = 0
+    seen = 0
+    while (seen < k) & (done <= top) & (above < edge):
+        n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+        kept, left = kept_of(n, share, seen, above, k, edge, least)
+        mass += tl.sum(kept.to(tl.float64) * share)
+        above += tl.sum(left.to(tl.float64) * share)
+        seen += tl.sum(n)
+        done += ROOM
+    aim = mass * u
+    rank = top
+    place = 0
+    found = 0
+    mass = total * 0
+    above = total * 0
+    done = 0
+    seen = 0
+    while (found == 0) & (seen < k) & (done <= top) & (above < edge):
+        n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+        kept, left = kept_of(n, share, seen, above, k, edge, least)
+        part = kept.to(tl.float64) * share
+        until = mass + tl.cumsum(part, 0)
+        # What was kept last stays the answer should rounding leave the aim behind it.
+        j = tl.arange(0, ROOM)
+        hit = tl.min(tl.where((until > aim) & (kept > 0), j, ROOM))
+        at = tl.where(hit < ROOM, hit, tl.max(tl.where(kept > 0, j, -1)))
+        mine = j == at
+        inside = (aim - tl.sum(tl.where(mine, until - part, 0.0))) / tl.maximum(tl.sum(tl.where(mine, share, 0.0)), 1e-300)
+        n_kept = tl.sum(tl.where(mine, kept, 0))
+        if at >= 0:
+            rank = top - done - at
+            place = tl.minimum(tl.maximum(tl.floor(inside).to(tl.int32), 0), n_kept - 1)
+        found = (hit < ROOM).to(tl.int32)
+        mass += tl.sum(part)
+        above += tl.sum(left.to(tl.float64) * share)
+        seen += tl.sum(n)
+        done += ROOM
+    return rank, place
+
+
+@triton.jit
+def decide(
+    plan, peaks, masses, broken, counts, goals, rests, batch,
+    BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What `find` looks for in each row: goals [2, batch] = a rank and the place among its tokens (mode 0 and 2), or a block and the rest of
+    the draw within it (mode 1, the rest in rests [batch]); a rank of -1 where a score is no number or the best is infinite.
+    """
+    b = tl.program_id(0)
+    early(PDL)
+    i = tl.arange(0, ROOM)
+    peak = tl.load(peaks + b * BLOCKS + i, mask=i < BLOCKS, other=float("-inf"))
+    best = tl.max(peak)
+    bad = (tl.sum(tl.load(broken + b * BLOCKS + i, mask=i < BLOCKS, other=0)) > 0) | (tl.abs(best) == float("inf"))
+    if HALF == "bf16":
+        top = ranks_of((best.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+    else:
+        top = ranks_of(best.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32))
+    rank = top
+    place = 0
+    if DRAWS:
+        mode = planned(plan, MODE, b, batch)
+        if (mode > 0) & (bad == 0):
+            t = planned_float(plan, TEMPERATURE, b, batch)
+            u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(tl.float64)
+            mass = tl.load(masses + b * BLOCKS + i, mask=i < BLOCKS, other=0.0).to(tl.float64)
+            mass = tl.where(i < BLOCKS, mass * tl.exp((peak - best) / t).to(tl.float64), 0.0)
+            whole = tl.sum(mass)
+            if mode == 1:
+                until = tl.cumsum(mass, 0)
+                hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, ROOM))
+                rank = tl.where(hit < ROOM, hit, tl.max(tl.where(mass > 0, i, 0)))
+                mine = i == rank
+                rest = u * whole - tl.sum(tl.where(mine, until - mass, 0.0))
+                tl.store(rests + b, rest / tl.sum(tl.where(mine, tl.exp((peak - best) / t), 0.0)).to(tl.float64))
+            else:
+                k = planned(plan, TOP_K, b, batch)
+                if k < planned(plan, LIMIT, b, batch):
+                    whole = whole * 0 - 1
+                p = planned_float(plan, TOP_P, b, batch).to(tl.float64)
+                least = planned_float(plan, MIN_P, b, batch).to(tl.float64)
+                rank, place = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
+    tl.store(goals + b, tl.where(bad, -1, rank))
+    tl.store(goals + batch + b, place)
+
+
+@triton.jit
+def find(
+    scores, plan, peaks, counts, goals, rests, matches, seen, chosen, vocab, batch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """chosen [batch]: the token that is meant by each row's goal, -1 where there is none. Leaves `counts` and `seen` 0.
+
+    Each program counts its block's tokens of the rank; the last one of a row to come sees which block has the one that is meant.
+    """
+    b = tl.program_id(0)
+    block = tl.program_id(1)
+    limit = planned(plan, LIMIT, b, batch)
+    mode = planned(plan, MODE, b, batch) if DRAWS else 0
+    early(PDL)
+    rank = tl.load(goals + b)
+    j = tl.arange(0, BLOCK)
+    row = scores + b.to(tl.int64) * vocab
+    i = block * BLOCK + j
+    if mode != 1:
+        ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
+        tl.store(matches + b * BLOCKS + block, tl.sum(((ranks == rank) & (i < limit)).to(tl.int32)))
+    if DRAWS:
+        if mode == 2:
+            for at in range(block * BLOCK, VALUES, BLOCKS * BLOCK):
+                tl.store(counts + b * VALUES + at + j, tl.zeros([BLOCK], tl.int32), at + j < VALUES)
+    tl.debug_barrier()
+    last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
+    if last:
+        tl.store(seen + b, 0)
+        if mode == 1:
+            i = rank * BLOCK + j
+            t = planned_float(plan, TEMPERATURE, b, batch)
+            x = floats_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32), HALF)
+            e = tl.where(i < limit, tl.exp((x - tl.load(peaks + b * BLOCKS + rank, mask=rank >= 0, other=0.0)) / t), 0.0).to(tl.float64)
+            hit = tl.min(tl.where((tl.cumsum(e, 0) > tl.load(rests + b)) & (e > 0), j, BLOCK))
+            token = rank * BLOCK + tl.where(hit < BLOCK, hit, tl.max(tl.where(e > 0, j, 0)))
+        else:
+            place = tl.load(goals + batch + b)
+            o = tl.arange(0, ROOM)
+            n = tl.load(matches + b * BLOCKS + o, mask=o < BLOCKS, other=0)
+            until = tl.cumsum(n, 0)
+            mine = tl.min(tl.where(until > place, o, BLOCKS - 1))
+            place -= tl.sum(tl.where(o == mine, until - n, 0))
+            i = mine * BLOCK + j
+            ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
+            match = ((ranks == rank) & (i < limit)).to(tl.int32)
+            token = mine * BLOCK + tl.min(tl.where((tl.cumsum(match, 0) == place + 1) & (match > 0), j, BLOCK - 1))
+        tl.store(chosen + b, tl.where(rank < 0, -1, token))

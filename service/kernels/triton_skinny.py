@@ -1,0 +1,189 @@
+"""A few rows of activations times a weight, 2 to 16 of them: tensor-core tiles with the rows of x filled up to 16.
+
+Weights are turned into the activations' type on their way through registers, exactly: int8 and nibbles have few enough bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_parts import early
+
+
+@triton.jit
+def int8_halves(b, HALF: tl.constexpr, ASM: tl.constexpr):
+    """int8 as 16-bit floats."""
+    if ASM and HALF == "bf16":
+        # (128 + the low 7 bits) - (128, or 256 for negative numbers)
+        floats = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p, q, m, n, o;
+            mov.b32 o, 0xBF80BF80;
+            prmt.b32 p, $2, 0, 0x4140;
+            prmt.b32 q, $2, 0, 0x4342;
+            lop3.b32 m, p, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 n, p, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, n, o, m;
+            lop3.b32 m, q, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 n, q, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, n, o, m;
+            }""",
+            "=&r,=&r,r",
+            [b],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    elif HALF == "bf16":
+        floats = b.to(tl.float32).to(tl.bfloat16)
+    else:
+        floats = b.to(tl.float16)
+    return floats
+
+
+@triton.jit
+def int4_halves(b, HALF: tl.constexpr, ASM: tl.constexpr):
+    """nibble - 8 of the low and of the high nibbles, as 16-bit floats."""
+    if ASM and HALF == "bf16":
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p, q, o, m;
+            mov.b32 o, 0x3F803F80;
+            mov.b32 m, 0xC308C308;
+            prmt.b32 p, $4, 0, 0x4140;
+            prmt.b32 q, $4, 0, 0x4342;
+            lop3.b32 $0, p, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, q, 0x000F000F, 0x43004300, 0xEA;
+            shr.u32 p, p, 4;
+            shr.u32 q, q, 4;
+            lop3.b32 $2, p, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, q, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, $0, o, m;
+            fma.rn.bf16x2 $1, $1, o, m;
+            fma.rn.bf16x2 $2, $2, o, m;
+            fma.rn.bf16x2 $3, $3, o, m;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [b],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    elif HALF == "bf16":
+        low = ((b & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
+        high = ((b >> 4).to(tl.float32) - 8.0).to(tl.bfloat16)
+    else:
+        low = ((b & 15).to(tl.float32) - 8.0).to(tl.float16)
+        high = ((b >> 4).to(tl.float32) - 8.0).to(tl.float16)
+    return low, high
+
+
+@triton.jit
+def fp8_halves(b, HALF: tl.constexpr):
+    """float8_e4m3fn (as bytes) as 16-bit floats, divided by 256: shifted into a half they lack 8 of its exponent's bias."""
+    w = b.to(tl.int16)
+    half = (((w & 128) << 8) | ((w & 127) << 7)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32).to(tl.bfloat16) if HALF == "bf16" else half
+
+
+@triton.jit
+def tile_sum(
+    x, w, scales, offsets, b, live, n, part,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """[16, BN] fp32: x times rows n of w, over the PER steps of BK columns that are this part's."""
+    acc = tl.zeros([16, BN], tl.float32)
+    if FORMAT == "float" and BN >= 64:
+        # The weight as the left side of the product: from sm_90 on it goes from shared memory into the tensor cores without registers.
+        turned = tl.zeros([BN, 16], tl.float32)
+        k = tl.arange(0, BK)
+        for i in tl.range(PER, num_stages=STAGES):
+            at = (part * PER + i) * BK
+            t = tl.load(x + b[:, None] * COLS + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
+            q = tl.load(w + n[:, None].to(tl.int64) * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
+            turned = tl.dot(q, t.T, turned)
+        acc = turned.T
+    elif FORMAT == "int4":
+        bytes_ = tl.arange(0, BK // 2)
+        col = (bytes_ // 16) * 32 + bytes_ % 16
+        for i in tl.range(PER, num_stages=STAGES):
+            at = (part * PER + i) * BK
+            low_x = tl.load(x + b[:, None] * COLS + at + col[None, :], mask=live & (at + col < COLS)[None, :], other=0.0)
+            high_x = tl.load(x + b[:, None] * COLS + at + 16 + col[None, :], mask=live & (at + col < COLS)[None, :], other=0.0)
+            q = tl.load(w + n[:, None].to(tl.int64) * (COLS // 2) + at // 2 + bytes_[None, :], mask=(at + col < COLS)[None, :], other=136)
+            s = tl.load(scales + n * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32)
+            low, high = int4_halves(q, HALF, ASM)
+            d = tl.dot(low_x, low.T)
+            d = tl.dot(high_x, high.T, d)
+            acc += d * s[None, :]
+            if OFFSETS:
+                o = tl.load(offsets + n * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32) + 8.0 * s
+                total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
+                acc += total[:, None] * o[None, :]
+    else:
+        k = tl.arange(0, BK)
+        for i in tl.range(PER, num_stages=STAGES):
+            at = (part * PER + i) * BK
+            t = tl.load(x + b[:, None] * COLS + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
+            q = tl.load(w + n[:, None].to(tl.int64) * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
+            if FORMAT == "float":
+                acc = tl.dot(t, q.T, acc)
+            else:
+                q = int8_halves(q, HALF, ASM) if FORMAT == "int8" else fp8_halves(q, HALF)
+                if GROUPS > 1:
+                    s = tl.load(scales + n * GROUPS + at // GROUP, mask=at < COLS, other=0.0)
+                    acc += tl.dot(t, q.T) * s[None, :]
+                else:
+                    acc = tl.dot(t, q.T, acc)
+        if FORMAT != "float" and GROUPS == 1:
+            acc *= tl.load(scales + n)[None, :]
+        if FORMAT == "fp8":
+            acc *= 256.0
+    return acc
+
+
+@triton.jit
+def skinny(
+    x, w, scales, offsets, out, parts, seen, rows, count,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [count, rows] = x [count, COLS] @ w [rows, COLS]^T, count <= 16; or out += it (ADD); or silu of it times the same with the
+    rows after `rows` (GATED).
+
+    A row of weights is shared by SPLIT programs: each leaves its sum in `parts` [SPLIT, 16, rows], and the last to come adds them, always
+    in the same order. `seen` [tiles] int32 is 0 before and after. A step of BK columns lies under one scale.
+    """
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    PER: tl.constexpr = (COLS + BK * SPLIT - 1) // (BK * SPLIT)
+    r = tile * BN + tl.arange(0, BN)
+    n = tl.minimum(r, rows - 1)
+    b = tl.arange(0, 16)
+    live = (b < count)[:, None]
+    early(PDL)
+    acc = tile_sum(x, w, scales, offsets, b, live, n, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, BN, BK, PER, STAGES, ASM)
+    if GATED:
+        up = tile_sum(x, w, scales, offsets, b, live, n + rows, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, BN, BK, PER, STAGES, ASM)
+        acc = acc * tl.sigmoid(acc) * up
+    o = b[:, None] * rows + r[None, :]
+    ok = live & (r < rows)[None, :]
+    if SPLIT > 1:
+        tl.store(parts + part * 16 * rows + o, acc, ok)
+        tl.debug_barrier()
+        last = tl.atomic_add(seen + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            acc = tl.load(parts + o, ok, 0.0)
+            for j in tl.static_range(1, SPLIT):
+                acc += tl.load(parts + j * 16 * rows + o, ok, 0.0)
+            tl.store(seen + tile, 0)
+            if ADD:
+                acc += tl.load(out + o, ok, 0.0).to(tl.float32)
+            tl.store(out + o, acc.to(out.dtype.element_ty), ok)
+    else:
+        if ADD:
+            acc += tl.load(out + o, ok, 0.0).to(tl.float32)
+        tl.store(out + o, acc.to(out.dtype.element_ty), ok)
