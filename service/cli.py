@@ -163,6 +163,7 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 def _memory(args: argparse.Namespace) -> int:
+    from .server.client import with_service
     from .setup.memory_report import memory_report, memory_table
 
     if args.watch and args.json:
@@ -170,6 +171,7 @@ def _memory(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     while True:
         report = memory_report(config, device=args.device, proc=args.proc)
+        report = report if args.proc else with_service(report, config)
         if args.json:
             write_json(report)
         else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
 
+import pytest
+from onedesk.service import cli
 from serving import MODEL, Server
 
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
@@ -161,3 +164,15 @@ def test_another_process_is_asked_in_the_answer_to_its_heartbeat(server: Server)
     thread.join(30)
     assert [(row["owner"], row["asked"]) for row in found[0]] == [("images", 1 << 20)]
     server.ask("DELETE", path)
+
+
+def test_the_command_shows_what_the_service_holds(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.client().chat.completions.create(**SHORT)
+    config = ["--config", str(server.tree / "onedesk.toml")]
+    assert cli.main(["memory", "--json", *config]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {lease["owner"] for lease in document["leases"]} >= {MODEL}
+    assert document["budget"]["used"] == held(server)
+    assert document["service"]["pid"] == (server.note.pid if server.note else 0)
+    assert cli.main(["memory", *config]) == 0
+    assert MODEL in capsys.readouterr().out
