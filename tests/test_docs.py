@@ -38,7 +38,7 @@ def test_every_documented_command_can_be_asked_for_help(capsys):
 
 def test_every_option_in_the_reference_exists(capsys):
     text = (REPOSITORY / "docs" / "service.md").read_text(encoding="utf-8")
-    for row in re.findall(r"^\| `(?:generate|score|memory|bench|demo)[^\n]*", text, re.M):
+    for row in re.findall(r"^\| `(?:generate|score|memory|bench|serve|demo)[^\n]*", text, re.M):
         command = re.search(r"`(\w+)", row)
         assert command
         with pytest.raises(SystemExit):
