@@ -204,15 +204,16 @@ def _doctor(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from .bench.kinds import kind_table, measure_kind
     from .bench.run import Plan
+    from .engine.buffers import MAX_BATCH
     from .setup.inventory import default_model, model_roots
 
-    if args.batch != [1]:
-        raise UsageError(f"--batch {','.join(map(str, args.batch))}: batches are not measured yet; use 1")
+    if args.batch != [1] and (args.kind != "decode" or max(args.batch) > MAX_BATCH):
+        raise UsageError(f"--batch {','.join(map(str, args.batch))}: only decode is measured in batches, of up to {MAX_BATCH} rows")
     config = load_config(args.config)
     name = args.model or ("" if args.kind == "handover" else default_model(config))
     if name is None:
         raise UsageError("no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)")
-    plan = Plan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against)
+    plan = Plan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against, tuple(args.batch))
     document = measure_kind(plan, config, model_roots(config))
     write_json(document) if args.json else print(kind_table(document))
     return SUCCESS
@@ -330,9 +331,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--check", metavar="MODEL", help="write one text five times with this model and compare every byte")
     bench = command("bench", _bench, "Measure load, prefill, decode, first token or hand-over, beside the read bandwidth.")
     bench.add_argument("kind", choices=("load", "prefill", "decode", "ttft", "handover"))
-    bench.add_argument("--batch", type=batches, default=[1], metavar="1")
+    bench.add_argument("--batch", type=batches, default=[1], metavar="1,2,4,8", help="rows that decode together")
     bench.add_argument("--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode (64; handover 16)")
-    bench.add_argument("--prompt", type=whole_from(1), default=512, metavar="N", help="tokens of the prompt")
+    bench.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt (512; decode 128)")
     bench.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help="how often each is measured (5; handover 300)")
     bench.add_argument("--against", choices=("transformers",), help="measure it too, in the same run")
     serve_options(

@@ -15,7 +15,7 @@ import torch
 from ..api import pick_device
 from ..config import Config
 from ..engine.ceiling import keep_ceiling, known_ceiling
-from ..loader.checkpoint import open_checkpoint
+from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelRoots
 from ..memory.truth import read_truth
 from ..setup.console import columns
@@ -26,6 +26,8 @@ from .worker import Engine, Worker
 
 log = logging.getLogger(__name__)
 
+# Tokens that later prompts begin with, and those behind them; where the model allows fewer, half of what it allows.
+PREFIX, TAIL = 1000, 24
 TITLES = ("ENGINE", "FILE", "OVERLAP", "SECONDS", "PREFILL", "WAITED", "TOKENS/s", "PEAK GB")
 
 
@@ -42,12 +44,14 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
     """The document of `onedesk bench ttft`: seconds from a closed model to the first token behind a prompt of plan.prompt tokens.
 
     The cases take turns; medians of plan.cycles. Cold: the file's pages were evicted just before. `overlap_share` is cold with overlap
-    over cold without. Raises as bench.run.measure.
+    over cold without. The last two rows are of an open model: a prompt that is read whole, and one whose beginning an earlier one left;
+    `prefix_share` is the second's time over the first's. Raises as bench.run.measure.
     """
     path = find_model(plan.model, config, roots)
     checkpoint = open_checkpoint(path, roots=roots.bases)
     device = pick_device(plan.device).type
-    context = checked_context(plan.prompt + 1, checkpoint)
+    prefix, tail = _prefix_of(checkpoint)
+    context = max(checked_context(plan.prompt + 1, checkpoint), prefix + tail + 1)
     task = Task(path, device, plan.quant, context, config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint))))
     ids = random_prompt(checkpoint, plan.prompt)
     cases = [
@@ -58,6 +62,7 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
     ]
     if plan.against:
         cases += [_Case(plan.against, "cold", False), _Case(plan.against, "warm", False)]
+    kept: list[dict[str, Any]] = []
     ceiling = known_ceiling(config.cache, device)
     if ceiling is None:
         ceiling = read_ceiling(device, available=read_truth(device).available)
@@ -75,7 +80,10 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
                 samples[case].append(workers[case.engine].ask("first_token", ids=ids, overlap=case.overlap) | {"cached": cached})
                 workers[case.engine].ask("unload")
                 log.info("%s, cycle %d of %d: %.3f s", case, cycle + 1, plan.cycles, samples[case][-1]["seconds"])
-    rows = [_row(case, found, plan.prompt, bytes_a_pass(checkpoint), ceiling) for case, found in samples.items()]
+        kept = _prefix_samples(workers["onedesk"], checkpoint, prefix, tail, plan.cycles)
+    read = bytes_a_pass(checkpoint)
+    rows = [_row(case, found, plan.prompt, read, ceiling) for case, found in samples.items()]
+    rows += [_prefix_row(state, kept, prefix + tail, read, ceiling) for state in ("read", "kept")]
     return {
         "kind": "ttft",
         "model": checkpoint.name,
@@ -86,6 +94,8 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
         "cycles": plan.cycles,
         "checkpoint_bytes": checkpoint.weight_bytes,
         "overlap_share": rows[0]["seconds"] / rows[1]["seconds"],
+        "prefix_tokens": prefix,
+        "prefix_share": rows[-1]["seconds"] / rows[-2]["seconds"],
         "rows": rows,
     }
 
@@ -96,8 +106,49 @@ def first_token_table(document: dict[str, Any]) -> str:
     return (
         f"first token of {document['model']} on {document['device']} ({document['machine']}), a prompt of "
         f"{document['rows'][0]['tokens']} tokens, medians of {document['cycles']}\n{columns(lines)}\n"
-        f"cold, with overlap: {document['overlap_share']:.2f} of the time without"
+        f"cold, with overlap: {document['overlap_share']:.2f} of the time without\n"
+        f"open, with {document['prefix_tokens']} tokens of the prompt kept: {document['prefix_share']:.3f} of the time without"
     )
+
+
+def _prefix_of(checkpoint: Checkpoint) -> tuple[int, int]:
+    allowed = checkpoint.config.get("max_position_embeddings")
+    if not isinstance(allowed, int) or allowed > PREFIX + TAIL:
+        return PREFIX, TAIL
+    return allowed // 2, min(TAIL, allowed // 4)
+
+
+def _prefix_samples(worker: Worker, checkpoint: Checkpoint, prefix: int, tail: int, cycles: int) -> list[dict[str, Any]]:
+    """A prefix of its own in each cycle, so that only what the cycle itself kept is reused."""
+    worker.ask("load")
+    samples = []
+    for cycle in range(cycles + 1):
+        ids = random_prompt(checkpoint, prefix + 3 * tail, 100 + cycle)
+        tails = [ids[at : at + tail] for at in range(prefix, prefix + 3 * tail, tail)]
+        samples.append(worker.ask("prefix", ids=ids[:prefix], tails=tails))
+        log.info("a kept beginning, cycle %d of %d: %.3f s of %.3f s", cycle, cycles, samples[-1]["kept"], samples[-1]["read"])
+    worker.ask("unload")
+    return samples[1:]
+
+
+def _prefix_row(state: str, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:
+    seconds = statistics.median(sample[state] for sample in samples)
+    return {
+        "engine": "onedesk",
+        "state": f"open, {state}",
+        "overlap": False,
+        "batch": 1,
+        "tokens": tokens,
+        "seconds": seconds,
+        "prefill_seconds": seconds,
+        "waited_seconds": None,
+        "tokens_per_second": tokens / seconds,
+        "bytes_per_second": read / seconds,
+        "share": read / seconds / ceiling,
+        "cached_before_bytes": 0,
+        "cached_tokens": samples[0]["cached"] if state == "kept" else 0,
+        "peak_bytes": max(sample["peak_bytes"] for sample in samples),
+    }
 
 
 def _row(case: _Case, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from .run import Plan, bench_table, measure
 
 KINDS = ("load", "prefill", "decode", "ttft", "handover")
 DEFAULT_CYCLES, DEFAULT_TOKENS = 5, 64
+# Tokens of the prompt: as in the figures that speeds are held against.
+DEFAULT_PROMPTS = {"decode": 128}
+DEFAULT_PROMPT = 512
 HANDOVER_CYCLES = 300
 HANDOVER_TOKENS = 16
 
 
 def measure_kind(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document of plan.kind; plan.cycles 0 is the kind's own default. Raises as bench.run.measure."""
+    """The document of plan.kind; cycles, tokens and prompt of 0 are the kind's own default. Raises as bench.run.measure."""
     if plan.kind == "handover":
         return measure_handover(
             config,
@@ -29,7 +32,8 @@ def measure_kind(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any
             tokens=plan.tokens or HANDOVER_TOKENS,
             picture=PICTURE_BYTES,
         )
-    plan = replace(plan, cycles=plan.cycles or DEFAULT_CYCLES, tokens=plan.tokens or DEFAULT_TOKENS)
+    prompt = plan.prompt or DEFAULT_PROMPTS.get(plan.kind, DEFAULT_PROMPT)
+    plan = replace(plan, cycles=plan.cycles or DEFAULT_CYCLES, tokens=plan.tokens or DEFAULT_TOKENS, prompt=prompt)
     return measure_first_token(plan, config, roots) if plan.kind == "ttft" else measure(plan, config, roots)
 
 

@@ -10,20 +10,26 @@ import torch
 
 from ..api import OpenModel, open_model
 from ..core import Request, Result, Sampling
+from ..engine.runner import CHUNK
 from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.pool import Pool
 from ..memory.truth import read_truth
-from .subject import DecodeSample, FirstToken, Task
+from .subject import DecodeSample, FirstToken, Prefix, Task
 
 NEVER = -1e9  # added to the score of an end token
+
+
+def lead_tokens(prompt: int, batch: int) -> int:
+    """Tokens that the first of `batch` rows may write before the last has read its prompt: one a chunk."""
+    return (batch - 1) * (-(-prompt // CHUNK) + 1)
 
 
 class Onedesk:
     """See Subject."""
 
     def __init__(self, task: Task) -> None:
-        values: dict[str, Any] = task.memory
+        values: dict[str, Any] = dict(task.memory)
         self._task = task
         self._pool = Pool(task.device, MemorySettings(**values), lambda: read_truth(task.device))
         self._model: OpenModel | None = None
@@ -34,7 +40,14 @@ class Onedesk:
     def _opened(self, *, load: bool) -> OpenModel:
         task = self._task
         return open_model(
-            task.model, pool=self._pool, context=task.context, quant=task.quant, device=task.device, load=load, kernel_cache=task.cache
+            task.model,
+            pool=self._pool,
+            context=task.context,
+            quant=task.quant,
+            device=task.device,
+            load=load,
+            kernel_cache=task.cache,
+            sequences=task.sequences,
         )
 
     def unload(self) -> None:
@@ -54,28 +67,58 @@ class Onedesk:
         times, _ = self._run(ids, 1)
         return times[0] - started
 
-    def decode(self, ids: Sequence[int], tokens: int) -> DecodeSample:
-        times, result = self._run(ids, tokens)
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
+        """Rows begin one after the other, so the first ones are asked for more; what counts is the time in which all write."""
+        written = tokens + lead_tokens(len(prompts[0]), len(prompts))
+        seen, times = set(), []
+        result: Result | None = None
+        for event in self._model_there.generate_batch([self._request(ids, written) for ids in prompts]):
+            if event.token is not None:
+                seen.add(event.request)
+                if len(seen) == len(prompts) and result is None:
+                    times.append(time.perf_counter())
+            result = event.result or result
+        steps = (len(times) - 1) // len(prompts)
+        if result is None or steps < 1:
+            raise ModelError(f"{len(prompts)} rows of {tokens} tokens never wrote together; ask for fewer, or for a shorter prompt")
         stage = result.stages["decode"]
-        return DecodeSample(len(times) - 1, times[-1] - times[0], stage.major_faults, stage.allocations)
+        return DecodeSample(steps, times[steps * len(prompts)] - times[0], stage.major_faults, stage.allocations)
 
-    def _run(self, ids: Sequence[int], tokens: int) -> tuple[list[float], Result]:
+    def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
+        """First tokens behind `ids` and a tail, a different one each time: all of it read, then kept from the one before."""
+        read = self._first((*ids, *tails[0]))[0]
+        self._first((*ids, *tails[1]), keep=True)
+        kept, result = self._first((*ids, *tails[2]), keep=True)
+        return Prefix(read, kept, result.usage.cached)
+
+    def _first(self, ids: Sequence[int], *, keep: bool = False) -> tuple[float, Result]:
+        started = time.perf_counter()
+        times, result = self._run(ids, 1, keep=keep)
+        return times[0] - started, result
+
+    def _run(self, ids: Sequence[int], tokens: int, *, keep: bool = False) -> tuple[list[float], Result]:
         """The time at which each token was there, and the result."""
-        if self._model is None:
-            raise ModelError("nothing is loaded; load before measuring")
-        bias = dict.fromkeys(self._task.end_tokens, NEVER)
-        # A prompt that was kept, or tokens that were guessed, would be measured as if they had been read.
-        greedy = Sampling(temperature=0.0, logit_bias=bias)
-        request = Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=False, speculation=False)
         times: list[float] = []
         result: Result | None = None
-        for event in self._model.generate(request):
+        for event in self._model_there.generate(self._request(ids, tokens, keep=keep)):
             if event.token is not None:
                 times.append(time.perf_counter())
             result = event.result or result
         if result is None or len(times) != tokens:
             raise ModelError(f"{tokens} tokens were to be measured and {len(times)} came; raise --context or ask for fewer")
         return times, result
+
+    @property
+    def _model_there(self) -> OpenModel:
+        if self._model is None:
+            raise ModelError("nothing is loaded; load before measuring")
+        return self._model
+
+    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False) -> Request:
+        """Greedy. A prompt that was kept (unless that is what is measured) or tokens that were guessed would count as if they had been
+        read."""
+        greedy = Sampling(temperature=0.0, logit_bias=dict.fromkeys(self._task.end_tokens, NEVER))
+        return Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=keep, speculation=False)
 
     def device_peak(self) -> int | None:
         return torch.cuda.max_memory_reserved() if self._task.device == "cuda" else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from .subject import DecodeSample, FirstToken, Task
+from .subject import DecodeSample, FirstToken, Prefix, Task
 
 
 class Transformers:
@@ -54,21 +54,24 @@ class Transformers:
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def decode(self, ids: Sequence[int], tokens: int) -> DecodeSample:
-        token, cache = self._step(torch.tensor([list(ids)], device=self._task.device), None)
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
+        token, cache = self._step(torch.tensor([list(ids) for ids in prompts], device=self._task.device), None)
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
         for _ in range(tokens - 1):
             token, cache = self._step(token, cache)
         seconds = time.perf_counter() - started
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
 
+    def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
+        raise PeerError("only Onedesk is measured behind a prompt that was kept")
+
     def _step(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """The next token [1, 1] and the cache; reading the token waits for the device, as every engine must before it shows it."""
+        """The next tokens [rows, 1] and the cache; reading them waits for the device, as every engine must before it shows them."""
         answer = self._network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         scores = answer.logits[:, -1]
         scores[:, list(self._task.end_tokens)] = -torch.inf
         token = scores.argmax(-1, keepdim=True)
-        token.item()
+        token.tolist()
         return token, answer.past_key_values
 
     def device_peak(self) -> int | None:

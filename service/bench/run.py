@@ -23,6 +23,7 @@ from ..memory.truth import read_truth
 from ..setup.console import columns
 from .ceiling import read_ceiling
 from .files import Residency, evict, read_whole
+from .ours import lead_tokens
 from .shapes import SHAPES, random_checkpoint
 from .subject import Task
 from .worker import Engine, Worker
@@ -31,15 +32,16 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
 EMBEDDING = "model.embed_tokens.weight"
-PROMPT_BEFORE_DECODE = 16
 WARM_UP_TOKENS = 3
+# Engines that can write several rows in one step.
+BATCHED = ("onedesk", "transformers")
 LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "READ AND KEPT", "SHARE", "PEAK / SIZE")
-RUN_TITLES = ("ENGINE", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
+RUN_TITLES = ("ENGINE", "BATCH", "PROMPT", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: `tokens` to decode, a `prompt` of so many tokens to prefill, each `cycles` times."""
+    """What to measure: `tokens` to decode in as many rows as `batches` say, behind a `prompt` of so many tokens, each `cycles` times."""
 
     kind: Kind
     model: str
@@ -49,6 +51,7 @@ class Plan:
     prompt: int = 512
     cycles: int = 5
     against: Literal["transformers"] | None = None
+    batches: tuple[int, ...] = (1,)
 
 
 def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
@@ -59,9 +62,8 @@ def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     path = find_model(plan.model, config, roots)
     checkpoint = open_checkpoint(path, roots=roots.bases)
     device = pick_device(plan.device).type
-    task = Task(
-        path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint)))
-    )
+    ends = tuple(sorted(end_tokens(checkpoint)))
+    task = Task(path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), ends, max(plan.batches))
     available = read_truth(device).available
     ceiling = read_ceiling(device, available=available)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
@@ -100,7 +102,8 @@ def _load_line(row: dict[str, Any]) -> tuple[str, ...]:
 def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
     counts = (row.get("major_faults_per_token"), row.get("allocations_per_token"))
     speed = (f"{row['tokens_per_second']:.2f}", f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share']:.0%}")
-    return (row["engine"], str(row["tokens"]), *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts))
+    rows = (row["engine"], str(row["batch"]), str(row["prompt"]), str(row["tokens"]))
+    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts))
 
 
 def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
@@ -117,7 +120,8 @@ def _context(plan: Plan, checkpoint: Checkpoint) -> int:
     if plan.kind == "load":
         allowed = checkpoint.config.get("max_position_embeddings")
         return min(2048, allowed) if isinstance(allowed, int) else 2048
-    return checked_context(plan.prompt + 1 if plan.kind == "prefill" else PROMPT_BEFORE_DECODE + plan.tokens, checkpoint)
+    tokens = 1 if plan.kind == "prefill" else plan.tokens + lead_tokens(plan.prompt, max(plan.batches))
+    return checked_context(plan.prompt + tokens, checkpoint)
 
 
 def checked_context(wanted: int, checkpoint: Checkpoint) -> int:
@@ -135,9 +139,9 @@ def end_tokens(checkpoint: Checkpoint) -> Iterator[int]:
         yield from {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
 
 
-def random_prompt(checkpoint: Checkpoint, tokens: int) -> list[int]:
+def random_prompt(checkpoint: Checkpoint, tokens: int, seed: int = 1) -> list[int]:
     """Ids of the model's vocabulary, the same every time."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, int(checkpoint.config["vocab_size"]), (tokens,), generator=generator).tolist()
 
 
@@ -150,35 +154,40 @@ def bytes_a_pass(checkpoint: Checkpoint) -> int:
 
 def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
     decode = plan.kind == "decode"
-    prompt = random_prompt(checkpoint, PROMPT_BEFORE_DECODE if decode else plan.prompt)
-    asked: dict[str, Any] = {"ids": prompt, "tokens": plan.tokens} if decode else {"ids": prompt}
-    samples: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in workers}
+    prompts = [random_prompt(checkpoint, plan.prompt, seed) for seed in range(1, max(plan.batches) + 1)]
+    asked: dict[int, dict[str, Any]] = {
+        batch: {"prompts": prompts[:batch], "tokens": plan.tokens} if decode else {"ids": prompts[0]} for batch in plan.batches
+    }
+    measured = [(worker, batch) for batch in plan.batches for worker in workers if batch == 1 or worker.engine in BATCHED]
+    samples: dict[tuple[str, int], list[dict[str, Any]]] = {(worker.engine, batch): [] for worker, batch in measured}
     for worker in workers:
         worker.ask("load")
-        worker.ask(plan.kind, **asked | ({"tokens": WARM_UP_TOKENS} if decode else {}))
+    for worker, batch in measured:
+        worker.ask(plan.kind, **asked[batch] | ({"tokens": WARM_UP_TOKENS} if decode else {}))
     for cycle in range(plan.cycles):
-        for worker in workers:
-            samples[worker.engine].append(worker.ask(plan.kind, **asked))
-            log.info("%s %s %d of %d: %.3f s", worker.engine, plan.kind, cycle + 1, plan.cycles, samples[worker.engine][-1]["seconds"])
-    return [_run_row(engine, plan, found, bytes_a_pass(checkpoint)) for engine, found in samples.items()]
+        for worker, batch in measured:
+            sample = worker.ask(plan.kind, **asked[batch])
+            samples[worker.engine, batch].append(sample)
+            log.info("%s %s of %d, %d of %d: %.3f s", worker.engine, plan.kind, batch, cycle + 1, plan.cycles, sample["seconds"])
+    return [_run_row(engine, batch, plan, found, bytes_a_pass(checkpoint)) for (engine, batch), found in samples.items()]
 
 
-def _run_row(engine: str, plan: Plan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
-    seconds = statistics.median(sample["seconds"] for sample in samples)
-    row: dict[str, Any] = {
-        "engine": engine,
-        "batch": 1,
-        "tokens": plan.tokens if plan.kind == "decode" else plan.prompt,
-        "seconds": seconds,
-    }
-    row["peak_bytes"] = max(sample["peak_bytes"] for sample in samples)
+def _run_row(engine: str, batch: int, plan: Plan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"engine": engine, "batch": batch, "prompt": plan.prompt}
+    peak = {"peak_bytes": max(sample["peak_bytes"] for sample in samples)}
     if plan.kind == "prefill":
+        seconds = statistics.median(sample["seconds"] for sample in samples)
+        row |= {"tokens": plan.prompt, "seconds": seconds} | peak
         return row | {"tokens_per_second": plan.prompt / seconds, "bytes_per_second": nbytes / seconds}
-    steps = samples[0]["steps"]
+    step = statistics.median(sample["seconds"] / sample["steps"] for sample in samples)
     allocations = [sample["allocations"] for sample in samples]
+    steps = max(sample["steps"] for sample in samples)
     return row | {
-        "tokens_per_second": steps / seconds,
-        "bytes_per_second": nbytes * steps / seconds,
+        "tokens": plan.tokens,
+        "seconds": step * steps,
+        **peak,
+        "tokens_per_second": batch / step,
+        "bytes_per_second": nbytes / step,
         "major_faults_per_token": statistics.median(sample["major_faults"] for sample in samples) / steps,
         "allocations_per_token": None if None in allocations else max(allocations) / steps,
     }

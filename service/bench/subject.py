@@ -1,8 +1,8 @@
-"""What can be measured: an engine with one model, behind the same four calls."""
+"""What can be measured: an engine with one model, behind the same calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,25 +10,39 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Which model an engine is measured with. `end_tokens` are never to be chosen, so that every run has the same length."""
+    """Which model an engine is measured with. `end_tokens` are never to be chosen, so that every run has the same length; `sequences` of
+    `context` tokens are held at once.
+    """
 
     model: Path
     device: str
     quant: str
     context: int
     cache: Path
-    memory: dict[str, float]
+    memory: Mapping[str, float]
     end_tokens: tuple[int, ...]
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """One decode: steps after the first token, the seconds they took, and the counts of the whole of them (None: not known)."""
+    """One decode: steps while all rows wrote, the seconds they took, and the counts of the whole of them (None: not known)."""
 
     steps: int
     seconds: float
     major_faults: int
     allocations: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """First tokens of an open model behind prompts that begin alike: seconds where all of it is read, seconds where the beginning was kept
+    from a prompt before, and how many tokens that were.
+    """
+
+    read: float
+    kept: float
+    cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +75,12 @@ class Subject(Protocol):
         """Seconds from the prompt's ids to the first token, greedy."""
         ...
 
-    def decode(self, ids: Sequence[int], tokens: int) -> DecodeSample:
-        """Write `tokens` tokens behind the prompt, greedy."""
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
+        """Write behind all prompts at once, greedy: about `tokens` steps of all of them."""
+        ...
+
+    def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
+        """First tokens behind `ids` and each of three tails. Raises PeerError where nothing is kept between prompts."""
         ...
 
     def device_peak(self) -> int | None:

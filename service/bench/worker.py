@@ -103,8 +103,11 @@ class _Desk:
     def prefill(self, ids: list[int]) -> dict[str, Any]:
         return {"seconds": self._subject.prefill(ids), "peak_bytes": self._peak()}
 
-    def decode(self, ids: list[int], tokens: int) -> dict[str, Any]:
-        return asdict(self._subject.decode(ids, tokens)) | {"peak_bytes": self._peak()}
+    def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        return asdict(self._subject.decode(prompts, tokens)) | {"peak_bytes": self._peak()}
+
+    def prefix(self, ids: list[int], tails: list[list[int]]) -> dict[str, Any]:
+        return asdict(self._subject.prefix(ids, tails)) | {"peak_bytes": self._peak()}
 
     def _peak(self, grown: int | None = None) -> int:
         """Device memory where the device has its own; else `grown`, or the most that the whole process ever held."""
@@ -143,7 +146,8 @@ def _serve(setup: Mapping[str, Any]) -> None:
         try:
             desk = desk or _Desk(_make_subject(setup), _checkpoint_files(Path(setup["model"])))
             deeds: dict[str, Callable[..., dict[str, Any]]] = {
-                "load": desk.load, "unload": desk.unload, "prefill": desk.prefill, "decode": desk.decode, "first_token": desk.first_token
+                "load": desk.load, "unload": desk.unload, "prefill": desk.prefill, "decode": desk.decode, "first_token": desk.first_token,
+                "prefix": desk.prefix,
             }  # fmt: skip
             answer = deeds[what](**asked)
         except (OnedeskError, OSError, RuntimeError, ValueError) as error:

@@ -192,7 +192,7 @@ def test_without_a_name_among_many_the_usage_is_wrong(run, tmp_path):
         ["score", "--ids", "1,2", "--text-file", "x"],
         ["memory", "--watch"],
         ["bench", "everything"],
-        ["bench", "decode", "--batch", "1,2"],
+        ["bench", "prefill", "--batch", "1,2"],
         ["bench", "decode", "--batch", "x"],
         ["bench", "decode", "--cycles", "0"],
         ["bench", "decode", "--against", "nobody"],

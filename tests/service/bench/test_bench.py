@@ -99,7 +99,22 @@ def test_load_has_cold_and_warm_rows_beside_the_raw_read(model, tmp_path):
 
 def test_a_measurement_that_cannot_fit_the_context_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="takes 272 tokens of context and tiny allows 256"):
-        measure(Plan("decode", str(model), device="cpu", tokens=256), Config(tree=tmp_path), ModelRoots([]))
+        measure(Plan("decode", str(model), device="cpu", tokens=256, prompt=16), Config(tree=tmp_path), ModelRoots([]))
+
+
+def test_batches_decode_together_behind_prompts_of_their_own(model, tmp_path):
+    document = run("decode", model, tmp_path, against="transformers", batches=(1, 3, 8))
+    found = [(row["engine"], row["batch"], row["prompt"], row["tokens"]) for row in document["rows"]]
+    assert found == [(engine, batch, 20, 6) for batch in (1, 3, 8) for engine in ("onedesk", "transformers")]
+    for row in document["rows"]:
+        assert row["tokens_per_second"] * document["checkpoint_bytes"] == pytest.approx(row["bytes_per_second"] * row["batch"])
+        assert row["allocations_per_token"] in (0, None)
+
+
+@pytest.mark.parametrize("options", [["decode", "--batch", "9"], ["decode", "--batch", "0"], ["prefill", "--batch", "2"]])
+def test_other_batches_are_wrong_usage(model, options, capsys):
+    assert cli.main(["bench", *options, "--model", str(model), "--json"]) == 2
+    assert "batch" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_the_command_prints_the_document_and_the_table(model, tmp_path, capsys):

@@ -48,8 +48,13 @@ def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):
         ("onedesk", "cold", False),
         ("onedesk", "warm", True),
         ("onedesk", "warm", False),
+        ("onedesk", "open, read", False),
+        ("onedesk", "open, kept", False),
     ]
-    for row in rows:
+    assert document["prefix_tokens"] == 128
+    assert [row["cached_tokens"] for row in rows[4:]] == [0, 128]
+    assert document["prefix_share"] == rows[5]["seconds"] / rows[4]["seconds"]
+    for row in rows[:4]:
         assert row["tokens"] == 40
         assert 0 < row["prefill_seconds"] <= row["seconds"]
         assert (row["waited_seconds"] is not None) == row["overlap"]
