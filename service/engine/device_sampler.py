@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..kernels.cuda_plan import on_grid
 from ..memory.lease import Lease, carved_bytes
 from .sampler import Sampler
 
@@ -48,7 +49,7 @@ class DeviceSampler:
         """Put tokens and positions of a plan [PLAN_ROWS, batch] where the network reads them."""
         from ..kernels.triton_sample import feed
 
-        feed[(1,)](plan, self.chosen, ids, positions, plan.shape[1], ROOM=16)
+        on_grid(feed, (1,))(plan, self.chosen, ids, positions, plan.shape[1], ROOM=16)
 
     def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
         """Into `chosen`, from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row does not take the likeliest."""
@@ -60,9 +61,11 @@ class DeviceSampler:
         if self._early:
             forms["launch_pdl"] = True
         grid = (batch, self._blocks)
-        survey[grid](bits, plan, self._peaks, self._masses, self._broken, self._counts, self._vocab, batch, BLOCK=BLOCK, **forms)
-        decide[(batch,)](plan, self._peaks, self._masses, self._broken, self._counts, self._goals, self._rests, batch, ROOM=room, **forms)
-        find[grid](
+        on_grid(survey, grid)(bits, plan, self._peaks, self._masses, self._broken, self._counts, self._vocab, batch, BLOCK=BLOCK, **forms)
+        on_grid(decide, (batch,))(
+            plan, self._peaks, self._masses, self._broken, self._counts, self._goals, self._rests, batch, ROOM=room, **forms
+        )
+        on_grid(find, grid)(
             bits, plan, self._peaks, self._counts, self._goals, self._rests, self._matches, self._seen, self.chosen, self._vocab, batch,
             BLOCK=BLOCK, ROOM=room, **forms,
         )  # fmt: skip

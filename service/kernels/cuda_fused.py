@@ -15,7 +15,7 @@ import torch
 
 from ..quant.weight import QuantizedWeight, Weight
 from .cuda import CudaKernels
-from .cuda_plan import SPLIT, TILE_ROWS, Device, Shape, gemv_plan, shape_of, skinny_plan
+from .cuda_plan import SPLIT, TILE_ROWS, Device, Shape, gemv_plan, on_grid, shape_of, skinny_plan
 from .reference import Buffer
 from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
 from .triton_attend import attend_chunk, attend_step
@@ -115,7 +115,7 @@ class FusedCudaKernels(CudaKernels):
         data, scales, _ = _tensors(table)
         groups = shape.groups if shape.form == "int8" else 0
         grid = (ids.shape[0], -(-shape.cols // 1024))
-        embed[grid](ids, data, scales, out, COLS=shape.cols, GROUPS=groups, GROUP=shape.group, BLOCK=1024)
+        on_grid(embed, grid)(ids, data, scales, out, COLS=shape.cols, GROUPS=groups, GROUP=shape.group, BLOCK=1024)
         return out
 
     def linear(self, x: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
@@ -160,12 +160,14 @@ class FusedCudaKernels(CudaKernels):
             return super().rms_norm(x, norm, out)
         count, cols = x.shape
         block = _power(cols)
-        rms_norm[(count,)](x, norm.weight, out, norm.eps, COLS=cols, BLOCK=block, PDL=self.device.early, num_warps=8, **self._launch)
+        on_grid(rms_norm, (count,))(
+            x, norm.weight, out, norm.eps, COLS=cols, BLOCK=block, PDL=self.device.early, num_warps=8, **self._launch
+        )
         return out
 
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         count, cols = out.shape
-        silu_mul[(count, -(-cols // 1024))](gate_up, out, COLS=cols, BLOCK=1024)
+        on_grid(silu_mul, (count, -(-cols // 1024)))(gate_up, out, COLS=cols, BLOCK=1024)
         return out
 
     def attend(
@@ -188,19 +190,21 @@ class FusedCudaKernels(CudaKernels):
         count, tables, room = qkv.shape[0], rows.tables, self.room
         if rows.start is None:
             splits = SPLITS[_power(count)]
-            attend_step[(count, heads.kv_heads, splits)](
+            on_grid(attend_step, (count, heads.kv_heads, splits))(
                 qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, tables,
                 tables.stride(0), room.heads, *room.heads_scores, room.heads_seen, out, SPLITS=splits, PDL=self.device.early, num_warps=4,
                 **forms, **self._launch,
             )  # fmt: skip
             return out
-        place_heads[(count,)](
+        on_grid(place_heads, (count,))(
             qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, tables,
             HEADS=heads.heads, KV=heads.kv_heads, D=heads.head_dim, ROOM=_power(heads.heads + 2 * heads.kv_heads), num_warps=8,
         )  # fmt: skip
         tile = 128 if count * forms["GP"] > 64 and heads.head_dim <= 128 else 64
         grid = (-(-count * forms["GP"] // tile), heads.kv_heads)
-        attend_chunk[grid](qkv, keys, values, tables, out, rows.start, count, BM=tile, BN=64, STAGES=2, num_warps=tile // 16, **forms)
+        on_grid(attend_chunk, grid)(
+            qkv, keys, values, tables, out, rows.start, count, BM=tile, BN=64, STAGES=2, num_warps=tile // 16, **forms
+        )
         return out
 
     def _normed_row(
@@ -212,7 +216,7 @@ class FusedCudaKernels(CudaKernels):
             return self._row(x, words, weight, shape, out, normed=True, eps=norm.eps, gated=gated)
         unit_words = 8 if shape.form == "int4" else 4
         fixed, sums = self.room.words, self.room.sums
-        fixed_point[(1,)](
+        on_grid(fixed_point, (1,))(
             x.view(torch.int64), words, fixed, sums, norm.eps, COLS=shape.cols, UNIT_WORDS=unit_words, ROOM=_power(shape.units),
             HALF=self._half, ASM=self._asm, PDL=self.device.early, num_warps=8, **self._launch,
         )  # fmt: skip
@@ -228,7 +232,7 @@ class FusedCudaKernels(CudaKernels):
         rows = shape.rows // 2 if gated else shape.rows
         plan = skinny_plan(shape, gated, self.device)
         data, scales, offsets = _tensors(weight)
-        skinny[(-(-rows // plan.rows), plan.split)](
+        on_grid(skinny, (-(-rows // plan.rows), plan.split))(
             x, data, scales, offsets, out, self.room.products, self.room.products_seen, rows, x.shape[0],
             COLS=shape.cols, FORMAT=shape.form, HALF=self._half, GROUPS=shape.groups, GROUP=shape.group, OFFSETS=shape.offsets,
             BN=plan.rows, BK=plan.cols, SPLIT=plan.split, STAGES=plan.stages, ADD=add, GATED=gated, ASM=self._asm,
@@ -245,7 +249,7 @@ class FusedCudaKernels(CudaKernels):
         data, scales, offsets = _tensors(weight)
         if x.dtype == self.activation:
             x = x.view(torch.int32 if shape.form == "float" else torch.int64)
-        gemv[(plan.grid,)](
+        on_grid(gemv, (plan.grid,))(
             x, norm, data.view(torch.int32), scales, offsets, out, shape.rows // 2 if gated else shape.rows, eps,
             COLS=shape.cols, FORMAT=shape.form, HALF=self._half, GROUPS=shape.groups, SHARE=shape.share, OFFSETS=shape.offsets,
             BR=plan.rows, RL=plan.lanes, NB=plan.units, NORM=normed, HELD=held, ADD=add, GATED=gated, ASM=self._asm,
@@ -262,7 +266,7 @@ class FusedCudaKernels(CudaKernels):
         for row in range(0, shape.rows, step):
             end = min(row + step, shape.rows)
             tile = self.room.widened[: (end - row) * shape.cols].view(end - row, shape.cols)
-            widen[(end - row, -(-shape.cols // 1024))](
+            on_grid(widen, (end - row, -(-shape.cols // 1024)))(
                 data[row:end], scales[row:end], offsets[row:end], tile,
                 COLS=shape.cols, FORMAT=shape.form, GROUPS=shape.groups, GROUP=shape.group, OFFSETS=shape.offsets, BLOCK=1024,
             )  # fmt: skip

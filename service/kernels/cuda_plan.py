@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -71,6 +71,11 @@ class SkinnyPlan:
     split: int
     stages: int
     warps: int
+
+
+def on_grid(kernel: Any, grid: tuple[int, ...]) -> Any:
+    """A Triton kernel for a grid; what it takes only Triton knows."""
+    return kernel[grid]
 
 
 def shape_of(weight: Weight, activation: torch.dtype) -> Shape | str:

@@ -55,10 +55,10 @@ def together(parts, tops, sums, unit, active, SPLITS: tl.constexpr, GP: tl.const
     q = tl.arange(0, SPLITS)[:, None]
     row = (unit * SPLITS + q) * GP + tl.arange(0, GP)[None, :]
     m = tl.load(tops + row, mask=q < active, other=-1e30)
-    l = tl.load(sums + row, mask=q < active, other=0.0)
+    weight_sum = tl.load(sums + row, mask=q < active, other=0.0)
     part = tl.load(parts + row[:, :, None] * D + tl.arange(0, D)[None, None, :], mask=(q < active)[:, :, None], other=0.0)
     f = tl.exp2(m - tl.max(m, 0)[None, :])
-    f = f / tl.sum(f * l, 0)[None, :]
+    f = f / tl.sum(f * weight_sum, 0)[None, :]
     return tl.sum(part * f[:, :, None], 0)
 
 
@@ -106,7 +106,7 @@ def attend_step(
         qh = qh * (1.4426950408889634 / D**0.5)
         own = split == 0
         m = tl.where(own, tl.sum(ql * kl.to(tl.float32) + qh * kh.to(tl.float32), 1), -1e30)
-        l = tl.where(own, tl.full([16], 1.0, tl.float32), 0.0)
+        weight_sum = tl.where(own, tl.full([16], 1.0, tl.float32), 0.0)
         acc = tl.zeros([16, D], tl.float32) + tl.where(own, v.to(tl.float32), 0.0)[None, :]
         if own:
             tl.store(keys + new + h, kl)
@@ -121,19 +121,19 @@ def attend_step(
             top = tl.maximum(m, tl.max(scores, 1))
             p = tl.exp2(scores - top[:, None])
             fade = tl.exp2(m - top)
-            l = l * fade + tl.sum(p, 1)
+            weight_sum = weight_sum * fade + tl.sum(p, 1)
             acc = tl.dot(p.to(keys.dtype.element_ty), held, acc * fade[:, None])
             m = top
             low, high, held = low_next, high_next, held_next
         o = out + b * (HEADS * D)
         if active == 1:
-            tl.store(o + (kv * G + i)[:, None] * D + d[None, :], (acc / l[:, None]).to(out.dtype.element_ty), (i < G)[:, None])
+            tl.store(o + (kv * G + i)[:, None] * D + d[None, :], (acc / weight_sum[:, None]).to(out.dtype.element_ty), (i < G)[:, None])
         else:
             unit = b * KV + kv
             row = (unit * SPLITS + split) * GP + i
             tl.store(parts + row[:, None] * D + d[None, :], acc, (i < GP)[:, None])
             tl.store(tops + row, m, i < GP)
-            tl.store(sums + row, l, i < GP)
+            tl.store(sums + row, weight_sum, i < GP)
             tl.debug_barrier()
             last = tl.atomic_add(seen + unit, 1, sem="acq_rel") == active - 1
             if last:
@@ -143,7 +143,7 @@ def attend_step(
                 tl.store(seen + unit, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "count"])
 def attend_chunk(
     qkv, keys, values, table, out, start, count,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -167,7 +167,7 @@ def attend_chunk(
     q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(q.dtype)
     end = start + tl.minimum((tile + 1) * BT, count)
     top = tl.full([BM], -1e30, tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    weight_sum = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     n = tl.arange(0, BN)
     for at in tl.range(0, end, BN, num_stages=STAGES):
@@ -180,9 +180,9 @@ def attend_chunk(
         best = tl.maximum(top, tl.max(scores, 1))
         weight = tl.exp2(scores - best[:, None])
         fade = tl.exp2(top - best)
-        l = l * fade + tl.sum(weight, 1)
+        weight_sum = weight_sum * fade + tl.sum(weight, 1)
         v = tl.load(values + p, mask=there, other=0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None])
         top = best
     o = out + t[:, None].to(tl.int64) * (HEADS * D) + (kv * G + g)[:, None] * D + d
-    tl.store(o, (acc / l[:, None]).to(out.dtype.element_ty), live)
+    tl.store(o, (acc / weight_sum[:, None]).to(out.dtype.element_ty), live)

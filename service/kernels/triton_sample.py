@@ -61,7 +61,7 @@ def bits_of(rank):
     return tl.where(rank >= 0x8000, rank - 0x8000, 0xFFFF - rank)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
     """ids and positions of a step's rows."""
     b = tl.arange(0, ROOM)
@@ -73,7 +73,7 @@ def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
     tl.store(positions + b, tl.load(plan + POSITION * batch + b, live, 0), live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def survey(
     scores, plan, peaks, masses, broken, counts, vocab, batch,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
@@ -184,13 +184,13 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
     return rank, place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def decide(
     plan, peaks, masses, broken, counts, goals, rests, batch,
     BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `find` looks for in each row: goals [2, batch] = a rank and the place among its tokens (mode 0 and 2), or a block and the rest of
-    the draw within it (mode 1, the rest in rests [batch]); a rank of -1 where a score is no number or the best is infinite.
+    """What `find` looks for in each row: goals [2, batch] = a rank and the place among its tokens (mode 0 and 2), or a block and the rest
+    of the draw within it (mode 1, the rest in rests [batch]); a rank of -1 where a score is no number or the best is infinite.
     """
     b = tl.program_id(0)
     early(PDL)
@@ -230,7 +230,7 @@ def decide(
     tl.store(goals + batch + b, place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def find(
     scores, plan, peaks, counts, goals, rests, matches, seen, chosen, vocab, batch,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,

@@ -144,7 +144,7 @@ def tile_sum(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def skinny(
     x, w, scales, offsets, out, parts, seen, rows, count,
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
