@@ -60,6 +60,11 @@ def _release(service: Service, owner: str) -> list[Released]:
 async def sleep(service: Service, request: web.Request) -> web.Response:
     """Give everything back and take on no work until `wake`: what is worked on ends first, what comes meanwhile waits for its turn."""
     await read_json(request, NOTHING)
+    # A client that goes away meanwhile does not leave it half asleep.
+    return await asyncio.shield(asyncio.ensure_future(_sleep(service)))
+
+
+async def _sleep(service: Service) -> web.Response:
     service.asleep = True
     for worker in service.workers:
         worker.line.hold()
@@ -92,4 +97,5 @@ def _answer(service: Service, released: Iterable[Released]) -> web.Response:
     given = list(released)
     service.figures.returned(given)
     rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in given]
-    return web.Response(body=to_json({"released": rows}), content_type="application/json")
+    busy = sorted({model.name for model in service.registry.models() if model.busy})
+    return web.Response(body=to_json({"released": rows, "busy": busy}), content_type="application/json")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..api import OpenModel
 from ..config import ServiceSettings
+from ..core import CancelCheck
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ class Renewal:
         hours, pieces = self._settings.renew_hours, self._settings.renew_fragmentation
         return (hours > 0 and loaded >= hours * 3600) or (0 < pieces <= model.pool.fragmentation())
 
-    def renew(self, model: OpenModel, unwanted: Callable[[], bool]) -> bool:
-        """Give its bytes back and load it again; nothing where `unwanted` by then. In the model's thread."""
+    def renew(self, model: OpenModel, unwanted: Callable[[], bool], cancel: CancelCheck | None = None) -> bool:
+        """Give its bytes back and load it again; nothing where `unwanted` by then. In the model's thread. Raises Cancelled."""
         if unwanted():
             return False
         released = model.give_way()
-        model.load()
+        model.load(cancel=cancel)
         self._since[model] = self._now()
         log.info("%s was loaded anew; %d bytes had come back", model.name, sum(one.measured for one in released))
         return True
@@ -63,5 +64,5 @@ async def renew_when_idle(service: Service) -> None:
 
 
 def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker) -> None:
-    if renewal.renew(model, lambda: len(worker.line) > 0 or service.asleep or service.stopping):
+    if renewal.renew(model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting):
         service.figures.renewed()

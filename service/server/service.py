@@ -173,12 +173,20 @@ class Service:
         """Load the models of these names and measure how many rows at once pay; then the service is ready."""
         for name in names:
             try:
-                _, model = await self.model(name)
-                await self._worker(name).in_turn(model.load)
-                await self._worker(name).in_turn(lambda model=model: self.places.measure(model))
+                await self._prepare_model(name)
             except OnedeskError as error:
                 log.error("%s cannot be loaded: %s", name, error)
         self.ready = not self.stopping
+
+    async def _prepare_model(self, name: str) -> None:
+        _, model = await self.model(name)
+        worker = self._worker(name)
+
+        def prepare() -> None:
+            model.load(cancel=lambda: worker.aborting)
+            self.places.measure(model, lambda: worker.aborting or len(worker.line) > 0)
+
+        await worker.in_turn(prepare)
 
     async def stop(self, seconds: float) -> None:
         """Send everybody away who waits, let what is worked on end within `seconds`, then stop it; its partial answers still go out."""

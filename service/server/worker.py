@@ -115,7 +115,10 @@ class Worker:
                     came.append(call.task)
             return came
 
-        for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=lambda number: numbered[number].stopping):
+        def unwanted(number: int) -> bool:
+            return number not in numbered or numbered[number].stopping
+
+        for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted):
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()
@@ -125,6 +128,8 @@ class Worker:
 
     def _joining(self, model: OpenModel) -> Call | None:
         """The next in line, if it can be written beside those that are."""
+        if not len(self.line) or self.aborting:
+            return None
         taken = sum(call.places for call in self.working)
         most = self._places(model)
         call = self.line.take(lambda call: isinstance(call.task, Prepared) and call.model is model and taken + call.places <= most)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from ..errors import ModelError, RequestError
 from .reasoning import OPEN
 from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 SCHEMA_LIMIT = 1 << 18  # characters; the largest schemas of published tool collections have some 50,000
 # Blanks between the parts of a document are bounded: an unbounded run of them is how a small model never comes to an end.
@@ -22,23 +25,28 @@ class Guide:
     """One answer's way through its grammar. Not thread-safe.
 
     The grammar binds the answer, not the reasoning: ask and tell it of nothing while the model thinks. As long as it was told of
-    nothing it also allows `opener`, the token that begins reasoning, where one is given.
+    nothing it also allows `opener`, the token that begins reasoning, where one is given. Where the grammar outgrows llguidance's limits
+    half-way, only `ends` are allowed: this answer ends there, and those that are written beside it go on.
     """
 
-    def __init__(self, matcher: Any, size: int, opener: int | None) -> None:
+    def __init__(self, matcher: Any, size: int, ends: Sequence[int], opener: int | None) -> None:
         self._matcher = matcher
         self._size = size
+        self._ends = ends
         self._opener = opener
 
     def fork(self) -> Guide:
         """Another guide that stands where this one does."""
-        return Guide(self._matcher.deep_copy(), self._size, self._opener)
+        return Guide(self._matcher.deep_copy(), self._size, self._ends, self._opener)
 
     def allowed(self) -> np.ndarray:
-        """What may come next: bool [size], at least one true. Raises RequestError where the grammar outgrew llguidance's limits."""
+        """What may come next: bool [size], at least one true."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=self._size, bitorder="little")
-        self._check()
-        if self._opener is not None:
+        if self._matcher.is_error() or not bits.any():
+            log.warning("an answer ends before its JSON schema is fulfilled: %s", _shortened(self._matcher.get_error()))
+            bits = np.zeros(self._size, np.uint8)
+            bits[list(self._ends)] = 1
+        elif self._opener is not None:
             bits[self._opener] = 1
         return bits.view(np.bool_)
 
@@ -49,11 +57,6 @@ class Guide:
             return
         self._opener = None
         self._matcher.consume_token(token)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise RequestError(f"the answer cannot follow the JSON schema: {_shortened(self._matcher.get_error())}; simplify the schema")
 
 
 class Grammars:
@@ -74,6 +77,7 @@ class Grammars:
         self._matcher: Any = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(words, n_vocab=size, eos_token=end_ids)
         self._size = size
+        self._ends = end_ids
         self._opener = tokenizer.id_of(OPEN)
         self._lock = threading.Lock()
 
@@ -89,7 +93,7 @@ class Grammars:
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the JSON schema cannot be followed: {_shortened(matcher.get_error())}")
-        return Guide(matcher, self._size, self._opener if may_think else None)
+        return Guide(matcher, self._size, self._ends, self._opener if may_think else None)
 
 
 class _Words:

@@ -78,7 +78,7 @@ def test_sleeping_and_waking_ten_times_changes_nothing(server: Server) -> None:
 
 def test_who_asks_while_it_sleeps_waits(server: Server) -> None:
     post(server, "sleep")
-    assert post(server, "sleep") == {"released": []}
+    assert post(server, "sleep") == {"released": [], "busy": []}
     assert server.ask("GET", "/v1/memory")[2]["asleep"] is True
     answers: list[str] = []
     client = server.client()

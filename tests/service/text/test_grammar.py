@@ -134,6 +134,18 @@ def test_a_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
         Grammars(tokenizer, tokenizer.size, [])
 
 
+def test_a_token_that_the_grammar_does_not_allow_ends_the_answer_and_nothing_else(
+    grammars: Grammars, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    guide = grammars.guide('{"type": "object"}', may_think=True)
+    other = guide.fork()
+    guide.accept(tokenizer.encode("x")[0])
+    assert set(guide.allowed().nonzero()[0].tolist()) <= tokenizer.control_ids
+    assert guide.allowed().any()
+    assert "before its JSON schema is fulfilled" in caplog.text
+    assert other.allowed()[tokenizer.encode("{")[0]]
+
+
 def test_texts_for_the_tokenizer_of_the_demo_model(repository: Path) -> None:
     from onedesk.service.text.tokenizer import load_tokenizer
 
