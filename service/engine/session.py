@@ -239,9 +239,8 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
         if bench is not None:
             undo.callback(bench.release)
-        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench)
-        device = arrival.tensors["embedding"].device
-        kernels = choose_kernels(device, blueprint.activation, opening.kernel_cache)
+        kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache)
+        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize)
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.widths.head_dim, blueprint.config.rope_theta)
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary)
         pages = PagedKV(kv, blueprint.kv_shape, blueprint.context, blueprint.sequences)

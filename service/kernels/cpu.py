@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quant.weight import Weight
-from .native import ADD, GATE, STORE, Attention, Native, Product, StoredWeight, describe
+from ..quant.weight import QuantizedWeight, Weight
+from .native import ADD, GATE, KINDS, STORE, Attention, Native, Product, StoredWeight, describe
 from .reference import Buffer, ReferenceKernels
 from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
 
@@ -69,6 +69,22 @@ class CpuKernels(ReferenceKernels):
         self._room, *rest = buffers
         super().reserve(rest)
         self._calls.clear()
+
+    def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:
+        stored, kind = describe(target), KINDS.get(values.dtype)
+        # A row in fp32, and its nibbles as bytes.
+        room = work if work.numel() * 4 >= 5 * (target.cols + PANEL) else torch.empty(2 * (target.cols + PANEL))
+        if (
+            stored is None
+            or kind is None
+            or target.format.name not in ("int8", "int4")
+            or not (values.is_contiguous() and values.device.type == "cpu")
+        ):
+            return False
+        wrong = self._native.pack_rows(ctypes.addressof(stored), kind, values.data_ptr(), room.data_ptr())
+        if wrong >= 0:
+            target.scales[wrong] = float("nan")  # whoever asked looks why
+        return True
 
     def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
         stored = self._stored(table)

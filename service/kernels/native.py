@@ -11,7 +11,7 @@ import torch
 from ..quant.weight import QuantizedWeight, Weight
 
 STORE, ADD, GATE = range(3)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5}
 # Groups of this many columns, or of a whole row, are what the integer kernels step by.
 _STEP = 32
@@ -67,6 +67,7 @@ class Native:
         self.gemm = _bind(library, "gemm", address)
         self.attend_rows = _bind(library, "attend_rows", address)
         self.attend_chunk = _bind(library, "attend_chunk", address)
+        self.pack_rows = _bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = _bind(library, "embed_rows", address, address, whole, address, result=whole)
         self.gemv_scratch = _bind(library, "gemv_scratch", address, whole, result=whole)
         self.gemm_scratch = _bind(library, "gemm_scratch", address, whole, address)
@@ -86,7 +87,7 @@ def describe(weight: Weight) -> StoredWeight | None:
     """The weight as the kernels see it; None where they have nothing for it. It holds addresses, not the tensors."""
     rows, cols = weight.shape
     if not isinstance(weight, QuantizedWeight):
-        kind = _KINDS.get(weight.dtype)
+        kind = KINDS.get(weight.dtype)
         if kind is None or not weight.is_contiguous():
             return None
         return StoredWeight(weight.data_ptr(), None, None, rows, cols, cols, kind, 0)

@@ -49,6 +49,14 @@ class ReferenceKernels:
         """Whether a decode step over these weights makes no look at values, so that a CUDA graph can hold it."""
         return False
 
+    def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:
+        """Quantize `values` [rows, cols] into `target` as quant.quantize does, but faster; False where there is no such way.
+
+        `work` is fp32 of any content. May be called by several threads at once. Where a number is NaN, infinite or too large for a
+        scale, a scale is left that is not finite.
+        """
+        return False
+
     def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [T] int64 of `table` [vocab, hidden] into `out` [T, hidden]."""
         return out.copy_(dequantize(table.take_rows(ids)) if isinstance(table, QuantizedWeight) else table[ids])

@@ -19,6 +19,7 @@ from ..loader.chunks import Job
 from ..loader.readers import Bench
 from ..loader.stream import StreamStats, stream_tensors
 from ..memory.pool import Lease
+from ..quant.quantize import Quantizer
 from ..quant.weight import Weight
 from .reading import Settle
 from .weights import WeightPlan
@@ -36,7 +37,7 @@ class WeightArrival:
     `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it, or of the
     embedding some rows after `fetch_rows`. `waited` is the seconds that whoever computes lost by waiting. `progress` and `cancel` are
     called on the reading thread. What is converted while it is read goes through `bench`, a lease of plan.bench_bytes, which is
-    returned as soon as nothing is read any more.
+    returned as soon as nothing is read any more; `faster` quantizes where it can.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class WeightArrival:
         progress: ProgressReport | None,
         cancel: CancelCheck | None,
         bench: Lease | None = None,
+        faster: Quantizer | None = None,
     ) -> None:
         self.tensors: dict[str, Weight] = {tensor.destination.key: tensor.carve(lease.carve) for tensor in plan.tensors}
         self._plan = plan
@@ -57,9 +59,10 @@ class WeightArrival:
             self._missing[tensor.destination.part] = self._missing.get(tensor.destination.part, 0) + 1
         for index in sorted(range(len(plan.tensors)), key=lambda i: plan.tensors[i].destination.part == EMBEDDING):
             for reading in plan.tensors[index].readings:
-                self._jobs.append((reading.info, reading.destination(self._tensor(index))))
+                self._jobs.append((reading.info, reading.destination(self._tensor(index), faster)))
                 self._job_tensor.append(index)
         self._bench = bench
+        self._faster = faster
         self._device = next(iter(self.tensors.values())).device
         self._benches = self._make_benches()
         self._here = {part: threading.Event() for part in self._missing}
@@ -124,7 +127,7 @@ class WeightArrival:
             return
         started, wanted = time.perf_counter(), sorted(set(rows))
         for index, reading in readings:
-            reading.fetch(wanted, self._tensor(index))
+            reading.fetch(wanted, self._tensor(index), self._faster)
         self.waited += time.perf_counter() - started
 
     def finish(self) -> StreamStats:
@@ -150,6 +153,7 @@ class WeightArrival:
         """Nothing is read any more, and so nothing is converted."""
         self._jobs.clear()
         self._benches.clear()
+        self._faster = None  # kernels hold memory of their own
         bench, self._bench = self._bench, None
         if bench is not None:
             bench.release()

@@ -26,6 +26,7 @@ from ..loader.readers import Bench
 from ..loader.stream import stream_tensors
 from ..memory.budget import show
 from ..memory.pool import Lease
+from ..quant.quantize import Quantizer
 from ..quant.weight import QuantizedWeight, Weight
 from .converted import SOURCE, WEIGHTS, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
 from .reading import Reading
@@ -40,12 +41,13 @@ ATTEMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What to convert: the plan of `checkpoint` with its aim, the name of the choice, and the folder that it goes to."""
+    """What to convert: the plan of `checkpoint` with its aim, the name of the choice, the folder it goes to, and who quantizes faster."""
 
     checkpoint: Checkpoint
     plan: WeightPlan
     quant: str
     folder: Path
+    faster: Quantizer | None = None
 
     @property
     def need(self) -> int:
@@ -59,6 +61,7 @@ class _Hashed:
 
     reading: Reading
     target: Weight | None
+    faster: Quantizer | None
     digests: dict[int, bytes] = field(default_factory=dict)
 
     @property
@@ -78,7 +81,7 @@ class _Hashed:
         self.digests[first] = hashlib.sha256(octets.numpy().data).digest()
         if self.target is None:
             return
-        place = self.reading.destination(self.target)
+        place = self.reading.destination(self.target, self.faster)
         if not isinstance(place, torch.Tensor):
             place.take(values, first, work)
             return
@@ -172,7 +175,7 @@ def _read(
         room = _Room(lease)
         benches = _benches(plan, room)
         target = tensor.carve(room.carve) if keep else None
-        hashed = [_Hashed(reading, target) for reading in tensor.readings]
+        hashed = [_Hashed(reading, target, conversion.faster) for reading in tensor.readings]
         before = done
 
         def report(here: Progress, before: int = before) -> None:

@@ -12,11 +12,11 @@ from ..loader.chunks import CHUNK_BYTES, Destination, intake_bytes
 from ..loader.header import TensorInfo
 from ..loader.rows import read_rows
 from ..quant.formats import weight_of
-from ..quant.quantize import tile_elements
+from ..quant.quantize import Quantizer, tile_elements
 from ..quant.weight import QuantizedWeight, Weight
 
-# Takes stored rows from a first one on into a weight's rows; the last is flat fp32 to work in.
-TakeRows: TypeAlias = Callable[[torch.Tensor, int, QuantizedWeight, torch.Tensor], None]
+# Takes stored rows from a first one on into a weight's rows; then flat fp32 to work in, and who quantizes faster, if anybody does.
+TakeRows: TypeAlias = Callable[[torch.Tensor, int, QuantizedWeight, torch.Tensor, Quantizer | None], None]
 # What is left to do when all of a tensor is there.
 Settle: TypeAlias = Callable[[Weight], None]
 
@@ -43,16 +43,16 @@ class Reading:
         """Bytes of the largest part that is taken in one go; 0 where bytes stay as they are."""
         return 0 if self.take is None else intake_bytes(self.info, self.step, self.most)
 
-    def destination(self, target: Weight) -> Destination:
+    def destination(self, target: Weight, faster: Quantizer | None) -> Destination:
         """Where the loader brings it, in the planned tensor `target`."""
         if self.take is not None and isinstance(target, QuantizedWeight):
-            return _Intake(self, target.row_slice(self.row, self.row + self.rows))
+            return _Intake(self, target.row_slice(self.row, self.row + self.rows), faster)
         place = self._place(target)
         if place.dtype.itemsize * place.numel() > self.info.nbytes:
             return narrow_end(place, self.info.nbytes)
         return place
 
-    def fetch(self, rows: Sequence[int], target: Weight) -> None:
+    def fetch(self, rows: Sequence[int], target: Weight, faster: Quantizer | None) -> None:
         """Bring these rows of the stored tensor now; only where it is `rowwise`. Raises FileError, ModelError."""
         values = read_rows(self.info, rows)
         index = torch.tensor(rows, dtype=torch.int64, device=target.device) + self.row
@@ -61,7 +61,7 @@ class Reading:
             return
         values = values.to(target.device)
         own = weight_of(target.format, len(rows), target.cols, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=target.device))
-        self.take(values, 0, own, torch.empty(tile_elements(target.device), device=target.device))
+        self.take(values, 0, own, torch.empty(tile_elements(target.device), device=target.device), faster)
         target.data[index] = own.data
         target.scales[index] = own.scales
         if target.offsets is not None and own.offsets is not None:
@@ -78,6 +78,7 @@ class _Intake:
 
     reading: Reading
     target: QuantizedWeight
+    faster: Quantizer | None
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +94,7 @@ class _Intake:
 
     def take(self, values: torch.Tensor, first: int, work: torch.Tensor) -> None:
         if self.reading.take is not None:
-            self.reading.take(values, first, self.target, work)
+            self.reading.take(values, first, self.target, work, self.faster)
 
 
 def narrow_end(wide: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..loader.readers import default_readers
 from ..quant.formats import CHOICES, INT8, Carve, aligned_bytes, title, weight_of
 from ..quant.packings import Packing, StoredPart
 from ..quant.published import KEY, read_packing
-from ..quant.quantize import padded_columns, quantize_into, tile_elements
+from ..quant.quantize import Quantizer, padded_columns, quantize_into, tile_elements
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
 from .reading import Reading, Settle, widen
 from .spec import Destination, Source
@@ -208,8 +208,8 @@ def _stacked(parts: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, int]]:
 def _quantizing(part: TensorInfo, row: int) -> Reading:
     name = f"{part.source.shown}: tensor {part.name}"
 
-    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor) -> None:
-        quantize_into(target.row_slice(first, first + values.shape[0]), values, name, work)
+    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None) -> None:
+        quantize_into(target.row_slice(first, first + values.shape[0]), values, name, work, faster)
 
     return Reading(part, row, part.shape[0], take=take)
 
@@ -274,7 +274,7 @@ def _unpacking(info: TensorInfo, part: StoredPart, row: int, rows: int) -> Readi
     if part_take is None:
         return Reading(info, row, rows, part.piece)
 
-    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor) -> None:
+    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None) -> None:
         part_take(values, first, target, name)
 
     return Reading(info, row, rows, take=take, step=part.step, most=UNPACK_BYTES, rowwise=False)
@@ -284,7 +284,9 @@ def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
     found = checkpoint.tensors.get(source.name)
     if found is None:
         module = f"{_module(source)}."
-        packed = next((name for name in checkpoint.tensors if name.startswith(module)), None) if checkpoint.config.get(KEY) is None else None
+        packed = (
+            next((name for name in checkpoint.tensors if name.startswith(module)), None) if checkpoint.config.get(KEY) is None else None
+        )
         why = f"it has {packed}, but config.json has no {KEY} that says what that is" if packed else "the checkpoint is incomplete"
         raise ModelError(f"{checkpoint.name} lacks the tensor {source.name}, wanted {list(source.shape)}; {why}")
     if tuple(found.shape) != source.shape:

@@ -6,6 +6,9 @@ the demo writer that is 24 % less divergence than extreme / 7; see docs/performa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
 from ..errors import ModelError
@@ -15,6 +18,10 @@ from .weight import BLOCK_COLUMNS, ZERO_NIBBLE, Format, QuantizedWeight, pack_ni
 # fp32 elements worked on at once. Below 32,768 torch keeps to the calling thread on the CPU (readers are threads already), and to its L2.
 TILE_CPU = (1 << 15) - 1
 TILE_DEVICE = 1 << 20
+
+
+# Quantizes into a weight where it has a faster way for it, and says whether it did; see kernels' `quantize`.
+Quantizer: TypeAlias = Callable[[QuantizedWeight, torch.Tensor, torch.Tensor], bool]
 
 
 def tile_elements(device: torch.device) -> int:
@@ -36,8 +43,10 @@ def quantize(values: torch.Tensor, held: Format, name: str = "the weight") -> Qu
     return weight
 
 
-def quantize_into(target: QuantizedWeight, values: torch.Tensor, name: str, work: torch.Tensor | None = None) -> None:
-    """Quantize `values` [rows, cols] of any floating type into `target`: the groups' extremes first, then the numbers, tile by tile.
+def quantize_into(
+    target: QuantizedWeight, values: torch.Tensor, name: str, work: torch.Tensor | None = None, faster: Quantizer | None = None
+) -> None:
+    """Quantize `values` [rows, cols] of any floating type into `target`, by `faster` if that can.
 
     `work` is a flat fp32 buffer on their device that holds at least one row of whole groups; without one it is made.
     Raises ModelError, naming the tensor, for NaN, infinities, and magnitudes that the format's scales cannot hold.
@@ -45,6 +54,15 @@ def quantize_into(target: QuantizedWeight, values: torch.Tensor, name: str, work
     rows, padded = values.shape[0], padded_columns(target.format, target.cols)
     if work is None or work.numel() < padded:
         work = torch.empty(max(padded, min(tile_elements(values.device), rows * padded)), device=values.device)
+    if faster is None or not faster(target, values, work):
+        _quantize_tiles(target, values, work, padded)
+    if not _all_finite(target):
+        raise ModelError(_why_not(values, target.format, name))
+
+
+def _quantize_tiles(target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor, padded: int) -> None:
+    """The groups' extremes first, then the numbers, tile by tile; leaves scales that are not finite for what cannot be held."""
+    rows = values.shape[0]
     step = max(1, work.numel() // padded)
     tiles = [(row, min(rows, row + step)) for row in range(0, rows, step)]
     wide = work[: step * padded].view(step, padded)
@@ -55,8 +73,6 @@ def quantize_into(target: QuantizedWeight, values: torch.Tensor, name: str, work
         torch.amax(grouped, 2, out=high[start:stop])
         torch.amin(grouped, 2, out=low[start:stop])
     inverse = _scales_of(target, high, low)
-    if not _all_finite(target):
-        raise ModelError(_why_not(values, target.format, name))
     whole = torch.empty((step, target.cols), dtype=torch.int8, device=values.device) if target.format.bits == 4 else target.data
     for start, stop in tiles:
         grouped = _widened(values[start:stop], wide[: stop - start], high.shape[1])

@@ -69,6 +69,7 @@ def quantize_model(
     cancel: CancelCheck | None = None,
 ) -> Conversion:
     """Convert `name`, unless that is there already. Raises ModelError, FileError, MemoryFull, RequestError, Cancelled."""
+    from ..kernels.choose import choose_kernels
     from ..loader.checkpoint import open_checkpoint
     from ..memory.budget import MemorySettings
     from ..memory.pool import Pool
@@ -88,7 +89,8 @@ def quantize_model(
     plan = plan_weights(family.destinations(described), checkpoint, aim)
     if not plan.bench_bytes(convert.CPU) or plan.form == plan_weights(family.destinations(described), checkpoint).form:
         raise RequestError(f"{checkpoint.name} is stored quantized already ({plan.form}); open it as it is, with --quant none")
-    conversion = convert.Conversion(checkpoint, plan, quant, converted_folder(checkpoint, quant, config.cache))
+    kernels = choose_kernels(convert.CPU, plan.dtype, config.cache)
+    conversion = convert.Conversion(checkpoint, plan, quant, converted_folder(checkpoint, quant, config.cache), kernels.quantize)
     started = time.perf_counter()
     values: dict[str, Any] = dict(config.memory)
     pool = Pool("cpu", MemorySettings(**values), lambda: read_truth("cpu"))
