@@ -53,22 +53,23 @@ class DeviceSampler:
 
     def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
         """Into `chosen`, from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row does not take the likeliest."""
-        from ..kernels.triton_sample import decide, find, survey
+        from ..kernels.triton_sample import decide, find, likeliest, survey
 
         batch, room = plan.shape[1], 1 << (self._blocks - 1).bit_length()
-        bits = scores.view(torch.int16)
-        forms = {"BLOCKS": self._blocks, "HALF": self._half, "DRAWS": draws, "PDL": self._early, "num_warps": 8}
+        bits, sizes = scores.view(torch.int16), (self._vocab, batch)
+        forms = {"BLOCKS": self._blocks, "HALF": self._half, "PDL": self._early, "num_warps": 8}
         if self._early:
             forms["launch_pdl"] = True
         grid = (batch, self._blocks)
-        on_grid(survey, grid)(bits, plan, self._peaks, self._masses, self._broken, self._counts, self._vocab, batch, BLOCK=BLOCK, **forms)
-        on_grid(decide, (batch,))(
-            plan, self._peaks, self._masses, self._broken, self._counts, self._goals, self._rests, batch, ROOM=room, **forms
-        )
-        on_grid(find, grid)(
-            bits, plan, self._peaks, self._counts, self._goals, self._rests, self._matches, self._seen, self.chosen, self._vocab, batch,
-            BLOCK=BLOCK, ROOM=room, **forms,
-        )  # fmt: skip
+        if not draws:
+            found = (self._peaks, self._matches, self._broken, self._seen, self.chosen)
+            on_grid(likeliest, grid)(bits, plan, *found, *sizes, BLOCK=BLOCK, ROOM=room, **forms)
+            return
+        seen = (self._peaks, self._masses, self._broken, self._counts)
+        on_grid(survey, grid)(bits, plan, *seen, *sizes, BLOCK=BLOCK, **forms)
+        on_grid(decide, (batch,))(plan, *seen, self._goals, self._rests, batch, ROOM=room, **forms)
+        rest = (self._peaks, self._counts, self._goals, self._rests, self._matches, self._seen, self.chosen)
+        on_grid(find, grid)(bits, plan, *rest, *sizes, BLOCK=BLOCK, ROOM=room, **forms)
 
 
 def _integers(rows: int, blocks: int) -> tuple[tuple[int, ...], ...]:

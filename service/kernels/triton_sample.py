@@ -74,9 +74,42 @@ def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch"])
+def likeliest(
+    scores, plan, peaks, places, broken, seen, chosen, vocab, batch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """chosen [batch]: the token of the best score (bits [batch, vocab] int16), the first of several; -1 where a score is no number or the
+    best is infinite. Leaves `seen` 0.
+    """
+    b = tl.program_id(0)
+    block = tl.program_id(1)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    live = i < planned(plan, LIMIT, b, batch)
+    early(PDL)
+    x = floats_of(tl.load(scores + b.to(tl.int64) * vocab + i, mask=live, other=0).to(tl.int32), HALF)
+    nan = tl.sum((live & (x != x)).to(tl.int32))
+    x = tl.where(live & (x == x), x, float("-inf"))
+    peak = tl.max(x)
+    tl.store(peaks + b * BLOCKS + block, peak)
+    tl.store(places + b * BLOCKS + block, tl.min(tl.where(x == peak, i, vocab)))
+    tl.store(broken + b * BLOCKS + block, nan)
+    tl.debug_barrier()
+    last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
+    if last:
+        o = tl.arange(0, ROOM)
+        peak = tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf"))
+        place = tl.load(places + b * BLOCKS + o, mask=o < BLOCKS, other=0)
+        nan = tl.sum(tl.load(broken + b * BLOCKS + o, mask=o < BLOCKS, other=0))
+        best = tl.max(peak)
+        token = tl.min(tl.where((peak == best) & (o < BLOCKS), place, vocab))
+        tl.store(chosen + b, tl.where((nan > 0) | (tl.abs(best) == float("inf")), -1, token))
+        tl.store(seen + b, 0)
+
+
+@triton.jit(do_not_specialize=["batch"])
 def survey(
     scores, plan, peaks, masses, broken, counts, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each block of scores: the largest, the sum of exp((score - largest) / temperature), how many are no numbers.
 
@@ -94,12 +127,10 @@ def survey(
     peak = tl.max(x)
     tl.store(peaks + b * BLOCKS + block, peak)
     tl.store(broken + b * BLOCKS + block, nan)
-    if DRAWS:
-        t = planned_float(plan, TEMPERATURE, b, batch)
-        mass = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp((x - peak) / t)))
-        tl.store(masses + b * BLOCKS + block, mass)
-        if planned(plan, MODE, b, batch) == 2:
-            tl.atomic_add(counts + b * VALUES + ranks_of(bits), 1, mask=live)
+    t = planned_float(plan, TEMPERATURE, b, batch)
+    tl.store(masses + b * BLOCKS + block, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp((x - peak) / t))))
+    if planned(plan, MODE, b, batch) == 2:
+        tl.atomic_add(counts + b * VALUES + ranks_of(bits), 1, mask=live)
 
 
 @triton.jit
@@ -187,7 +218,7 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
 @triton.jit(do_not_specialize=["batch"])
 def decide(
     plan, peaks, masses, broken, counts, goals, rests, batch,
-    BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `find` looks for in each row: goals [2, batch] = a rank and the place among its tokens (mode 0 and 2), or a block and the rest
     of the draw within it (mode 1, the rest in rests [batch]); a rank of -1 where a score is no number or the best is infinite.
@@ -204,28 +235,27 @@ def decide(
         top = ranks_of(best.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32))
     rank = top
     place = 0
-    if DRAWS:
-        mode = planned(plan, MODE, b, batch)
-        if (mode > 0) & (bad == 0):
-            t = planned_float(plan, TEMPERATURE, b, batch)
-            u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(tl.float64)
-            mass = tl.load(masses + b * BLOCKS + i, mask=i < BLOCKS, other=0.0).to(tl.float64)
-            mass = tl.where(i < BLOCKS, mass * tl.exp((peak - best) / t).to(tl.float64), 0.0)
-            whole = tl.sum(mass)
-            if mode == 1:
-                until = tl.cumsum(mass, 0)
-                hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, ROOM))
-                rank = tl.where(hit < ROOM, hit, tl.max(tl.where(mass > 0, i, 0)))
-                mine = i == rank
-                rest = u * whole - tl.sum(tl.where(mine, until - mass, 0.0))
-                tl.store(rests + b, rest / tl.sum(tl.where(mine, tl.exp((peak - best) / t), 0.0)).to(tl.float64))
-            else:
-                k = planned(plan, TOP_K, b, batch)
-                if k < planned(plan, LIMIT, b, batch):
-                    whole = whole * 0 - 1
-                p = planned_float(plan, TOP_P, b, batch).to(tl.float64)
-                least = planned_float(plan, MIN_P, b, batch).to(tl.float64)
-                rank, place = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
+    mode = planned(plan, MODE, b, batch)
+    if (mode > 0) & (bad == 0):
+        t = planned_float(plan, TEMPERATURE, b, batch)
+        u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(tl.float64)
+        mass = tl.load(masses + b * BLOCKS + i, mask=i < BLOCKS, other=0.0).to(tl.float64)
+        mass = tl.where(i < BLOCKS, mass * tl.exp((peak - best) / t).to(tl.float64), 0.0)
+        whole = tl.sum(mass)
+        if mode == 1:
+            until = tl.cumsum(mass, 0)
+            hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, ROOM))
+            rank = tl.where(hit < ROOM, hit, tl.max(tl.where(mass > 0, i, 0)))
+            mine = i == rank
+            rest = u * whole - tl.sum(tl.where(mine, until - mass, 0.0))
+            tl.store(rests + b, rest / tl.sum(tl.where(mine, tl.exp((peak - best) / t), 0.0)).to(tl.float64))
+        else:
+            k = planned(plan, TOP_K, b, batch)
+            if k < planned(plan, LIMIT, b, batch):
+                whole = whole * 0 - 1
+            p = planned_float(plan, TOP_P, b, batch).to(tl.float64)
+            least = planned_float(plan, MIN_P, b, batch).to(tl.float64)
+            rank, place = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
     tl.store(goals + b, tl.where(bad, -1, rank))
     tl.store(goals + batch + b, place)
 
@@ -233,7 +263,7 @@ def decide(
 @triton.jit(do_not_specialize=["batch"])
 def find(
     scores, plan, peaks, counts, goals, rests, matches, seen, chosen, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """chosen [batch]: the token that is meant by each row's goal, -1 where there is none. Leaves `counts` and `seen` 0.
 
@@ -242,7 +272,7 @@ def find(
     b = tl.program_id(0)
     block = tl.program_id(1)
     limit = planned(plan, LIMIT, b, batch)
-    mode = planned(plan, MODE, b, batch) if DRAWS else 0
+    mode = planned(plan, MODE, b, batch)
     early(PDL)
     rank = tl.load(goals + b)
     j = tl.arange(0, BLOCK)
@@ -251,10 +281,9 @@ def find(
     if mode != 1:
         ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
         tl.store(matches + b * BLOCKS + block, tl.sum(((ranks == rank) & (i < limit)).to(tl.int32)))
-    if DRAWS:
-        if mode == 2:
-            for at in range(block * BLOCK, VALUES, BLOCKS * BLOCK):
-                tl.store(counts + b * VALUES + at + j, tl.zeros([BLOCK], tl.int32), at + j < VALUES)
+    if mode == 2:
+        for at in range(block * BLOCK, VALUES, BLOCKS * BLOCK):
+            tl.store(counts + b * VALUES + at + j, tl.zeros([BLOCK], tl.int32), at + j < VALUES)
     tl.debug_barrier()
     last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
     if last:
