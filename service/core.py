@@ -119,9 +119,9 @@ class Request:
     most probable text instead of drawing, see engine/beams.py, and gives the `n` best. `prefix_reuse` allows to begin with keys and
     values that an earlier prompt left, `speculation` to check several guessed tokens in one pass; neither changes what is written.
 
-    `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `logprobs` N gives each token of the
-    answer its log-probability and those of the N likeliest, see Logprobs. `tools` (as the OpenAI API has them) and `template_options`
-    are for the chat template.
+    `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are the texts before and
+    behind the document. `logprobs` N gives each token of the answer its log-probability and those of the N likeliest, see Logprobs.
+    `tools` (as the OpenAI API has them) and `template_options` are for the chat template.
     """
 
     messages: tuple[Message, ...] = ()
@@ -139,6 +139,7 @@ class Request:
     prefix_reuse: bool = True
     speculation: bool = True
     json_schema: str | None = None
+    json_frame: tuple[str, str] = ("", "")
     logprobs: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -143,7 +143,7 @@ def _rendered(request: Request, language: Language) -> str:
 def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
     """The grammar that every choice of the request follows."""
     may_think = request.thinking != "off" and not in_reasoning
-    return grammars.guide(request.json_schema or "", may_think=may_think)
+    return grammars.guide(request.json_schema or "", frame=request.json_frame, may_think=may_think)
 
 
 def _sampling(request: Request, blueprint: Blueprint) -> Sampling:

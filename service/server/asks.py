@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..core import Message, Request, Sampling, Thinking
+from ..text.tool_calls import FRAME, call_schema
 from .problems import ApiError
 
 ANY_OBJECT = '{"type":"object"}'
@@ -28,10 +29,11 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
     """A body that follows schemas.CHAT. Raises ApiError 400 for what only looks right: pictures, tool calls that are no JSON."""
     options = dict(body.get("chat_template_kwargs") or {})
     thinking = _thinking(body, options)
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice can be none or auto; a call cannot be forced", code="unsupported", param="tool_choice")
-    tools = () if choice == "none" else tuple(body.get("tools") or ())
+    tools = () if body.get("tool_choice") == "none" else tuple(body.get("tools") or ())
+    forced = _forced(body.get("tool_choice"), tools)
+    schema = _json_schema(body.get("response_format"))
+    if forced and schema is not None:
+        raise ApiError(400, "a forced call is JSON of its own; leave response_format out", code="unsupported", param="tool_choice")
     shared = _shared(body, context)
     request = replace(
         shared,
@@ -39,7 +41,8 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
         max_tokens=whole(body.get("max_completion_tokens")) or shared.max_tokens,
         thinking=thinking,
         thinking_budget=whole(body.get("thinking_budget")),
-        json_schema=_json_schema(body.get("response_format")),
+        json_schema=call_schema(forced) if forced else schema,
+        json_frame=FRAME if forced else ("", ""),
         logprobs=_top_logprobs(body),
         tools=tools,
         template_options=options,
@@ -102,6 +105,17 @@ def _thinking(body: Mapping[str, Any], options: dict[str, Any]) -> Thinking:
         asked = False if effort == "none" and asked is None else asked
         options.setdefault("reasoning_effort", effort)
     return cast(Thinking, {None: "auto", True: "on", False: "off"}[asked])
+
+
+def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The tools of which one must be called."""
+    if choice in (None, "none", "auto"):
+        return ()
+    name = None if choice == "required" else choice["function"]["name"]
+    found = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not found:
+        raise ApiError(400, "tool_choice names no tool of tools; give it, or use auto", code="wrong_value", param="tool_choice")
+    return found
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int | None:

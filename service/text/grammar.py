@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -81,19 +82,29 @@ class Grammars:
         self._opener = tokenizer.id_of(OPEN)
         self._lock = threading.Lock()
 
-    def guide(self, schema: str, *, may_think: bool) -> Guide:
-        """A guide for JSON that follows `schema`, the text of a JSON Schema. Raises RequestError for one that cannot be followed."""
+    def guide(self, schema: str, *, frame: tuple[str, str] = ("", ""), may_think: bool) -> Guide:
+        """A guide for JSON that follows `schema`, the text of a JSON Schema, between the texts of `frame`.
+
+        Raises RequestError for a schema that cannot be followed.
+        """
         if len(schema) > SCHEMA_LIMIT:
             raise RequestError(f"the JSON schema has {len(schema):,} characters; use at most {SCHEMA_LIMIT:,}")
         try:
-            grammar = self._matcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-        except ValueError as error:
+            grammar = self._grammar(schema, frame)
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not valid: {_shortened(str(error))}") from error
         with self._lock:
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the JSON schema cannot be followed: {_shortened(matcher.get_error())}")
         return Guide(matcher, self._size, self._ends, self._opener if may_think else None)
+
+    def _grammar(self, schema: str, frame: tuple[str, str]) -> str:
+        if not any(frame):
+            return self._matcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+        document = json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
+        before, behind = map(json.dumps, frame)
+        return self._matcher.grammar_from_lark(f"start: {before} document {behind}\ndocument: %json {document}\n")
 
 
 class _Words:

@@ -20,12 +20,33 @@ _FUNCTION = re.compile(r"<function=([^>\n]{1,256})>(.*?)(?:</function>|\Z)", re.
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
+# What stands before and behind a call's JSON where one is forced.
+FRAME = (f"{OPEN}\n", f"\n{CLOSE}")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call: the tool's name and its arguments, an object as JSON text."""
 
     name: str
     arguments: str
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]]) -> str:
+    """A JSON Schema of a call of one of `tools`, as the OpenAI API has them."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return json.dumps({"anyOf": calls})
 
 
 class ToolCallSplitter:

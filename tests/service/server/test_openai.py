@@ -18,7 +18,13 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOL: Any = {"type": "function", "function": {"name": "draw", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}}}
+PICTURE = {
+    "type": "object",
+    "properties": {"what": {"type": "string", "maxLength": 8}},
+    "required": ["what"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "draw", "parameters": PICTURE}}
 
 
 def chat(client: OpenAI, **options: Any) -> Any:
@@ -138,8 +144,28 @@ def test_tools_and_their_answers_reach_the_template(client: OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "draw", "arguments": '{"what": "cat"}'}}
     turns: list[Any] = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "done", "tool_call_id": "call_1"}]
     assert chat(client, model=THINKER, messages=turns).usage.prompt_tokens > plain + 40
-    with pytest.raises(openai.BadRequestError, match="cannot be forced"):
-        chat(client, tools=[TOOL], tool_choice="required")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "draw"}}])
+def test_a_call_can_be_forced(client: OpenAI, choice: Any) -> None:
+    options = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 400, "temperature": 1.5, "top_p": 1.0}
+    answer = chat(client, **options).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    assert [call.function.name for call in answer.message.tool_calls] == ["draw"]
+    assert set(json.loads(answer.message.tool_calls[0].function.arguments)) == {"what"}
+    deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **options)]
+    streamed = [call.function.arguments for delta in deltas for call in delta.tool_calls or []]
+    assert streamed == [answer.message.tool_calls[0].function.arguments]
+
+
+def test_a_call_that_cannot_be_forced(client: OpenAI) -> None:
+    other: Any = {"type": "function", "function": {"name": "paint"}}
+    for options in ({"tool_choice": other, "tools": [TOOL]}, {"tool_choice": "required"}):
+        with pytest.raises(openai.BadRequestError, match="names no tool"):
+            chat(client, **options)
+    with pytest.raises(openai.BadRequestError, match="leave response_format out"):
+        chat(client, tools=[TOOL], tool_choice="required", response_format={"type": "json_object"})
 
 
 def test_content_in_parts_and_the_developer_role(client: OpenAI) -> None:
