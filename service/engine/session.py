@@ -238,9 +238,10 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         weights, kv, scratch = leases
         bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
         if bench is not None:
-            undo.callback(bench.release)
+            undo.callback(lambda: None if bench.released else bench.release())  # whoever reads returns it too
         kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache)
-        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize)
+        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
+        undo.callback(arrival.stop)  # first of all: it reads while the rest is made
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.widths.head_dim, blueprint.config.rope_theta)
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary)
         pages = PagedKV(kv, blueprint.kv_shape, blueprint.context, blueprint.sequences)
@@ -251,4 +252,4 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         runner = Runner(network, pages, passes, buffers, arrival)
         stepper = graph_stepper(runner, scratch, blueprint.widths.vocab)
         undo.pop_all()
-        return Session(leases, arrival.start(), runner, kernels, stepper)
+        return Session(leases, arrival, runner, kernels, stepper)

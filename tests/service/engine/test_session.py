@@ -1,0 +1,62 @@
+"""Opening: reading begins before the rest of the session is made, and an opening that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from onedesk.service.api import open_model
+from onedesk.service.engine import session
+from onedesk.service.errors import MemoryFull
+from onedesk.service.kernels.reference import ReferenceKernels
+from onedesk.service.memory.budget import MIB, MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from onedesk.service.model.arrival import WeightArrival
+from tiny_qwen3 import write_tiny_qwen3
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """A pool for sessions whose kernels need no compiler."""
+    monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
+    return Pool("cpu", MemorySettings(limit_bytes=256 * MIB, floor=MIB), lambda: read_truth("cpu"))
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_an_opening_that_fails_while_the_weights_come_returns_every_lease_once(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, quant: str
+) -> None:
+    model = open_model(
+        write_tiny_qwen3(tmp_path / "tiny"), pool=pool, context=64, device="cpu", quant=quant, kernel_cache=tmp_path, load=False
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "PagedKV", lambda *_: (_ for _ in ()).throw(MemoryFull("no pages")))
+        with pytest.raises(MemoryFull, match="no pages"):
+            model.load()
+    assert pool.used() == 0
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("onedesk-load")] == []
+    pool.verify()
+    model.load()
+    model.close()
+    assert pool.used() == 0
+
+
+def test_reading_begins_before_the_rest_is_made(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    start, build = WeightArrival.start, session.PagedKV
+
+    def starts(arrival: WeightArrival) -> WeightArrival:
+        order.append("reading")
+        return start(arrival)
+
+    def builds(*arguments: object) -> object:
+        order.append("pages")
+        return build(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WeightArrival, "start", starts)
+    monkeypatch.setattr(session, "PagedKV", builds)
+    model = open_model(write_tiny_qwen3(tmp_path / "tiny"), pool=pool, context=64, device="cpu", kernel_cache=tmp_path)
+    assert order == ["reading", "pages"]
+    model.close()
