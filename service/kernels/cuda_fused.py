@@ -1,4 +1,4 @@
-"""Fused kernels for CUDA, written in Triton: a decode step of one row runs five of them a layer, seven where weights have few bits.
+"""Fused kernels for CUDA, written in Triton: a decode step of one row runs six of them a layer, eight where weights have few bits.
 
 Products of one row stream the weights (triton_gemv), of up to 16 rows go through small tensor-core tiles (triton_skinny), of more rows
 through cuBLAS. All run in the stream of torch, allocate nothing and look at no value, so that a CUDA graph can hold them.
@@ -17,11 +17,11 @@ from ..quant.weight import QuantizedWeight, Weight
 from .cuda import CudaKernels
 from .cuda_plan import SPLIT, TILE_ROWS, Device, Shape, gemv_plan, on_grid, shape_of, skinny_plan
 from .reference import Buffer
-from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
-from .triton_attend import attend_chunk, attend_step
+from .rows import HeadShape, NormWeight, RotaryTable, Rows
+from .triton_attend import attend_chunk, attend_step, join_splits
 from .triton_gemv import gemv
 from .triton_rows import embed, fixed_point, place_heads, rms_norm, silu_mul, widen
-from .triton_skinny import skinny
+from .triton_skinny import add_parts, skinny
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,15 @@ GROUP = 16
 
 @dataclass(slots=True)
 class _Room:
-    """The workspace: one row as fixed-point words, its scales and sums; partial sums of products, and how many of a tile's programs have
-    come; partial results of attention, their largest scores and sums of weights, and how many of a head's have come; a widened tile.
+    """The workspace: one row as fixed-point words, its scales and sums; partial sums of products; partial results of attention, their
+    largest scores and sums of weights; a widened tile.
     """
 
     words: torch.Tensor
     sums: torch.Tensor
     products: torch.Tensor
-    products_seen: torch.Tensor
     heads: torch.Tensor
     heads_scores: torch.Tensor
-    heads_seen: torch.Tensor
     widened: torch.Tensor
 
 
@@ -88,18 +86,13 @@ class FusedCudaKernels(CudaKernels):
             ((columns // 2,), torch.int32),
             ((columns // 8 + 2,), torch.float32),
             ((SPLIT * TILE_ROWS * 2 * columns,), torch.float32),
-            ((2 * columns // 16 + 1,), torch.int32),
             ((units * heads.head_dim,), torch.float32),
             ((2, units), torch.float32),
-            ((FEW_ROWS * heads.kv_heads,), torch.int32),
             ((WIDENED + 16 * columns,), activation),
         )
 
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
-        room = _Room(*buffers)
-        room.products_seen.zero_()
-        room.heads_seen.zero_()
-        self._room = room
+        self._room = _Room(*buffers)
 
     @property
     def room(self) -> _Room:
@@ -192,7 +185,11 @@ class FusedCudaKernels(CudaKernels):
             splits = SPLITS[_power(count)]
             on_grid(attend_step, (count, heads.kv_heads, splits))(
                 qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, tables,
-                tables.stride(0), room.heads, *room.heads_scores, room.heads_seen, out, SPLITS=splits, PDL=self.device.early, num_warps=4,
+                tables.stride(0), room.heads, *room.heads_scores, out, SPLITS=splits, PDL=self.device.early, num_warps=4,
+                **forms, **self._launch,
+            )  # fmt: skip
+            on_grid(join_splits, (count, heads.kv_heads))(
+                rows.positions, room.heads, *room.heads_scores, out, SPLITS=splits, PDL=self.device.early, num_warps=4,
                 **forms, **self._launch,
             )  # fmt: skip
             return out
@@ -203,7 +200,18 @@ class FusedCudaKernels(CudaKernels):
         tile = 128 if count * forms["GP"] > 64 and heads.head_dim <= 128 else 64
         grid = (-(-count * forms["GP"] // tile), heads.kv_heads)
         on_grid(attend_chunk, grid)(
-            qkv, keys, values, tables, out, rows.start, count, BM=tile, BN=64, STAGES=2, num_warps=tile // 16, **forms
+            qkv,
+            keys,
+            values,
+            tables,
+            out,
+            rows.start,
+            count,
+            BM=tile,
+            BN=64 if heads.head_dim <= 128 else 32,
+            STAGES=2,
+            num_warps=tile // 16,
+            **forms,
         )
         return out
 
@@ -233,11 +241,14 @@ class FusedCudaKernels(CudaKernels):
         plan = skinny_plan(shape, gated, self.device)
         data, scales, offsets = _tensors(weight)
         on_grid(skinny, (-(-rows // plan.rows), plan.split))(
-            x, data, scales, offsets, out, self.room.products, self.room.products_seen, rows, x.shape[0],
+            x, data, scales, offsets, out, self.room.products, rows, x.shape[0],
             COLS=shape.cols, FORMAT=shape.form, HALF=self._half, GROUPS=shape.groups, GROUP=shape.group, OFFSETS=shape.offsets,
             BN=plan.rows, BK=plan.cols, SPLIT=plan.split, STAGES=plan.stages, ADD=add, GATED=gated, ASM=self._asm,
             PDL=self.device.early, num_warps=plan.warps, **self._launch,
         )  # fmt: skip
+        if plan.split > 1:
+            sums = on_grid(add_parts, (x.shape[0], -(-rows // 256)))
+            sums(self.room.products, out, rows, SPLIT=plan.split, ADD=add, BLOCK=256, PDL=self.device.early, num_warps=2, **self._launch)
         return out
 
     def _row(

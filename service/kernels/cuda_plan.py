@@ -6,7 +6,6 @@ The rules come from timing about 4,000 forms inside CUDA graphs on an H200, with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -110,7 +109,6 @@ def _aligned(shape: Shape, data: torch.Tensor) -> Shape | str:
     return shape
 
 
-@lru_cache(maxsize=256)
 def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
     """For one row of activations."""
     tiles = 5 if shape.form == "float" else 3
@@ -128,7 +126,6 @@ def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
     return GemvPlan(rows, lanes, units, warps, min(device.processors * each, groups))
 
 
-@lru_cache(maxsize=256)
 def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
     """For 2 to TILE_ROWS rows of activations."""
     few = shape.rows < 32 * device.processors and not gated

@@ -97,12 +97,12 @@ def likeliest(
     last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
     if last:
         o = tl.arange(0, ROOM)
-        peak = tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf"))
-        place = tl.load(places + b * BLOCKS + o, mask=o < BLOCKS, other=0)
-        nan = tl.sum(tl.load(broken + b * BLOCKS + o, mask=o < BLOCKS, other=0))
-        best = tl.max(peak)
-        token = tl.min(tl.where((peak == best) & (o < BLOCKS), place, vocab))
-        tl.store(chosen + b, tl.where((nan > 0) | (tl.abs(best) == float("inf")), -1, token))
+        tops = tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf"))
+        firsts = tl.load(places + b * BLOCKS + o, mask=o < BLOCKS, other=0)
+        bad = tl.sum(tl.load(broken + b * BLOCKS + o, mask=o < BLOCKS, other=0))
+        best = tl.max(tops)
+        token = tl.min(tl.where((tops == best) & (o < BLOCKS), firsts, vocab))
+        tl.store(chosen + b, tl.where((bad > 0) | (tl.abs(best) == float("inf")), -1, token))
         tl.store(seen + b, 0)
 
 

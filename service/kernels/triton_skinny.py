@@ -146,16 +146,15 @@ def tile_sum(
 
 @triton.jit(do_not_specialize=["count"])
 def skinny(
-    x, w, scales, offsets, out, parts, seen, rows, count,
+    x, w, scales, offsets, out, parts, rows, count,
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     ADD: tl.constexpr, GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [count, rows] = x [count, COLS] @ w [rows, COLS]^T, count <= 16; or out += it (ADD); or silu of it times the same with the
-    rows after `rows` (GATED).
+    rows after `rows` (GATED). A step of BK columns lies under one scale.
 
-    A row of weights is shared by SPLIT programs: each leaves its sum in `parts` [SPLIT, 16, rows], and the last to come adds them, always
-    in the same order. `seen` [tiles] int32 is 0 before and after. A step of BK columns lies under one scale.
+    With SPLIT > 1 so many programs share a row of weights; each leaves its sum in `parts` [SPLIT, 16, rows] for `add_parts`.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -173,17 +172,22 @@ def skinny(
     ok = live & (r < rows)[None, :]
     if SPLIT > 1:
         tl.store(parts + part * 16 * rows + o, acc, ok)
-        tl.debug_barrier()
-        last = tl.atomic_add(seen + tile, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            acc = tl.load(parts + o, ok, 0.0)
-            for j in tl.static_range(1, SPLIT):
-                acc += tl.load(parts + j * 16 * rows + o, ok, 0.0)
-            tl.store(seen + tile, 0)
-            if ADD:
-                acc += tl.load(out + o, ok, 0.0).to(tl.float32)
-            tl.store(out + o, acc.to(out.dtype.element_ty), ok)
     else:
         if ADD:
             acc += tl.load(out + o, ok, 0.0).to(tl.float32)
         tl.store(out + o, acc.to(out.dtype.element_ty), ok)
+
+
+@triton.jit
+def add_parts(parts, out, rows, SPLIT: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [count, rows] = the sum of parts [SPLIT, 16, rows], always in the same order, or out += it: grid (count, blocks of rows)."""
+    b = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o = b * rows + r
+    early(PDL)
+    y = tl.load(parts + o, r < rows, 0.0)
+    for j in tl.static_range(1, SPLIT):
+        y += tl.load(parts + j * 16 * rows + o, r < rows, 0.0)
+    if ADD:
+        y += tl.load(out + o, r < rows, 0.0).to(tl.float32)
+    tl.store(out + o, y.to(out.dtype.element_ty), r < rows)
