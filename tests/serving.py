@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from onedesk.service.config import load_config
-from onedesk.service.kernels.compile import compile_library
+from kept_kernels import keep_kernels
 from onedesk.service.server.note import Note, read_note
 from tiny_models import write_language_model
 
@@ -42,15 +40,6 @@ def write_tree(folder: Path, settings: str = "", *, context: int = 4096) -> Path
     keep_kernels(folder / "cache")
     (folder / "onedesk.toml").write_text(f'[models]\nroots = ["models"]\ndefault = "{MODEL}"\n\n[service]\n{settings}\n', encoding="utf-8")
     return folder
-
-
-def keep_kernels(cache: Path) -> None:
-    """Put the compiled kernels into a new tree's cache, as a service finds them that was started before."""
-    here = load_config(None).cache
-    compile_library(here)
-    cache.mkdir(exist_ok=True)
-    for library in here.glob("kernels-*.so"):
-        shutil.copy(library, cache)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Event, Message, Request, Result, Sampling
@@ -41,6 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Iterator[OpenModel]:
+    keep_kernels(checkpoint.parent / "cache")
     registry = Registry()
     registry.configure(Config(tree=checkpoint.parent, model_roots=(checkpoint.parent,), memory={"floor": 64 << 20}))
     yield registry.open("tiny", context=CONTEXT)

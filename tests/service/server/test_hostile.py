@@ -199,13 +199,14 @@ def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(server:
     operation = described[path]["GET" if "{name}" in path else "POST"]
     statuses = operation.definition.raw["responses"]
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
         if path.endswith("completions") and isinstance(case.body, dict):
             case.body = {"model": MODEL, "max_tokens": 2, **case.body}
         answer = case.call(base_url=f"http://127.0.0.1:{server.port}", headers={"Authorization": f"Bearer {server.token}"})
-        assert answer.status_code < 500, answer.text
+        # A lease of more than the machine has is refused with 503, as the document says.
+        assert answer.status_code < 500 or answer.json()["error"]["code"] == "memory_full", answer.text
         assert str(answer.status_code) in statuses, answer.text
         if path.endswith("leases") and answer.status_code == 200:
             assert server.ask("DELETE", f"{path}/{answer.json()['id']}")[0] == 200
@@ -213,7 +214,7 @@ def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(server:
     run()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5))
 def test_any_value_in_any_field(server: Server, value: Any) -> None:
     for name in ("messages", "n", "stop", "logit_bias", "response_format", "tools", "seed", "top_p"):

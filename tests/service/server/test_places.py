@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config, ServiceSettings
 from onedesk.service.core import Event
@@ -23,6 +24,7 @@ from tiny_models import write_language_model
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     folder = tmp_path_factory.mktemp("models")
     write_language_model(folder / "tiny")
+    keep_kernels(folder / "cache")
     made = Registry()
     made.configure(Config(tree=folder, model_roots=(folder,), memory={"floor": 64 << 20}))
     yield made

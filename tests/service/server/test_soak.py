@@ -13,7 +13,7 @@ import pytest
 from serving import MODEL, THINKER, Server
 
 THREADS = 6
-ROUNDS = 25
+ROUNDS = 15
 DRIFT = 16 << 20  # bytes of the process that may be left behind
 SEEDS = range(6)
 
