@@ -11,9 +11,10 @@ import torch
 from ..cache.paged import SequenceKV
 from ..core import Event, Progress
 from ..errors import MemoryFull
+from ..kernels.rows import FEW_ROWS
 from .answer import Prepared
 from .call import Books, Call, Orders
-from .runner import Stopped
+from .runner import Stopped, first_piece
 from .scheduler import State, Ticket
 from .search import Search
 from .session import Session
@@ -110,7 +111,8 @@ class Generation:
             return None
         if any(other.state == "reading" for other in self._call.scheduler.working):
             return None
-        shared = self._session.prefix.match(prepared.ids) if prepared.prefix_reuse else []
+        # More than a few rows are left to read, see first_piece.
+        shared = self._session.prefix.match(prepared.ids[:-FEW_ROWS]) if prepared.prefix_reuse else []
         if not (kv.fits(row.capacity, shared) if prepared.beams is None else Search.fits(kv, prepared)):
             return None
         row.kv = kv.open(row.capacity, shared)
@@ -127,7 +129,7 @@ class Generation:
         if row is None or row.kv is None:
             return
         kv, ids, at = row.kv, row.prepared.ids, row.kv.length
-        piece = ids[at:] if len(working) == 1 else ids[at : at + self._call.runner.chunk_rows]
+        piece = ids[at:] if len(working) == 1 else ids[at : at + first_piece(len(ids) - at, self._call.runner.chunk_rows)]
         job = self._call.job(row)
         with self._meter.measure("prefill"):
             try:

@@ -8,6 +8,7 @@ import torch
 
 from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck
+from ..kernels.rows import FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
@@ -23,6 +24,14 @@ SCORED_ROWS = 16
 def chunk_rows(device: torch.device) -> int:
     """Tokens a chunk on this device."""
     return CUDA_CHUNK if device.type == "cuda" else CHUNK
+
+
+def first_piece(tokens: int, rows: int) -> int:
+    """How many of `tokens` the next pass of at most `rows` reads. A pass of a few rows adds up in another order than one of many: no
+    prompt ends in such a one, so that its scores do not depend on how much of it was kept.
+    """
+    left = tokens - rows
+    return min(tokens, rows - FEW_ROWS if 0 < left <= FEW_ROWS < rows else rows)
 
 
 class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
@@ -64,10 +73,12 @@ class Runner:
 
         Raises Stopped when `cancel` turns true, at the latest after one layer of one chunk.
         """
-        state = torch.empty(0)
-        for at in range(0, len(ids), self.chunk_rows):
-            state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
-            report(min(len(ids), at + self.chunk_rows))
+        state, done = torch.empty(0), 0
+        while done < len(ids):
+            piece = ids[done : done + first_piece(len(ids) - done, self.chunk_rows)]
+            state = self._forward(sequence, piece, cancel)
+            done += len(piece)
+            report(done)
         return self._scores(state[-1:])[0]
 
     def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:

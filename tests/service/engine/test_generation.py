@@ -19,7 +19,7 @@ from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import PassCosts
 from onedesk.service.engine.stepper import Feed, HostStepper, Picked, pick
 from onedesk.service.engine.work import Row
-from onedesk.service.kernels.rows import BLOCK
+from onedesk.service.kernels.rows import BLOCK, FEW_ROWS
 from onedesk.service.registry import Registry
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -291,8 +291,27 @@ def test_a_system_prompt_is_read_once(model: OpenModel) -> None:
     assert second.usage.cached in (shared - BLOCK, shared)
     assert same(second, alone(model, with_system("a dog")))
     again = run(model, with_system("a cat"))[0, 0]
-    assert again.usage.cached == (again.usage.prompt - 1) // BLOCK * BLOCK
+    assert again.usage.cached == (again.usage.prompt - FEW_ROWS - 1) // BLOCK * BLOCK
     assert same(again, first)
+
+
+@pytest.mark.parametrize("behind", [*range(1, 12), 31, 32, 33, 224, 225, 231, 232, 233])
+def test_how_much_of_a_prompt_was_kept_does_not_change_one_bit_of_its_scores(model: OpenModel, behind: int) -> None:
+    """Behind a beginning of 64 tokens, with last chunks of every awkward length."""
+    model.load()
+    session = model._session
+    assert session is not None
+    ids = [3 + (7 * place) % 250 for place in range(64 + behind)]
+    scores = []
+    for kept in (False, True):
+        shared = session.prefix.match(ids[:-FEW_ROWS]) if kept else []
+        with session.runner.kv.open(CONTEXT, shared) as kv:
+            assert kv.length == (min(64 + behind - FEW_ROWS - 1, 64) // BLOCK * BLOCK if kept else 0)
+            scores.append(session.runner.prefill(kv, ids[kv.length :], None, lambda _: None).clone())
+            if not kept:
+                session.prefix.insert(ids[:64], kv.table)
+    assert torch.equal(scores[0], scores[1])
+    session.prefix.clear()
 
 
 def test_prompts_of_one_list_share_their_beginning(model: OpenModel) -> None:
@@ -324,7 +343,7 @@ def test_the_answer_is_part_of_the_next_turns_prefix(model: OpenModel) -> None:
     first = run(model, Request(ids=question, max_tokens=40, sampling=Sampling(seed=3, logit_bias={2: -100.0})))[0, 0]
     following = Request(ids=(*question, *first.ids, 7, 8), max_tokens=5, sampling=Sampling(seed=3))
     found = run(model, following)[0, 0]
-    assert found.usage.cached == (len(question) + len(first.ids) - 1) // BLOCK * BLOCK
+    assert found.usage.cached == (len(question) + len(first.ids) + 2 - FEW_ROWS - 1) // BLOCK * BLOCK
     assert same(found, alone(model, following))
 
 
