@@ -45,7 +45,8 @@ class Stepper(Protocol):
     A launch advances each sequence by one token, at the position that its length says. A sequence may be cut back afterwards, and its
     row of a step under way is then worth nothing: the one who launched it knows, and cuts the sequence before the row's next launch.
     `ahead` is how many steps may be under way beside the oldest: with 1, step t+1 is launched before the tokens of step t are collected,
-    for rows whose token is None. A stepper that must see scores for a row (see Sampler.plain) says so with `runs_ahead`. `stage` is what
+    for rows whose token is None. Where the host must see a row's scores (see Sampler.plain), `runs_ahead` is false and nothing is launched
+    ahead of that row's step: its scores last until the next launch only. `stage` is what
     collecting is booked to: "sample" where the device is done by then or sampling is the host's, "decode" where it waits for the step.
     """
 

@@ -57,7 +57,12 @@ class Writing:
         self._meter.add_bytes("decode", self._call.books.pass_bytes)
 
     def _can_run_ahead(self, rows: Sequence[Row]) -> bool:
-        """Whether the step after the one under way can begin: with all rows that go on, unless a prompt waits to be read."""
+        """Whether the step after the one under way can begin: with all rows that go on, unless a prompt waits to be read.
+
+        Not while the host has to choose for one of the rows, be it the last time: the next step writes over the scores.
+        """
+        if not all(self._stepper.runs_ahead(row.sampler) for row in rows):
+            return False
         going_on = [row for row in rows if not row.ends_next]
         if not going_on or any(ticket.state == "reading" for ticket in self._call.scheduler.working):
             return False

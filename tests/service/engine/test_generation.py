@@ -95,7 +95,10 @@ def same(one: Result, other: Result) -> bool:
 
 
 class AheadStepper(HostStepper):
-    """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is given."""
+    """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is given.
+
+    Rows that the host must choose for are chosen from the scores when they are collected: the next pass writes over them.
+    """
 
     ahead = 1
     stage: Literal["decode", "sample"] = "decode"
@@ -103,7 +106,7 @@ class AheadStepper(HostStepper):
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.blind = 0
-        self._chosen: deque[list[Picked]] = deque()
+        self._chosen: deque[list[Picked | tuple[Sampler, torch.Tensor]]] = deque()
 
     def runs_ahead(self, sampler: Sampler, /) -> bool:
         return sampler.plain
@@ -112,18 +115,25 @@ class AheadStepper(HostStepper):
         assert len(self._chosen) <= self.ahead
         before = self._chosen[-1] if self._chosen else []
         self.blind += sum(feed.token is None for feed in feeds)
-        known = [feed if feed.token is not None else replace(feed, token=before[feed.source].token) for feed in feeds]
-        assert all(feed.token is not None and feed.token >= 0 for feed in known)
+        known = []
+        for feed in feeds:
+            chosen = before[feed.source] if feed.token is None else Picked(feed.token)
+            assert isinstance(chosen, Picked)
+            assert chosen.token >= 0
+            known.append(replace(feed, token=chosen.token))
         super().launch(known)
-        scores = self._under_way.pop()[1].clone()
+        scores = self._under_way.pop()[1]
         self._chosen.append([self._picked(feed, row) for feed, row in zip(known, scores, strict=True)])
 
     def collect(self) -> list[Picked]:
-        return self._chosen.popleft()
+        return [one if isinstance(one, Picked) else pick(*one) for one in self._chosen.popleft()]
 
-    def _picked(self, feed: Feed, row: torch.Tensor) -> Picked:
+    def _picked(self, feed: Feed, row: torch.Tensor) -> Picked | tuple[Sampler, torch.Tensor]:
         if not feed.wanted:
             return Picked(-1)
+        if not feed.sampler.plain:
+            return feed.sampler, row
+        row = row.clone()
         drawn, feed.sampler.drawn = feed.sampler.drawn, feed.draw
         picked = pick(feed.sampler, row)
         feed.sampler.drawn = drawn
@@ -169,6 +179,13 @@ def test_more_choices_than_places_follow_when_others_have_ended(stepped: OpenMod
     found = run(stepped, request)
     assert len(found) == 20
     assert all(same(found[0, choice], alone(stepped, request, choice)) for choice in (0, 7, 8, 19))
+
+
+def test_a_row_that_the_host_chooses_for_ends_beside_rows_that_run_ahead(stepped: OpenModel) -> None:
+    penalized = Sampling(seed=1, frequency_penalty=0.5)
+    requests = [ask("ends first", sampling=penalized, max_tokens=tokens) for tokens in (4, 5, 9)] + [ask("goes on", max_tokens=20)]
+    found = run(stepped, *requests)
+    assert all(same(found[place, 0], alone(stepped, request)) for place, request in enumerate(requests))
 
 
 ASKED = st.builds(
