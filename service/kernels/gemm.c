@@ -1,6 +1,7 @@
 /* Products for many rows of x: weights are widened a panel at a time, in cache, and multiplied tile by tile. Floating weights become fp32;
  * integer weights become int16 and meet activations of 15 bits, which doubles the rate where the processor multiplies pairs of int16. */
 #include <stdatomic.h>
+#include "integer.h"
 #include "prepare.h"
 #include "tile.h"
 #include "widen.h"
@@ -85,7 +86,7 @@ static void prepare_shared(const struct shared *s, struct desk *d, long t) {
     }
     struct prepared one;
     lay_out(&one, w, 1, d->line);
-    quantize_row(&one, w, d->row, 0);
+    quantize_row(&one, d->row, 0);
     memcpy(s->scales + t * one.spans, one.scales, one.spans * sizeof(float));
     memcpy(s->sums + t * one.spans, one.sums, one.spans * sizeof(float));
     for (long b = 0; b < s->blocks; b++) {
@@ -105,9 +106,12 @@ static void fill_panel(const struct weight *w, const struct desk *d, long row, l
     }
     for (long r = 0; r < count; r++) {
         int16_t *to = (int16_t *)d->wide + r * DEPTH;
-        for (long c = 0; c < have; c += 32) {
-            columns v = load_columns(w->kind, row_of(w, row + r), from + c, w->cols);
-            memcpy(to + c, &v, sizeof v);
+        const char *at = row_of(w, row + r);
+        for (long c = 0; c < have; c += UNIT) {
+            const long byte = w->kind == INT4 ? (from + c) / 2 : from + c;
+            const int inside = w->kind == INT4 || c + UNIT <= have;
+            const unit u = !inside ? unpack_last(INT8, at, from + c, w->cols) : w->kind == INT4 ? unpack(INT4, at + byte) : unpack(INT8, at + byte);
+            memcpy(to + c, &u, sizeof u);
         }
         for (long c = 0; w->zero && c < have; c++) to[c] -= (int16_t)w->zero;
     }

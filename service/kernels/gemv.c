@@ -1,91 +1,162 @@
 /* Products for 1 to 8 rows of x: one pass over the stored weights, which is what bounds it. Every sum has one order, whatever the
  * number of rows, threads and neighbours, so that a row answers the same bits alone and in a batch. */
 #include <stdatomic.h>
+#include "integer.h"
 #include "prepare.h"
 
 #define MOST 8
-/* Weight rows that a thread takes at a time: some 10 us of reading, so that a thread which loses its core leaves little behind. */
-#define TAKEN 32
+/* Sums stay in registers only where these loops are gone before the compiler looks at arrays. */
+#define UNROLL _Pragma("GCC unroll 8")
+/* Weight rows that a thread takes at a time: some 10 us of reading, so that a thread which loses its core leaves little behind, but
+ * streams of some length (R of them, see `choice`). */
+#define MOST_TAKEN 128
+#define TAKEN_BYTES (1 << 16)
 /* A product of less than so many bytes is over before a second thread has woken up. */
 #define ALONE (1 << 16)
 
-/* Sums of R weight rows with T rows of x into sums[t * TAKEN + r]; of the last `have` rows, where these are fewer, again and again. */
-INLINE void float_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, long row,
-                       long have, float *sums) {
+/* Which weight rows: row, row + step .., none beyond `last`, which comes again instead. Rows far apart are long streams for the processor's
+ * own prefetching; neighbours, which share pages, reach two thirds of the speed (Zen 3). */
+struct choice { long row, step, last; };
+INLINE long chosen(const struct choice *c, int r) { return c->row + r * c->step < c->last ? c->row + r * c->step : c->last; }
+
+/* Sums of R weight rows with T rows of x into sums[t * MOST_TAKEN + row - first]. */
+INLINE void float_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, struct choice rows,
+                       long first, float *sums) {
     const struct weight *w = &p->w;
     const long each = bytes_each(kind), cols = w->cols, bytes = cols * each, groups = kind == FP8 ? groups_of(w) : 1, group = kind == FP8 ? w->group : cols;
     const char *at[4];
     vf total[4][MOST];
-    for (int r = 0; r < R; r++) {
-        at[r] = (const char *)w->data + (row + (r < have ? r : have - 1)) * bytes;
-        for (int t = 0; t < T; t++) total[r][t] = (vf){0};
+    UNROLL for (int r = 0; r < R; r++) {
+        at[r] = (const char *)w->data + chosen(&rows, r) * bytes;
+        UNROLL for (int t = 0; t < T; t++) total[r][t] = (vf){0};
     }
     for (long g = 0; g < groups; g++) {
         long c = g * group, end = c + group < cols ? c + group : cols;
         vf part[4][MOST];
-        for (int r = 0; r < R; r++)
-            for (int t = 0; t < T; t++) part[r][t] = (vf){0};
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int t = 0; t < T; t++) part[r][t] = (vf){0};
         for (; c + VL <= end; c += VL)
-            for (int r = 0; r < R; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 vf v = load_kind(kind, at[r] + c * each);
-                for (int t = 0; t < T; t++) part[r][t] += v * load(x->x + t * x->width + c);
+                UNROLL for (int t = 0; t < T; t++) part[r][t] += v * load(x->x + t * x->width + c);
             }
         if (c < end)
-            for (int r = 0; r < R; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 char tail[VL * 4] = {0};
                 memcpy(tail, at[r] + c * each, (end - c) * each);
                 vf v = load_kind(kind, tail);
-                for (int t = 0; t < T; t++) part[r][t] += v * load(x->x + t * x->width + c);
+                UNROLL for (int t = 0; t < T; t++) part[r][t] += v * load(x->x + t * x->width + c);
             }
-        for (int r = 0; r < R; r++) {
-            float scale = kind == FP8 ? scale_at(w, kind, (row + (r < have ? r : have - 1)) * groups + g) : 1.0f;
-            for (int t = 0; t < T; t++) total[r][t] = kind == FP8 ? total[r][t] + part[r][t] * scale : part[r][t];
+        UNROLL for (int r = 0; r < R; r++) {
+            float scale = kind == FP8 ? scale_at(w, kind, chosen(&rows, r) * groups + g) : 1.0f;
+            UNROLL for (int t = 0; t < T; t++) total[r][t] = kind == FP8 ? total[r][t] + part[r][t] * scale : part[r][t];
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) sums[t * TAKEN + r] = sum_lanes(total[r][t]);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_lanes(total[r][t]);
 }
 
-INLINE void integer_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, long row,
-                         long have, float *sums) {
-    const struct weight *w = &p->w;
-    const long cols = w->cols, bytes = kind == INT4 ? round_up(cols, 32) / 2 : cols, groups = groups_of(w), span = x->span, spans = x->spans, ratio = w->group == cols ? spans : w->group / span;
-    const char *at[4];
-    vf total[4][MOST];
-    float beside[4][MOST];
-    for (int r = 0; r < R; r++) {
-        at[r] = (const char *)w->data + (row + (r < have ? r : have - 1)) * bytes;
-        for (int t = 0; t < T; t++) total[r][t] = (vf){0}, beside[r][t] = 0.0f;
+/* Spans whose scales are made ready together. */
+#define HELD 64
+
+/* A row's scales (or offsets), one a group, as one a span for spans from..from+count-1; something finite fills the last vector up. */
+INLINE void per_span(const int halves, const void *values, const struct prepared *x, long row, long from, long count, float *to) {
+    const uint16_t *half = (const uint16_t *)values + row * x->groups;
+    const float *whole = (const float *)values + row * x->groups;
+    if (x->groups == 1) {
+        const vf value = spread(halves ? half_to_float(*half) : *whole);
+        for (long i = 0; i < count; i += VL) store(to + i, value);
+        return;
     }
-    for (long s = 0; s < spans; s++) {
-        vi part[4][MOST];
+    long i = 0, g = from;
+    if (x->ratio == 1)
+        for (; i + VL <= count; i += VL, g += VL) store(to + i, halves ? load_f16(half + g) : load(whole + g));
+    else
+        g = from / x->ratio;
+    for (long k = from % x->ratio; i < count; i++) {
+        to[i] = halves ? half_to_float(half[g]) : whole[g];
+        if (++k == x->ratio) k = 0, g++;
+    }
+    for (; i % VL; i++) to[i] = 0.0f;
+}
+
+/* `scales` [HELD + VL] of a row, times the activations' own where there is one row of these; and what the zero of the nibbles, or the
+ * offsets, add to the result of each row of x. */
+INLINE void row_scales(const int64_t kind, const int T, const struct weight *w, const struct prepared *x, long row, long from, long count,
+                       float *scales, vf *beside) {
+    per_span(kind == INT4, w->scales, x, row, from, count, scales);
+    if (kind == INT4 && w->offsets) {
+        float offsets[HELD + VL];
+        per_span(1, w->offsets, x, row, from, count, offsets);
         for (int t = 0; t < T; t++)
-            for (int r = 0; r < R; r++) part[r][t] = (vi){x->start[t * spans + s]};
-        const long end = (s + 1) * span < cols ? (s + 1) * span : cols;
-        for (long c = s * span; c < end; c += 32)
-            for (int r = 0; r < R; r++) {
-                columns v = load_columns(kind, at[r], c, cols);
-                for (int t = 0; t < T; t++) part[r][t] = dot(part[r][t], v, x->words + t * x->width + c);
-            }
-        for (int r = 0; r < R; r++) {
-            const long g = (row + (r < have ? r : have - 1)) * groups + s / ratio;
-            const float scale = scale_at(w, kind, g);
-            for (int t = 0; t < T; t++)
-                total[r][t] += __builtin_convertvector(part[r][t], vf) * (scale * x->scales[t * spans + s]);
-            if (kind == INT4 && w->offsets)
-                for (int t = 0; t < T; t++) beside[r][t] += offset_at(w, g) * x->sums[t * spans + s];
+            for (long j = 0; j < count; j += VL) beside[t] += load(offsets + j) * load(x->sums + t * x->ahead + from + j);
+    } else if (kind == INT4) {
+        const float zero = -(float)w->zero;
+        for (int t = 0; t < T; t++)
+            for (long j = 0; j < count; j += VL) beside[t] += load(scales + j) * (load(x->sums + t * x->ahead + from + j) * zero);
+    }
+    if (T == 1)
+        for (long j = 0; j < count; j += VL) store(scales + j, load(scales + j) * load(x->scales + from + j));
+}
+
+/* Once is enough where several rows of x share the work: it is half of the code. */
+static __attribute__((noinline)) void row_scales_of_many(int64_t kind, int T, const struct weight *w, const struct prepared *x, long row,
+                                                         long from, long count, float *scales, vf *beside) {
+    row_scales(kind, T, w, x, row, from, count, scales, beside);
+}
+
+/* sums[t] of one row over one unit. */
+INLINE void add_unit(const int T, unit u, const int16_t *x, long width, some_ints *sums) {
+    UNROLL for (int t = 0; t < T; t++)
+        UNROLL for (int i = 0; i < PARTS; i++) sums[t] = multiply_add(sums[t], u.parts[i], x + t * width + i * PART_WORDS);
+}
+
+INLINE void integer_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x,
+                         struct choice rows, long first, float *sums) {
+    const struct weight *w = &p->w;
+    const long bytes = kind == INT4 ? round_up(w->cols, 32) / 2 : w->cols, whole = bytes / unit_bytes(kind) * UNIT;
+    const char *at[4];
+    some_floats total[4][MOST];
+    vf beside[4][MOST];
+    float scales[4][HELD + VL];
+    UNROLL for (int r = 0; r < R; r++) {
+        at[r] = (const char *)w->data + chosen(&rows, r) * bytes;
+        UNROLL for (int t = 0; t < T; t++) total[r][t] = (some_floats){0}, beside[r][t] = (vf){0};
+    }
+    for (long from = 0; from < x->spans; from += HELD) {
+        const long count = x->spans - from < HELD ? x->spans - from : HELD;
+        UNROLL for (int r = 0; r < R; r++) (T == 1 ? row_scales : row_scales_of_many)(kind, T, w, x, chosen(&rows, r), from, count, scales[r], beside[r]);
+        for (long s = 0; s < count; s++) {
+            some_ints part[4][MOST];
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int t = 0; t < T; t++) part[r][t] = (some_ints){0};
+            long c = (from + s) * x->span;
+            const long end = c + x->span, stop = end < whole ? end : whole;
+            for (; c < stop; c += UNIT)
+                UNROLL for (int r = 0; r < R; r++) add_unit(T, unpack(kind, at[r] + (kind == INT4 ? c >> 1 : c)), x->words + c, x->width, part[r]);
+            if (kind == INT8 && c < end && c < w->cols)
+                UNROLL for (int r = 0; r < R; r++) add_unit(T, unpack_last(kind, at[r], c, bytes), x->words + c, x->width, part[r]);
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int t = 0; t < T; t++) {
+                    const float scale = T == 1 ? scales[r][s] : scales[r][s] * x->scales[t * x->ahead + from + s];
+                    total[r][t] += __builtin_convertvector(part[r][t], some_floats) * scale;
+                }
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) sums[t * TAKEN + r] = sum_lanes(total[r][t]) + beside[r][t];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) + sum_lanes(beside[r][t]);
 }
 
 typedef void rows_function(const struct product *, const struct prepared *, long, long, float *);
 
-/* `count` weight rows from `row`, R at a time: as many chains as the registers hold. R divides TAKEN. */
+/* `count` weight rows from `row`, R at a time: as many chains as the registers hold. */
 #define DEFINE(ROWS, KIND, R, T)                                                                                            \
     static void KIND##_##T(const struct product *p, const struct prepared *x, long row, long count, float *sums) {          \
-        for (long i = 0; i < count; i += R) ROWS(KIND, R, T, p, x, row + i, count - i, sums + i);                           \
+        const long step = (count + R - 1) / R;                                                                              \
+        for (long i = 0; i < step; i++) {                                                                                  \
+            const struct choice rows = {row + i, step, row + count - 1};                                                    \
+            ROWS(KIND, R, T, p, x, rows, row, sums);                                                                        \
+        }                                                                                                                   \
     }
 #define DEFINE_KIND(ROWS, KIND)                                                                                             \
     DEFINE(ROWS, KIND, 4, 1) DEFINE(ROWS, KIND, 4, 2) DEFINE(ROWS, KIND, 2, 3) DEFINE(ROWS, KIND, 2, 4)                     \
@@ -111,7 +182,7 @@ static void prepare(const struct product *p, struct prepared *ready, char *scrat
             norm_row(p, p->x + t * p->w.cols, row, ready->width);
         else
             memset(row, 0, ready->width * sizeof *row);
-        if (integer_kind(p->w.kind)) quantize_row(ready, &p->w, row, t);
+        if (integer_kind(p->w.kind)) quantize_row(ready, row, t);
     }
 }
 
@@ -124,27 +195,32 @@ long gemv_scratch(const struct weight *w, long tokens) {
 static void some_outputs(const struct product *p, const struct prepared *x, long first, long count) {
     rows_function *rows = ROWS_OF[p->w.kind][p->tokens - 1];
     const long outputs = outputs_of(p);
-    float sums[MOST * TAKEN], up[MOST * TAKEN];
+    float sums[MOST * MOST_TAKEN], up[MOST * MOST_TAKEN];
     rows(p, x, first, count, sums);
     if (p->mode == GATE) {
         rows(p, x, outputs + first, count, up);
-        for (long t = 0; t < p->tokens; t++) gate(sums + t * TAKEN, up + t * TAKEN, count);
+        for (long t = 0; t < p->tokens; t++) gate(sums + t * MOST_TAKEN, up + t * MOST_TAKEN, count);
     }
     for (long t = 0; t < p->tokens; t++) {
         float *out = p->out + t * outputs + first;
         if (p->mode == ADD)
-            for (long i = 0; i < count; i++) out[i] += sums[t * TAKEN + i];
+            for (long i = 0; i < count; i++) out[i] += sums[t * MOST_TAKEN + i];
         else
-            memcpy(out, sums + t * TAKEN, count * sizeof *out);
+            memcpy(out, sums + t * MOST_TAKEN, count * sizeof *out);
     }
 }
 
+static long taken_at_once(const struct product *p) {
+    const long fair = outputs_of(p) / (2 * p->threads), long_enough = TAKEN_BYTES / row_bytes(&p->w), rows = fair < long_enough ? fair : long_enough;
+    return rows < 16 ? 16 : rows > MOST_TAKEN ? MOST_TAKEN : round_up(rows, 4);
+}
+
 static void share(const struct product *p, atomic_long *next, long thread) {
-    const long outputs = outputs_of(p);
+    const long outputs = outputs_of(p), taken = taken_at_once(p);
     struct prepared x;
     prepare(p, &x, p->scratch + thread * p->stride);
-    for (long first; (first = atomic_fetch_add(next, TAKEN)) < outputs;)
-        some_outputs(p, &x, first, first + TAKEN < outputs ? TAKEN : outputs - first);
+    for (long first; (first = atomic_fetch_add(next, taken)) < outputs;)
+        some_outputs(p, &x, first, first + taken < outputs ? taken : outputs - first);
 }
 
 void gemv(const struct product *p) {

@@ -13,9 +13,10 @@ struct prepared {
     long span, spans;
     float *x;        /* floating kinds: [tokens][width] */
     int16_t *words;  /* integer kinds: [tokens][width] */
-    float *scales;   /* [tokens][spans] */
-    int32_t *start;  /* [tokens][spans]: minus the weight's zero times the sum of the words */
-    float *sums;     /* [tokens][spans]: the sum of the span's x, for offsets */
+    float *scales;   /* [tokens][ahead], zeros behind the spans: they are read in whole vectors */
+    float *sums;     /* the same, the sum of a span's x: for zeros and offsets */
+    long ahead;
+    long groups, ratio;  /* of the weight: scales a row, spans a scale */
 };
 
 INLINE int integer_kind(int64_t kind) { return kind == INT8 || kind == INT4; }
@@ -31,11 +32,13 @@ static inline char *lay_out(struct prepared *ready, const struct weight *w, long
     ready->width = round_up(w->cols, 128);
     ready->span = span_of(w);
     ready->spans = (w->cols + ready->span - 1) / ready->span;
+    ready->ahead = round_up(ready->spans, VL);
+    ready->groups = groups_of(w);
+    ready->ratio = w->group == w->cols ? ready->spans : w->group / ready->span;
     if (integer_kind(w->kind)) {
         ready->words = (int16_t *)take(&at, tokens * ready->width * 2);
-        ready->scales = (float *)take(&at, tokens * ready->spans * 4);
-        ready->start = (int32_t *)take(&at, tokens * ready->spans * 4);
-        ready->sums = (float *)take(&at, tokens * ready->spans * 4);
+        ready->scales = (float *)take(&at, tokens * ready->ahead * 4);
+        ready->sums = (float *)take(&at, tokens * ready->ahead * 4);
     } else {
         ready->x = (float *)take(&at, tokens * ready->width * 4);
     }
@@ -61,7 +64,7 @@ static inline void norm_row(const struct product *p, const float *x, float *row,
 }
 
 /* Row t of the words, scales and sums. A span that holds a NaN or an infinity gets the scale NaN: it shows in every result. */
-static inline void quantize_row(struct prepared *ready, const struct weight *w, const float *row, long t) {
+static inline void quantize_row(struct prepared *ready, const float *row, long t) {
     int16_t *words = ready->words + t * ready->width;
     for (long s = 0; s < ready->spans; s++) {
         long from = s * ready->span, to = from + ready->span;
@@ -81,20 +84,11 @@ static inline void quantize_row(struct prepared *ready, const struct weight *w, 
         }
         int32_t sum = 0;
         for (int i = 0; i < VL; i++) sum += sums[i];
-        long at = t * ready->spans + s;
+        const long at = t * ready->ahead + s;
         ready->scales[at] = (inverse == 0.0f ? 0.0f : largest / 32767.0f) + sum_lanes(faults);
-        ready->start[at] = -(int32_t)w->zero * sum;
         ready->sums[at] = ready->scales[at] * (float)sum;
     }
-}
-
-/* 32 columns of an integer row from c; zeros behind the last one. */
-INLINE columns load_columns(const int64_t kind, const char *row, long c, long cols) {
-    if (kind == INT4) return load_int4(row + c / 2);
-    if (c + 32 <= cols) return load_int8(row + c);
-    char tail[32] = {0};
-    memcpy(tail, row + c, cols - c);
-    return load_int8(tail);
+    for (long s = t * ready->ahead + ready->spans; s < (t + 1) * ready->ahead; s++) ready->scales[s] = ready->sums[s] = 0.0f;
 }
 
 /* gates = silu(gates) * ups (Shazeer 2020), of `count` floats and the rest of the last vector. */
