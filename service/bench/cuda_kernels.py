@@ -27,10 +27,13 @@ from ..setup.console import failure, write_json
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 # One with many rows, one whose columns fill neither a group nor a tile.
 SHAPES = ((2560, 1024), (96, 2592))
-ROWS = (1, 2, 8, 16, 300)
+ROWS: Sequence[int] = (1, 2, 8, 16, 300)
 FORMATS: tuple[Format | None, ...] = (None, INT8, FP8_BLOCKS, int4(128), int4(32), int4(128, symmetric=False))
 HEADS = (HeadShape(32, 8, 128), HeadShape(16, 8, 128), HeadShape(8, 1, 64), HeadShape(10, 2, 128))
 CONTEXT = 1024
+# Lengths before a decode step, one a sequence; and where a chunk begins and how long it is.
+STEPS: Sequence[Sequence[int]] = ([0], [1], [255], [1023], [5, 700], [31, 32, 33, 64], [0, 9, 99, 999, 1, 500, 1023, 640])
+CHUNKS: Sequence[tuple[int, int]] = ((0, 7), (0, 300), (37, 5), (500, 129))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Maker:
             return weight
         scales = self.normal(rows, held.groups(cols)) * 0.01
         scales[1] = 0
-        scales[2, 0] = 5
+        scales[2, 0] = 0.05
         if held.name == "int4":
             nibbles = torch.randint(0, 16, (rows, cols), generator=self._random, device=self.device).to(torch.uint8)
             offsets = None if held.symmetric else (self.normal(rows, held.groups(cols)) * 0.05).half()
@@ -121,9 +124,7 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape) -> I
         torch.arange(0, heads.head_dim, 2, device=make.device) / heads.head_dim
     )
     rotary, q_norm, k_norm = RotaryTable(angles.cos(), angles.sin()), make.norm(heads.head_dim), make.norm(heads.head_dim)
-    steps = [[0], [1], [255], [1023], [5, 700], [31, 32, 33, 64], [0, 9, 99, 999, 1, 500, 1023, 640]]
-    chunks = [(0, 7), (0, 300), (37, 5), (500, 129)]
-    for lengths in [*steps, *chunks]:
+    for lengths in [*STEPS, *CHUNKS]:
         chunk = isinstance(lengths, tuple)
         count = lengths[1] if chunk else len(lengths)
         sequences = 1 if chunk else count

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..quant.weight import QuantizedWeight, Weight
+from ..quant.weight import Format, QuantizedWeight, Weight
 from .cuda import CudaKernels
 from .cuda_plan import SPLIT, TILE_ROWS, Device, Shape, gemv_plan, on_grid, shape_of, skinny_plan
 from .reference import Buffer
@@ -62,7 +62,7 @@ class FusedCudaKernels(CudaKernels):
         self._asm = asm
         self._launch = {"launch_pdl": True} if device.early else {}
         self._told: set[str] = set()
-        self._shapes: dict[tuple[int, int, int], Shape | str] = {}
+        self._shapes: dict[tuple[int, int, int, torch.dtype | Format], Shape | str] = {}
         self._room: _Room | None = None
 
     @classmethod
@@ -285,9 +285,9 @@ class FusedCudaKernels(CudaKernels):
         return out
 
     def _shape(self, weight: Weight) -> Shape | str:
-        data = weight if isinstance(weight, torch.Tensor) else weight.data
+        data, kind = (weight, weight.dtype) if isinstance(weight, torch.Tensor) else (weight.data, weight.format)
         rows, cols = weight.shape
-        key = (data.data_ptr(), rows, cols)
+        key = (data.data_ptr(), rows, cols, kind)
         found = self._shapes.get(key)
         if found is None:
             found = self._shapes[key] = shape_of(weight, self.activation)

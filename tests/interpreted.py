@@ -1,0 +1,118 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: run as a script with TRITON_INTERPRET=1, prints one JSON document.
+
+A process of its own, because Triton decides at its import whether it compiles or interprets. Activations are fp16: the interpreter's own
+bf16 truncates, and its products of bf16 multiply the bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def results(part: str) -> dict[str, Any]:
+    """What `part` (kernels or sampler) found, from a child process."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    child = subprocess.run(
+        [sys.executable, __file__, part], capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=ROOT / "tests"
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout)
+
+
+# What follows runs in the child.
+
+
+def let_loops_run() -> None:
+    """The interpreter of Triton 3.6 makes an int of an array of one element, which numpy refuses from 2.4 on."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def kernels() -> dict[str, Any]:
+    """Errors of every kernel, by its name and form; see bench/cuda_kernels, whose cases these are, made small."""
+    from itertools import islice
+
+    import torch
+    from onedesk.service.bench import cuda_kernels as cases
+    from onedesk.service.kernels.cuda_fused import FusedCudaKernels
+    from onedesk.service.kernels.cuda_plan import Device
+    from onedesk.service.kernels.rows import HeadShape
+    from onedesk.service.quant.formats import INT8, int4
+
+    cases.CONTEXT = 96
+    fused = FusedCudaKernels(torch.float16, Device(2, 100_000, early=False), asm=False)
+    heads, make = HeadShape(6, 2, 64), cases.Maker("cpu", torch.float16)
+    fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace(heads, 96, torch.float16, 160)])
+    found = [*cases.embedding_findings(fused, make)]
+    cases.STEPS, cases.CHUNKS = ([0], [31, 70]), ((33, 20),)
+    found += cases.attention_findings(fused, make, heads)
+    for held in cases.FORMATS:
+        for rows, outputs in ((1, 4), (3, 18), (20, 18)):
+            cases.ROWS = (rows,)
+            # 160 columns fill neither a group of 128 nor a tile. Where only scales differ, the first product shows it.
+            several = held in (None, INT8, int4(128))
+            found += islice(cases.product_findings(fused, make, held, outputs, 160), 4 if several else 1)
+    return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}
+
+
+def sampler() -> dict[str, Any]:
+    """Tokens of the device sampler and of the host's, with their scores, for several ways to choose."""
+    import numpy as np
+    import torch
+    from onedesk.service.core import Sampling
+    from onedesk.service.engine import device_sampler
+    from onedesk.service.engine.sampler import Sampler
+    from onedesk.service.engine.stepper import Feed
+
+    class Carver:
+        def carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    vocab, random = 5000, torch.Generator().manual_seed(3)
+    ways: list[tuple[float, int, float, float]] = [
+        (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 0.8, 0.0), (1.3, 0, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.1), (0.6, 20, 0.95, 0.05), (2.0, 2000, 1.0, 0.0), (1.5, 5, 0.3, 0.0),
+    ]  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    left: list[int] = []
+    for turn, (half, dtype) in enumerate((("fp16", torch.float16), ("bf16", torch.bfloat16))):
+        chooser: Any = device_sampler.DeviceSampler(Carver(), 8, vocab, half, early=False)  # type: ignore[arg-type]
+        scores = (torch.randn(8, vocab, generator=random) * 3).to(dtype)
+        scores[:, 4900:] = 60  # ids that the tokenizer lacks
+        samplers = [Sampler(Sampling(t, k, p, m, 0.0, 0.0, 1.0), 9 * turn + i, [], 4900) for i, (t, k, p, m) in enumerate(ways)]
+        feeds = [Feed(None, one, 5, -1, 0, wanted=True) for one in samplers]  # type: ignore[arg-type]
+        plan = np.zeros((device_sampler.PLAN_ROWS, 8), np.int32)
+        draws = device_sampler.write_plan(plan, feeds, list(range(8)))
+        chooser.choose(scores, torch.from_numpy(plan), draws=draws)
+        for i, one in enumerate(samplers):
+            ours, host = int(chooser.chosen[i]), one.choose(scores[i].float())
+            rows.append({"way": i, "ours": ours, "host": host, "scores": [float(scores[i, ours]), float(scores[i, host])]})
+        left += [int(chooser._counts.abs().sum()), int(chooser._seen.abs().sum())]
+        chooser.choose(scores[:1], torch.from_numpy(plan[:, :1].copy()), draws=False)
+        rows.append({"way": 0, "ours": int(chooser.chosen[0]), "host": int(scores[0, :4900].float().argmax()), "scores": [0.0, 0.0]})
+        scores[0, 7] = float("nan")
+        broken = []
+        for drawn in (True, False):
+            chooser.choose(scores[:2], torch.from_numpy(plan[:, :2].copy()), draws=drawn)
+            broken.append(int(chooser.chosen[0]))
+        left += [one + 1 for one in broken]
+    return {"rows": rows, "left": left}
+
+
+if __name__ == "__main__":
+    let_loops_run()
+    print(json.dumps({"kernels": kernels, "sampler": sampler}[sys.argv[1]]()))

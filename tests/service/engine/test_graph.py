@@ -1,0 +1,156 @@
+"""Steps launched ahead, with what the device chose fed back to it: the same texts as step by step. The CPU stands in for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from onedesk.service.api import OpenModel
+from onedesk.service.config import Config
+from onedesk.service.core import Message, Request, Result, Sampling
+from onedesk.service.engine import graph as graph_module
+from onedesk.service.engine.buffers import MAX_BATCH
+from onedesk.service.engine.device_sampler import PLAN_ROWS
+from onedesk.service.engine.graph import GraphStepper
+from onedesk.service.engine.runner import Runner
+from onedesk.service.engine.sampler import Sampler
+from onedesk.service.engine.stepper import HostStepper
+from onedesk.service.errors import ModelError
+from onedesk.service.registry import Registry
+from tiny_qwen3 import write_tiny_qwen3
+
+
+class Replayed:
+    """What a captured graph does: the same work again, on what the buffers hold by then."""
+
+    def __init__(self, work: Any) -> None:
+        self.replay = work
+
+
+class Event:
+    """Everything is done when the CPU returns."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class PlannedSampler:
+    """Chooses by the numbers of the plan alone, as the kernels do, with the host's sampler."""
+
+    def __init__(self) -> None:
+        self.plan = torch.zeros(PLAN_ROWS * MAX_BATCH, dtype=torch.int32)
+        self.chosen = torch.zeros(MAX_BATCH, dtype=torch.int32)
+
+    def feed(self, plan: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        batch = plan.shape[1]
+        before = self.chosen[plan[1].long()]
+        ids[:batch] = torch.where(plan[0] < 0, before, plan[0])
+        positions[:batch] = plan[2]
+
+    def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
+        floats = plan.view(torch.float32)
+        for row in range(plan.shape[1]):
+            mode, limit, top_k = plan[3:6, row].tolist()
+            assert draws or not mode
+            temperature, top_p, min_p = floats[6:9, row].tolist()
+            sampling = Sampling(temperature if mode else 0.0, top_k, top_p, min_p, 0.0, 0.0, 1.0)
+            sampler = Sampler(sampling, 0, [], limit)
+            sampler._uniforms = [float(floats[9, row]) + float(floats[10, row])]
+            found = scores[row].clone()
+            self.chosen[row] = sampler.choose(found) if bool(torch.isfinite(found).all()) else -1
+
+
+class OnTheCpu(GraphStepper):
+    """Graphs are work that is done again."""
+
+    launches = 0
+
+    def launch(self, feeds: Any, /) -> None:
+        self.launches += 1
+        super().launch(feeds)
+
+    def _captured(self, runner: Runner, batch: int, draws: bool) -> Any:
+        return Replayed(partial(self._step, runner, batch, draws))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
+    folder: Path = tmp_path_factory.mktemp("models")
+    write_tiny_qwen3(folder / "tiny", layers=2)
+    registry = Registry()
+    registry.configure(Config(tree=folder, model_roots=(folder,), memory={"floor": 64 << 20}))
+    opened = registry.open("tiny", context=512)
+    opened.load()
+    yield opened
+    registry.close()
+
+
+@pytest.fixture
+def stepper(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnTheCpu]:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(graph_module.torch.cuda, "Event", Event)
+    session = model._session
+    assert session is not None
+    made = OnTheCpu(session.runner, PlannedSampler())  # type: ignore[arg-type]
+    session.stepper = made
+    yield made
+    session.stepper = HostStepper(session.runner)
+
+
+def ask(text: str, **changes: Any) -> Request:
+    return replace(Request(messages=(Message("user", text),), sampling=Sampling(seed=5), max_tokens=20, prefix_reuse=False), **changes)
+
+
+def run(model: OpenModel, *requests: Request) -> dict[tuple[int, int], Result]:
+    return {(e.request, e.choice): e.result for e in model.generate_batch(requests) if e.result is not None}
+
+
+REQUESTS = {
+    "greedy": (ask("a red cat", sampling=Sampling(temperature=0.0)),),
+    "drawn": (ask("a red cat", sampling=Sampling(0.9, 20, 0.9, 0.02, seed=3)),),
+    "drawn from all": (ask("a dog", sampling=Sampling(1.2, 0, 1.0, 0.0, seed=4)),),
+    "several": (ask("a cat", n=3), ask("a blue house by the sea", max_tokens=5), ask("x", sampling=Sampling(temperature=0.0))),
+    "what only the host can choose": (ask("a cat", sampling=Sampling(0.8, 20, 0.9, 0.0, presence_penalty=1.5, seed=9)), ask("a dog")),
+    "reasoning cut short": (ask("think", thinking="on", thinking_budget=4, max_tokens=12),),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_steps_ahead_change_no_text(model: OpenModel, stepper: OnTheCpu, name: str):
+    session = model._session
+    assert session is not None
+    ahead = run(model, *REQUESTS[name])
+    assert stepper.launches > 4
+    session.stepper = HostStepper(session.runner)
+    assert {k: (v.ids, v.text, v.finish) for k, v in run(model, *REQUESTS[name]).items()} == {
+        k: (v.ids, v.text, v.finish) for k, v in ahead.items()
+    }
+    session.runner.kv.check()
+
+
+def test_a_batch_is_filled_up_to_a_size_that_has_a_graph(model: OpenModel, stepper: OnTheCpu):
+    for count, size in ((1, 1), (2, 2), (3, 4), (5, 8)):
+        run(model, *(ask(f"picture {i}", sampling=Sampling(temperature=0.0), max_tokens=9) for i in range(count)))
+        assert max(batch for batch, _ in stepper._graphs) == size
+
+
+def test_scores_that_are_no_numbers_end_the_answer(model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch):
+    session = model._session
+    assert session is not None
+    step = session.runner.buffers.step
+    monkeypatch.setattr(session.runner.buffers, "step", lambda *a: step(*a).fill_(float("nan")))
+    with pytest.raises(ModelError, match="scores that are no numbers"):
+        run(model, ask("a cat", sampling=Sampling(temperature=0.0)))
+
+
+def test_more_steps_than_it_runs_ahead_are_refused(stepper: OnTheCpu):
+    stepper._under_way.extend([None, None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="too many steps"):
+        stepper.launch([])
+    stepper._under_way.clear()
