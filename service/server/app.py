@@ -66,7 +66,7 @@ def _around(service: Service, guard: Guard) -> Middleware:
             status = response.status
             return response
         except ConnectionError:
-            raise
+            return web.Response(status=GONE)  # to nobody; what is raised here, aiohttp logs as an error with its traceback
         except Exception as error:
             # The edge of the service: whatever it is, the client gets a status and OpenAI's shape, and the log what is not ours.
             failed = _from_aiohttp(error) if isinstance(error, web.HTTPException) else as_api_error(error)

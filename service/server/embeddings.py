@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +14,7 @@ from ..api import OpenModel
 from ..errors import Cancelled
 from .asks import prompts, whole
 from .body import read_json
-from .call import Work
+from .call import Call, Work
 from .problems import ApiError, to_json
 from .schemas import EMBEDDINGS
 from .service import Service
@@ -23,13 +23,10 @@ from .service import Service
 async def embeddings(service: Service, request: web.Request) -> web.StreamResponse:
     """Vectors of length 1: the last token's state behind the final norm, cut to `dimensions` where that is given."""
     body = await read_json(request, EMBEDDINGS)
-    name, model = await service.model(body.get("model"))
     dimensions = whole(body.get("dimensions"))
-    if dimensions is not None and dimensions > model.hidden_size:
-        message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
-        raise ApiError(400, message, code="wrong_value", param="dimensions")
-    ids = await service.in_thread(_encoded, model, prompts(body["input"]))
-    async with service.working_on(name, model, _embed(ids, dimensions)) as call:
+    name, model, ids = await service.in_thread(_begin, service, body, dimensions)
+    call = Call(model, _embed(ids, dimensions))
+    async with service.waiting_for(name, [call]):
         async for _ in service.follow(name, call):
             continue
     if call.outcome is None:
@@ -41,12 +38,17 @@ async def embeddings(service: Service, request: web.Request) -> web.StreamRespon
     return web.Response(body=to_json(document), content_type="application/json")
 
 
-def _encoded(model: OpenModel, inputs: Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """Token ids of every input, checked before anything waits for its turn."""
+def _begin(service: Service, body: Mapping[str, Any], dimensions: int | None) -> tuple[str, OpenModel, list[list[int]]]:
+    """The model and the token ids of every input, checked before anything waits for its turn."""
+    name, model = service.find(body.get("model"))
+    if dimensions is not None and dimensions > model.hidden_size:
+        message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
+        raise ApiError(400, message, code="wrong_value", param="dimensions")
+    inputs = prompts(body["input"])
     ids = [model.encode(one) if isinstance(one, str) else [int(token) for token in one] for one in inputs]
     for one in ids:
         model.check_fits(one)
-    return ids
+    return name, model, ids
 
 
 def _embed(ids: Sequence[Sequence[int]], dimensions: int | None) -> Work:

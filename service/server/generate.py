@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
 from ..api import OpenModel
 from ..core import Event, Result
+from ..engine.answer import Prepared
 from ..errors import OnedeskError
 from .answers import ChatWriter, CompletionWriter, Document, Writer, added, usage
 from .asks import Ask, chat_ask, completion_ask
@@ -24,22 +26,34 @@ from .sse import EventStream
 async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     body = await read_json(request, CHAT)
-    name, model = await service.model(body.get("model"))
-    ask = chat_ask(body, model.context)
+    name, calls, ask = await _begin(service, body, chat_ask)
     scored = ask.requests[0].logprobs is not None
-    writer = ChatWriter(name, model.tokenizer if scored else None, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
-    return await _answer(service, request, ask, _Answering(name, model, writer))
+    tokenizer = calls[0].model.tokenizer if scored else None
+    writer = ChatWriter(name, tokenizer, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
+    return await _answer(service, request, ask, _Answering(name, calls, writer))
 
 
 async def completions(service: Service, request: web.Request) -> web.StreamResponse:
     """Go on with a text, or with token ids."""
     body = await read_json(request, COMPLETION)
-    name, model = await service.model(body.get("model"))
-    ask = completion_ask(body, model.context)
+    name, calls, ask = await _begin(service, body, completion_ask)
     scored = ask.requests[0].logprobs is not None
+    model = calls[0].model
     echoes = await service.in_thread(_echoes, model, ask) if ask.echo else {}
     writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
-    return await _answer(service, request, ask, _Answering(name, model, writer))
+    return await _answer(service, request, ask, _Answering(name, calls, writer))
+
+
+async def _begin(service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask]) -> tuple[str, list[Call], Ask]:
+    """The model, the calls (one a prompt), what is asked, all checked. One trip to a thread: each delays the first token."""
+
+    def prepare() -> tuple[str, OpenModel, Ask, list[Prepared]]:
+        name, model = service.find(body.get("model"))
+        ask = ask_of(body, model.context)
+        return name, model, ask, [model.prepared(request) for request in ask.requests]
+
+    name, model, ask, prepared = await service.in_thread(prepare)
+    return name, [Call(model, one) for one in prepared], ask
 
 
 def _echoes(model: OpenModel, ask: Ask) -> dict[int, str]:
@@ -50,12 +64,11 @@ def _echoes(model: OpenModel, ask: Ask) -> dict[int, str]:
 
 @dataclass(slots=True)
 class _Answering:
-    """An answer on its way: its model, who writes it down, the calls that it is made of (one a prompt), and their results."""
+    """An answer on its way: its model, the calls that it is made of (one a prompt), who writes it down, and the calls' results."""
 
     name: str
-    model: OpenModel
+    calls: Sequence[Call]
     writer: Writer
-    calls: Sequence[Call] = ()
     results: list[list[Result]] = field(default_factory=list)
 
     async def events(self, service: Service) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
@@ -78,7 +91,7 @@ class _Answering:
 
 
 async def _answer(service: Service, request: web.Request, ask: Ask, answering: _Answering) -> web.StreamResponse:
-    async with service.generating(answering.name, answering.model, ask.requests) as answering.calls:
+    async with service.waiting_for(answering.name, answering.calls):
         if ask.stream:
             return await _stream(service, request, answering, include_usage=ask.include_usage)
         async for _, events in answering.events(service):

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from ..api import OpenModel
 from ..config import ServiceSettings
-from ..core import Event, Request
+from ..core import Event
 from ..errors import OnedeskError
 from ..registry import Registry
-from .call import Call, Work
+from .call import Call
 from .figures import Figures
 from .models import Models
 from .places import Places
@@ -78,32 +78,17 @@ class Service:
         """Do what may wait for files or processes beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def model(self, asked: str | None) -> tuple[str, OpenModel]:
-        """The model that a request names, and its handle. Raises ApiError 404, OnedeskError for a broken one."""
-        return await self.in_thread(self._model, asked)
-
-    def _model(self, asked: str | None) -> tuple[str, OpenModel]:
+    def find(self, asked: str | None) -> tuple[str, OpenModel]:
+        """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a broken one."""
         name = self.models.name_of(asked)
         return name, self.models.open(name)
 
     @asynccontextmanager
-    async def generating(self, name: str, model: OpenModel, requests: Sequence[Request]) -> AsyncIterator[list[Call]]:
-        """Check requests, then let them wait for their turns; they are dropped when the block ends before they have.
+    async def waiting_for(self, name: str, calls: Sequence[Call]) -> AsyncIterator[Sequence[Call]]:
+        """Let calls for a model wait for their turns; they are dropped when the block ends before they have.
 
-        Raises ApiError 429 where too many wait, 503 when the service stops; RequestError and ModelError for what the model refuses.
+        Raises ApiError 429 where too many wait, 503 when the service stops.
         """
-        prepared = await self.in_thread(lambda: [model.prepared(request) for request in requests])
-        async with self._waiting(name, [Call(model, one) for one in prepared]) as calls:
-            yield calls
-
-    @asynccontextmanager
-    async def working_on(self, name: str, model: OpenModel, work: Work) -> AsyncIterator[Call]:
-        """As `generating` for other work with a model."""
-        async with self._waiting(name, [Call(model, work)]) as calls:
-            yield calls[0]
-
-    @asynccontextmanager
-    async def _waiting(self, name: str, calls: list[Call]) -> AsyncIterator[list[Call]]:
         worker = self._worker(name)
         self._check_room(worker, len(calls))
         for call in calls:
@@ -179,7 +164,7 @@ class Service:
         self.ready = not self.stopping
 
     async def _prepare_model(self, name: str) -> None:
-        _, model = await self.model(name)
+        _, model = await self.in_thread(self.find, name)
         worker = self._worker(name)
 
         def prepare() -> None:
