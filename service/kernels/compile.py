@@ -30,7 +30,7 @@ def compile_library(cache: Path) -> tuple[ctypes.CDLL | None, str]:
     A library is followed by its SHA-256 in the same file: loading one that was cut short would end the process, not raise.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    target = cache / f"kernels-{_key(compiler or '')}.so"
+    target = cache / f"kernels-{_key()}.so"
     if not _whole(target):
         if compiler is None:
             return None, "no C compiler (cc, gcc or clang) was found; install one for the fast kernels"
@@ -48,9 +48,10 @@ def _sources() -> list[Path]:
     return sorted(FOLDER.glob("*.c"))
 
 
-def _key(compiler: str) -> str:
+def _key() -> str:
+    # Not of the compiler: what was built once is used where none is found, as when a service starts with a shorter PATH.
     texts = [path.read_bytes() for path in (*_sources(), *sorted(FOLDER.glob("*.h")))]
-    parts = (*texts, " ".join((compiler, *FLAGS)).encode(), platform.machine().encode(), _processor().encode())
+    parts = (*texts, " ".join(FLAGS).encode(), platform.machine().encode(), _processor().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -77,6 +78,7 @@ def _whole(target: Path) -> bool:
 
 def _build(compiler: str, target: Path) -> str:
     """Compile into a temporary folder and move the result into place, so that two builders cannot disturb each other."""
+    log.warning("compiling the CPU kernels for this processor, once; a load waits some seconds for that")
     # torch's own OpenMP, where it carries one, so that both share a pool of threads.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))] or ["-fopenmp"]
     try:
@@ -91,6 +93,8 @@ def _build(compiler: str, target: Path) -> str:
                 file.write(hashlib.sha256(linked.read_bytes()).digest())
             linked.replace(target)
     except OSError as error:
+        if error.filename == compiler:
+            return f"the C compiler does not run: {error.strerror}; install cc, gcc or clang for the fast kernels"
         return f"the kernels could not be compiled: {error.strerror} in the cache folder; make it a folder that can be written, with room"
     except subprocess.TimeoutExpired as error:
         return f"the kernels could not be compiled: the compiler took more than {error.timeout:g} s"
@@ -102,5 +106,5 @@ def _run(command: Sequence[str], folder: Path) -> str:
     if done.returncode == 0:
         return ""
     lines = done.stderr.replace(f"{folder}/", "").replace(f"{FOLDER}/", "").strip().splitlines()
-    told = next((line for line in lines if "error:" in line), lines[-1] if lines else str(done.returncode))
+    told = next((line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {done.returncode}")
     return f"the C compiler refused the kernels: {told}"

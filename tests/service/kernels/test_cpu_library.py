@@ -79,12 +79,26 @@ def test_a_damaged_library_that_cannot_be_built_anew_is_not_loaded(small: Path, 
     built = built_in(small)
     built.unlink()  # a new file: the old one is mapped by this process, which would die of a bus error at its exit
     built.write_bytes(b"\x7fELF and no more")
-    monkeypatch.setattr(compiling, "_key", lambda _: built_in(small).stem.removeprefix("kernels-"))
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     library, why_not = compile_library(small)
     assert compiler is not None
     assert library is None
     assert "no C compiler" in why_not
+
+
+def test_what_was_built_once_is_used_where_no_compiler_is_found(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_library(small)[0] is not None
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
+    library, why_not = compile_library(small)
+    assert library is not None, why_not
+
+
+def test_that_it_compiles_is_told_once(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert compile_library(small)[0] is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling the CPU kernels for this processor, once; a load waits some seconds for that"
+    ]
 
 
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
@@ -126,6 +140,21 @@ def test_a_compiler_that_fails_is_quoted(small: Path, tmp_path: Path, monkeypatc
     assert library is None
     assert "no space left for objects" in why_not
     assert list(small.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("no program", "the C compiler does not run: Exec format error"), ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9")],
+)
+def test_a_compiler_that_does_not_run_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text(content)
+    broken.chmod(0o755)
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: str(broken))
+    library, why_not = compile_library(small)
+    assert library is None
+    assert why in why_not
+    assert str(tmp_path) not in why_not
 
 
 def test_a_source_that_is_refused_is_told_without_paths(small: Path, tmp_path: Path) -> None:
