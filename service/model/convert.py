@@ -129,8 +129,8 @@ def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | Non
     parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        _check_room(parent, conversion.plan)
-        with work_folder(parent, conversion.folder.name) as work:
+        with work_folder(parent, "unfinished") as work:  # takes away what was left of others first
+            _check_room(parent, conversion.plan)
             made = work / "made"
             made.mkdir()
             with (made / WEIGHTS).open("w+b") as file:

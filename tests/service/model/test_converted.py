@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -287,6 +289,17 @@ def test_what_was_cut_off_or_fails_leaves_nothing(folder: Path, cache: Path, poo
     with pytest.raises(FileError, match=r"cannot be kept in the cache: No space left on device; make room there"):
         convert(whole, lease, None, None)
     assert list((cache / FOLDER).iterdir()) == []
+
+
+def test_what_an_ended_process_left_of_another_model_makes_room(folder: Path, cache: Path, pool: Pool) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = cache / FOLDER / f".unfinished-{ended.pid}-abc"
+    (left / "made").mkdir(parents=True)
+    (left / "made" / WEIGHTS).write_bytes(b"half")
+    assert [path.name for path in (cache / FOLDER).iterdir()] == [left.name]
+    whole = made(folder, cache, pool)
+    assert [path.name for path in (cache / FOLDER).iterdir()] == [whole.folder.name]
 
 
 def full_disk(_: object) -> None:
