@@ -107,7 +107,8 @@ class WeightPlan:
         aim = self.aim
         if aim is None or aim.bits > 4:
             return ""
-        fell = [tensor for tensor in self.tensors if tensor.held == INT8 and tensor.destination.bits <= aim.bits]
+        turned = (tensor for tensor in self.tensors if tensor.stored is not None)
+        fell = [tensor for tensor in turned if tensor.held == INT8 and tensor.destination.bits <= aim.bits]
         if not fell:
             return ""
         shape = list(fell[0].destination.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from ..config import Config, load_config
 from ..core import CancelCheck, ProgressReport
 from ..errors import RequestError
 from .console import Stop, UsageError, show_progress
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ def quantize_model(
     plan = plan_weights(family.destinations(described), checkpoint, aim)
     if not plan.bench_bytes(convert.CPU) or plan.form == plan_weights(family.destinations(described), checkpoint).form:
         raise RequestError(f"{checkpoint.name} is stored quantized already ({plan.form}); open it as it is, with --quant none")
+    if plan.note:
+        log.warning(plan.note)
     kernels = choose_kernels(convert.CPU, plan.dtype, config.cache)
     conversion = convert.Conversion(checkpoint, plan, quant, converted_folder(checkpoint, quant, config.cache), kernels.quantize)
     started = time.perf_counter()

@@ -23,6 +23,7 @@ from onedesk.service.model.arrival import WeightArrival
 from onedesk.service.quant.formats import INT8, int4
 from onedesk.service.quant.quantize import quantize
 from onedesk.service.quant.weight import QuantizedWeight, Weight
+from published import CASES, write_published
 from safetensors.torch import load_file, save_file
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -180,6 +181,13 @@ def test_tensors_that_suit_no_group_fall_to_int8_and_that_is_said_once(
     told = [record.getMessage() for record in caplog.records]
     assert told == ["3 tensors are held in int8 instead of int4-g128: their columns are no multiple of 32 ([64, 100])"]
     assert_turned(blueprint, arrival.tensors, stored(folder))
+
+
+def test_tensors_that_are_stored_in_int8_did_not_fall_to_it(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "int8-tensor")
+    plan = drawn(write_published(tmp_path / "int8", case)[0], "int4").plan
+    assert plan.form == "int8"
+    assert plan.note == ""
 
 
 def test_the_form_and_the_bytes_of_a_pass_are_told(folder: Path) -> None:
