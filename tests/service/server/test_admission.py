@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -89,6 +90,18 @@ def test_a_client_that_waits_and_goes_away_is_not_written_for(server: Server, cl
     first.close()
     server.until("onedesk_working", 0)
     assert server.figure("onedesk_finishes_total") == before + 1
+
+
+def test_clients_that_vanish_in_the_line_leave_no_traceback_in_the_log(server: Server, clients: ExitStack) -> None:
+    first = begun(server, clients)
+    for _ in range(20):
+        gone = server.open_stream(LONG)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset, as a killed client does
+        gone.close()
+    first.close()
+    server.until("onedesk_working", 0)
+    server.until("onedesk_waiting", 0)
+    assert "Traceback" not in server.log()
 
 
 def test_without_a_stream_a_client_may_go_away_too(server: Server, clients: ExitStack) -> None:
