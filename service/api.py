@@ -112,8 +112,8 @@ class OpenModel:
 
     @property
     def stale(self) -> bool:
-        """Whether a file that it loads from has changed since the handle was made; it cannot load any more then."""
-        return self._blueprint.checkpoint.changed() or self._blueprint.plan.changed()
+        """Whether it can load no more: it was closed, or a file that it loads from has changed since the handle was made."""
+        return self._closed or self._blueprint.checkpoint.changed() or self._blueprint.plan.changed()
 
     @property
     def busy(self) -> bool:

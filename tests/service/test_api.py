@@ -401,6 +401,11 @@ def test_replaced_weights_are_opened_anew(tmp_path: Path, registry: Registry) ->
     assert old not in registry.models()
 
 
+def test_a_closed_handle_is_not_given_to_the_next_who_opens(registry: Registry) -> None:
+    registry.open("tiny", context=CONTEXT).close()
+    assert run(registry.open("tiny", context=CONTEXT), ask())[1].finish
+
+
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
     registry = Registry()
     registry.configure(Config(tree=checkpoint.parent, model_roots=(checkpoint.parent,), memory={"limit_bytes": 4 << 20, "floor": 1 << 20}))
