@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -224,7 +225,7 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device) -> None:
         try:
-            from cuda.bindings import runtime
+            runtime = import_module("cuda.bindings.runtime")  # compiled, without stubs
         except ImportError as error:
             raise RequestError(f"managed memory needs cuda-bindings: pip install 'onedesk[managed]' ({error})") from error
         if not hasattr(runtime, "cudaMemLocation"):
