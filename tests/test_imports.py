@@ -36,7 +36,7 @@ COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_ver
 COMFYUI |= {"node_helpers", "nodes", "server"}
 RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli"}
 # Optional extras and what only a bench compares with; imported where they are used, never at the top of a module.
-LATE = {"transformers", "triton", "cuda", "llguidance", "prometheus_client"}
+LATE = {"transformers", "triton", "cuda", "llguidance", "prometheus_client", "llama_cpp"}
 # What only part of the nodes may touch.
 COMFYUI_FREE = {"values", "wildcards", "presets", "phase", "options", "show", "write", "picture", "desk", "correction", "__init__"}
 
