@@ -335,7 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode (64; handover 16)")
     bench.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt (512; decode 128)")
     bench.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help="how often each is measured (5; handover 300)")
-    bench.add_argument("--against", choices=("transformers",), help="measure it too, in the same run")
+    bench.add_argument("--against", choices=("transformers", "llama.cpp"), help="measure it too, in the same run")
     serve_options(
         command("serve", serve, "Answer over HTTP as OpenAI's API does (--model: names; repeatable).", json=False, model="append")
     )

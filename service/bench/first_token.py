@@ -65,7 +65,7 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
     kept: list[dict[str, Any]] = []
     ceiling = known_ceiling(config.cache, device)
     if ceiling is None:
-        ceiling = read_ceiling(device, available=read_truth(device).available)
+        ceiling = read_ceiling(device, available=read_truth(device).available, cache=config.cache)
         keep_ceiling(config.cache, device, ceiling)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
     samples: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}

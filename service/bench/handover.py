@@ -100,7 +100,7 @@ def measure_handover(
     checkpoint = open_checkpoint(path, roots=roots.bases)
     ceiling = known_ceiling(config.cache, kind)
     if ceiling is None:
-        ceiling = read_ceiling(kind, available=read_truth(kind).available)
+        ceiling = read_ceiling(kind, available=read_truth(kind).available, cache=config.cache)
         keep_ceiling(config.cache, kind, ceiling)
     values: dict[str, Any] = dict(config.memory)
     pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))

@@ -34,7 +34,7 @@ Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
 EMBEDDING = "model.embed_tokens.weight"
 WARM_UP_TOKENS = 3
 # Engines that can write several rows in one step.
-BATCHED = ("onedesk", "transformers")
+BATCHED = ("onedesk", "transformers", "llama.cpp")
 LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "READ AND KEPT", "SHARE", "PEAK / SIZE")
 RUN_TITLES = ("ENGINE", "BATCH", "PROMPT", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
 
@@ -50,7 +50,7 @@ class Plan:
     tokens: int = 64
     prompt: int = 512
     cycles: int = 5
-    against: Literal["transformers"] | None = None
+    against: Literal["transformers", "llama.cpp"] | None = None
     batches: tuple[int, ...] = (1,)
 
 
@@ -65,12 +65,12 @@ def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     ends = tuple(sorted(end_tokens(checkpoint)))
     task = Task(path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), ends, max(plan.batches))
     available = read_truth(device).available
-    ceiling = read_ceiling(device, available=available)
+    ceiling = read_ceiling(device, available=available, cache=config.cache)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
     with ExitStack() as ended:
         workers = [ended.enter_context(Worker(engine, task)) for engine in engines]
         rows = _load_rows(plan, checkpoint, workers) if plan.kind == "load" else _run_rows(plan, checkpoint, workers)
-    ceiling = max(ceiling, read_ceiling(device, available=available))
+    ceiling = max(ceiling, read_ceiling(device, available=available, cache=config.cache))
     keep_ceiling(config.cache, device, ceiling)
     return {
         "kind": plan.kind,

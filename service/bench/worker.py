@@ -21,7 +21,7 @@ from ..errors import OnedeskError, PeerError
 from .probe import PeakWatch, status_bytes
 from .subject import Subject, Task
 
-Engine = Literal["onedesk", "transformers"]
+Engine = Literal["onedesk", "transformers", "llama.cpp"]
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that the kernel sends when the parent dies
 
 
@@ -125,6 +125,10 @@ def _make_subject(setup: Mapping[str, Any]) -> Subject:
         from .peer import Transformers
 
         return Transformers(task)
+    if setup["engine"] == "llama.cpp":
+        from .llama import LlamaCpp
+
+        return LlamaCpp(task)
     from .ours import Onedesk
 
     return Onedesk(task)

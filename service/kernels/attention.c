@@ -44,7 +44,13 @@ static void turn_head(const struct attention *a, float *head, const float *norm,
     for (long d = 0; d < dim; d += VL) squares += load(head + d) * load(head + d);
     float scale = factor / sqrtf(sum_lanes(squares) / (float)dim + (float)eps);
     for (long d = 0; d < dim; d += VL) store(head + d, load(head + d) * scale * load(norm + d));
-    for (long d = 0; d < half; d++) {
+    long d = 0;
+    for (; d + VL <= half; d += VL) {
+        const vf low = load(head + d), high = load(head + d + half), c = load(cos + d), s = load(sin + d);
+        store(head + d, low * c - high * s);
+        store(head + d + half, high * c + low * s);
+    }
+    for (; d < half; d++) {
         float low = head[d], high = head[d + half];
         head[d] = low * cos[d] - high * sin[d];
         head[d + half] = high * cos[d] + low * sin[d];
@@ -61,7 +67,8 @@ static void place(const struct attention *a, long t, long head) {
     turn_head(a, key, a->k_norm, a->k_eps, position, 1.0f);
     memcpy(slot_of(a, a->keys, block, head, slot), key, a->dim * sizeof *key);
     memcpy(slot_of(a, a->values, block, head, slot), query(a, t, a->heads + a->kv_heads + head), a->dim * sizeof *key);
-    for (long g = 0; g < group; g++) turn_head(a, query(a, t, head * group + g), a->q_norm, a->q_eps, position, 1.0f / sqrtf((float)a->dim));
+    const float factor = 1.0f / sqrtf((float)a->dim);
+    for (long g = 0; g < group; g++) turn_head(a, query(a, t, head * group + g), a->q_norm, a->q_eps, position, factor);
 }
 
 /* scores[g * BLOCK + j] = query g times key j, for J keys and G queries. */

@@ -108,9 +108,9 @@ static void fill_panel(const struct weight *w, const struct desk *d, long row, l
         int16_t *to = (int16_t *)d->wide + r * DEPTH;
         const char *at = row_of(w, row + r);
         for (long c = 0; c < have; c += UNIT) {
-            const long byte = w->kind == INT4 ? (from + c) / 2 : from + c;
-            const int inside = w->kind == INT4 || c + UNIT <= have;
-            const unit u = !inside ? unpack_last(INT8, at, from + c, w->cols) : w->kind == INT4 ? unpack(INT4, at + byte) : unpack(INT8, at + byte);
+            const unit u = w->kind == INT4      ? unpack(INT4, at + (from + c) / 2)
+                           : c + UNIT <= have ? unpack(INT8, at + from + c)
+                                              : unpack_last(INT8, at, from + c, w->cols);
             memcpy(to + c, &u, sizeof u);
         }
         for (long c = 0; w->zero && c < have; c++) to[c] -= (int16_t)w->zero;

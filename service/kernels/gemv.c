@@ -5,8 +5,6 @@
 #include "prepare.h"
 
 #define MOST 8
-/* Sums stay in registers only where these loops are gone before the compiler looks at arrays. */
-#define UNROLL _Pragma("GCC unroll 8")
 /* Weight rows that a thread takes at a time: some 10 us of reading, so that a thread which loses its core leaves little behind, but
  * streams of some length (R of them, see `choice`). */
 #define MOST_TAKEN 128
@@ -23,7 +21,8 @@ INLINE long chosen(const struct choice *c, int r) { return c->row + r * c->step 
 INLINE void float_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, struct choice rows,
                        long first, float *sums) {
     const struct weight *w = &p->w;
-    const long each = bytes_each(kind), cols = w->cols, bytes = cols * each, groups = kind == FP8 ? groups_of(w) : 1, group = kind == FP8 ? w->group : cols;
+    const long each = bytes_each(kind), cols = w->cols, bytes = cols * each;
+    const long groups = kind == FP8 ? groups_of(w) : 1, group = kind == FP8 ? w->group : cols;
     const char *at[4];
     vf total[4][MOST];
     UNROLL for (int r = 0; r < R; r++) {
@@ -125,7 +124,8 @@ INLINE void integer_rows(const int64_t kind, const int R, const int T, const str
     }
     for (long from = 0; from < x->spans; from += HELD) {
         const long count = x->spans - from < HELD ? x->spans - from : HELD;
-        UNROLL for (int r = 0; r < R; r++) (T == 1 ? row_scales : row_scales_of_many)(kind, T, w, x, chosen(&rows, r), from, count, scales[r], beside[r]);
+        UNROLL for (int r = 0; r < R; r++)
+            (T == 1 ? row_scales : row_scales_of_many)(kind, T, w, x, chosen(&rows, r), from, count, scales[r], beside[r]);
         for (long s = 0; s < count; s++) {
             some_ints part[4][MOST];
             UNROLL for (int r = 0; r < R; r++)
@@ -133,7 +133,8 @@ INLINE void integer_rows(const int64_t kind, const int R, const int T, const str
             long c = (from + s) * x->span;
             const long end = c + x->span, stop = end < whole ? end : whole;
             for (; c < stop; c += UNIT)
-                UNROLL for (int r = 0; r < R; r++) add_unit(T, unpack(kind, at[r] + (kind == INT4 ? c >> 1 : c)), x->words + c, x->width, part[r]);
+                UNROLL for (int r = 0; r < R; r++)
+                    add_unit(T, unpack(kind, at[r] + (kind == INT4 ? c >> 1 : c)), x->words + c, x->width, part[r]);
             if (kind == INT8 && c < end && c < w->cols)
                 UNROLL for (int r = 0; r < R; r++) add_unit(T, unpack_last(kind, at[r], c, bytes), x->words + c, x->width, part[r]);
             UNROLL for (int r = 0; r < R; r++)
@@ -211,7 +212,7 @@ static void some_outputs(const struct product *p, const struct prepared *x, long
 }
 
 static long taken_at_once(const struct product *p) {
-    const long fair = outputs_of(p) / (2 * p->threads), long_enough = TAKEN_BYTES / row_bytes(&p->w), rows = fair < long_enough ? fair : long_enough;
+    const long fair = outputs_of(p) / (2 * p->threads), wanted = TAKEN_BYTES / row_bytes(&p->w), rows = fair < wanted ? fair : wanted;
     return rows < 16 ? 16 : rows > MOST_TAKEN ? MOST_TAKEN : round_up(rows, 4);
 }
 

@@ -69,6 +69,7 @@ class Native:
         self.attend_chunk = _bind(library, "attend_chunk", address)
         self.pack_rows = _bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = _bind(library, "embed_rows", address, address, whole, address, result=whole)
+        self.read_all = _bind(library, "read_all", address, whole, whole, result=whole)
         self.gemv_scratch = _bind(library, "gemv_scratch", address, whole, result=whole)
         self.gemm_scratch = _bind(library, "gemm_scratch", address, whole, address)
         self.attention_scratch = _bind(library, "attention_scratch", whole, whole, whole, result=whole)

@@ -20,6 +20,8 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+/* Sums in arrays stay in registers only where such loops are gone before the compiler looks at the arrays. */
+#define UNROLL _Pragma("GCC unroll 8")
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
