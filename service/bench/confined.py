@@ -27,6 +27,7 @@ from ..config import Config, load_config
 from ..core import Request, Sampling
 from ..engine.leaks import own_bytes
 from ..errors import MemoryFull, ModelError, OnedeskError, RequestError
+from ..kernels.compile import compile_library
 from ..kernels.unfinished import work_folder
 from ..loader.checkpoint import open_checkpoint
 from ..memory.budget import MIB
@@ -276,6 +277,7 @@ def run_confined(count: int, *, seed: int, config: Config, models: Sequence[str]
     folders = {model: config.cache / "confined" / model for model in models}
     for model in models:
         _in_child(lambda model=model: {"folder": str(checkpoint_of(model, config.cache))})
+    compile_library(config.cache)  # a compiler inside a case would count towards its limit, and outlive it
     gc.freeze()  # what is here already is not looked at again, so that a child does not copy it by counting
     started, became, wrong, kills, hits = time.perf_counter(), Counter[str](), [], 0, 0
     for number, case in enumerate(cases):
