@@ -13,6 +13,8 @@ from .steps import Steps
 
 LOG = logging.getLogger(__name__)
 SCRIPTS = ("install.sh", ".ci/run")
+# Its interpreter runs the CUDA kernels on a CPU. Not on the list of pins: a CUDA build of torch brings the version that it needs.
+TRITON = "triton==3.6.0"
 
 
 def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[str]]:
@@ -36,6 +38,7 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
 def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Sequence[str] = ()) -> list[str]:
     """Install what the checks need, run them in the checkout, return the names of those that failed."""
     environment.add_pins("tests", TEST_PINS)
+    environment.add_missing("triton", TRITON)
     caches = {"RUFF_CACHE_DIR": "ruff", "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis"}
     # Not in the tree's cache: links from model folders may lead into it, and tests make links that may not.
     temporary = steps.tree.envs / "tmp"

@@ -92,6 +92,13 @@ class Environment:
             self.pip(step, "--no-deps", "--requirement", pins)
         self.steps.mark(step, key)
 
+    def add_missing(self, name: str, pin: str) -> None:
+        """Install `pin` of the package `name`, without its dependencies, where no version of it is installed."""
+        if name in self.versions():
+            return
+        with self.steps.step(name, f"installing {pin}"):
+            self.pip(name, "--no-deps", pin)
+
     def settle_operators(self) -> None:
         """Take away the compiled operators of torchvision and torchaudio if they do not load beside this torch.
 

@@ -209,6 +209,14 @@ def test_a_failing_pip_shows_the_end_of_its_log_and_leaves_no_stamp(
     assert (beside.tree.logs / "extra.log").stat() == log
 
 
+def test_only_what_is_missing_is_added(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    environment = Environment(beside.tree.envs / "service", Steps(beside.tree))
+    environment.add_missing("torch", "no-such-package==1.0")
+    with pytest.raises(SetupError, match=r"step no-such-package failed(.|\n)*No matching distribution"):
+        environment.add_missing("no-such-package", "no-such-package==1.0")
+
+
 def test_a_torch_that_is_there_stays(beside: Beside, caplog: pytest.LogCaptureFixture) -> None:
     environment = Environment(beside.tree.envs / "service", Steps(beside.tree))
     version = environment.versions()["torch"]
