@@ -81,8 +81,8 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
                 workers[case.engine].ask("unload")
                 log.info("%s, cycle %d of %d: %.3f s", case, cycle + 1, plan.cycles, samples[case][-1]["seconds"])
         kept = _prefix_samples(workers["onedesk"], checkpoint, prefix, tail, plan.cycles)
-    read = bytes_a_pass(checkpoint)
-    rows = [_row(case, found, plan.prompt, read, ceiling) for case, found in samples.items()]
+    read = bytes_a_pass(checkpoint, plan)
+    rows = [_row(case, found, plan.prompt, bytes_a_pass(checkpoint, plan, case.engine), ceiling) for case, found in samples.items()]
     rows += [_prefix_row(state, kept, prefix + tail, read, ceiling) for state in ("read", "kept")]
     return {
         "kind": "ttft",

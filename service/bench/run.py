@@ -16,6 +16,7 @@ import torch
 from ..api import pick_device
 from ..config import Config
 from ..engine.ceiling import keep_ceiling
+from ..engine.session import draw_blueprint
 from ..errors import FileError, ModelError, RequestError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelRoots
@@ -31,7 +32,7 @@ from .worker import Engine, Worker
 log = logging.getLogger(__name__)
 
 Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
-EMBEDDING = "model.embed_tokens.weight"
+SMALLEST_CONTEXT = 2
 WARM_UP_TOKENS = 3
 # Engines that can write several rows in one step.
 BATCHED = ("onedesk", "transformers", "llama.cpp")
@@ -145,11 +146,10 @@ def random_prompt(checkpoint: Checkpoint, tokens: int, seed: int = 1) -> list[in
     return torch.randint(0, int(checkpoint.config["vocab_size"]), (tokens,), generator=generator).tolist()
 
 
-def bytes_a_pass(checkpoint: Checkpoint) -> int:
-    """Weight bytes that a pass over the network reads: all, but of an embedding that is not the head too only single rows."""
-    embedding = checkpoint.tensors.get(EMBEDDING)
-    tied = bool(checkpoint.config.get("tie_word_embeddings", False))
-    return checkpoint.weight_bytes - (0 if tied or embedding is None else embedding.nbytes)
+def bytes_a_pass(checkpoint: Checkpoint, plan: Plan, engine: Engine = "onedesk") -> int:
+    """Weight bytes that a pass of `engine` reads, as they lie in memory; for llama.cpp, those of our own form of the same width."""
+    quant = "none" if engine == "transformers" else plan.quant
+    return draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, quant).pass_bytes
 
 
 def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> 
             sample = worker.ask(plan.kind, **asked[batch])
             samples[worker.engine, batch].append(sample)
             log.info("%s %s of %d, %d of %d: %.3f s", worker.engine, plan.kind, batch, cycle + 1, plan.cycles, sample["seconds"])
-    return [_run_row(engine, batch, plan, found, bytes_a_pass(checkpoint)) for (engine, batch), found in samples.items()]
+    return [_run_row(engine, batch, plan, found, bytes_a_pass(checkpoint, plan, engine)) for (engine, batch), found in samples.items()]
 
 
 def _run_row(engine: str, batch: int, plan: Plan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
