@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_kernels import keep_kernels
 from onedesk.service import cli
 from onedesk.service import config as config_module
 from onedesk.service.api import OpenModel
@@ -35,6 +36,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     write_tiny_qwen3(tree / "models" / "tiny", context=256)
     (tree / "onedesk.toml").write_text("[models]\ncontext = 256\n", encoding="utf-8")
+    keep_kernels(tree / "cache")
     return tree
 
 
@@ -355,6 +357,7 @@ def endless(tree: Path, slow: Path, tmp_path: Path) -> subprocess.Popen[bytes]:
     config = tmp_path / "tree"
     config.mkdir()
     shutil.copy(tree / "onedesk.toml", config)
+    keep_kernels(config / "cache")  # else stderr says that they are compiled
     child = start(config, "generate", "--model", str(slow), *ENDLESS)
     assert child.stdout is not None
     try:

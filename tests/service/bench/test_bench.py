@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from kept_kernels import keep_kernels
 from onedesk.service import cli
 from onedesk.service.bench import peer, shapes
 from onedesk.service.bench.ceiling import read_ceiling
@@ -33,6 +34,7 @@ from safetensors import safe_open
 from tiny_qwen3 import write_tiny_qwen3
 
 MIB = 1 << 20
+NORMS = 0.02  # the share of a tiny checkpoint that grows when its norms are held in FP32
 SMALL = shapes.SHAPES["qwen3-0.6b"] | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -50,6 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(kind: str, model: Path, tmp_path: Path, **changes) -> dict:
+    keep_kernels(tmp_path / "cache")
     plan = Plan(kind, str(model), device="cpu", tokens=6, prompt=20, cycles=2, **changes)
     return measure(plan, Config(tree=tmp_path), ModelRoots([]))
 
@@ -62,7 +65,7 @@ def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
     assert {row["batch"] for row in document["rows"]} == {1}
     for row in document["rows"]:
         assert row["tokens"] == 6
-        assert row["bytes_per_second"] == pytest.approx(document["checkpoint_bytes"] * row["tokens_per_second"])
+        assert row["bytes_per_second"] == pytest.approx(document["checkpoint_bytes"] * row["tokens_per_second"], rel=NORMS)
         assert row["share"] == pytest.approx(row["bytes_per_second"] / document["read_bytes_per_second"])
         assert row["peak_bytes"] > document["checkpoint_bytes"]
     assert (ours["major_faults_per_token"], ours["allocations_per_token"]) == (0, 0)
@@ -107,7 +110,7 @@ def test_batches_decode_together_behind_prompts_of_their_own(model, tmp_path):
     found = [(row["engine"], row["batch"], row["prompt"], row["tokens"]) for row in document["rows"]]
     assert found == [(engine, batch, 20, 6) for batch in (1, 3, 8) for engine in ("onedesk", "transformers")]
     for row in document["rows"]:
-        assert row["tokens_per_second"] * document["checkpoint_bytes"] == pytest.approx(row["bytes_per_second"] * row["batch"])
+        assert row["tokens_per_second"] * document["checkpoint_bytes"] == pytest.approx(row["bytes_per_second"] * row["batch"], rel=NORMS)
         assert row["allocations_per_token"] in (0, None)
 
 
@@ -120,6 +123,7 @@ def test_other_batches_are_wrong_usage(model, options, capsys):
 def test_the_command_prints_the_document_and_the_table(model, tmp_path, capsys):
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
+    keep_kernels(tmp_path / "cache")
     options = ["bench", "prefill", "--model", str(model), "--prompt", "20", "--cycles", "1", "--config", str(config)]
     assert cli.main([*options, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.engine.runner import Runner
@@ -42,6 +43,7 @@ def test_a_sound_model_passes_every_check(tmp_path):
     model = write_tiny_qwen3(tmp_path / "tiny")
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
+    keep_kernels(tmp_path / "cache")
     command = [sys.executable, "-m", "onedesk.service.cli", "doctor", "--check", str(model), "--config", str(config), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kept_kernels import keep_kernels
 from onedesk.service.bench.confined import LIMITS, MODELS, Case, Outcome, checkpoint_of, faults_of, random_cases
 from onedesk.service.bench.group import MemoryGroup
 from onedesk.service.errors import FileError
@@ -56,6 +57,7 @@ def test_the_truth_of_a_confined_process_is_its_groups(group):
 
 def test_random_choices_work_or_are_refused_rightly_and_nothing_is_killed(tmp_path):
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
+    keep_kernels(tmp_path / "cache")
     command = [sys.executable, "-m", "onedesk.service.bench.confined", "--count", str(COUNT), "--seed", "4", "--models", SMALL]
     done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)

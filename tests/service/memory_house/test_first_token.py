@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from kept_kernels import keep_kernels
 from onedesk.service import cli
 from onedesk.service.bench.first_token import first_token_table
 from onedesk.service.bench.kinds import measure_kind
@@ -24,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
+    keep_kernels(tmp_path / "cache")
     command = [
         "bench",
         "ttft",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_kernels import keep_kernels
 from onedesk.service.cli import main
 from onedesk.service.engine import session
 from onedesk.service.kernels.reference import ReferenceKernels
@@ -23,6 +24,7 @@ Run = Callable[..., tuple[int, Any]]
 def tree(tmp_path: Path) -> Path:
     write_tiny_qwen3(tmp_path / "models" / "tiny", dtype="bfloat16", hidden=128)
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
+    keep_kernels(tmp_path / "cache")
     return tmp_path
 
 
