@@ -4,6 +4,7 @@
     [models]   roots = ["models"], default = "NAME", context = 8192
     [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation
     [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
+    [peers.NAME]  kind = "openai" | "vllm" | "llama-server"; PeerSettings says what else
 
 Bytes may be written as whole numbers or as text such as "4GiB". Relative roots start at the file's folder.
 """
@@ -34,6 +35,7 @@ FILE_LIMIT = 1 << 20  # bytes
 
 _Kind = Literal["text", "texts", "whole", "number", "bytes", "flag"]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNITS: Mapping[str, int] = {"": 1, **{p: 1000**i for i, p in enumerate("KMGT", 1)}, **{p + "I": 1024**i for i, p in enumerate("KMGT", 1)}}
 
 # Key -> what it must be. The keys of [memory] are the fields of memory.MemorySettings; a test holds the two together.
@@ -70,6 +72,31 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
     },
     "comfyui": {"correct_free_memory": "flag"},
 }
+_PEER: Mapping[str, _Kind] = {
+    "kind": "text",
+    "url": "text",
+    "key_file": "text",
+    "model": "text",
+    "command": "texts",
+    "options": "texts",
+    "context": "whole",
+    "memory": "bytes",
+    "sequences": "whole",
+    "gpus": "whole",
+    "nodes": "whole",
+    "address": "text",
+    "sleep": "flag",
+    "idle": "number",
+    "port": "whole",
+    "start": "number",
+}
+# Kind -> the keys that it needs, and the ones that it may have beside them.
+_CHILD_KEYS = ("command", "options", "context", "sequences", "port", "start")
+_PEER_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "openai": (("url",), ("key_file", "model", "context")),
+    "vllm": (("model", "memory"), (*_CHILD_KEYS, "gpus", "nodes", "address", "sleep")),
+    "llama-server": (("model", "memory"), (*_CHILD_KEYS, "idle")),
+}
 MEMORY_KEYS = tuple(_TABLES["memory"])
 _WORDS: Mapping[_Kind, str] = {
     "text": "a text",
@@ -88,6 +115,14 @@ _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
     ("service", "grace"): (0, 86400),
     ("service", "renew_hours"): (0, 8760),
     ("service", "renew_fragmentation"): (0, 1),
+    ("peers", "context"): (1, 2**31),
+    ("peers", "memory"): (1, 2**50),
+    ("peers", "sequences"): (1, 4096),
+    ("peers", "gpus"): (1, 1024),
+    ("peers", "nodes"): (1, 1024),
+    ("peers", "idle"): (1, 7 * 86400),
+    ("peers", "port"): (0, 65535),
+    ("peers", "start"): (1, 86400),
 }
 
 
@@ -118,6 +153,41 @@ class ComfyUISettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Another engine, by the name of its table.
+
+    kind "openai": a server that runs by itself at `url`; `key_file` holds its key, `model` is the name to ask for. The other kinds are
+    processes that we start and end: `model` is a folder or a file on this machine, `memory` the bytes that the process may hold (a
+    machine of several: each of them), `command` its argv up to our own words, `options` words behind them. `context` 0 is what the
+    model is made for. `port` 0: any free one. `start`: seconds until it must answer. vLLM: `gpus` a machine, `nodes` machines of which
+    this one has `address`, `sleep` to give way without ending. llama-server: `idle` seconds after which it unloads by itself, 0: never.
+    """
+
+    name: str
+    kind: Literal["openai", "vllm", "llama-server"]
+    url: str = ""
+    key_file: Path | None = None
+    model: str = ""
+    command: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    context: int = 0
+    memory: int = 0
+    sequences: int = 1
+    gpus: int = 1
+    nodes: int = 1
+    address: str = ""
+    sleep: bool = False
+    idle: float = 0.0
+    port: int = 0
+    start: float = 600.0
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a process that we start."""
+        return self.kind != "openai"
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings. `tree` is the folder of the onedesk.toml that was read, None without one; `memory` has only the keys set there."""
 
@@ -129,6 +199,7 @@ class Config:
     memory: Mapping[str, int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
     service: ServiceSettings = field(default_factory=ServiceSettings)
     comfyui: ComfyUISettings = field(default_factory=ComfyUISettings)
+    peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def cache(self) -> Path:
@@ -174,9 +245,9 @@ def load_config(path: Path | None = None) -> Config:
         return Config(model_roots=_with_toys([]))
     document = _read(path)
     tables = {name: _table(path, name, document.get(name, {})) for name in _TABLES}
-    unknown = sorted(set(document) - set(_TABLES))
+    unknown = sorted(set(document) - {*_TABLES, "peers"})
     if unknown:
-        raise FileError(f"{path.name}: unknown table or key {unknown[0]!r}; known tables: {', '.join(_TABLES)}")
+        raise FileError(f"{path.name}: unknown table or key {unknown[0]!r}; known tables: {', '.join(_TABLES)}, peers")
     tree = path.resolve().parent
     models = tables["models"]
     return Config(
@@ -188,16 +259,58 @@ def load_config(path: Path | None = None) -> Config:
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
         comfyui=ComfyUISettings(**tables["comfyui"]),
+        peers=MappingProxyType(_peers(path, tree, document.get("peers", {}))),
     )
 
 
 def _root(path: Path, tree: Path, text: str) -> Path:
+    return _place(f"{path.name}: roots in [models]", tree, text)
+
+
+def _place(where: str, tree: Path, text: str) -> Path:
+    """The path that `text` means; a relative one starts at the tree."""
     if "\0" in text:
-        raise FileError(f"{path.name}: roots in [models] has {text!r}, which is no path; write a folder's path")
+        raise FileError(f"{where} has {text!r}, which is no path; write a folder's path")
     try:
         return tree / Path(text).expanduser()
     except RuntimeError as error:
-        raise FileError(f"{path.name}: roots in [models] has {text!r}, whose home folder is not known; write the whole path") from error
+        raise FileError(f"{where} has {text!r}, whose home folder is not known; write the whole path") from error
+
+
+def _peers(path: Path, tree: Path, tables: Any) -> dict[str, PeerSettings]:
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise FileError(f"{path.name}: peers is no table of tables; write each as [peers.NAME]")
+    return {name: _peer(path, tree, name, table) for name, table in tables.items()}
+
+
+def _peer(path: Path, tree: Path, name: str, table: Mapping[str, Any]) -> PeerSettings:
+    title = f"[peers.{name}]"
+    if not _PEER_NAME.fullmatch(name):
+        raise FileError(f"{path.name}: a peer is called {name!r}; use up to 64 letters, digits, dots, dashes and underscores")
+    for key in table:
+        if key not in _PEER:
+            raise FileError(f"{path.name}: unknown key {key!r} in {title}; known keys: {', '.join(_PEER)}")
+    kind = table.get("kind")
+    if not isinstance(kind, str) or kind not in _PEER_KINDS:
+        raise FileError(f"{path.name}: kind in {title} is {kind!r}; use one of {', '.join(_PEER_KINDS)}")
+    needed, allowed = _PEER_KINDS[kind]
+    for key in (key for key in needed if not table.get(key)):
+        raise FileError(f"{path.name}: {title} is of kind {kind} and lacks {key}; write {key} = ...")
+    for key in (key for key in table if key not in ("kind", *needed, *allowed)):
+        raise FileError(f"{path.name}: {key} in {title} does not go with kind {kind}; it has {', '.join((*needed, *allowed))}")
+    values = {key: _value(f"{path.name}: {key} in {title}", _PEER[key], item, _RANGES.get(("peers", key))) for key, item in table.items()}
+    if values.get("nodes", 1) > 1 and not values.get("address"):
+        raise FileError(
+            f"{path.name}: {title} has nodes = {values['nodes']} and lacks address; write this machine's address on their network"
+        )
+    for key in ("command", "options"):
+        if key in values:
+            values[key] = tuple(values[key])
+    if "key_file" in values:
+        values["key_file"] = _place(f"{path.name}: key_file in {title}", tree, values["key_file"])
+    if kind != "openai":
+        values["model"] = str(_place(f"{path.name}: model in {title}", tree, values["model"]))
+    return PeerSettings(name=name, **values)
 
 
 def _with_toys(roots: list[Path]) -> tuple[Path, ...]:

@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service, comfyui"),
+        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service, comfyui, peers"),
         ("port = 1\n", "unknown table or key 'port'"),
         ("[service]\nprot = 1\n", "unknown key 'prot' in [service]; known keys: host, port, concurrency, queue, deadline"),
         ("service = 3\n", "service is 3; write it as a table, [service]"),
@@ -170,3 +170,73 @@ def test_what_is_no_plain_file_is_refused_and_does_not_hang(tmp_path):
 def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().context = 1
+
+
+PEERS = """
+[peers.big]
+kind = "vllm"
+model = "models/Qwen3-235B"
+memory = "100GiB"
+context = 32768
+sequences = 4
+gpus = 1
+nodes = 2
+address = "192.168.1.10"
+sleep = true
+command = ["/opt/vllm/bin/vllm"]
+options = ["--enforce-eager"]
+[peers.small]
+kind = "llama-server"
+model = "/srv/x.gguf"
+memory = 1000000
+idle = 60
+port = 9001
+start = 5
+[peers.other]
+kind = "openai"
+url = "http://127.0.0.1:8000/v1"
+key_file = "cache/other.key"
+model = "qwen"
+"""
+
+
+def test_other_engines_are_read(tmp_path):
+    peers = load_config(write(tmp_path, PEERS)).peers
+    assert list(peers) == ["big", "small", "other"]
+    big, small, other = peers.values()
+    assert (big.kind, big.memory, big.model) == ("vllm", 100 * 1024**3, str(tmp_path / "models/Qwen3-235B"))
+    assert (big.context, big.sequences, big.nodes, big.address, big.sleep) == (32768, 4, 2, "192.168.1.10", True)
+    assert (big.command, big.options) == (("/opt/vllm/bin/vllm",), ("--enforce-eager",))
+    assert (small.model, small.idle, small.port, small.start, small.ours) == ("/srv/x.gguf", 60, 9001, 5, True)
+    assert (other.url, other.key_file, other.model, other.ours) == (
+        "http://127.0.0.1:8000/v1",
+        tmp_path / "cache" / "other.key",
+        "qwen",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("peers = 3\n", "peers is no table of tables; write each as [peers.NAME]"),
+        ('[peers]\nkind = "vllm"\n', "peers is no table of tables; write each as [peers.NAME]"),
+        ('[peers."a b"]\nkind = "openai"\n', "a peer is called 'a b'; use up to 64 letters"),
+        ("[peers.a]\n", "kind in [peers.a] is None; use one of openai, vllm, llama-server"),
+        ('[peers.a]\nkind = "ollama"\n', "kind in [peers.a] is 'ollama'; use one of openai, vllm, llama-server"),
+        ('[peers.a]\nkind = "openai"\n', "[peers.a] is of kind openai and lacks url; write url = ..."),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\n', "[peers.a] is of kind vllm and lacks memory"),
+        ('[peers.a]\nkind = "vllm"\nmodle = "m"\n', "unknown key 'modle' in [peers.a]; known keys: kind, url, key_file"),
+        ('[peers.a]\nkind = "openai"\nurl = "http://x"\nmemory = 1\n', "memory in [peers.a] does not go with kind openai; it has url"),
+        ('[peers.a]\nkind = "llama-server"\nmodel = "m"\nmemory = 1\nsleep = true\n', "sleep in [peers.a] does not go with kind llama-"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 2\n', "has nodes = 2 and lacks address"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 0\n', "nodes in [peers.a] is 0; use 1 to 1024"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "much"\n', "memory in [peers.a]: 'much' is no size"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\ncommand = "vllm"\n', "command in [peers.a] is 'vllm'; use a list of texts"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "a\\u0000b"\nmemory = 1\n', "model in [peers.a] has 'a\\x00b', which is no path"),
+    ],
+)
+def test_a_wrong_peer_names_itself(tmp_path, text, wanted):
+    with pytest.raises(FileError) as raised:
+        load_config(write(tmp_path, text))
+    assert wanted in str(raised.value)
