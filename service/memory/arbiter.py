@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import OnedeskError
 from .budget import show
+from .entrusted import Entrusted
 from .lease import Lease, Released
 from .policy import due, order_of_giving_way
 
@@ -70,9 +71,9 @@ class Arbiter:
         """
         goal = self._pool.room().now + lacking
         released: list[Released] = []
-        asked: set[Lease] = set()
+        asked: set[Lease | Entrusted] = set()
         while self._pool.room().now < goal:
-            order = [lease for lease in order_of_giving_way(self._pool.holders()) if lease.terms.give_way and lease not in asked]
+            order = [lease for lease in order_of_giving_way(self._pool.owners()) if lease.terms.give_way and lease not in asked]
             if not order:
                 break
             asked.add(order[0])
@@ -86,10 +87,10 @@ class Arbiter:
 
     def release_due(self, *, phase_over: bool = False) -> list[Released]:
         """Ask those leases to give way whose policy says so now: ttl run out, or phase when `phase_over`."""
-        leases = [lease for lease in due(self._pool.holders(), phase_over=phase_over) if lease.terms.give_way]
+        leases = [lease for lease in due(self._pool.owners(), phase_over=phase_over) if lease.terms.give_way]
         return [released for lease in leases if not lease.released for released in self._ask(lease)]
 
-    def _ask(self, lease: Lease) -> list[Released]:
+    def _ask(self, lease: Lease | Entrusted) -> list[Released]:
         """Ask one lease's owner; one that turned busy meanwhile keeps its bytes."""
         if lease.terms.give_way is None:
             return []

@@ -15,6 +15,7 @@ from .arbiter import Arbiter, Neighbour
 from .backends.choose import choose_backend
 from .backends.protocol import Backend, Returned
 from .budget import MIB, Budget, MemorySettings, Need, Room, explain_lease_refusal, explain_refusal, make_budget, show
+from .entrusted import Entrusted
 from .guard import broken_zones, plan_layout, write_zones
 from .lease import Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released
 from .policy import KINDS, Kind, order_of_giving_way
@@ -63,6 +64,7 @@ class Pool:
         self.backend: Backend = choose_backend(device, managed=settings.managed, oversubscribe=settings.oversubscribe)
         self._store = SlabStore(self.backend, settings, self.lock)
         self._leases: dict[Lease, Block] = {}
+        self._entrusted: list[Entrusted] = []
         self._returning: dict[Lease, Block] = {}
         self._used = 0
         self.arbiter = Arbiter(self)
@@ -103,19 +105,24 @@ class Pool:
             return Counters(allocations=self.allocations, seconds=self._seconds, **self._counts)
 
     def holders(self) -> list[Lease]:
-        """All leases, oldest first."""
+        """All leases of memory of this process, oldest first."""
         with self.lock:
             return list(self._leases)
 
+    def owners(self) -> list[Lease | Entrusted]:
+        """All leases, and what other processes hold in an owner's name."""
+        with self.lock:
+            return [*self._leases, *self._entrusted]
+
     def leases(self) -> list[LeaseInfo]:
-        """Describe all leases, oldest first."""
-        return [lease.info() for lease in self.holders()]
+        """Describe all of them."""
+        return [lease.info() for lease in self.owners()]
 
     def room(self) -> Room:
         """Say what could be leased now: within the budget, of what the machine has, and of either if all that can gave way."""
         neighbours = self.arbiter.neighbours_could_free()
         with self.lock:
-            yielding = [lease for lease in order_of_giving_way(self._leases) if lease.terms.give_way is not None]
+            yielding = [lease for lease in order_of_giving_way(self.owners()) if lease.terms.give_way is not None]
             machine, available = self._machine_room()
             return Room(
                 budget=self.budget.spendable - self._used,
@@ -161,6 +168,30 @@ class Pool:
                 self._seconds += time.perf_counter() - started
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, kind, nbytes, self.budget, self.room()))
+
+    def entrust(self, owner: str, nbytes: int, held: Callable[[], int]) -> Entrusted:
+        """Count `nbytes` that a process of ours is about to take; `held` says at any time what it has taken. Others give way if they must.
+
+        Raises MemoryFull with the figures if it does not fit.
+        """
+        for last in (False, True):
+            with self.lock:
+                lacking = self._lacking(nbytes)
+                if lacking <= 0:
+                    entrusted = Entrusted(self, owner, nbytes, held)
+                    self._entrusted.append(entrusted)
+                    self._used += nbytes
+                    return entrusted
+            if not last:
+                self.make_room(lacking)
+        self.count("refusals")
+        raise MemoryFull(explain_lease_refusal(owner, "memory for its process", nbytes, self.budget, self.room()))
+
+    def forget(self, entrusted: Entrusted) -> None:
+        """Entrusted only, under the lock: its bytes are back."""
+        self._entrusted.remove(entrusted)
+        self._used -= entrusted.nbytes
+        self._counts["releases"] += 1
 
     def make_room(self, lacking: int) -> list[Released]:
         """Ask leases to give way until `lacking` more bytes can be leased; see Arbiter.make_room."""
@@ -226,7 +257,7 @@ class Pool:
                 self._counts["releases"] += 1
         after = self._available(lease.nbytes)
         delta = None if before is None or after is None else after - before
-        return self._report(lease, returned, delta, time.perf_counter() - started)
+        return self.report(lease, returned, delta, time.perf_counter() - started)
 
     def verify(self) -> None:
         """Check the pool's invariants, and in debug mode the guard zones and the seals.
@@ -279,7 +310,8 @@ class Pool:
         truth, promised = self.read_truth(), self.arbiter.promised
         if self.backend.commits:
             aside = min(self.backend.movable, max(0, truth.host_available - self.budget.floor))
-            return truth.available - self.budget.floor + self._store.held - self._used + aside - promised, truth.available
+            ours = self._store.held + self._elsewhere()
+            return truth.available - self.budget.floor + ours - self._used + aside - promised, truth.available
         available = min(truth.available, truth.host_available)
         return available - self.budget.floor - (self._used - self._resident()) - promised, available
 
@@ -325,7 +357,8 @@ class Pool:
             words.append(f"{lease.title} was overwritten: its checksum changed since it was sealed")
         return words
 
-    def _report(self, lease: Lease, returned: Returned, delta: int | None, seconds: float) -> Released:
+    def report(self, lease: Lease | Entrusted, returned: Returned, delta: int | None, seconds: float) -> Released:
+        """Inside this room only: tell of a return, and warn of one that falls short."""
         asked, measured = min(returned.asked, lease.nbytes), min(returned.measured, lease.nbytes)
         released = Released(lease.owner, asked, measured, seconds, delta)
         log.debug("%s returned: asked %d, measured %d bytes, available %s, %.4f s", lease.title, asked, measured, delta, seconds)
@@ -351,7 +384,11 @@ class Pool:
             return None
 
     def _resident(self) -> int:
-        return sum(lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in self.holders())
+        return self._elsewhere() + sum(lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in self.holders())
+
+    def _elsewhere(self) -> int:
+        """Bytes that processes of ours have taken."""
+        return sum(entrusted.held() for entrusted in list(self._entrusted))
 
     def count(self, name: str, by: int = 1) -> None:
         """Inside this room only: add to one of Counters."""
