@@ -17,7 +17,7 @@ from typing import Any
 
 import openai
 from kept_kernels import keep_kernels
-from onedesk.service.server.note import Note, read_note
+from onedesk.service.peers.note import Note, read_note
 from tiny_models import write_language_model
 
 STARTS_WITHIN = 90.0  # seconds until a service that does not start fails its test; torch takes several on a busy machine

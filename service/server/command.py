@@ -16,9 +16,9 @@ from ..setup.console import UsageError
 from ..setup.options import whole_from
 
 if TYPE_CHECKING:
+    from ..peers.note import Note
     from .app import Address
     from .models import Choice
-    from .note import Note
     from .service import Service
 
 
@@ -45,7 +45,7 @@ class Plan:
 
 def serve(args: argparse.Namespace) -> int:
     """Run the service until SIGTERM or SIGINT; returns 0."""
-    from .note import only_one
+    from ..peers.note import only_one
 
     plan = _plan(args)
     with only_one(plan.config.cache):
@@ -55,11 +55,11 @@ def serve(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan:
     """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError, RequestError."""
+    from ..peers.token_file import FILE_NAME, load_token
     from ..setup.inventory import model_roots
     from .app import Address
     from .guard import is_loopback
     from .models import Choice
-    from .token_file import FILE_NAME, load_token
 
     config = load_config(args.config)
     host = config.service.host if args.host is None else args.host
@@ -88,11 +88,11 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 async def _run(plan: Plan) -> None:
+    from ..peers.note import noted
     from ..registry import REGISTRY
     from .app import listen, make_app
     from .guard import Guard, own_names
     from .models import Models
-    from .note import noted
     from .renewal import renew_when_idle
     from .service import Service
 
@@ -135,7 +135,7 @@ def _listen_for_signals(service: Service) -> asyncio.Event:
 
 
 def _note(plan: Plan, address: Address) -> Note:
-    from .note import Note
+    from ..peers.note import Note
 
     token_file = None if plan.token_file is None else str(plan.token_file.absolute())
     if address.uds is not None:

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ..errors import RequestError
+from ..peers.token_file import matches
 from .problems import ApiError
-from .token_file import matches
 
 OPEN_ROUTES = frozenset({"/health"})
 _LOCAL_NAMES = frozenset({"localhost"})

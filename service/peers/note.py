@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from ..errors import FileError, PeerError
 
 FILE_NAME = "service.json"
 LOCK_NAME = "service.lock"
+# Whoever looks whether a service runs holds its lock for a moment; so often, and so many seconds apart, a service tries to get it.
+_TRIES, _TRY_SECONDS = 25, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,11 @@ def only_one(cache: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(f"the cache folder cannot be written: {error.strerror}; use a tree of your own (--config)") from error
     try:
-        if not _locked(lock):
+        if not any(_locked(lock, wait=attempt > 0) for attempt in range(_TRIES)):
             note = read_note(cache)
             where = "" if note is None else f" (process {note.pid}, {note.where})"
             raise PeerError(f"a service of this tree runs already{where}; use it, or end it first")
+        (cache / FILE_NAME).unlink(missing_ok=True)  # of a service that was killed
         yield
     finally:
         os.close(lock)
@@ -75,18 +79,25 @@ def read_note(cache: Path) -> Note | None:
 
 def running(cache: Path) -> Note | None:
     """The note of this tree's service if it runs now."""
+    return read_note(cache) if taken(cache) else None
+
+
+def taken(cache: Path) -> bool:
+    """Whether a service has the tree; one that only starts has written no note yet."""
     try:
         lock = os.open(cache / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return None
+        return False
     try:
-        return None if _locked(lock) else read_note(cache)
+        return not _locked(lock)
     finally:
         os.close(lock)
 
 
-def _locked(lock: int) -> bool:
-    """Whether the lock could be had."""
+def _locked(lock: int, *, wait: bool = False) -> bool:
+    """Whether the lock could be had, now or after a moment."""
+    if wait:
+        time.sleep(_TRY_SECONDS)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

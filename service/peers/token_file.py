@@ -36,17 +36,20 @@ def load_token(path: Path) -> str:
     return token
 
 
-def read_token(path: Path) -> str:
-    """The token in `path`. Raises FileError as `load_token` does, and where there is no file."""
+_ADVICE = "name another with --token-file"
+
+
+def read_token(path: Path, *, advice: str = _ADVICE) -> str:
+    """The token in `path`. Raises FileError as `load_token` does, and where there is no file; it ends with `advice`."""
     try:
         # O_NONBLOCK: a FIFO in place of the file must not block for ever
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             content = file.read(FILE_LIMIT + 1)
     except OSError as error:
-        raise FileError(f"the token file {path.name} cannot be read: {error.strerror}; name another with --token-file") from error
+        raise FileError(f"the token file {path.name} cannot be read: {error.strerror}; {advice}") from error
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
-        raise FileError(f"the token file {path.name} is no regular file of this user; name another with --token-file")
+        raise FileError(f"the token file {path.name} is no regular file of this user; {advice}")
     if found.st_mode & 0o077:
         raise FileError(f"the token file {path.name} can be read by others (mode {found.st_mode & 0o777:o}); chmod 600 it")
     text = content.decode("latin-1").strip()

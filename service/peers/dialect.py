@@ -1,0 +1,256 @@
+"""From the engine's vocabulary to OpenAI's API as a client speaks it, and back: a request as a body, a stream's documents as events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast, get_args
+
+from ..core import SEED_LIMIT, Event, Finish, Message, Progress, Request, Result, Stage, Usage
+from ..errors import PeerError, RequestError
+from ..memory.policy import Policy
+from ..text.reasoning import ReasoningSplitter, Segment
+from .peer import Address, Wanted
+from .wire import failure
+
+# Servers keep seeds in 31 to 64 bits; ours takes all of them.
+_FOREIGN_SEEDS = 2**31
+UNKNOWN_TOKEN = -1
+_TEXT_LIMIT = 64 << 20  # characters of one answer
+_STAGES = ("load", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One choice of one request, on its way to a server: the route, the body, and the seed that people see."""
+
+    route: str
+    body: Mapping[str, Any]
+    seed: int
+
+
+def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: Wanted, policy: Policy) -> Ask:
+    """The question for choice `choice` of a validated request whose first choice has `seed`.
+
+    Raises RequestError for what cannot be asked of a server of this dialect.
+    """
+    ours = address.dialect == "onedesk"
+    _check_askable(request, address, ours=ours)
+    drawn = (seed + choice) % SEED_LIMIT
+    body: dict[str, Any] = {"model": wanted.name, "stream": True, "max_tokens": request.max_tokens}
+    body |= {"seed": drawn if ours else drawn % _FOREIGN_SEEDS, **_sampling(request)}
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if ours:
+        body["onedesk"] = _own_options(request, wanted, policy)
+        body |= {} if request.thinking_budget is None else {"thinking_budget": request.thinking_budget}
+    else:
+        body["stream_options"] = {"include_usage": True}
+    if not request.messages:
+        prompt = request.prompt if request.prompt is not None else list(request.ids or ())
+        return Ask("/completions", body | {"prompt": prompt}, drawn)
+    options = dict(request.template_options)
+    if request.thinking != "auto":
+        options["enable_thinking"] = request.thinking == "on"
+    body |= {"messages": [_message(message) for message in request.messages]}
+    body |= {"chat_template_kwargs": options} if options else {}
+    return Ask("/chat/completions", body, drawn)
+
+
+def _check_askable(request: Request, address: Address, *, ours: bool) -> None:
+    for name in ("best_of", "beams", "json_schema", "logprobs"):
+        if getattr(request, name) is not None:
+            raise RequestError(f"{name} is not passed on to {address.title}; leave it out, or run the model in this process")
+    if request.tools:
+        raise RequestError(f"tools are not passed on to {address.title}; leave them out, or run the model in this process")
+    if request.thinking_budget is not None and not ours:
+        raise RequestError(f"{address.title} knows no thinking_budget; leave it out (-1), or run the model in this process")
+
+
+def _sampling(request: Request) -> dict[str, Any]:
+    sampling = request.sampling
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    given = {name: getattr(sampling, name) for name in names if getattr(sampling, name) is not None}
+    if sampling.logit_bias:
+        given["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return given
+
+
+def _own_options(request: Request, wanted: Wanted, policy: Policy) -> dict[str, Any]:
+    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "policy": "stay" if policy.name == "phase" else policy.name}
+    own |= {} if policy.seconds is None else {"ttl": policy.seconds}
+    own |= {} if wanted.context is None else {"context": wanted.context}
+    return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
+
+
+def _message(message: Message) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    told |= {"reasoning_content": message.reasoning} if message.reasoning else {}
+    told |= {"tool_calls": [dict(call) for call in message.tool_calls]} if message.tool_calls else {}
+    return told | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
+
+
+class Reader:
+    """Takes the documents of one choice's stream and gives events, the last one with the result. `started` is a perf_counter time."""
+
+    def __init__(self, address: Address, seed: int, started: float) -> None:
+        self._address = address
+        self._seed = seed
+        self._started = started
+        self._first: float | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._characters = 0
+        self._half = ""  # a half character at the end of a document, whose other half begins the next
+        self._ids: list[int] = []
+        self._pieces = 0
+        self._usage: Mapping[str, Any] = {}
+        self._told: Mapping[str, Any] = {}
+        self._finish: Finish | None = None
+        self._splitter = ReasoningSplitter()
+        # The token of a piece of text for which a server tells none: there was one, at least.
+        self._unknown = None if address.dialect == "onedesk" else UNKNOWN_TOKEN
+
+    def events(self, document: Mapping[str, Any]) -> Iterator[Event]:
+        """What a document brings. Raises the error that it tells, PeerError for one that makes no sense."""
+        if document.get("error") is not None:
+            raise failure(self._address, 200, document)
+        told = _object(document.get("onedesk"))
+        usage = _object(document.get("usage"))
+        self._usage = usage or self._usage
+        if (progress := _progress(told.get("progress"))) is not None:
+            yield Event(progress=progress)
+        choices = document.get("choices")
+        choice = _object(choices[0]) if isinstance(choices, list) and choices else {}
+        yield from self._visible(choice, told)
+        reason = choice.get("finish_reason")
+        if isinstance(reason, str):
+            self._finish = "length" if reason == "length" else "stop"
+        if "finish" in told:
+            self._told = told
+
+    def end(self) -> Iterator[Event]:
+        """The stream has ended. Raises PeerError where the answer has not."""
+        if self._finish is None:
+            raise PeerError(
+                f"{self._address.title} ended in the middle of an answer, after {self._count} tokens; look at its log, then run again"
+            )
+        text, reasoning = self._take(self._splitter.finish())
+        if text or reasoning:
+            yield Event(text=text, reasoning=reasoning)
+        yield Event(result=self.result())
+
+    def result(self, finish: Finish | None = None) -> Result:
+        """What there is of the answer; `finish` says why it ended where the server does not."""
+        told, now = self._told, time.perf_counter()
+        how = told.get("finish")
+        ended: Finish = finish or (cast(Finish, how) if how in get_args(Finish) else self._finish or "stop")
+        whole = told.get("text"), told.get("reasoning")
+        text, reasoning = (
+            one if isinstance(one, str) else "".join(mine) for one, mine in zip(whole, (self._text, self._reasoning), strict=True)
+        )
+        seconds = {"load": _number(_object(told.get("seconds")).get("load")), "total": now - self._started}
+        seconds["first_token"] = (self._first or now) - self._started
+        ids = told.get("ids")
+        return Result(
+            text=text,
+            reasoning=reasoning,
+            ids=tuple(_whole(one) for one in ids) if isinstance(ids, list) else tuple(self._ids),
+            finish=ended,
+            seed=self._seed,
+            usage=self._counts(),
+            seconds=seconds,
+            stages=_stages(told.get("stages")),
+        )
+
+    @property
+    def _count(self) -> int:
+        """Tokens so far; where the server does not tell them, the pieces of text."""
+        return len(self._ids) or self._pieces
+
+    def _visible(self, choice: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Event]:
+        delta = _object(choice.get("delta"))
+        content = _text(delta.get("content")) + _text(choice.get("text"))
+        thought = _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+        came = told.get("ids")
+        ids = [_whole(one) for one in came] if isinstance(came, list) else []
+        self._ids += ids
+        if not content and not thought and not ids:
+            return
+        self._pieces += 1
+        self._first = self._first or time.perf_counter()
+        self._characters += len(content) + len(thought)
+        if self._characters > _TEXT_LIMIT:
+            raise PeerError(f"{self._address.title} wrote more than {_TEXT_LIMIT} characters; lower max_tokens, or look at its log")
+        self._reasoning.append(thought)
+        text, reasoning = self._take(self._segments(self._whole_characters(content)))
+        for token in ids[:-1]:
+            yield Event(token=token)
+        yield Event(text=text, reasoning=thought + reasoning, token=ids[-1] if ids else self._unknown)
+
+    def _segments(self, content: str) -> list[Segment]:
+        """What of the content is text: ours tells thoughts apart, other servers may leave them in it."""
+        if self._address.dialect == "onedesk":
+            return [("text", content)]
+        return self._splitter.push(content)
+
+    def _take(self, segments: list[Segment]) -> tuple[str, str]:
+        text, reasoning = "", ""
+        for channel, piece in segments:
+            if channel == "reclaim":
+                self._reasoning.append("".join(self._text).strip("\n"))
+                self._text.clear()
+            elif channel == "text":
+                text += piece
+                self._text.append(piece)
+            else:
+                reasoning += piece
+                self._reasoning.append(piece)
+        return text, reasoning
+
+    def _whole_characters(self, content: str) -> str:
+        """`content` without halves of characters: JSON can say one half in a document and the other in the next."""
+        content, self._half = self._half + content, ""
+        if content and "\ud800" <= content[-1] <= "\udbff":
+            content, self._half = content[:-1], content[-1]
+        return content.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+    def _counts(self) -> Usage:
+        told = _object(self._told.get("usage"))
+        if told:
+            return Usage(*(_whole(told.get(name)) for name in ("prompt", "completion", "reasoning", "cached")))
+        usage = self._usage
+        reasoning = _object(usage.get("completion_tokens_details")).get("reasoning_tokens")
+        cached = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
+        completion = _whole(usage.get("completion_tokens")) or self._count
+        return Usage(_whole(usage.get("prompt_tokens")), completion, _whole(reasoning), _whole(cached))
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 0.0
+
+
+def _progress(value: Any) -> Progress | None:
+    told = _object(value)
+    stage = told.get("stage")
+    return Progress(stage, _whole(told.get("done")), _whole(told.get("total"))) if stage in _STAGES else None
+
+
+def _stages(value: Any) -> dict[str, Stage]:
+    names = {one.name for one in fields(Stage)}
+    told = {name: _object(stage) for name, stage in _object(value).items() if isinstance(name, str)}
+    return {name: Stage(**{key: item for key, item in stage.items() if key in names}) for name, stage in told.items()}

@@ -1,0 +1,287 @@
+"""A model that runs in another process, with the methods of api.OpenModel that nodes use: the same requests, the same events."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..core import SEED_LIMIT, CancelCheck, Event, ProgressReport, Request
+from ..errors import Cancelled, OnedeskError, PeerError, RequestError
+from ..memory.policy import STAY, Policy
+from ..memory.pool import Released
+from ..text.tokenizer import load_tokenizer
+from .dialect import Ask, Reader, ask_of
+from .peer import Address, Described, Peer, Wanted
+from .wire import Exchange
+
+# Answers of one list that are asked for at once, as many as our own engine writes at once.
+AT_ONCE = 8
+# Seconds between two looks whether it should stop.
+_LOOK = 0.05
+# Seconds for which what a server says of a model's bytes is taken as still true.
+_FRESH = 1.0
+
+
+class RemoteModel:
+    """A handle of a model that `peer` runs. Opening it starts, loads and asks nothing. May be shared between threads.
+
+    Unlike api.OpenModel it has no tensors: no hidden states, and no scores. `folder` is where the model's tokenizer lies, where it lies
+    on this machine. What a request asks is checked by the server; what is refused there is raised here, in our error family.
+    """
+
+    def __init__(self, wanted: Wanted, peer: Peer, folder: Path | None = None) -> None:
+        self.wanted = wanted
+        self.peer = peer
+        # When the model gives way without being asked: told to our own service with each request; other servers decide for themselves.
+        self.policy: Policy = STAY
+        # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
+        self.companion: object = None
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._last_used = time.monotonic()
+        self._described = Described()
+        self._held = 0
+        self._asked: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name there."""
+        return self.wanted.name
+
+    @property
+    def title(self) -> str:
+        """For people: the model and who runs it."""
+        return f"{self.wanted.name} ({self.peer.title})"
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether its bytes are on this machine, can be asked for and given back."""
+        return self.peer.has_memory
+
+    @property
+    def need_bytes(self) -> int:
+        """Bytes that it takes while it is loaded, as the engine last said; 0 for not known."""
+        return max(self._described.nbytes, self._held)
+
+    @property
+    def loaded(self) -> bool:
+        return self.held_bytes() > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether we use it, or somebody else did when it was last asked to give way."""
+        return self._uses > 0 or self.peer.busy(self.wanted)
+
+    @property
+    def idle(self) -> float:
+        """Seconds since we used it last."""
+        return 0.0 if self._uses else time.monotonic() - self._last_used
+
+    def held_bytes(self) -> int:
+        """Bytes that it holds now, as the engine says, asked at most once a second; 0 where nobody answers."""
+        if self._asked is None or time.monotonic() - self._asked >= _FRESH:
+            self._held, self._asked = self.peer.held(self.wanted), time.monotonic()
+        return self._held
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of `text`. Raises RequestError where its tokenizer is not on this machine, ModelError."""
+        if self._folder is None:
+            raise RequestError(f"{self.peer.title} does not tell the tokens of {text[:40]!r}; name a token by its id")
+        return load_tokenizer(self._folder).encode(text)
+
+    def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> _Events:
+        """As api.OpenModel.generate."""
+        return self.generate_batch([request], cancel=cancel, progress=progress)
+
+    def generate_batch(
+        self,
+        requests: Sequence[Request],
+        *,
+        cancel: CancelCheck | None = None,
+        cancel_request: Callable[[int], bool] | None = None,
+        progress: ProgressReport | None = None,
+    ) -> _Events:
+        """As api.OpenModel.generate_batch: reaches the engine, which may be started for it, then gives events as they come.
+
+        `n` choices are as many questions, with seeds one after the other. Closing the events, or `cancel`, closes the connections, and
+        the server's places are free at once; the partial texts are kept, and their results say "cancelled".
+        Raises RequestError, ModelError, PeerError, MemoryFull, before the first event or instead of the next; Cancelled before it.
+        """
+        if not requests:
+            raise RequestError("the list of requests is empty; give at least one")
+        address = self.peer.reach(cancel)
+        self._described = self.peer.describe(self.wanted)
+        lanes: list[_Lane] = []
+        for place, request in enumerate(requests):
+            try:
+                lanes += self._lanes(place, request.validated(), address)
+            except OnedeskError as error:
+                raise _named(error, place, len(requests)) from error
+        return self._events(_Flow(lanes, len(requests), cancel, cancel_request, progress))
+
+    def _events(self, flow: _Flow) -> _Events:
+        with self._using():
+            yield from flow.events()
+
+    def _lanes(self, place: int, request: Request, address: Address) -> list[_Lane]:
+        seed = request.sampling.seed
+        first = secrets.randbelow(SEED_LIMIT) if seed is None else seed
+        choices = range(request.n)
+        return [_Lane(place, i, ask_of(replace(request, n=1), i, first, address, self.wanted, self.policy), address) for i in choices]
+
+    @contextmanager
+    def _using(self) -> Generator[None, None, None]:
+        with self._lock:
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._uses -= 1
+            self._last_used, self._asked = time.monotonic(), None
+
+    def give_way(self) -> tuple[Released, ...]:
+        """Let it give its bytes back, and return when they are, measured; the next use loads it again. A running answer is never cut:
+        while it writes, for us or for somebody else, nothing is returned. Raises PeerError.
+        """
+        if self._uses:
+            return ()
+        released = self.peer.release(self.wanted)
+        self._asked = None
+        return released
+
+
+_Events = Generator[Event, None, None]
+
+
+@dataclass(eq=False)
+class _Lane:
+    """One choice of one request on its way: its question, and the thread that reads its answer."""
+
+    request: int
+    choice: int
+    ask: Ask
+    address: Address
+    exchange: Exchange | None = None
+    reader: Reader | None = None
+    ended: bool = False
+    stopped: bool = field(default=False)
+
+    def begin(self, started: float, inbox: queue.SimpleQueue[tuple[_Lane, Event | OnedeskError | None]]) -> None:
+        """Ask, in a thread that puts what comes into `inbox`, and None at the end."""
+        self.reader = Reader(self.address, self.ask.seed, started)
+        self.exchange = Exchange(self.address, "POST", self.ask.route, self.ask.body)
+        arguments = (self.exchange, self.reader, inbox)
+        threading.Thread(target=self._read, args=arguments, name="onedesk-peer", daemon=True).start()
+
+    def _read(self, exchange: Exchange, reader: Reader, inbox: queue.SimpleQueue[tuple[_Lane, Event | OnedeskError | None]]) -> None:
+        try:
+            with exchange:
+                for document in exchange.documents():
+                    for event in reader.events(document):
+                        inbox.put((self, event))
+            for event in reader.end():
+                inbox.put((self, event))
+        except OnedeskError as error:
+            inbox.put((self, error))
+        finally:
+            inbox.put((self, None))
+
+    def cancelled(self, started: float) -> Event:
+        """Its last event, after it was stopped."""
+        reader = self.reader or Reader(self.address, self.ask.seed, started)
+        return self.tagged(Event(result=reader.result("cancelled")))
+
+    def tagged(self, event: Event) -> Event:
+        return replace(event, request=self.request, choice=self.choice)
+
+    def stop(self) -> None:
+        """Nobody wants it any more."""
+        self.stopped = True
+        if self.exchange is not None:
+            self.exchange.abort()
+
+
+class _Flow:
+    """Several lanes together: at most AT_ONCE are open, the others follow in their order."""
+
+    def __init__(
+        self,
+        lanes: Sequence[_Lane],
+        requests: int,
+        cancel: CancelCheck | None,
+        cancel_request: Callable[[int], bool] | None,
+        progress: ProgressReport | None,
+    ) -> None:
+        self._waiting = deque(lanes)
+        self._open: list[_Lane] = []
+        self._requests = requests
+        self._cancel = cancel
+        self._cancel_request = cancel_request
+        self._progress = progress
+        self._inbox: queue.SimpleQueue[tuple[_Lane, Event | OnedeskError | None]] = queue.SimpleQueue()
+        self._started = 0.0
+
+    def events(self) -> _Events:
+        """Everything that comes, until every lane has its result."""
+        self._started = time.perf_counter()
+        try:
+            while self._waiting or self._open:
+                self._begin()
+                yield from self._next()
+                yield from self._drop()
+        finally:
+            for lane in self._open:
+                lane.stop()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._open) < AT_ONCE:
+            lane = self._waiting.popleft()
+            self._open.append(lane)
+            lane.begin(self._started, self._inbox)
+
+    def _next(self) -> _Events:
+        try:
+            lane, came = self._inbox.get(timeout=_LOOK)
+        except queue.Empty:
+            return
+        if lane.ended:
+            return
+        if isinstance(came, OnedeskError):
+            raise _named(came, lane.request, self._requests) from came
+        if came is None:
+            raise PeerError(f"{lane.address.title}: its answer broke off without a reason; look at its log, then run again")
+        if came.result is not None:
+            self._end(lane)
+        if came.progress is None:
+            yield lane.tagged(came)
+        elif self._progress is not None:
+            self._progress(came.progress)
+
+    def _drop(self) -> _Events:
+        """End what is no longer wanted."""
+        everything = self._cancel is not None and self._cancel()
+        for lane in [*self._open, *self._waiting]:
+            if everything or (self._cancel_request is not None and self._cancel_request(lane.request)):
+                lane.stop()
+                self._end(lane)
+                yield lane.cancelled(self._started)
+
+    def _end(self, lane: _Lane) -> None:
+        lane.ended = True
+        for lanes in (self._open, self._waiting):
+            if lane in lanes:
+                lanes.remove(lane)
+
+
+def _named(error: OnedeskError, place: int, count: int) -> OnedeskError:
+    """The error with its place in the list, where there are several."""
+    return error if count == 1 or isinstance(error, Cancelled) else type(error)(f"item {place + 1} of {count}: {error}")

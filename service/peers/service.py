@@ -1,0 +1,248 @@
+"""The service of this machine as a peer: found by its note, started on demand, ended by its process id if we started it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from ..config import own_version, package_folder
+from ..core import CancelCheck
+from ..errors import Cancelled, ModelError, OnedeskError, PeerError, RequestError
+from ..memory.pool import Released
+from .note import Note, read_note, running, taken
+from .peer import Address, Described, Peer, Wanted
+from .tenancy import Tenancy
+from .token_file import read_token
+from .wire import ask
+
+log = logging.getLogger(__name__)
+
+TITLE = "the local service"
+LOG_NAME = "service.log"
+LAUNCHER = Path(__file__).with_name("launch_service.py")
+# Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks whether it does.
+_STARTS_WITHIN, _LOOK = 120.0, 0.05
+# Seconds that a service has to end after it was asked to; it lets answers be finished first.
+_ENDS_WITHIN = 30.0
+# Seconds without a byte after which our own service is taken for dead: in a stream it says something every 10.
+_SILENCE = 60.0
+# Seconds for an answer about memory: where it must not stand in ComfyUI's way, and where bytes are given back before it comes.
+_GLANCE, _RELEASE = 2.0, 120.0
+_LOG_LINES, _LOG_BYTES = 3, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A service that runs, by its note, and the way to it."""
+
+    note: Note
+    address: Address
+
+
+def find_service(cache: Path) -> Found | None:
+    """The service of the tree with this cache, None where none runs. Raises FileError for a token that cannot be read."""
+    note = running(cache)
+    return None if note is None else Found(note, _address(note))
+
+
+def _address(note: Note) -> Address:
+    key = None if note.token_file is None else read_token(Path(note.token_file))
+    host = note.host or "127.0.0.1"
+    return Address(TITLE, host=host, port=note.port or 0, uds=note.uds, key=key, dialect="onedesk", silence=_SILENCE)
+
+
+class LocalService(Peer):
+    """The service of a tree. `arguments` are those of `onedesk serve`, for the case that we start it."""
+
+    title = TITLE
+    has_memory = True
+
+    def __init__(self, cache: Path, arguments: Sequence[str]) -> None:
+        self._cache = cache
+        self._arguments = tuple(arguments)
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._tenancy: Tenancy | None = None
+        self._busy: frozenset[str] = frozenset()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the service that we started, None where we did not or it has ended."""
+        child = self._child
+        return child.pid if child is not None and child.poll() is None else None
+
+    def reach(self, cancel: CancelCheck | None = None) -> Address:
+        """Where it listens, started first if none runs. Raises PeerError for another version or one that does not start, FileError for a
+        token that cannot be read, Cancelled; a start goes on after that, and the next call finds it."""
+        while not self._lock.acquire(timeout=_LOOK):
+            _check(cancel)
+        try:
+            found = self._running() or self._started(cancel)
+        finally:
+            self._lock.release()
+        self._check_version(found.note)
+        return found.address
+
+    def join(self, tenancy: Tenancy) -> None:
+        """Tell the service for as long as it runs what this process holds beside it; a second one is not wanted and not begun."""
+        with self._lock:
+            if self._tenancy is None:
+                self._tenancy = tenancy
+                tenancy.begin(self._running_address)
+
+    def describe(self, wanted: Wanted) -> Described:
+        """What it says of a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
+        choice = {"quant": wanted.quant} | ({} if wanted.context is None else {"context": wanted.context})
+        document = self._ask("GET", f"/models/{quote(wanted.name, safe='/')}?{urlencode(choice)}")
+        more = document.get("onedesk")
+        told: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
+        if told.get("reason"):
+            raise ModelError(f"{wanted.name}: {told['reason']}")
+        return Described(_whole(told.get("context")), _whole(told.get("bytes")))
+
+    def held(self, wanted: Wanted) -> int:
+        """Bytes that its leases of this model hold."""
+        try:
+            address = self._running_address()
+            document = ask(address, "GET", "/memory", seconds=_GLANCE) if address is not None else None
+        except OnedeskError as error:
+            log.debug("%s does not tell what %s holds: %s", self.title, wanted.name, error)
+            return 0
+        rows = document.get("leases") if isinstance(document, Mapping) else None
+        leases = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+        return sum(_whole(row.get("bytes")) for row in leases if row.get("owner") == wanted.name and row.get("kind") != "other process")
+
+    def release(self, wanted: Wanted) -> tuple[Released, ...]:
+        """Let the model give way there; returns once its bytes are back, measured by the service."""
+        if self._running_address() is None:
+            return ()
+        try:
+            document = self._ask("POST", "/memory/release", {"owner": wanted.name}, seconds=_RELEASE)
+        except RequestError:  # it never opened the model
+            return ()
+        self._busy = frozenset(name for name in document.get("busy", ()) if isinstance(name, str))
+        rows = document.get("released")
+        return tuple(_released(row) for row in rows if isinstance(row, Mapping)) if isinstance(rows, list) else ()
+
+    def busy(self, wanted: Wanted) -> bool:
+        return wanted.name in self._busy
+
+    def close(self) -> None:
+        """Give back what this process was counted for, and end the service if we started it."""
+        atexit.unregister(self.close)
+        with self._lock:
+            tenancy, self._tenancy = self._tenancy, None
+            child, self._child = self._child, None
+        if tenancy is not None:
+            tenancy.end()
+        if child is None or child.poll() is not None:
+            return
+        child.terminate()
+        try:
+            child.wait(_ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            log.warning("%s (process %d) did not end within %g s; killing it", self.title, child.pid, _ENDS_WITHIN)
+            child.kill()
+            child.wait()
+
+    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = _SILENCE) -> Mapping[str, Any]:
+        address = self._running_address()
+        if address is None:
+            raise PeerError(f"{self.title} has ended; run again: it is started anew")
+        document = ask(address, method, route, body, seconds=seconds)
+        if not isinstance(document, Mapping):
+            raise PeerError(f"{self.title} answers {route.partition('?')[0]} with no object; is it another program?")
+        return document
+
+    def _running(self) -> Found | None:
+        """The service, if it runs; one that we started and that has ended is taken note of."""
+        if self._child is not None and self._child.poll() is not None:
+            log.info("%s (process %d) has ended with status %d", self.title, self._child.pid, self._child.returncode)
+            self._child = None
+        # While ours starts it holds the lock, and has written no note yet.
+        note = read_note(self._cache) if self._child is not None else running(self._cache)
+        if note is None or (self._child is not None and note.pid != self._child.pid):
+            return None
+        return Found(note, _address(note))
+
+    def _running_address(self) -> Address | None:
+        found = self._running()
+        return None if found is None else found.address
+
+    def _started(self, cancel: CancelCheck | None) -> Found:
+        """Start it, or go on waiting for a start that was left before."""
+        if self._child is None:
+            self._child = self._start()
+        child, until = self._child, time.monotonic() + _STARTS_WITHIN
+        # Where another one has the tree, it was started at the same moment: ours ends, and that one is waited for.
+        while child.poll() is None or taken(self._cache):
+            found = self._running()
+            if found is not None:
+                return found
+            _check(cancel)
+            if time.monotonic() > until:
+                raise PeerError(f"{self.title} does not listen {_STARTS_WITHIN:g} s after its start; {self._last_words()}")
+            time.sleep(_LOOK)
+        self._child = None
+        raise PeerError(f"{self.title} ended while it started, with status {child.returncode}; {self._last_words()}")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(LAUNCHER), str(package_folder()), "serve", *self._arguments]
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with (self._cache / LOG_NAME).open("wb") as out:
+                # A session of its own: Ctrl-C in the terminal of this process is for this process, which then ends the service itself.
+                child = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd="/", start_new_session=True
+                )
+        except OSError as error:
+            raise PeerError(f"{self.title} cannot be started: {error.strerror}; start it with `onedesk serve`") from error
+        log.info("started %s as process %d", self.title, child.pid)
+        atexit.register(self.close)
+        return child
+
+    def _last_words(self) -> str:
+        """The end of its log, for a message."""
+        try:
+            with (self._cache / LOG_NAME).open("rb") as file:
+                file.seek(-min(_LOG_BYTES, file.seek(0, 2)), 2)
+                lines = file.read().decode("utf-8", "replace").split("\n")
+        except OSError:
+            lines = []
+        said = " / ".join(line.strip() for line in lines[-_LOG_LINES - 1 :] if line.strip())
+        return (
+            f"its log, {LOG_NAME} in the cache folder, ends with: {said}" if said else f"its log, {LOG_NAME} in the cache folder, is empty"
+        )
+
+    def _check_version(self, note: Note) -> None:
+        own = own_version()
+        if note.version != own:
+            raise PeerError(
+                f"{self.title} that runs is version {note.version}, and these nodes are {own}; end it (process {note.pid}), "
+                "then run again: it is started anew"
+            )
+
+
+def _check(cancel: CancelCheck | None) -> None:
+    if cancel is not None and cancel():
+        raise Cancelled(f"stopped while {TITLE} starts")
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def _released(row: Mapping[str, Any]) -> Released:
+    seconds = row.get("seconds")
+    spent = float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0
+    return Released(str(row.get("owner")), _whole(row.get("asked")), _whole(row.get("measured")), spent)
