@@ -19,6 +19,7 @@ from ..loader.names import ModelRoots
 from ..memory.budget import MemorySettings, show
 from ..memory.pool import LeaseDamagedError, Pool, Released
 from ..memory.truth import read_truth
+from .check_operators import check_operators
 from .check_quantized import compared, listen
 from .doctor import Check
 
@@ -54,6 +55,7 @@ def check_model(
         with closing(desk.open(quant)) as model:
             told = f"{model.name}: {model.layers} layers, {show(model.need.weights)} in {model.weight_format}; {model.kernels}"
             checks = [Check("opened", "ok", told), *_runs(model, desk.pool)]
+            checks.append(check_operators(desk.pool.device, lambda: _result(model, _request(model))))
             others = [*model.need.weights_of] if quant == "none" else ["none"]
             if not others or any(check.status == "failure" for check in checks):
                 return checks

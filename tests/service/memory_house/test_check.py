@@ -23,7 +23,7 @@ from onedesk.service.setup.check import check_model
 from onedesk.service.setup.doctor import Check
 from tiny_qwen3 import write_tiny_qwen3
 
-NAMES = ["opened", "weights", "states", "texts", "guard zones", "giving way", "int8", "int4"]
+NAMES = ["opened", "weights", "states", "texts", "guard zones", "giving way", "operators", "int8", "int4"]
 
 
 @pytest.fixture
