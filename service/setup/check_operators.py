@@ -41,7 +41,7 @@ class OperatorCounts(TorchDispatchMode):
 
 
 def check_operators(device: str, run: Callable[[], object]) -> Check:
-    """Count what `run` computes for a model on `device`: a failure names the operators that ran on the host although it is another place."""
+    """Count what `run` computes for a model on `device`: a failure names the operators that ran on the host although it is another."""
     with OperatorCounts() as counts:
         run()
     host, there = counts.host.total(), counts.device.total()
