@@ -30,7 +30,7 @@ from .setup.console import (
     read_text_file,
     write_json,
 )
-from .setup.options import batches, number, switch, token_ids, whole, whole_from
+from .setup.options import batches, number, size, switch, token_ids, whole, whole_from
 
 if TYPE_CHECKING:
     from .api import OpenModel
@@ -182,8 +182,15 @@ def _memory(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from .setup import plan
     from .setup.doctor import examine
 
+    if args.plan is not None:
+        planned = plan.run(args)
+        write_json(planned) if args.json else print(plan.plan_table(planned))
+        return SUCCESS
+    if args.memory is not None or args.images is not None or args.nodes != 1:
+        raise UsageError("--memory, --images and --nodes are for --plan; see onedesk doctor --help")
     if args.check is None:
         checks = examine(args.config, device=args.device)
     else:
@@ -329,6 +336,10 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
     doctor = command("doctor", _doctor, "Examine this installation, and say what to do about what is wrong.")
     doctor.add_argument("--check", metavar="MODEL", help="write one text five times with this model and compare every byte")
+    doctor.add_argument("--plan", metavar="NAME|FOLDER", help="in which form this model would fit, from its config alone")
+    doctor.add_argument("--memory", type=size, metavar="SIZE", help="plan for a machine that has so much, such as 121GiB")
+    doctor.add_argument("--images", type=size, metavar="SIZE", help="plan beside image models that take so much")
+    doctor.add_argument("--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together")
     bench = command("bench", _bench, "Measure load, prefill, decode, first token or hand-over, beside the read bandwidth.")
     bench.add_argument("kind", choices=("load", "prefill", "decode", "ttft", "handover"))
     bench.add_argument("--batch", type=batches, default=[1], metavar="1,2,4,8", help="rows that decode together")

@@ -17,6 +17,7 @@ from ..errors import FileError
 from ..kernels.unfinished import work_folder
 from ..model.families import family_of
 from ..model.spec import Source
+from ..setup.published import PUBLISHED, qwen3
 
 log = logging.getLogger(__name__)
 
@@ -25,33 +26,9 @@ _SPREAD = 0.02  # standard deviation of the weights, as at the start of training
 _NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
-def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool) -> Mapping[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "attention_bias": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-    }
-
-
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-toy": _qwen3(256, 4, 4, 2, 768, True),  # 0.09 GB, for what is done many times over
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, True),
-    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, True),
-    "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, True),
-    "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288, False),
+    "qwen3-toy": qwen3(256, 4, 4, 2, 768, True),  # 0.09 GB, for what is done many times over
+    **{name.lower(): PUBLISHED[name] for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")},
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 
+from ..config import parse_bytes
 from ..loader.files import short
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
@@ -43,6 +44,14 @@ def number(text: str) -> float:
     if not _NUMBER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{short(text)} is no number; write for example 0.7")
     return float(text)
+
+
+def size(text: str) -> int:
+    """Read bytes: "24GiB", "512MiB", or a whole number."""
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{short(text)} is no size; write for example 24GiB, 512MiB or a number of bytes") from None
 
 
 def batches(text: str) -> list[int]:

@@ -1,0 +1,197 @@
+"""In which forms a model's weights are published or made, and what each takes in a file and in memory.
+
+What is stored how: headers and cards of the published checkpoints, as far as they were read (Qwen's own FP8; NVFP4 of RadixArk, NVIDIA and
+local-inference-lab for Qwen3.8-Flash-Next). Sizes of GGUF files are as their publishers give them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ..loader.header import DTYPE_BITS
+from ..quant.formats import FP8_BLOCKS, INT8, aligned_bytes, int4
+from ..quant.packings import Packing
+from ..quant.published import read_packing
+from ..quant.weight import Format
+from .census import Census, Tensors
+
+Engine = Literal["onedesk", "vllm", "llama-server"]
+ALIGNMENT = 256
+BLOCK = 128  # rows and columns of an fp8 block
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """How numbers of a matrix are kept: bytes of [rows, cols] in a file and in memory, and whether this version reads it."""
+
+    file: Callable[[int, int], int]
+    held: Callable[[int, int], int]
+    reads: bool = True
+
+
+def _of(form: Format, file: Callable[[int, int], int] | None = None) -> Store:
+    def held(rows: int, cols: int) -> int:
+        return aligned_bytes(form, rows, cols, ALIGNMENT)
+
+    return Store(file or held, held)
+
+
+def _by_group(bits: int, group: int, more: int = 0) -> Callable[[int, int], int]:
+    """Numbers of `bits` with a byte of scale for each `group` columns, and `more` bytes a matrix."""
+    return lambda rows, cols: rows * cols * bits // 8 + rows * -(-cols // group) + more
+
+
+def _blocks(rows: int, cols: int) -> int:
+    return rows * cols + 2 * -(-rows // BLOCK) * -(-cols // BLOCK)
+
+
+def _plain(rows: int, cols: int) -> int:
+    return 2 * rows * cols
+
+
+_NVFP4 = _by_group(4, 16, 8)  # a factor of the weights and one of the inputs, fp32
+_MXFP8 = _by_group(8, 32)
+STORES: Mapping[str, Store] = {
+    "bf16": Store(_plain, _plain),
+    "fp8": _of(FP8_BLOCKS, _blocks),
+    "fp8 scalar": Store(lambda rows, cols: rows * cols, lambda rows, cols: rows * cols),
+    "nvfp4": Store(_NVFP4, _NVFP4, reads=False),
+    "mxfp8": Store(_MXFP8, _MXFP8, reads=False),
+    "int8": _of(INT8),
+    "int4": _of(int4()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What each kind of tensor is stored as (BF16 where nothing is said), by name of STORES; the draft layer's own under `mtp`.
+
+    `made`: Onedesk makes it of BF16 files while it reads them, or once by `onedesk quantize`. `own`: stores beside STORES.
+    """
+
+    title: str
+    stores: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    mtp: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    made: bool = False
+    own: Mapping[str, Store] = field(default_factory=lambda: MappingProxyType({}))
+
+    def store(self, tensors: Tensors) -> Store:
+        """How these tensors are stored; vectors and convolutions always as they are."""
+        if tensors.part == "vision" or len(tensors.shape) != 2:
+            return STORES["bf16"]
+        return self._named((self.mtp if tensors.part == "mtp" else self.stores).get(tensors.kind, "bf16"))
+
+    def _named(self, name: str) -> Store:
+        return self.own[name] if name in self.own else STORES[name]
+
+    def file_bytes(self, census: Census) -> int:
+        """Bytes of all tensors in the files that are downloaded for it."""
+        if self.made:
+            return 2 * census.parameters
+        return sum(tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) for tensors in census.tensors)
+
+    def held_bytes(self, census: Census, nodes: int = 1) -> int:
+        """Bytes of the weights in memory without the n-gram table: text and draft layer, of matrices a node's share."""
+        mine = (tensors for tensors in census.tensors if tensors.part != "vision" and tensors.kind != "table")
+        return sum(self._held(tensors, nodes) for tensors in mine)
+
+    def table_bytes(self, census: Census, nodes: int = 1) -> int:
+        """Bytes of the n-gram table in memory, a node's share."""
+        return sum(self._held(tensors, nodes) for tensors in census.tensors if tensors.kind == "table")
+
+    def _held(self, tensors: Tensors, nodes: int) -> int:
+        if len(tensors.shape) == 1:
+            return 4 * tensors.elements  # norms are held in fp32
+        return -(-tensors.count * self.store(tensors).held(*_matrix(tensors.shape)) // nodes)
+
+    def readable(self) -> bool:
+        """Whether this version reads every number of it."""
+        return all(self._named(name).reads for name in (*self.stores.values(), *self.mtp.values()))
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor of any shape."""
+    return shape[0], math.prod(shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A form of which only the sizes are known: bytes of its files, and of the n-gram table among them; another engine runs it."""
+
+    title: str
+    file: int
+    table: int
+    engine: Engine = "llama-server"
+
+
+def _all(kinds: tuple[str, ...], store: str) -> dict[str, str]:
+    return dict.fromkeys(kinds, store)
+
+
+_EXPERTS = ("experts",)
+_PRODUCTS = ("attention", "linear", "dense", "experts", "shared")  # what is quantized of a network that is quantized as a whole
+_LOOKED_UP = {"embedding": "int8", "head": "int8"}
+_MXFP8_LAYERS = ("attention", "linear", "shared", "indexer")
+
+WITH_TABLE = (
+    Form("BF16"),
+    Form("FP8 experts and table", {"experts": "fp8", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8")),
+    Form("NVFP4 experts, BF16 table", _all(_EXPERTS, "nvfp4")),
+    Form("NVFP4 experts, FP8 table", {"experts": "nvfp4", "table": "fp8 scalar"}),
+    Form("NVFP4 experts, FP8 table and draft", {"experts": "nvfp4", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8")),
+    Form("NVFP4 experts, 4-bit table", {"experts": "nvfp4", "table": "nvfp4"}, _all(_EXPERTS, "nvfp4")),
+    Form(
+        "NVFP4 experts, MXFP8 layers, 4-bit table",
+        _all(_MXFP8_LAYERS, "mxfp8") | {"experts": "nvfp4", "table": "nvfp4"},
+        _all(_EXPERTS, "nvfp4"),
+    ),
+    Form("INT4 experts, made on load", _all(_EXPERTS, "int4"), _all(_EXPERTS, "int4"), made=True),
+)
+WITHOUT_TABLE = (
+    Form("BF16"),
+    Form("FP8", _all(_PRODUCTS, "fp8"), _all(_PRODUCTS, "fp8")),
+    Form("NVFP4", _all(_PRODUCTS, "nvfp4")),
+    Form("INT8, made on load", _all(_PRODUCTS, "int8") | _LOOKED_UP, _all(_PRODUCTS, "int8"), made=True),
+    Form("INT4, made on load", _all(_PRODUCTS, "int4") | _LOOKED_UP, _all(_PRODUCTS, "int4"), made=True),
+)
+_GB = 10**9
+_GGUF_TABLE = 28_800 * 10**6  # IQ4_NL, 4.5 bits a number
+SIZED: Mapping[str, tuple[Sized, ...]] = {
+    "Qwen3.8-Flash-Next": (
+        Sized("MXFP4 and FP8 experts, FP8 table (R12)", 146_600 * 10**6, 51_200 * 10**6, "vllm"),
+        Sized("GGUF 1-bit", 75 * _GB, _GGUF_TABLE),
+        Sized("GGUF UD-IQ4_XS", 93_700 * 10**6, _GGUF_TABLE),
+        Sized("GGUF UD-Q4_K_XL", 111 * _GB, _GGUF_TABLE),
+        Sized("GGUF UD-Q6_K_XL", 169_200 * 10**6, 54_400 * 10**6),
+        *(Sized(f"GGUF {name}", mega * 10**6 + _GGUF_TABLE, _GGUF_TABLE) for name, mega in (("Q2_0", 37_600), ("IQ3_S", 54_800))),
+    )
+}
+
+
+def forms_of(census: Census) -> tuple[Form, ...]:
+    """Every form of a family that can be counted."""
+    return WITH_TABLE if any(tensors.kind == "table" for tensors in census.tensors) else WITHOUT_TABLE
+
+
+def form_of_config(config: Mapping[str, Any]) -> Form:
+    """The form that a folder's quantization_config says. Raises ModelError for what is not read."""
+    packing = read_packing(config)
+    if packing is None:
+        return Form("BF16")
+    kinds = _all(_PRODUCTS, "packed")
+    return Form(packing.title, kinds, kinds, own={"packed": _packed(packing)})
+
+
+def _packed(packing: Packing) -> Store:
+    def file(rows: int, cols: int) -> int:
+        parts = packing.layout(rows, cols).parts
+        return sum(math.prod(part.shape) * DTYPE_BITS[part.dtypes[0]] // 8 for part in parts if not part.optional)
+
+    def held(rows: int, cols: int) -> int:
+        return aligned_bytes(packing.layout(rows, cols).held, rows, cols, ALIGNMENT)
+
+    return Store(file, held)

@@ -1,0 +1,300 @@
+"""`onedesk doctor --plan`: in which form a model would fit a machine, beside how much memory for image models. From its config alone."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, load_config
+from ..engine.buffers import MAX_BATCH
+from ..engine.runner import SCORED_ROWS, chunk_rows
+from ..engine.session import DEFAULT_CONTEXT
+from ..errors import ModelError, RequestError
+from ..loader.checkpoint import CONFIG
+from ..loader.files import read_json_object
+from ..memory.budget import MemorySettings, show
+from ..memory.truth import read_truth
+from ..model.families import FAMILIES
+from ..quant.published import KEY
+from .census import Census, take_census
+from .console import UsageError, columns
+from .forms import SIZED, Engine, Form, Sized, form_of_config, forms_of
+from .published import PUBLISHED, published_name
+
+STEP = 256  # tokens; contexts are multiples of it
+# The most of the n-gram table that stays in memory where its rows are read from the file.
+TABLE_CACHE = 512 << 20
+# What kernels work in beside the rows of a pass, by device; on the CPU also a layer's keys and values without blocks.
+KERNEL_ROOM = {"cuda": 24 << 20, "cpu": 12 << 20}
+LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan is made for: bytes that can be had, and how they may be used. Each of `nodes` machines is so.
+
+    `images`: bytes that image models have beside; then [memory] limit is set as it suits. None: the settings' limit holds.
+    """
+
+    memory: int
+    images: int | None
+    settings: MemorySettings
+    device: str
+    nodes: int = 1
+
+    @property
+    def largest(self) -> int:
+        """Bytes for a model with its headroom, at the largest limit that may be set."""
+        most = int(self.memory * LARGEST_LIMIT * (1 - self.settings.kept_back))
+        return max(0, min(most, self.memory - self.settings.floor - (self.images or 0)))
+
+    @property
+    def room(self) -> int:
+        """Bytes for a model with its headroom."""
+        if self.images is not None:
+            return self.largest
+        limit = self.settings.limit_bytes or int(self.memory * self.settings.limit)
+        return max(0, min(self.largest, int(min(limit, self.memory - self.settings.floor) * (1 - self.settings.kept_back))))
+
+    def limit_for(self, wanted: int) -> float:
+        """The [memory] limit that leaves `wanted` bytes to spend, a little above it."""
+        return math.ceil(wanted / (1 - self.settings.kept_back) / self.memory * 100) / 100
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes that a form takes of one node: of its weights and table, and of a context of n tokens `fixed` + n * `token`."""
+
+    weights: int
+    table: int
+    kv_token: int
+    fixed: int
+    token: int
+
+    def kv(self, context: int) -> int:
+        """Keys, values and indexer keys."""
+        return context * self.kv_token
+
+    def scratch(self, context: int) -> int:
+        """Buffers of a pass and recurrent states."""
+        return self.fixed + context * self.token
+
+    def wanted(self, context: int, headroom: float) -> int:
+        """Everything, with headroom."""
+        return math.ceil((self.weights + self.table + self.kv(context) + self.scratch(context)) * (1 + headroom))
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The document for the command line. Raises UsageError, ModelError, FileError, RequestError."""
+    if args.check is not None:
+        raise UsageError("--check and --plan exclude each other; give one of them")
+    return plan_model(
+        args.plan,
+        load_config(args.config),
+        memory=args.memory,
+        images=args.images,
+        nodes=args.nodes,
+        context=args.context,
+        device=args.device,
+    )
+
+
+def plan_model(
+    name: str,
+    config: Config,
+    *,
+    memory: int | None = None,
+    images: int | None = None,
+    nodes: int = 1,
+    context: int | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Every form of the model `name` (published, or a folder with a config.json) on a machine of `memory` bytes, this one's by default.
+
+    Another machine is taken to have a GPU unless `device` is cpu. Bytes are integers. Raises ModelError, FileError, RequestError.
+    """
+    from ..api import pick_device
+
+    title, described = find_config(name, config)
+    census = take_census(described)
+    values: dict[str, Any] = dict(config.memory)
+    place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
+    machine = Machine(read_truth(place).available if memory is None else memory, images, MemorySettings(**values), place, nodes)
+    if machine.memory < 1 or (images or 0) > machine.memory:
+        raise RequestError(f"--images is {show(images or 0)} of {show(machine.memory)}; name less, or a larger --memory")
+    if context is not None and context > census.max_position:
+        raise RequestError(f"context is {context}, but the model's config allows {census.max_position}; use at most that")
+    if census.heads % nodes:
+        raise RequestError(f"--nodes is {nodes}, and {census.heads} attention heads do not divide by it; use a divisor of {census.heads}")
+    rows = [row for form in _forms(title, described, census, nodes) for row in _rows(form, census, machine, context)]
+    return {
+        "model": title,
+        "family": census.family,
+        "parameters": census.parameters,
+        "active_parameters": census.active,
+        "kinds": dict(census.kinds),
+        "memory": machine.memory,
+        "images": images or 0,
+        "room": machine.room,
+        "nodes": nodes,
+        "device": place,
+        "forms": rows,
+    }
+
+
+def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
+    """The name and config.json of a published model, of a listed one, or of a folder. Raises ModelError, FileError."""
+    from .inventory import model_roots
+
+    folder = Path(name).expanduser()
+    listed = {entry.name: entry.path for entry in model_roots(config).list()}
+    if name in listed and listed[name].is_dir():
+        folder = listed[name]
+    if folder.is_dir():
+        return folder.resolve().name, read_json_object(folder / CONFIG, CONFIG)
+    known = published_name(name)
+    if known is None:
+        raise ModelError(
+            f"there is no model folder {name!r}, and no published model of that name is known; known are {', '.join(PUBLISHED)}; "
+            "a folder with the model's config.json alone is enough"
+        )
+    return known, dict(PUBLISHED[known])
+
+
+def _forms(title: str, described: dict[str, Any], census: Census, nodes: int) -> tuple[Form | Sized, ...]:
+    """All forms of a model; of a folder whose files are quantized already, only what it is."""
+    if described.get(KEY) is not None:
+        return (form_of_config(described),)
+    known = published_name(title)
+    forms = (*forms_of(census), *(SIZED.get(known, ()) if known else ()))
+    if nodes == 1:
+        return forms
+    # Several machines are vLLM's: it makes no weights of BF16 files, and reads no GGUF.
+    return tuple(form for form in forms if (form.engine == "vllm" if isinstance(form, Sized) else not form.made))
+
+
+def _rows(form: Form | Sized, census: Census, machine: Machine, context: int | None) -> list[dict[str, Any]]:
+    """The form with its table left in the file first, then with all of it in memory."""
+    table = form.table if isinstance(form, Sized) else form.table_bytes(census, machine.nodes)
+    if not table:
+        return [_row(form, form.title, 0, census, machine, context)]
+    held = -(-table // machine.nodes) if isinstance(form, Sized) else table
+    return [
+        _row(form, f"{form.title}; table in its file", min(TABLE_CACHE, held), census, machine, context),
+        _row(form, f"{form.title}; table in memory", held, census, machine, context),
+    ]
+
+
+def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Machine, context: int | None) -> dict[str, Any]:
+    load = load_of(form, table, census, machine)
+    headroom = machine.settings.headroom
+    least = min(DEFAULT_CONTEXT, census.max_position)
+    reached = _longest(load, census.max_position, headroom, machine.room)
+    fits = reached >= (least if context is None else context)
+    shown = context or (reached if fits else least)
+    wanted = load.wanted(shown, headroom)
+    engine = _engine(form, machine)
+    file = form.file if isinstance(form, Sized) else form.file_bytes(census)
+    return {
+        "format": title,
+        "engine": engine,
+        "bytes": {
+            "weights": load.weights,
+            "table": load.table,
+            "kv": load.kv(shown),
+            "scratch": load.scratch(shown),
+            "file": file,
+        },
+        "kv_per_1k": load.kv(1000),
+        "fits": fits,
+        "context": shown if fits else reached,
+        "needs": wanted,
+        "images": max(0, machine.memory - machine.settings.floor - load.wanted(context or least, headroom)),
+        "opens": engine != "onedesk" or _opens(form, census),
+        "why": _why(shown, reached, wanted, machine) + _run_by(form, census, machine),
+    }
+
+
+def load_of(form: Form | Sized, table: int, census: Census, machine: Machine) -> Load:
+    """What a form takes of one node's memory, with `table` bytes of the n-gram table."""
+    nodes, cuda = machine.nodes, machine.device == "cuda"
+    weights = -(-(form.file - form.table) // nodes) if isinstance(form, Sized) else form.held_bytes(census, nodes)
+    number = 2 if cuda else 4
+    # Key heads that do not divide are kept by every node.
+    share = math.gcd(census.kv_heads, nodes)
+    kv = census.kv_token * number // share + 4 * census.indexer_token
+    rows = max(MAX_BATCH, chunk_rows(_device(machine.device)))
+    fixed = rows * census.row * number + SCORED_ROWS * census.vocab * number + KERNEL_ROOM[machine.device]
+    token = 4 * census.head_dim + 8  # both rotary tables, fp32; places in the chunk
+    if not cuda:
+        token += 2 * census.kv_heads * census.head_dim * number
+    return Load(weights, table, kv, fixed + -(-census.state // nodes), token)
+
+
+def _device(kind: str) -> Any:
+    import torch
+
+    return torch.device(kind)
+
+
+def _longest(load: Load, allowed: int, headroom: float, room: int) -> int:
+    """The longest context that fits, at most `allowed`; 0 where none does."""
+    spare = math.floor(room / (1 + headroom)) - load.wanted(0, 0.0)
+    tokens = min(allowed, max(0, spare // max(1, load.kv_token + load.token)))
+    return tokens if tokens == allowed else tokens // STEP * STEP
+
+
+def _engine(form: Form | Sized, machine: Machine) -> Engine:
+    if isinstance(form, Sized):
+        return form.engine
+    return "vllm" if machine.nodes > 1 else "onedesk"
+
+
+def _why(shown: int, reached: int, wanted: int, machine: Machine) -> str:
+    """One line: the figures, and what would change the answer."""
+    needs = f"{show(wanted)} with headroom for {shown:,} tokens"
+    limit = machine.limit_for(wanted)
+    raised = f"; set [memory] limit = {limit:.2f}, now {machine.settings.limit:.2f}" if limit > machine.settings.limit else ""
+    if wanted > machine.room:
+        lacking = f"needs {needs}, {show(machine.room)} can be had: {show(wanted - machine.room)} lacking"
+        if wanted <= machine.largest:
+            return lacking + raised
+        return f"{lacking}; {reached:,} tokens would fit" if reached >= STEP else lacking
+    left = machine.memory - machine.settings.floor - wanted
+    return f"{needs} leave {show(left)} for images" + raised
+
+
+def _opens(form: Form | Sized, census: Census) -> bool:
+    return isinstance(form, Form) and form.readable() and any(name.removesuffix("_text") == census.family for name in FAMILIES)
+
+
+def _run_by(form: Form | Sized, census: Census, machine: Machine) -> str:
+    """Who runs it, where that is not this version."""
+    engine = _engine(form, machine)
+    share = f", a node's share of {machine.nodes}" if machine.nodes > 1 else ""
+    if engine != "onedesk":
+        return f"; by {engine}{share}"
+    return "" if _opens(form, census) else "; this version does not open it yet"
+
+
+def plan_table(document: dict[str, Any]) -> str:
+    """The document for a terminal."""
+    unit, letter = (1e9, "B") if document["parameters"] >= 1e8 else (1e6, "M")
+    kinds = ", ".join(f"{kind} {count / unit:,.2f}" for kind, count in document["kinds"].items() if count >= unit / 200)
+    head = (
+        f"{document['model']} ({document['family']}): {document['parameters'] / unit:,.1f} {letter} parameters, "
+        f"{document['active_parameters'] / unit:,.1f} {letter} active; by kind: {kinds}\n"
+        f"{show(document['memory'])} of memory"
+        + (f" on each of {document['nodes']} nodes" if document["nodes"] > 1 else "")
+        + f", {show(document['images'])} for images: {show(document['room'])} for a model"
+    )
+    lines: list[tuple[str, ...]] = [("FORM", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH", "FITS", "CONTEXT", "")]
+    for row in document["forms"]:
+        sizes = row["bytes"]
+        shown = [show(sizes[part]) for part in ("file", "weights", "table", "kv", "scratch")]
+        answer = ["yes" if row["fits"] else "no", f"{row['context']:,}", row["why"]]
+        lines.append((row["format"], *shown, *answer))
+    return f"{head}\n{columns(lines)}"
