@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -21,6 +22,7 @@ from ..errors import Cancelled, FileError, OnedeskError
 from ..kernels.unfinished import work_folder
 from ..loader.checkpoint import Checkpoint
 from ..loader.chunks import intake_bytes
+from ..loader.files import open_regular, read_exactly, read_json_object
 from ..loader.header import DTYPE_BITS
 from ..loader.readers import Bench
 from ..loader.stream import stream_tensors
@@ -28,7 +30,7 @@ from ..memory.budget import show
 from ..memory.pool import Lease
 from ..quant.quantize import Quantizer
 from ..quant.weight import QuantizedWeight, Weight
-from .converted import SOURCE, WEIGHTS, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
+from .converted import SOURCE, WEIGHTS, Converted, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
 from .reading import Reading
 from .weights import ALIGNMENT, PlannedTensor, WeightPlan
 
@@ -37,6 +39,10 @@ CPU = torch.device("cpu")
 NO_CONTENT = "0" * 64
 # A second writer may publish between our two renames; each attempt needs another one to do so.
 ATTEMPTS = 20
+# Bytes that are hashed between two looks at whether to stop.
+PIECE = 8 << 20
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,8 @@ class _Hashed:
 
 
 def is_current(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> bool:
-    """Whether the folder holds this conversion already. Where only the source's times differ, its bytes are compared with its hash.
+    """Whether the folder holds this conversion already: all its bytes are read and compared with their hash, and where the source's times
+    differ, the source's with its own.
 
     `lease` has conversion.need bytes. Raises Cancelled, FileError of the source.
     """
@@ -108,8 +115,14 @@ def is_current(conversion: Conversion, lease: Lease, progress: ProgressReport | 
         replan(plan, found)
         if found.aim != plan.aim:
             return False
+        made = str(read_json_object(folder / SOURCE, SOURCE).get("made"))
+        if _hash_of_tensors(found, progress, cancel) != made:
+            log.warning("the converted weights in the cache are not those that were written there: they are made anew")
+            return False
         if unchanged_since(folder, conversion.checkpoint):
             return True
+    except Cancelled:
+        raise
     except OnedeskError:
         return False
     content = hashlib.sha256()
@@ -117,8 +130,23 @@ def is_current(conversion: Conversion, lease: Lease, progress: ProgressReport | 
         content.update(hashed)
     if content.hexdigest() != found.content:
         return False
-    _write_text(folder / SOURCE, json.dumps(source_record(conversion.checkpoint, found.content)))
+    _write_text(folder / SOURCE, json.dumps(source_record(conversion.checkpoint, found.content, made)))
     return True
+
+
+def _hash_of_tensors(found: Converted, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
+    """Of the tensors' bytes in the converted file. Raises Cancelled, FileError."""
+    start = min(info.start for info in found.tensors.values())
+    digest = hashlib.sha256()
+    with open_regular(found.path, WEIGHTS) as (fd, source):
+        total = source.size - start
+        for done in range(0, total, PIECE):
+            if cancel is not None and cancel():
+                raise Cancelled("converting was stopped")
+            digest.update(read_exactly(fd, min(PIECE, total - done), start + done, WEIGHTS))
+            if progress is not None:
+                progress(Progress("load", min(total, done + PIECE), total))
+    return digest.hexdigest()
 
 
 def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
@@ -126,7 +154,7 @@ def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | Non
 
     Two that write the same folder at once both succeed; whoever reads it sees one of them whole. Raises Cancelled, FileError, ModelError.
     """
-    parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "")
+    parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "", "")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with work_folder(parent, "unfinished") as work:  # takes away what was left of others first
@@ -134,28 +162,40 @@ def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | Non
             made = work / "made"
             made.mkdir()
             with (made / WEIGHTS).open("w+b") as file:
-                content = _write_weights(file, conversion, lease, progress, cancel)
+                hashes = _write_weights(file, conversion, lease, progress, cancel)
                 _sync(file)
-            _write_text(made / SOURCE, json.dumps(record | {"content": content}))
+            _write_text(made / SOURCE, json.dumps(record | hashes))
             _publish(made, conversion.folder, work / "old")
     except OSError as error:
         raise FileError(
             f"the converted weights cannot be kept in the cache: {error.strerror}; make room there, or make it writable"
         ) from None
-    return content
+    return hashes["content"]
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """The part of the converted file behind its header, hashed while it is written."""
+
+    file: BinaryIO
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def write(self, octets: memoryview) -> None:
+        self.file.write(octets)
+        self.digest.update(octets)
 
 
 def _write_weights(
     file: BinaryIO, conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
-) -> str:
-    head = _header(conversion, NO_CONTENT)
-    file.write(head)
-    content = hashlib.sha256()
-    for hashed in _read(conversion, lease, progress, cancel, keep=True, file=file):
+) -> dict[str, str]:
+    """Returns the hashes of what was read (`content`) and of what was written (`made`)."""
+    file.write(_header(conversion, NO_CONTENT))
+    content, tensors = hashlib.sha256(), _Tensors(file)
+    for hashed in _read(conversion, lease, progress, cancel, keep=True, file=tensors):
         content.update(hashed)
     file.seek(0)
     file.write(_header(conversion, content.hexdigest()))
-    return content.hexdigest()
+    return {"content": content.hexdigest(), "made": tensors.digest.hexdigest()}
 
 
 def _read(
@@ -165,7 +205,7 @@ def _read(
     cancel: CancelCheck | None,
     *,
     keep: bool,
-    file: BinaryIO | None = None,
+    file: _Tensors | None = None,
 ) -> Iterator[bytes]:
     """Read every tensor, and with `keep` convert it and append it to `file`; yields the hashes of what was read."""
     plan = conversion.plan

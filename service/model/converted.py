@@ -4,7 +4,8 @@ A folder `quantized/KEY` holds weights.safetensors, the planned tensors as they 
 source's file names, sizes and headers, and of the first 4 KiB of up to 256 tensors spread over it: it costs a megabyte of reading at every
 opening and tells checkpoints of one shape apart, for a training changes every tensor. That alone would not show a change in the middle of a
 tensor: source.json has size, time of writing and time of change (which no program can set) of every source file, and the hash of all its
-bytes, which `onedesk quantize` compares when the times differ. Hashing all bytes at every opening would cost more than converting them.
+bytes, which `onedesk quantize` compares when the times differ. It also has the hash of what was made, which `onedesk quantize` compares
+whenever it runs. Hashing all bytes at every opening would cost more than converting them.
 """
 
 from __future__ import annotations
@@ -119,9 +120,10 @@ def describe(aim: Format, quant: str, content: str) -> dict[str, str]:
     return told if aim == INT8 else told | {"group": str(aim.group), "symmetric": str(aim.symmetric).lower()}
 
 
-def source_record(checkpoint: Checkpoint, content: str) -> dict[str, Any]:
-    """What source.json holds of the files as they are now: sizes in bytes, times in nanoseconds."""
-    return {"content": content, "files": {source: list(figures) for source, figures in _figures(checkpoint).items()}}
+def source_record(checkpoint: Checkpoint, content: str, made: str) -> dict[str, Any]:
+    """What source.json holds: hashes of the source and of what was made of it, and of the files as they are now sizes in bytes and times in
+    nanoseconds."""
+    return {"content": content, "made": made, "files": {source: list(figures) for source, figures in _figures(checkpoint).items()}}
 
 
 def unchanged_since(folder: Path, checkpoint: Checkpoint) -> bool:

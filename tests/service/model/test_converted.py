@@ -118,6 +118,23 @@ def test_the_next_opening_reads_it_as_it_lies(folder: Path, cache: Path, pool: P
     assert file_bytes(whole.plan) <= (whole.folder / WEIGHTS).stat().st_size <= file_bytes(whole.plan) + 8192
 
 
+@pytest.mark.parametrize("back", [1, 5_000, 20_000])
+def test_a_byte_that_turned_over_is_found_by_converting_again(
+    folder: Path, cache: Path, pool: Pool, back: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = made(folder, cache, pool)
+    assert current(whole, pool)
+    with (whole.folder / WEIGHTS).open("r+b") as file:
+        place = file.seek(-back, os.SEEK_END)
+        octet = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([octet ^ 16]))
+    assert not current(whole, pool)
+    assert "not those that were written there" in caplog.text
+    made(folder, cache, pool)
+    assert current(whole, pool)
+
+
 def test_anybody_can_read_the_file(folder: Path, cache: Path, pool: Pool) -> None:
     whole = made(folder, cache, pool)
     tensors = load_file(whole.folder / WEIGHTS)
