@@ -37,17 +37,21 @@ class Lender(Protocol):
 
 
 class Entrusted:
-    """Made by Pool.entrust only. `nbytes` are in the budget until `release`; `held` says what the process has taken of them."""
+    """Made by Pool.entrust only. `nbytes` are in the budget until `release`; `held` says what the process has taken of them.
+
+    `exact`: `held` counts the process's own pages at any time. Else it is a figure of its start, and only the machine can tell a return.
+    """
 
     kind: Kind = "weights"
     cold = False
 
-    def __init__(self, lender: Lender, owner: str, nbytes: int, held: Callable[[], int]) -> None:
+    def __init__(self, lender: Lender, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> None:
         self.owner = owner
         self.nbytes = nbytes
         self.terms = Terms()
         self._lender = lender
         self._held = held
+        self._exact = exact
         self._users = 0
         self._released = False
         self._last_used = time.monotonic()
@@ -100,9 +104,10 @@ class Entrusted:
                 self._last_used = time.monotonic()
 
     def release(self, end: Callable[[], None]) -> Released:
-        """Let `end` make the process give the bytes back, and measure by the machine's available memory what came.
+        """Let `end` make the process give the bytes back, and measure what came.
 
-        `asked` is what the process held before. Other processes move the measure too; it is looked at for up to 2 s until it agrees.
+        `asked` is what the process held before. Where that is not exact, the measure is the machine's available memory, which other
+        processes move too; it is looked at for up to 2 s until it agrees.
         Raises LeaseBusyError while it is in use, LeaseReturnedError the second time, and what `end` raises: then nothing is released.
         """
         with self._lender.lock:
@@ -111,14 +116,21 @@ class Entrusted:
                 raise LeaseBusyError(f"{self.title} is at work; let the generation finish or stop it first")
         began, asked, before = time.perf_counter(), self.held(), self._lender.read_truth().available
         end()
+        left = self.held()
         wanted = (1 - self._lender.settings.shortfall) * asked
-        until = time.monotonic() + _SETTLE_SECONDS
+        until = time.monotonic() + (0.0 if self._exact else _SETTLE_SECONDS)
         while (delta := self._lender.read_truth().available - before) < wanted and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
+        measured = asked - left if self._exact else delta
+        self.lost()
+        return self._lender.report(self, Returned(asked, max(0, min(asked, measured))), delta, time.perf_counter() - began)
+
+    def lost(self) -> None:
+        """The process has ended by itself, whoever it worked for: its bytes are no longer counted. A second time is no error."""
         with self._lender.lock:
-            self._released = True
-            self._lender.forget(self)
-        return self._lender.report(self, Returned(asked, max(0, min(asked, delta))), delta, time.perf_counter() - began)
+            if not self._released:
+                self._released = True
+                self._lender.forget(self)
 
     def info(self) -> LeaseInfo:
         """Describe it."""

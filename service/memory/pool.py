@@ -169,8 +169,8 @@ class Pool:
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, kind, nbytes, self.budget, self.room()))
 
-    def entrust(self, owner: str, nbytes: int, held: Callable[[], int]) -> Entrusted:
-        """Count `nbytes` that a process of ours is about to take; `held` says at any time what it has taken. Others give way if they must.
+    def entrust(self, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> Entrusted:
+        """Count `nbytes` that a process of ours is about to take; `held` and `exact`: see Entrusted. Others give way if they must.
 
         Raises MemoryFull with the figures if it does not fit.
         """
@@ -178,7 +178,7 @@ class Pool:
             with self.lock:
                 lacking = self._lacking(nbytes)
                 if lacking <= 0:
-                    entrusted = Entrusted(self, owner, nbytes, held)
+                    entrusted = Entrusted(self, owner, nbytes, held, exact=exact)
                     self._entrusted.append(entrusted)
                     self._used += nbytes
                     return entrusted

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core import CancelCheck
+from ..memory.policy import Policy
 from ..memory.pool import Released
 
 # "onedesk": our own service, which also tells tokens, progress and stages, and takes options that OpenAI's API does not have.
@@ -36,7 +38,8 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which model, in which form: its name there, tokens of context and one of core.QUANTIZATIONS, where the engine lets that be chosen."""
+    """Which model, in which form: tokens of context and one of core.QUANTIZATIONS, where the engine lets that be chosen. `name` is the
+    model's name there, "" for the only one that a server has."""
 
     name: str
     context: int | None = None
@@ -82,6 +85,17 @@ class Peer(ABC):
     def busy(self, wanted: Wanted) -> bool:
         """Whether it kept its bytes at the last `release` because it writes for somebody."""
         return False
+
+    def using(self, wanted: Wanted) -> AbstractContextManager[None]:
+        """The model is at work for us while the block runs: where its memory is ours to end, it does not give way. Raises PeerError."""
+        return nullcontext()
+
+    def offer(self, wanted: Wanted, policy: Policy) -> None:  # noqa: B027 - nothing to do for most
+        """When the model should give way without being asked, where that is not told with each request."""
+
+    def why(self) -> str:
+        """What is known of why it failed just now, such as the end of its log; empty for nothing."""
+        return ""
 
     @abstractmethod
     def close(self) -> None:

@@ -39,8 +39,7 @@ class RemoteModel:
     def __init__(self, wanted: Wanted, peer: Peer, folder: Path | None = None) -> None:
         self.wanted = wanted
         self.peer = peer
-        # When the model gives way without being asked: told to our own service with each request; other servers decide for themselves.
-        self.policy: Policy = STAY
+        self._policy: Policy = STAY
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
         self._folder = folder
@@ -52,14 +51,30 @@ class RemoteModel:
         self._asked: float | None = None
 
     @property
+    def policy(self) -> Policy:
+        """When the model gives way without being asked: told to our own service with each request, and to an engine that we started;
+        other servers decide for themselves."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self.peer.offer(self.wanted, policy)
+
+    @property
     def name(self) -> str:
-        """Its name there."""
-        return self.wanted.name
+        """Its name there, or who runs it where it has the server's only model."""
+        return self.wanted.name or self.peer.title
 
     @property
     def title(self) -> str:
         """For people: the model and who runs it."""
-        return f"{self.wanted.name} ({self.peer.title})"
+        return f"{self.wanted.name} ({self.peer.title})" if self.wanted.name else self.peer.title
+
+    @property
+    def vocab_size(self) -> None:
+        """Not known here: the server checks token ids."""
+        return None
 
     @property
     def has_memory(self) -> bool:
@@ -91,7 +106,7 @@ class RemoteModel:
             self._held, self._asked = self.peer.held(self.wanted), time.monotonic()
         return self._held
 
-    def token_ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises RequestError where its tokenizer is not on this machine, ModelError."""
         if self._folder is None:
             raise RequestError(f"{self.peer.title} does not tell the tokens of {text[:40]!r}; name a token by its id")
@@ -128,8 +143,12 @@ class RemoteModel:
         return self._events(_Flow(lanes, len(requests), cancel, cancel_request, progress))
 
     def _events(self, flow: _Flow) -> _Events:
-        with self._using():
-            yield from flow.events()
+        with self._using(), self.peer.using(self.wanted):
+            try:
+                yield from flow.events()
+            except PeerError as error:
+                why = self.peer.why()
+                raise PeerError(f"{error}\n{why}" if why else str(error)) from error
 
     def _lanes(self, place: int, request: Request, address: Address) -> list[_Lane]:
         seed = request.sampling.seed

@@ -22,7 +22,8 @@ LIMIT = 256 * MIB
 class Machine:
     """1 GiB of memory, of which processes take and give back what a test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
         self.taken: dict[str, int] = {}
         self._real = read_truth()
         self.pool = Pool("cpu", MemorySettings(limit_bytes=LIMIT, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB), self.truth)
@@ -32,7 +33,7 @@ class Machine:
         return replace(self._real, total=2 * GIB, available=available, host_available=available, rule="MemAvailable")
 
     def start(self, name: str, nbytes: int, *, takes: int | None = None) -> Entrusted:
-        entrusted = self.pool.entrust(name, nbytes, lambda: self.taken.get(name, 0))
+        entrusted = self.pool.entrust(name, nbytes, lambda: self.taken.get(name, 0), exact=self.exact)
         self.taken[name] = nbytes if takes is None else takes
         return entrusted
 
@@ -43,7 +44,7 @@ class Machine:
 def test_its_bytes_are_counted_once():
     machine = Machine()
     before = machine.pool.room()
-    entrusted = machine.pool.entrust("peer", 100 * MIB, lambda: machine.taken.get("peer", 0))
+    entrusted = machine.pool.entrust("peer", 100 * MIB, lambda: machine.taken.get("peer", 0), exact=False)
     promised = machine.pool.room()
     machine.taken["peer"] = 60 * MIB
     half = machine.pool.room()
@@ -72,6 +73,28 @@ def test_a_process_that_keeps_its_bytes_is_a_shortfall(monkeypatch, caplog):
     assert (released.asked, released.measured) == (100 * MIB, 60 * MIB)
     assert machine.pool.counters().shortfalls == 1
     assert "peer's process returned 60 MiB of 100 MiB (60 %)" in caplog.text
+
+
+def test_where_its_pages_are_counted_other_processes_move_nothing():
+    machine = Machine(exact=True)
+    entrusted = machine.start("peer", 100 * MIB, takes=80 * MIB)
+
+    def end() -> None:
+        machine.taken.update(peer=10 * MIB, somebody=500 * MIB)
+
+    released = entrusted.release(end)
+    assert (released.asked, released.measured, released.available_delta) == (80 * MIB, 70 * MIB, -430 * MIB)
+
+
+def test_one_that_is_lost_is_no_longer_counted_even_at_work():
+    machine = Machine()
+    entrusted = machine.start("peer", 100 * MIB)
+    with entrusted.using():
+        entrusted.lost()
+        entrusted.lost()
+        assert machine.pool.used() == 0
+    with pytest.raises(LeaseReturnedError):
+        entrusted.release(lambda: None)
 
 
 def test_nothing_is_released_where_the_end_fails():
@@ -105,9 +128,9 @@ def test_one_process_makes_another_give_way_and_a_pinned_one_stays():
     first = machine.start("first", 200 * MIB)
     first.offer(lambda: [first.release(lambda: machine.end("first"))], policy=PINNED)
     with pytest.raises(MemoryFull, match="memory for its process"):
-        machine.pool.entrust("second", 100 * MIB, lambda: 0)
+        machine.pool.entrust("second", 100 * MIB, lambda: 0, exact=False)
     first.offer(lambda: [first.release(lambda: machine.end("first"))])
-    machine.pool.entrust("second", 100 * MIB, lambda: 0)
+    machine.pool.entrust("second", 100 * MIB, lambda: 0, exact=False)
     assert first.released
 
 

@@ -1,0 +1,178 @@
+"""A child process of another engine: started with fixed words, watched, and ended by its own process group; never by name."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+from ..errors import FileError, PeerError
+
+_GUARDIAN = Path(__file__).with_name("guardian.py")
+_START_SECONDS = 30.0  # for the guardian, a bare Python, on a machine that is busy
+_MARGIN_SECONDS = 5.0  # past the grace, until the guardian itself is killed
+_TAIL_BYTES, _TAIL_LINES = 4096, 8
+# How long a reading of the processes' memory counts as now: walking them takes milliseconds, and every lease asks.
+_FRESH_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to start: `argv` as it is, no shell; `environment` is all that the child sees. `secret` is never quoted from its log.
+
+    `grace`: seconds between SIGTERM and SIGKILL.
+    """
+
+    title: str
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    secret: str | None = field(default=None, repr=False)
+    grace: float = 20.0
+
+
+class Child:
+    """A child that runs, or has ended. Every method may be called from any thread."""
+
+    def __init__(self, order: Order) -> None:
+        """Start it. Raises PeerError where the program is missing or cannot be run, FileError where its log cannot be written."""
+        self.title = order.title
+        self._order = order
+        self._lock = threading.Lock()
+        self._measured = (0.0, 0)
+        program = shutil.which(order.argv[0], path=order.environment.get("PATH"))
+        if program is None:
+            raise PeerError(
+                f"{order.title}: there is no program {order.argv[0]!r}; install it, or name it with command = [...] in its table"
+            )
+        words = [sys.executable, "-I", "-S", str(_GUARDIAN), f"{order.grace:g}", program, *order.argv[1:]]
+        with _open_log(order.log) as log:
+            self._guardian = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=dict(order.environment),
+                start_new_session=True,  # Ctrl-C is for us, and we end it in order
+            )
+        self.pid = self._hear_pid()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._guardian.poll() is None
+
+    def ending(self) -> str:
+        """How it ended, with the last lines of its log; only where it has."""
+        status = self._guardian.poll()
+        if status is None:
+            return f"{self.title} runs"
+        how = f"signal {_signal_name(status - 128)}" if status > 128 else f"status {status}"
+        if status < 0:  # the guardian was killed, and the kernel killed the child with it
+            how = f"signal {_signal_name(-status)}"
+        return f"{self.title} ended with {how}{self.last_words()}"
+
+    def last_words(self) -> str:
+        """The last lines of its log, for the end of a message; what is secret is struck out."""
+        try:
+            with self._order.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                raw = file.read(_TAIL_BYTES)
+        except OSError:
+            return ""
+        lines = [line.rstrip() for line in raw.decode("utf-8", "replace").splitlines() if line.strip()][-_TAIL_LINES:]
+        if not lines:
+            return f"; it wrote nothing to {self._order.log.name}"
+        text = "\n  ".join(lines)
+        if self._order.secret:
+            text = text.replace(self._order.secret, "***")
+        return f"; the end of {self._order.log.name}:\n  {text}"
+
+    def own_bytes(self) -> int:
+        """Bytes of host memory that only it and its own children hold: anonymous and shared memory; 0 once it has ended."""
+        when, nbytes = self._measured
+        if time.monotonic() - when >= _FRESH_SECONDS:
+            nbytes = _group_bytes(self.pid) if self.running else 0
+            self._measured = (time.monotonic(), nbytes)
+        return nbytes
+
+    def stop(self) -> None:
+        """End it and all of its group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError where even that does not do."""
+        with self._lock:
+            self._measured = (0.0, 0)
+            if self.running:
+                self._guardian.terminate()
+            try:
+                self._guardian.wait(self._order.grace + _MARGIN_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._guardian.kill()  # and the kernel kills the child
+                try:
+                    self._guardian.wait(_MARGIN_SECONDS)
+                except subprocess.TimeoutExpired:
+                    raise PeerError(
+                        f"{self.title} (process {self.pid}) does not end, not by SIGKILL either; its memory is not back"
+                    ) from None
+            for pipe in (self._guardian.stdin, self._guardian.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _hear_pid(self) -> int:
+        """What the guardian says first."""
+        heard = self._guardian.stdout
+        ready = heard is not None and select.select([heard], [], [], _START_SECONDS)[0]
+        said = heard.readline().decode("utf-8", "replace").strip() if heard is not None and ready else ""
+        if said.isdecimal():
+            return int(said)
+        self._guardian.kill()
+        self._guardian.wait()
+        reason = said.removeprefix("!") or f"its guardian does not start{self.last_words()}"
+        raise PeerError(f"{self.title}: {self._order.argv[0]} cannot be run: {reason}")
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """A new log; the one of the last run is kept beside it. Only its owner may read it: engines write prompts down."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_name(f"{path.name}.old"))
+        return open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o600))
+    except OSError as error:
+        raise FileError(
+            f"the log {path.name} cannot be written in the cache: {error.strerror}; check the rights and the room there"
+        ) from error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _group_bytes(pid: int) -> int:
+    try:
+        first = psutil.Process(pid)
+        processes = [first, *first.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    return sum(_process_bytes(process.pid) for process in processes)
+
+
+def _process_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

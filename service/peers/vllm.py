@@ -1,0 +1,96 @@
+"""vLLM as a child: its words from budgets.
+
+By vLLM's own description of its arguments (0.33). On a machine whose CPU and GPU share one memory its share of "GPU memory" is of all
+memory, and the file cache counts as used there; so the keys and values get their bytes by number, and the share only bounds the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ..config import PeerSettings
+from ..errors import PeerError
+from ..memory.budget import show
+from .launch import Launch, Machine, Place, check_options, weight_bytes
+
+COMMAND = ("vllm",)
+HEALTH = "/health"
+MASTER_PORT = 29501
+# Of the bytes that it may hold: activations, graphs and what its libraries take beside weights, keys and values.
+SCRATCH_SHARE = 0.10
+OURS = (
+    "--model",
+    "--served-model-name",
+    "--host",
+    "--port",
+    "--uds",
+    "--api-key",
+    "--gpu-memory-utilization",
+    "--kv-cache-memory-bytes",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--tensor-parallel-size",
+    "-tp",
+    "--pipeline-parallel-size",
+    "-pp",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--headless",
+    "--enable-sleep-mode",
+)
+
+
+def launch(settings: PeerSettings, machine: Machine, place: Place) -> Launch:
+    """Its words on this machine, the first of `settings.nodes`. Raises PeerError for budgets that it cannot keep, FileError.
+
+    The memory of a machine is shared by its `gpus`. Sleep is refused on one pool: what is set aside to the host takes the same bytes.
+    """
+    title = f"[peers.{settings.name}]"
+    check_options(title, settings.options, OURS)
+    if settings.sleep and machine.one_pool:
+        raise PeerError(
+            f"{title}: sleep = true helps a GPU with memory of its own; here it would move the weights within one memory and free nothing. "
+            "Take it out: the process then ends when it gives way"
+        )
+    kv = kv_bytes(settings, machine, weight_bytes(title, Path(settings.model)))
+    words = [*(settings.command or COMMAND), "serve", settings.model, "--served-model-name", settings.name, "--host", "127.0.0.1"]
+    words += ["--port", str(place.port), *budget_words(settings, machine.total, kv)]
+    words += node_words(settings.nodes, 0, settings.address) if settings.nodes > 1 else []
+    words += ["--enable-sleep-mode"] if settings.sleep else []
+    # Its routes for sleeping are there in this mode only; they ask for no key, so whoever is on this machine can use them.
+    variables = {"VLLM_API_KEY": place.key} | ({"VLLM_SERVER_DEV_MODE": "1"} if settings.sleep else {})
+    return Launch((*words, *settings.options), variables, sleeps=settings.sleep)
+
+
+def kv_bytes(settings: PeerSettings, machine: Machine, weights: int) -> int:
+    """Bytes of keys and values on each GPU: what its memory leaves beside its part of the weights and the scratch. Raises PeerError."""
+    memory = settings.memory // settings.gpus
+    if memory > machine.total:
+        raise PeerError(f"[peers.{settings.name}]: memory is {show(memory)} a GPU, and there are {show(machine.total)}; use less")
+    part = math.ceil(weights / (settings.gpus * settings.nodes))
+    scratch = math.ceil(memory * SCRATCH_SHARE)
+    kv = memory - part - scratch
+    if kv <= 0:
+        least = show(math.ceil(part / (1 - SCRATCH_SHARE)))
+        raise PeerError(
+            f"[peers.{settings.name}]: memory is {show(memory)} a GPU; the weights take {show(part)} of it and {show(scratch)} are for "
+            f"scratch, so nothing is left for keys and values; use more than {least}, or more machines"
+        )
+    return kv
+
+
+def budget_words(settings: PeerSettings, total: int, kv: int) -> list[str]:
+    """How much memory it may take, for how much text at once."""
+    share = math.floor(settings.memory / settings.gpus / total * 10_000) / 10_000
+    words = ["--gpu-memory-utilization", f"{min(0.95, max(0.01, share)):g}", "--kv-cache-memory-bytes", str(kv)]
+    words += ["--tensor-parallel-size", str(settings.gpus), "--max-num-seqs", str(settings.sequences)]
+    return words + (["--max-model-len", str(settings.context)] if settings.context else [])
+
+
+def node_words(nodes: int, rank: int, address: str) -> list[str]:
+    """This machine's part among `nodes`, by vLLM's own processes; `address` is the first one's. Layers are split between machines."""
+    words = ["--pipeline-parallel-size", str(nodes), "--nnodes", str(nodes), "--node-rank", str(rank)]
+    return [*words, "--master-addr", address, "--master-port", str(MASTER_PORT), *(["--headless"] if rank else [])]
