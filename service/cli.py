@@ -182,10 +182,11 @@ def _memory(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from .setup import plan
     from .setup.doctor import examine
 
     if args.plan is not None:
+        from .setup import plan
+
         planned = plan.run(args)
         write_json(planned) if args.json else print(plan.plan_table(planned))
         return SUCCESS
