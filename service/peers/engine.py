@@ -328,5 +328,5 @@ def _probe(address: Address, route: str) -> str:
 
 
 def served_name(settings: PeerSettings) -> str:
-    """What to ask the engine for."""
-    return settings.name if settings.ours else settings.model or settings.name
+    """What our engines call their model."""
+    return settings.name
