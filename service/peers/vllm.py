@@ -6,6 +6,7 @@ memory, and the file cache counts as used there; so the keys and values get thei
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def launch(settings: PeerSettings, machine: Machine, place: Place) -> Launch:
     kv = kv_bytes(settings, machine, weight_bytes(title, Path(settings.model)))
     words = [*(settings.command or COMMAND), "serve", settings.model, "--served-model-name", settings.name, "--host", "127.0.0.1"]
     words += ["--port", str(place.port), *budget_words(settings, machine.total, kv)]
+    words += split_words(settings.gpus, settings.nodes, attention_heads(Path(settings.model)))
     words += node_words(settings.nodes, 0, settings.address) if settings.nodes > 1 else []
     words += ["--enable-sleep-mode"] if settings.sleep else []
     # Its routes for sleeping are there in this mode only; they ask for no key, so whoever is on this machine can use them.
@@ -86,11 +88,28 @@ def budget_words(settings: PeerSettings, total: int, kv: int) -> list[str]:
     """How much memory it may take, for how much text at once."""
     share = math.floor(settings.memory / settings.gpus / total * 10_000) / 10_000
     words = ["--gpu-memory-utilization", f"{min(0.95, max(0.01, share)):g}", "--kv-cache-memory-bytes", str(kv)]
-    words += ["--tensor-parallel-size", str(settings.gpus), "--max-num-seqs", str(settings.sequences)]
+    words += ["--max-num-seqs", str(settings.sequences)]
     return words + (["--max-model-len", str(settings.context)] if settings.context else [])
 
 
+def attention_heads(folder: Path) -> int | None:
+    """How many heads the model's config says; None where none can be read, and vLLM will tell why."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = (config.get("text_config") or config).get("num_attention_heads")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def split_words(gpus: int, nodes: int, heads: int | None) -> list[str]:
+    """Each matrix is split over all GPUs where the heads divide by them: then all work at each token. Else layers between machines."""
+    across = nodes == 1 or (heads is not None and heads % (gpus * nodes) == 0)
+    words = ["--tensor-parallel-size", str(gpus * nodes if across else gpus)]
+    return words if across else [*words, "--pipeline-parallel-size", str(nodes)]
+
+
 def node_words(nodes: int, rank: int, address: str) -> list[str]:
-    """This machine's part among `nodes`, by vLLM's own processes; `address` is the first one's. Layers are split between machines."""
-    words = ["--pipeline-parallel-size", str(nodes), "--nnodes", str(nodes), "--node-rank", str(rank)]
+    """This machine's place among `nodes`, by vLLM's own processes; `address` is the first one's."""
+    words = ["--nnodes", str(nodes), "--node-rank", str(rank)]
     return [*words, "--master-addr", address, "--master-port", str(MASTER_PORT), *(["--headless"] if rank else [])]

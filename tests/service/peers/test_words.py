@@ -63,7 +63,7 @@ def test_vllm_gets_its_bytes_by_number(folder, place):
     assert list(launch.argv) == [
         *("vllm", "serve", str(folder), "--served-model-name", "big", "--host", "127.0.0.1", "--port", "9001"),
         *("--gpu-memory-utilization", "0.01", "--kv-cache-memory-bytes", str(kv)),
-        *("--tensor-parallel-size", "1", "--max-num-seqs", "4", "--max-model-len", "8192", "--enforce-eager"),
+        *("--max-num-seqs", "4", "--max-model-len", "8192", "--tensor-parallel-size", "1", "--enforce-eager"),
     ]
     assert dict(launch.variables) == {"VLLM_API_KEY": KEY}
     assert not launch.sleeps
@@ -88,13 +88,22 @@ def test_sleep_only_where_the_gpu_has_memory_of_its_own(folder, place):
             vllm.launch(vllm_settings(folder, sleep=True), machine, place)
 
 
-def test_the_first_of_several_machines(folder, place):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"num_attention_heads": 32}', "--tensor-parallel-size 2 "),
+        ('{"text_config": {"num_attention_heads": 16}}', "--tensor-parallel-size 2 "),
+        ('{"num_attention_heads": 25}', "--tensor-parallel-size 1 --pipeline-parallel-size 2 "),
+        ("{}", "--tensor-parallel-size 1 --pipeline-parallel-size 2 "),
+        ("no json", "--tensor-parallel-size 1 --pipeline-parallel-size 2 "),
+    ],
+)
+def test_the_first_of_several_machines(folder, place, config, words):
+    (folder / "config.json").write_text(config)
     argv = vllm.launch(vllm_settings(folder, nodes=2, address="192.168.1.10"), SPARK, place).argv
-    words = "--pipeline-parallel-size 2 --nnodes 2 --node-rank 0 --master-addr 192.168.1.10 --master-port 29501"
-    assert words in " ".join(argv)
+    assert words + "--nnodes 2 --node-rank 0 --master-addr 192.168.1.10 --master-port 29501" in " ".join(argv)
     assert "--headless" not in argv
     assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(GIB - 32 * MIB - 107374183)
-    assert vllm.node_words(2, 1, "192.168.1.10")[-1] == "--headless"
 
 
 def test_budgets_that_cannot_be_kept(folder, place):
