@@ -10,14 +10,16 @@ import torch
 
 from ..api import pick_context, pick_device
 from ..config import Config
-from ..engine.session import draw_blueprint
-from ..errors import OnedeskError
+from ..engine.session import DEFAULT_CONTEXT, draw_blueprint
+from ..errors import ModelError, OnedeskError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
-from ..model.families import family_of
+from ..model.families import FAMILIES, family_of
+from .census import take_census
 from .console import columns
+from .footprint import Here, longest, planned, stored_bytes
 
 TOY_PREFIX = "onedesk-demo-"
 TOY_NOTE = "a toy that comes with Onedesk to show the chain"
@@ -59,19 +61,21 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
     """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
 
     `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context, beside nothing
-    else, with headroom. Raises ModelError or FileError when `model` names nothing.
+    else, with headroom; `images` is what is then left for image models, and `context` the longest that would fit. A family that this
+    version does not open (`opens`) is counted all the same. Raises ModelError or FileError when `model` names nothing.
     """
     roots = model_roots(config)
     values: dict[str, Any] = dict(config.memory)
     settings = MemorySettings(**values)
     place = pick_device(device)
-    budget = make_budget(read_truth(place.type), settings)
+    truth = read_truth(place.type)
+    here = Here(truth.available, settings, make_budget(truth, settings), place.type)
     entries = roots.list()
     if model is not None:
         path = roots.find(model)
         entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
     asked = _Asked(place, context or config.context, quant, config.cache)
-    return [_row(entry, roots, asked, settings, budget) for entry in entries]
+    return [_row(entry, roots, asked, here) for entry in entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +88,26 @@ class _Asked:
     cache: Path
 
 
-def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, settings: MemorySettings, budget: Budget) -> dict[str, Any]:
+def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dict[str, Any]:
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
     row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": ""}
+    row |= {"context": None, "images": None, "opens": False}
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
+        row |= _from_config(checkpoint, asked, here)
         draft = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache)
-        blueprint = replace(draft, context=_context(asked.context, draft.config.max_position))
     except OnedeskError as error:
-        return row | {"reason": str(error)}
+        return row | {"reason": "; ".join(part for part in (str(error), row["reason"]) if part)}
+    blueprint = replace(draft, context=_context(asked.context, draft.config.max_position))
+    need = blueprint.need
     row["format"] = blueprint.plan.form
-    row["bytes"] = {"weights": blueprint.need.weights, "table": 0, "kv_per_1k": KV_TOKENS * blueprint.kv_shape.token_bytes}
-    row["parameters"] = row["active_parameters"] = blueprint.plan.parameters
-    fits, reason = _verdict(blueprint.need, blueprint.context, settings, budget)
-    return row | {"fits": fits, "reason": reason}
+    row["bytes"] |= {"weights": need.weights, "kv_per_1k": KV_TOKENS * blueprint.kv_shape.token_bytes}
+    row["context"] = longest(lambda context: replace(draft, context=context).need, draft.config.max_position, here)
+    row["images"] = here.beside(need.with_headroom(here.settings.headroom))
+    fits, reason = _verdict(need, blueprint.context, here.settings, here.budget)
+    return row | {"fits": fits, "reason": reason, "opens": True}
 
 
 def _context(wanted: int | None, allowed: int) -> int:
@@ -114,8 +122,20 @@ def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
         "family": str(checkpoint.config["model_type"]).removesuffix("_text"),
         "format": "+".join(census.bytes_by_dtype),
         "parameters": census.parameters,
-        "bytes": {"weights": checkpoint.weight_bytes, "table": None, "kv_per_1k": None},
+        "bytes": {**stored_bytes(checkpoint), "kv_per_1k": None},
     }
+
+
+def _from_config(checkpoint: Checkpoint, asked: _Asked, here: Here) -> dict[str, Any]:
+    """What the config says of the network's size; of a family that this version does not open also what it would need."""
+    try:
+        census = take_census(checkpoint.config)
+    except ModelError:
+        return {}  # a family that nobody has counted; opening it says which there are
+    found: dict[str, Any] = {"parameters": census.parameters, "active_parameters": census.active}
+    if census.family in FAMILIES:
+        return found
+    return found | planned(checkpoint, census, asked.context or DEFAULT_CONTEXT, here)
 
 
 def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget) -> tuple[bool, str]:
@@ -137,18 +157,22 @@ def model_table(rows: list[dict[str, Any]]) -> str:
     """The rows for a terminal."""
     if not rows:
         return "no models; put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
-    lines = [("NAME", "FAMILY", "FORMAT", "PARAMETERS", "WEIGHTS", "KV / 1000", "FITS", "")]
+    lines: list[tuple[str, ...]] = [
+        ("NAME", "FAMILY", "FORMAT", "PARAMETERS", "ACTIVE", "WEIGHTS", "TABLE", "KV / 1000", "FITS", "CONTEXT", "IMAGES", "")
+    ]
     for row in rows:
-        weights, kv, count = row["bytes"]["weights"], row["bytes"]["kv_per_1k"], row["parameters"]
+        sizes = [row["bytes"][part] for part in ("weights", "table", "kv_per_1k")]
+        counts = [row["parameters"], row["active_parameters"]]
         lines.append(
             (
                 row["name"],
                 row["family"] or "-",
                 row["format"] or "-",
-                "-" if count is None else f"{count / 1e6:,.1f} M",
-                "-" if weights is None else show(weights),
-                "-" if kv is None else show(kv),
+                *("-" if count is None else f"{count / 1e6:,.1f} M" for count in counts),
+                *("-" if size is None else show(size) for size in sizes),
                 "yes" if row["fits"] else "no",
+                "-" if row["context"] is None else f"{row['context']:,}",
+                "-" if row["images"] is None else show(row["images"]),
                 "; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part),
             )
         )

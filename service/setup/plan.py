@@ -27,6 +27,8 @@ from .published import PUBLISHED, published_name
 STEP = 256  # tokens; contexts are multiples of it
 # The most of the n-gram table that stays in memory where its rows are read from the file.
 TABLE_CACHE = 512 << 20
+# Recurrent states that a session keeps: of all sequences that decode together, and of beginnings to go on behind.
+STATES = 1 + MAX_BATCH + 4
 # What kernels work in beside the rows of a pass, by device; on the CPU also a layer's keys and values without blocks.
 KERNEL_ROOM = {"cuda": 24 << 20, "cpu": 12 << 20}
 LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
@@ -66,20 +68,21 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bytes that a form takes of one node: of its weights and table, and of a context of n tokens `fixed` + n * `token`."""
+    """Bytes that a form takes of one node: its weights and table, and what grows with the context: so much fixed, so much a token."""
 
     weights: int
     table: int
     kv_token: int
+    states: int
     fixed: int
     token: int
 
     def kv(self, context: int) -> int:
-        """Keys, values and indexer keys."""
-        return context * self.kv_token
+        """Keys, values, indexer keys and recurrent states."""
+        return self.states + context * self.kv_token
 
     def scratch(self, context: int) -> int:
-        """Buffers of a pass and recurrent states."""
+        """Buffers of a pass, and what kernels work in."""
         return self.fixed + context * self.token
 
     def wanted(self, context: int, headroom: float) -> int:
@@ -189,10 +192,11 @@ def _rows(form: Form | Sized, census: Census, machine: Machine, context: int | N
 
 
 def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Machine, context: int | None) -> dict[str, Any]:
-    load = load_of(form, table, census, machine)
+    weights = -(-(form.file - form.table) // machine.nodes) if isinstance(form, Sized) else form.held_bytes(census, machine.nodes)
+    load = load_of(weights, table, census, machine)
     headroom = machine.settings.headroom
     least = min(DEFAULT_CONTEXT, census.max_position)
-    reached = _longest(load, census.max_position, headroom, machine.room)
+    reached = longest_context(load, census.max_position, headroom, machine.room)
     fits = reached >= (least if context is None else context)
     shown = context or (reached if fits else least)
     wanted = load.wanted(shown, headroom)
@@ -208,7 +212,7 @@ def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Ma
             "scratch": load.scratch(shown),
             "file": file,
         },
-        "kv_per_1k": load.kv(1000),
+        "kv_per_1k": 1000 * load.kv_token,
         "fits": fits,
         "context": shown if fits else reached,
         "needs": wanted,
@@ -218,10 +222,9 @@ def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Ma
     }
 
 
-def load_of(form: Form | Sized, table: int, census: Census, machine: Machine) -> Load:
-    """What a form takes of one node's memory, with `table` bytes of the n-gram table."""
+def load_of(weights: int, table: int, census: Census, machine: Machine) -> Load:
+    """What a model takes of one node's memory with so many bytes of weights and n-gram table there."""
     nodes, cuda = machine.nodes, machine.device == "cuda"
-    weights = -(-(form.file - form.table) // nodes) if isinstance(form, Sized) else form.held_bytes(census, nodes)
     number = 2 if cuda else 4
     # Key heads that do not divide are kept by every node.
     share = math.gcd(census.kv_heads, nodes)
@@ -231,7 +234,7 @@ def load_of(form: Form | Sized, table: int, census: Census, machine: Machine) ->
     token = 4 * census.head_dim + 8  # both rotary tables, fp32; places in the chunk
     if not cuda:
         token += 2 * census.kv_heads * census.head_dim * number
-    return Load(weights, table, kv, fixed + -(-census.state // nodes), token)
+    return Load(weights, table, kv, STATES * -(-census.state // nodes), fixed, token)
 
 
 def _device(kind: str) -> Any:
@@ -240,7 +243,7 @@ def _device(kind: str) -> Any:
     return torch.device(kind)
 
 
-def _longest(load: Load, allowed: int, headroom: float, room: int) -> int:
+def longest_context(load: Load, allowed: int, headroom: float, room: int) -> int:
     """The longest context that fits, at most `allowed`; 0 where none does."""
     spare = math.floor(room / (1 + headroom)) - load.wanted(0, 0.0)
     tokens = min(allowed, max(0, spare // max(1, load.kv_token + load.token)))

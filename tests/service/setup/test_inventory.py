@@ -1,0 +1,89 @@
+"""The rows of `onedesk models`: what files and config say of a model, of families that cannot be opened too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onedesk.service.config import Config
+from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.model.families import FAMILIES as OPENED
+from onedesk.service.setup.census import take_census
+from onedesk.service.setup.inventory import model_rows, model_table
+from published import CASES, write_published
+from tiny_families import FAMILIES, write_family
+from tiny_qwen3 import write_tiny_qwen3
+
+GIB = 1 << 30
+
+
+def rows_of(root: Path, memory: dict[str, Any] | None = None, *, context: int | None = None) -> dict[str, dict[str, Any]]:
+    rows = model_rows(Config(model_roots=(root,), memory=memory or {}), None, device="cpu", context=context)
+    return {row["name"]: row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        write_family(root / family, family)
+    write_family(root / "pictures", "qwen4_exp", vision=True)
+    return root
+
+
+def test_every_family_has_its_parameters_and_its_bytes_by_kind(models: Path):
+    rows = rows_of(models)
+    assert set(rows) == {*FAMILIES, "pictures"}
+    for name, row in rows.items():
+        checkpoint = open_checkpoint(models / name)
+        census = take_census(checkpoint.config)
+        assert (row["parameters"], row["active_parameters"]) == (census.parameters, census.active)
+        assert row["opens"] is row["fits"] is (census.family in OPENED)
+        assert row["context"] == 4096
+        assert row["images"] > 0
+    assert rows["qwen3_moe"]["active_parameters"] < rows["qwen3_moe"]["parameters"]
+    assert rows["qwen4_exp"]["bytes"]["table"] == 4096 * 16 * 4
+    # keys and values of one of four layers, fp32, and a pooled indexer key of 16 for four tokens
+    assert rows["qwen4_exp"]["bytes"]["kv_per_1k"] == 1000 * (2 * 2 * 32 * 4 + 16)
+    assert rows["qwen3_5"]["bytes"]["kv_per_1k"] == 1000 * 2 * 2 * 32 * 4
+    # the picture tower is in the file, and is not opened
+    assert rows["pictures"]["bytes"] == rows["qwen4_exp"]["bytes"]
+    assert rows["pictures"]["parameters"] > rows["qwen4_exp"]["parameters"]
+
+
+def test_a_family_that_is_not_opened_says_so_and_whether_there_would_be_room(models: Path):
+    row = next((row for row in rows_of(models).values() if not row["opens"]), None)
+    if row is not None:  # until all of them are
+        assert "is not supported; supported: " in row["reason"]
+        assert "there would be room: " in row["reason"]
+
+
+def test_longest_context_and_room_for_images_follow_the_budget(tmp_path: Path):
+    write_tiny_qwen3(tmp_path / "tiny", context=200_000)
+    plenty = rows_of(tmp_path)["tiny"]
+    assert plenty["context"] == 200_000
+    little = rows_of(tmp_path, {"limit_bytes": 64 << 20, "floor": GIB})["tiny"]
+    assert little["fits"] is True
+    assert 4096 <= little["context"] < 200_000
+    assert little["images"] == pytest.approx(plenty["images"] - GIB + (512 << 20), abs=GIB // 4)
+    at_most = rows_of(tmp_path, {"limit_bytes": 64 << 20}, context=little["context"])["tiny"]
+    beyond = rows_of(tmp_path, {"limit_bytes": 64 << 20}, context=little["context"] + 256)["tiny"]
+    assert (at_most["fits"], beyond["fits"]) == (True, False)
+    assert at_most["images"] < plenty["images"]
+
+
+def test_packed_numbers_are_counted_as_the_parameters_that_they_are(tmp_path: Path):
+    case = next(case for case in CASES if case.name == "gptq-asym-128")
+    write_published(tmp_path / "packed", case)
+    row = rows_of(tmp_path)["packed"]
+    assert row["parameters"] == take_census(open_checkpoint(tmp_path / "packed").config).parameters
+    assert row["bytes"]["weights"] < row["parameters"] * 2
+
+
+def test_the_table_has_a_column_for_each_figure(models: Path):
+    rows = model_rows(Config(model_roots=(models,)), None, device="cpu", context=None)
+    head, *lines = model_table(rows).splitlines()
+    assert " ".join(head.split()) == "NAME FAMILY FORMAT PARAMETERS ACTIVE WEIGHTS TABLE KV / 1000 FITS CONTEXT IMAGES"
+    assert len(lines) == len(rows)
+    assert "256 KiB" in next(line for line in lines if line.startswith("qwen4_exp"))
