@@ -4,13 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: install.sh [--prefix DIR] [--comfyui PATH] [--demo] [--test] [--python PY] [--torch SPEC] [--uninstall] [--help]
+usage: install.sh [--prefix DIR] [--comfyui PATH] [--demo] [--test] [--service] [--python PY] [--torch SPEC] [--uninstall] [--help]
 
   --prefix DIR          where everything goes; default ~/dgx-local
   --comfyui PATH        use this ComfyUI: its environment is left as it is, the pack is linked into its custom_nodes
   --comfyui-python PY   the Python that starts that ComfyUI, if it is not in its venv/ or .venv/
   --demo                then draw a picture with the demo models, and print idea, prompt and file
   --test                then install what the tests need and run all checks
+  --service             then let `onedesk serve` run as a service of this user (systemd), now and at each login
   --python PY           Python 3.10 to 3.13 to build on; default: the first one found
   --torch SPEC          the torch for a new environment, as pip install takes it; default torch==2.13.0
   --uninstall           take the installation away; models, data and changed settings stay

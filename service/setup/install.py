@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..errors import OnedeskError
+from ..peers.note import running as running_service
 from .checks import run_checks
 from .environment import PINS, TORCH, Environment
 from .foreign import find_foreign, model_paths
@@ -22,6 +23,7 @@ from .pack import NAME, PREFIX_OF_DEMO, add_package, link, link_demo_models, rea
 from .source import Source
 from .steps import SetupError, Steps, locked
 from .tree import SETTINGS, Desk, Tree, run_script, write_if_changed
+from .unit import add_unit, remove_unit
 
 LOG = logging.getLogger(__name__)
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -45,9 +47,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--torch", default=TORCH, metavar="SPEC")
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--test", action="store_true")
+    parser.add_argument("--service", action="store_true")
     parser.add_argument("--uninstall", action="store_true")
     options = parser.parse_args(arguments)
-    if options.uninstall and (options.demo or options.test or options.comfyui):
+    if options.uninstall and (options.demo or options.test or options.service or options.comfyui):
         parser.error("--uninstall goes with --prefix only")
     if options.comfyui_python and not options.comfyui:
         parser.error("--comfyui-python goes with --comfyui")
@@ -143,6 +146,8 @@ def install(tree: Tree, options: argparse.Namespace) -> int:
         tree.write_files()
         environment = install_beside(tree, options) if options.comfyui else install_all(tree, options)
         link_demo_models(tree, CHECKOUT)
+        if options.service:
+            add_unit(tree, environment.folder / "bin" / NAME, CHECKOUT)
         LOG.info("ready     %s start opens ComfyUI; %s/bin/onedesk is the command", tree.script, environment.folder)
         failed = run_demo(environment) if options.demo else []
         if options.test:
@@ -181,12 +186,17 @@ def noted_process(tree: Tree) -> int | None:
 
 
 def uninstall(tree: Tree) -> int:
-    """Take away what can be made again, and our link in somebody's ComfyUI; models, data and changed settings stay."""
+    """Take away what can be made again, the user unit, and our link in somebody's ComfyUI; models, data and changed settings stay."""
     if not tree.script.is_file():
         raise SetupError(f"there is no installation in {tree.prefix}; name the right folder with --prefix")
     if running := noted_process(tree):
         raise SetupError(f"ComfyUI still runs from {tree.prefix} (process {running}); end it first with {tree.script} stop")
     with locked(tree):
+        remove_unit(tree)
+        if service := running_service(tree.cache):
+            raise SetupError(
+                f"a service still runs from {tree.prefix} (process {service.pid}); end it first, with Ctrl-C or kill {service.pid}"
+            )
         if desk := tree.load_desk():
             remove_link(Path(desk.link)) if desk.link else None
         for place in [*tree.models.glob(f"{PREFIX_OF_DEMO}*"), *tree.image_models.glob(f"*/{PREFIX_OF_DEMO}*")]:

@@ -48,6 +48,7 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int, str | None]]:
         (["--prefix", "~"], "that folder has other uses"),
         (["--prefix", "/tmp/a:b"], "colons and line ends"),
         (["--uninstall", "--demo"], "--uninstall goes with --prefix only"),
+        (["--uninstall", "--service"], "--uninstall goes with --prefix only"),
         (["--comfyui-python", "python3"], "goes with --comfyui"),
         (["--torch", ""], "--torch is ''"),
         (["--python", "no-such-python"], "there is no such program"),
@@ -83,7 +84,7 @@ def test_help_needs_no_python(repository: Path) -> None:
     answer = subprocess.run(
         [bash, repository / "install.sh", "--help"], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"}, check=True
     )
-    for option in ("--prefix", "--comfyui", "--demo", "--test", "--python", "--torch", "--uninstall"):
+    for option in ("--prefix", "--comfyui", "--demo", "--test", "--service", "--python", "--torch", "--uninstall"):
         assert option in answer.stdout
 
 

@@ -1,0 +1,133 @@
+"""The systemd user unit of `onedesk serve`: written only when asked for, removed by uninstall. Standard library only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from .steps import SetupError
+from .tree import Tree, write_if_changed
+
+LOG = logging.getLogger(__name__)
+NAME = "onedesk.service"
+# Seconds between SIGTERM and SIGKILL: [service] grace is 10, and a model that is being read is let go of after it.
+STOP_SECONDS = 45
+_ASK_SECONDS = 30
+_HEAD = "# Onedesk: written by install.sh --service for the installation in "
+
+_UNIT = """\
+{head}{prefix}
+# install.sh --uninstall removes it. Settings belong into onedesk.toml there.
+[Unit]
+Description=Onedesk: local language models over HTTP
+Documentation=file:{documentation}
+
+[Service]
+Type=exec
+ExecStart=/usr/bin/env {command} serve
+{environment}
+UMask=0077
+NoNewPrivileges=yes
+KillMode=mixed
+TimeoutStopSec={stop}
+Restart=on-failure
+RestartSec=5
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def unit_path() -> Path:
+    """Where the user's units are."""
+    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(home) / "systemd" / "user" / NAME
+
+
+def unit_text(tree: Tree, command: Path, checkout: Path) -> str:
+    """The unit: the service in the foreground, with the tree's caches, offline, without rights to gain more."""
+    variables = [f"Environment={_quoted(f'{name}={value}')}" for name, value in tree.environment().items()]
+    return _UNIT.format(
+        head=_HEAD,
+        prefix=tree.prefix,
+        documentation=_escaped(str(checkout / "docs" / "service.md")).replace(" ", "%%20"),
+        command=_quoted(str(command)).replace("$", "$$"),
+        environment="\n".join(variables),
+        stop=STOP_SECONDS,
+    )
+
+
+def add_unit(tree: Tree, command: Path, checkout: Path) -> None:
+    """Write the unit and let it start now and at each login, or say what to run where systemd cannot be asked.
+
+    Raises SetupError where another program's unit, or another installation's, has the name.
+    """
+    path = unit_path()
+    _check_ours(path, tree)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = write_if_changed(path, unit_text(tree, command, checkout))
+    reason = _systemctl("daemon-reload") or _systemctl("enable", "--now", NAME)
+    if reason:
+        LOG.info("service   %s is written; %s", path, reason)
+        LOG.info("          run this where systemd runs: systemctl --user daemon-reload && systemctl --user enable --now %s", NAME)
+        return
+    LOG.info("service   %s %s; it listens as [service] in %s says", NAME, "runs" if new else "runs as before", tree.settings)
+    LOG.info("          to have it without being logged in: loginctl enable-linger")
+
+
+def remove_unit(tree: Tree) -> None:
+    """End the service and take its unit away, if it is of this installation; anything else stays."""
+    path = unit_path()
+    if not _is_of(path, tree):
+        return
+    reason = _systemctl("disable", "--now", NAME)
+    path.unlink()
+    reason = _systemctl("daemon-reload") or reason
+    LOG.info("removed   %s%s", path, f" ({reason})" if reason else "")
+
+
+def _check_ours(path: Path, tree: Tree) -> None:
+    if not (path.exists() or path.is_symlink()) or _is_of(path, tree):
+        return
+    first = _first_line(path)
+    if first.startswith(_HEAD):
+        raise SetupError(f"{path} is of the installation in {first.removeprefix(_HEAD)}; take --service out, or uninstall that one first")
+    raise SetupError(f"{path} is there already and is not ours; move it away, then run install.sh again")
+
+
+def _is_of(path: Path, tree: Tree) -> bool:
+    return _first_line(path) == f"{_HEAD}{tree.prefix}"
+
+
+def _first_line(path: Path) -> str:
+    if path.is_symlink() or not path.is_file():
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+
+
+def _systemctl(*words: str) -> str:
+    """Ask the user's systemd; returns why that did not work, "" where it did."""
+    program = shutil.which("systemctl")
+    if program is None:
+        return "there is no systemctl here"
+    try:
+        answer = subprocess.run(
+            [program, "--user", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"systemctl does not answer: {error}"
+    said = answer.stderr.strip().splitlines()
+    return "" if answer.returncode == 0 else f"systemctl --user {words[0]} failed: {said[-1] if said else f'status {answer.returncode}'}"
+
+
+def _escaped(text: str) -> str:
+    """A text in which systemd expands nothing."""
+    return text.replace("%", "%%")
+
+
+def _quoted(text: str) -> str:
+    """One word of a unit's line."""
+    return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
