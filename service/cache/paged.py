@@ -13,6 +13,7 @@ import torch
 from ..errors import MemoryFull, RequestError
 from ..kernels.rows import BLOCK
 from ..memory.lease import Lease, carved_bytes
+from .recurrent import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ class KVShape:
 def blocks_for(tokens: int) -> int:
     """Blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK)
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A length of a sequence that it can go back to; `slot` holds its recurrent state then, None where it has none or was given up."""
+
+    length: int
+    slot: int | None = None
 
 
 class Keeper(Protocol):
@@ -72,6 +81,7 @@ class PagedKV:
             self.keys.append(lease.carve(shape.part(self.blocks), shape.dtype))
             self.values.append(lease.carve(shape.part(self.blocks), shape.dtype))
         self.keeper: Keeper | None = None
+        self.states: RecurrentStates | None = None  # of networks with recurrent layers, see hybrid.py
         self._free = list(range(self.blocks - 1, -1, -1))
         self._users = [0] * self.blocks
         self._kept: set[int] = set()
@@ -102,7 +112,23 @@ class PagedKV:
         if len(shared) * BLOCK > capacity:
             raise ValueError(f"{len(shared)} shared blocks hold more than {capacity} tokens")
         self._require(self._new_blocks(capacity, shared), f"a sequence of {capacity} tokens")
-        return SequenceKV(self, capacity, shared, len(shared) * BLOCK)
+        return self._sequence(capacity, shared, len(shared) * BLOCK, None)
+
+    def usable(self, blocks: Sequence[int]) -> Sequence[int]:
+        """As many of the kept blocks of a beginning as a sequence can go on behind."""
+        return blocks
+
+    @property
+    def openable(self) -> int:
+        """Sequences that can be opened as far as there are blocks for them."""
+        return self.available
+
+    def inherit(self, known: int, block: int, /) -> None:
+        """The kept block `known` stands for the same beginning as `block`: what hangs on that one may hang on it."""
+
+    def _sequence(self, capacity: int, shared: Sequence[int], length: int, past: SequenceKV | None) -> SequenceKV:
+        """A sequence over `shared` blocks, forked from `past` if that is given."""
+        return SequenceKV(self, capacity, shared, length)
 
     def keep(self, block: int) -> None:
         """Keep a used block when its users are gone, until `unkeep`; nobody writes in it from now on."""
@@ -187,8 +213,11 @@ class PagedKV:
 class SequenceKV:
     """The keys and values of one sequence: the table of its blocks and its length. Made by PagedKV.open and fork; see SequenceCache.
 
-    `version` rises with every change of the table, so that a copy of it on a device can be told from a stale one.
+    `version` rises with every change of the table, so that a copy of it on a device can be told from a stale one. `cuts_anywhere`: truncate
+    goes to exactly the length that is asked for.
     """
+
+    cuts_anywhere = True
 
     def __init__(self, pages: PagedKV, capacity: int, shared: Sequence[int], length: int) -> None:
         self.capacity = capacity
@@ -221,8 +250,16 @@ class SequenceKV:
         """Whether its next token goes into a partly filled block as it is."""
         return self.length % BLOCK > 0 and not self._borrowed
 
-    def ensure(self, tokens: int) -> None:
-        """Have blocks of its own for `tokens` more tokens, before they are written. Raises RequestError beyond the capacity."""
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Where its recurrent state is read and written by the pass that `ensure` was called for."""
+        return 0, 0
+
+    def ensure(self, tokens: int, *, undo: bool = False) -> None:
+        """Have blocks of its own for `tokens` more tokens, before they are written. Raises RequestError beyond the capacity.
+
+        `undo`: the pass may be given up, and the sequence is then to be as before.
+        """
         end = self.length + tokens
         if end > self.capacity:
             raise RequestError(
@@ -245,8 +282,25 @@ class SequenceKV:
             raise ValueError(f"{end} tokens are not in {len(self.table)} blocks; call ensure before writing")
         self.length = end
 
-    def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on. MemoryFull if blocks of others would have to be written anew and none are left."""
+    def snapshot(self) -> Snapshot:
+        """A place that the sequence can be brought back to."""
+        return Snapshot(self.length)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this sequence. ValueError for one that was given up, or lies before what was cut away since."""
+        self.truncate(snapshot.length)
+
+    def keep_border(self, *, written: bool = False) -> None:
+        """At the end of a full block: keep what a later sequence needs to go on behind it, if there is room.
+
+        `written` by decode: of those only the last one is kept.
+        """
+
+    def truncate(self, length: int) -> int:
+        """Forget everything from position `length` on, or from an earlier one where that is as far back as states are kept; returns it.
+
+        MemoryFull if blocks of others would have to be written anew and none are left.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
         pages, kept = self._pages, blocks_for(length)
@@ -261,6 +315,7 @@ class SequenceKV:
             pages._drop(block)
         self.length, self._borrowed, self._sealed = length, borrowed, min(self._sealed, length)
         self.version += 1
+        return length
 
     def fork(self, capacity: int | None = None) -> SequenceKV:
         """Another sequence with the same past, of up to `capacity` tokens (as this one). Blocks are shared until one writes: MemoryFull
@@ -271,7 +326,7 @@ class SequenceKV:
         shared = self.table[: blocks_for(self.length)]
         self._pages._require(blocks_for(capacity) - self.length // BLOCK, "a fork")
         self._sealed = self.length
-        return SequenceKV(self._pages, capacity, shared, self.length)
+        return self._pages._sequence(capacity, shared, self.length, self)
 
     def widen(self, capacity: int) -> None:
         """Promise it room for `capacity` tokens, not fewer than now. Raises MemoryFull."""

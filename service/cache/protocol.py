@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from .paged import Snapshot
+
 
 class SequenceCache(Protocol):
     """What one sequence leaves behind.
@@ -15,16 +17,27 @@ class SequenceCache(Protocol):
     capacity: int
     length: int
 
-    def ensure(self, tokens: int) -> None:
-        """Have room of its own for `tokens` more, before a pass writes them. Raises RequestError beyond the capacity."""
+    def ensure(self, tokens: int, *, undo: bool = False) -> None:
+        """Have room of its own for `tokens` more, before a pass writes them. Raises RequestError beyond the capacity.
+
+        With `undo` the pass may be given up: without `advance` the sequence is as it was before.
+        """
         ...
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` written positions as part of the sequence."""
         ...
 
-    def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on."""
+    def snapshot(self) -> Snapshot:
+        """A place that the sequence can be brought back to. Raises MemoryFull where that takes memory and none is left."""
+        ...
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot; those of greater lengths are given up. ValueError for one that was given up before."""
+        ...
+
+    def truncate(self, length: int) -> int:
+        """Forget everything from position `length` on, or from the last earlier one that can be gone back to; returns which it was."""
         ...
 
     def close(self) -> None:

@@ -7,12 +7,32 @@ from collections.abc import Sequence
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV, blocks_for
-from ..kernels.rows import FEW_ROWS, Rows
+from ..kernels.rows import FEW_ROWS, Rows, Slots
 from ..memory.lease import Lease, carved_bytes
 from ..model.layers import Decoder, Scratch
 
 # Sequences that decode together at most: up to so many rows a step is bound by reading the weights once.
 MAX_BATCH = FEW_ROWS
+
+
+class SlotBuffers:
+    """Where a pass of up to `rows` sequences reads and writes recurrent states: int64 [2, rows]."""
+
+    def __init__(self, lease: Lease, rows: int) -> None:
+        self._places = lease.carve((2, rows), torch.int64).zero_()
+
+    @staticmethod
+    def nbytes(rows: int) -> int:
+        """Bytes, alignment included."""
+        return carved_bytes((2, rows), torch.int64)
+
+    def views(self, count: int) -> Slots:
+        """Those of the first `count` sequences."""
+        return Slots(self._places[0, :count], self._places[1, :count])
+
+    def fill(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Bring in source and target of each sequence."""
+        self._places[:, : len(slots)].copy_(torch.tensor(slots, dtype=torch.int64).t(), non_blocking=True)
 
 
 class DecodeBuffers:
@@ -29,20 +49,23 @@ class DecodeBuffers:
         self.ids = lease.carve((MAX_BATCH,), torch.int64).zero_()
         self.positions = lease.carve((MAX_BATCH,), torch.int32).zero_()
         self.tables = lease.carve((MAX_BATCH, kv.table_width), torch.int32).zero_()
+        self._slots = SlotBuffers(lease, MAX_BATCH) if kv.states is not None else None
         self._network = network
         self._kv = kv
         self._scratch = scratch
         self._ids = [self.ids[:batch] for batch in range(MAX_BATCH + 1)]
         self._positions = [self.positions[:batch] for batch in range(MAX_BATCH + 1)]
-        self._rows = [Rows(self.positions[:batch], self.tables[:batch], None, 0) for batch in range(MAX_BATCH + 1)]
+        slots = [self._slots.views(batch) if self._slots else None for batch in range(MAX_BATCH + 1)]
+        self._rows = [Rows(self.positions[:batch], self.tables[:batch], None, 0, slots[batch]) for batch in range(MAX_BATCH + 1)]
         # Whose table, in which version, each row of `tables` holds.
         self._held: list[tuple[SequenceKV | None, int]] = [(None, 0)] * MAX_BATCH
 
     @staticmethod
-    def nbytes(context: int) -> int:
-        """Bytes for sequences of up to `context` tokens, alignment included."""
+    def nbytes(context: int, *, recurrent: bool) -> int:
+        """Bytes for sequences of up to `context` tokens, with recurrent states or without, alignment included."""
         tables = carved_bytes((MAX_BATCH, blocks_for(context)), torch.int32)
-        return carved_bytes((MAX_BATCH,), torch.int64) + carved_bytes((MAX_BATCH,), torch.int32) + tables
+        slots = SlotBuffers.nbytes(MAX_BATCH) if recurrent else 0
+        return carved_bytes((MAX_BATCH,), torch.int64) + carved_bytes((MAX_BATCH,), torch.int32) + tables + slots
 
     def fill(self, sequences: Sequence[SequenceKV], tokens: Sequence[int], batch: int | None = None) -> int:
         """Put token i behind sequence i; rows up to `batch` (as many as sequences) repeat the first. Returns the longest row's length.
@@ -62,6 +85,9 @@ class DecodeBuffers:
             sequence.ensure(1)
             positions.append(sequence.length)
             self._hold_table(row, sequence)
+        if self._slots is not None:
+            slots = [sequence.slots for sequence in sequences]
+            self._slots.fill(slots + slots[:1] * (batch - len(sequences)))
         missing = batch - len(sequences)
         for row in range(len(sequences), batch):
             self._hold_table(row, sequences[0])
@@ -90,27 +116,36 @@ class ChunkBuffers:
         self.positions = lease.carve((kv.context,), torch.int32)
         torch.arange(kv.context, dtype=torch.int32, out=self.positions)
         self.table = lease.carve((1, kv.table_width), torch.int32).zero_()
+        self._slots = SlotBuffers(lease, 1) if kv.states is not None else None
         self._held: tuple[SequenceKV | None, int] = (None, 0)
 
     @staticmethod
-    def nbytes(context: int, tokens: int) -> int:
-        """Bytes for chunks of `tokens` of sequences of up to `context`, alignment included."""
+    def nbytes(context: int, tokens: int, *, recurrent: bool) -> int:
+        """Bytes for chunks of `tokens` of sequences of up to `context`, with recurrent states or without, alignment included."""
         return (
             carved_bytes((tokens,), torch.int64)
             + carved_bytes((context,), torch.int32)
             + carved_bytes((1, blocks_for(context)), torch.int32)
+            + (SlotBuffers.nbytes(1) if recurrent else 0)
         )
 
     def fill(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, Rows]:
-        """Put `ids` behind the sequence, which gets room for them and is not advanced. Raises RequestError beyond its capacity."""
+        """Put `ids` behind the sequence, which gets room for them and is not advanced. Raises RequestError beyond its capacity.
+
+        A chunk may be stopped: until it is advanced the sequence is as it was.
+        """
         count, start = len(ids), sequence.length
-        sequence.ensure(count)
+        sequence.ensure(count, undo=True)
         if self._held != (sequence, sequence.version):
             copy_table(sequence, self.table[0])
             self._held = (sequence, sequence.version)
         chunk = self.ids[:count]
         chunk.copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
-        return chunk, Rows(self.positions[start : start + count], self.table, start, start + count)
+        slots = None
+        if self._slots is not None:
+            self._slots.fill([sequence.slots])
+            slots = self._slots.views(1)
+        return chunk, Rows(self.positions[start : start + count], self.table, start, start + count, slots)
 
 
 def copy_table(sequence: SequenceKV, row: torch.Tensor) -> None:

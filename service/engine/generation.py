@@ -14,7 +14,7 @@ from ..errors import MemoryFull
 from ..kernels.rows import FEW_ROWS
 from .answer import Prepared
 from .call import Books, Call, Orders
-from .runner import Stopped, first_piece
+from .runner import Stopped
 from .scheduler import State, Ticket
 from .search import Search
 from .session import Session
@@ -112,7 +112,7 @@ class Generation:
         if any(other.state == "reading" for other in self._call.scheduler.working):
             return None
         # More than a few rows are left to read, see first_piece.
-        shared = self._session.prefix.match(prepared.ids[:-FEW_ROWS]) if prepared.prefix_reuse else []
+        shared = kv.usable(self._session.prefix.match(prepared.ids[:-FEW_ROWS])) if prepared.prefix_reuse else []
         if not (kv.fits(row.capacity, shared) if prepared.beams is None else Search.fits(kv, prepared)):
             return None
         row.kv = kv.open(row.capacity, shared)
@@ -129,12 +129,15 @@ class Generation:
         if row is None or row.kv is None:
             return
         kv, ids, at = row.kv, row.prepared.ids, row.kv.length
-        piece = ids[at:] if len(working) == 1 else ids[at : at + first_piece(len(ids) - at, self._call.runner.chunk_rows)]
         job = self._call.job(row)
         with self._meter.measure("prefill"):
             try:
                 scores = self._call.runner.prefill(
-                    kv, piece, lambda: self._call.unwanted(job), lambda done: self._tell_read(row, at + done)
+                    kv,
+                    ids[at:],
+                    lambda: self._call.unwanted(job),
+                    lambda done: self._tell_read(row, at + done),
+                    whole=len(working) == 1,
                 )
             except Stopped:
                 return

@@ -134,8 +134,7 @@ class GraphStepper:
 def graph_stepper(runner: Runner, lease: Lease, vocab: int) -> GraphStepper | None:
     """Graphs for the network of `runner`, where its kernels can be captured; buffers come from `lease`."""
     network = runner.network
-    weights = [weight for block in network.blocks for weight in (block.qkv, block.output, block.gate_up, block.down)]
-    if not network.kernels.captures(network.shape, [*weights, network.head]):
+    if not network.captured:
         return None
     half = "bf16" if network.kernels.activation == torch.bfloat16 else "fp16"
     early = torch.cuda.get_device_capability() >= EARLY_FROM

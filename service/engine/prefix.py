@@ -20,6 +20,8 @@ class Keeping(Protocol):
 
     def users(self, block: int, /) -> int: ...
 
+    def inherit(self, known: int, block: int, /) -> None: ...
+
 
 class PrefixIndex:
     """Blocks by the chain of tokens that they end: each one's hash covers all tokens before it, so a block stands for a whole prefix.
@@ -53,6 +55,8 @@ class PrefixIndex:
             if digest not in self._blocks:
                 self._pages.keep(block)
                 self._blocks[digest] = block
+            elif self._blocks[digest] != block:
+                self._pages.inherit(self._blocks[digest], block)
         self._touch(chain)
 
     def evict(self) -> None:

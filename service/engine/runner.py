@@ -8,7 +8,7 @@ import torch
 
 from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck
-from ..kernels.rows import FEW_ROWS
+from ..kernels.rows import BLOCK, FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
@@ -26,12 +26,21 @@ def chunk_rows(device: torch.device) -> int:
     return CUDA_CHUNK if device.type == "cuda" else CHUNK
 
 
-def first_piece(tokens: int, rows: int) -> int:
+def first_piece(tokens: int, rows: int, border: int = 0) -> int:
     """How many of `tokens` the next pass of at most `rows` reads. A pass of a few rows adds up in another order than one of many: no
     prompt ends in such a one, so that its scores do not depend on how much of it was kept.
+
+    `border`: a pass is to end behind so many tokens, for something is kept there.
     """
+    if border:
+        return min(border, rows)
     left = tokens - rows
     return min(tokens, rows - FEW_ROWS if 0 < left <= FEW_ROWS < rows else rows)
+
+
+def last_border(start: int, tokens: int) -> int:
+    """How many of `tokens` at position `start` lie before the last block border behind which more than a few are left; 0 for none."""
+    return max(0, (start + tokens - FEW_ROWS - 1) // BLOCK * BLOCK - start)
 
 
 class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
@@ -68,17 +77,31 @@ class Runner:
         """Let go of every tensor; the runner cannot be used afterwards."""
         del self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
 
-    def prefill(self, sequence: SequenceKV, ids: Sequence[int], cancel: CancelCheck | None, report: Callable[[int], None]) -> torch.Tensor:
-        """Read `ids` behind the sequence; returns the scores [vocab] for the token behind them. `report` gets how many are read.
+    def prefill(
+        self,
+        sequence: SequenceKV,
+        ids: Sequence[int],
+        cancel: CancelCheck | None,
+        report: Callable[[int], None],
+        *,
+        whole: bool = True,
+    ) -> torch.Tensor:
+        """Read `ids` behind the sequence, or one chunk of them where not `whole`; `report` gets how many are read.
 
-        Raises Stopped when `cancel` turns true, at the latest after one layer of one chunk.
+        Returns the scores [vocab] for the token behind what was read. Raises Stopped when `cancel` turns true, at the latest after one
+        layer of one chunk.
         """
         state, done = torch.empty(0), 0
         while done < len(ids):
-            piece = ids[done : done + first_piece(len(ids) - done, self.chunk_rows)]
+            left = len(ids) - done
+            border = 0 if sequence.cuts_anywhere else last_border(sequence.length, left)
+            piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
             state = self._forward(sequence, piece, cancel)
+            sequence.keep_border()
             done += len(piece)
             report(done)
+            if not whole:
+                break
         return self._scores(state[-1:])[0]
 
     def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:
@@ -87,6 +110,7 @@ class Runner:
         scores = self.buffers.step(len(sequences), longest)
         for sequence in sequences:
             sequence.advance(1)
+            sequence.keep_border(written=True)
         return scores
 
     def extend(self, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
@@ -123,7 +147,7 @@ class Runner:
             state = torch.empty(0)
             for at in range(0, len(ids), self.chunk_rows):
                 state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
-            normed = self.network.kernels.rms_norm(state[-1:], self.network.norm, self.scratch.rows(1).normed)
+            normed = self.network.kernels.rms_norm(state[-1:], self.network.norm, self.scratch.rows(1)["normed"])
             return normed[0].float().to("cpu", copy=True)
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,8 @@ class Search:
     @classmethod
     def fits(cls, kv: PagedKV, prepared: Prepared) -> bool:
         """Whether there is room for it now."""
-        return cls.blocks(len(prepared.ids), prepared.limits.room, prepared.beams or 1) <= kv.available
+        width = prepared.beams or 1
+        return cls.blocks(len(prepared.ids), prepared.limits.room, width) <= kv.available and width <= kv.openable
 
     @property
     def length(self) -> int:

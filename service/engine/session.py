@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from ..cache.hybrid import HybridKV
 from ..cache.paged import KVShape, PagedKV
+from ..cache.recurrent import RecurrentStates, StateShape
 from ..core import CancelCheck, ProgressReport
 from ..errors import RequestError
 from ..kernels.choose import choose_kernels, workspace_bytes
@@ -26,7 +28,7 @@ from ..memory.policy import Kind, Policy
 from ..memory.pool import Lease, Pool, Released
 from ..model.arrival import WeightArrival
 from ..model.converted import plan_form
-from ..model.families import family_of
+from ..model.families import read_family
 from ..model.layers import Scratch, Widths
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight
@@ -39,6 +41,8 @@ from .stepper import HostStepper, Stepper
 
 ALIGNMENT = 256
 DEFAULT_CONTEXT = 4096
+# Recurrent states beside those of sequences that decode together: a prompt whose other choices wait, and beginnings to go on behind.
+KEPT_STATES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +67,26 @@ class Blueprint:
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.config.layers, self.widths.kv_heads, self.widths.head_dim, self.activation)
+        return KVShape(self.config.attention_layers, self.widths.kv_heads, self.widths.head_dim, self.activation)
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """What sequences leave behind in constant size; None where the network has no such layers."""
+        layers, pieces = self.config.recurrent
+        return StateShape(layers, pieces, 1 + MAX_BATCH + KEPT_STATES, MAX_BATCH) if layers else None
 
     @property
     def need(self) -> Need:
-        widths, context = self.widths, self.context
+        widths, context, states = self.widths, self.context, self.state_shape
         parts = (
-            RotaryTable.nbytes(context, widths.head_dim),
+            RotaryTable.nbytes(context, self.config.rotary_dim),
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
-            ChunkBuffers.nbytes(context, self.rows),
-            DecodeBuffers.nbytes(context),
+            ChunkBuffers.nbytes(context, self.rows, recurrent=states is not None),
+            DecodeBuffers.nbytes(context, recurrent=states is not None),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns),
             graph_stepper_bytes(self.device, widths.vocab),
         )
-        kv = self.kv_shape.nbytes(context, self.sequences)
+        kv = self.kv_shape.nbytes(context, self.sequences) + (states.nbytes if states else 0)
         return Need(self.plan.nbytes, kv, sum(parts) + self.bench_bytes, context=context, weights_of=self.plan.weights_of)
 
     @property
@@ -91,10 +101,11 @@ class Blueprint:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of weights that one pass over the network reads: of an embedding that is not the head too, only single rows."""
+        """Bytes of weights that one pass of a row over the network reads: of experts those that are chosen, of an embedding that is not
+        the head too only single rows."""
         keys = {tensor.destination.key for tensor in self.plan.tensors}
         read = (tensor for tensor in self.plan.tensors if tensor.destination.key != "embedding" or "head" not in keys)
-        return sum(tensor.nbytes for tensor in read)
+        return sum(round(tensor.nbytes * tensor.destination.used) for tensor in read)
 
 
 def pick_device(device: str) -> torch.device:
@@ -122,8 +133,7 @@ def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int, q
 
     Raises ModelError; allocates nothing.
     """
-    family = family_of(checkpoint.config)
-    config = family.read_config(checkpoint.config)
+    family, config, checkpoint = read_family(checkpoint)
     plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
     activation = plan.dtype if device.type == "cuda" else torch.float32
     return Blueprint(checkpoint, family, config, plan, context, activation, device)
@@ -200,6 +210,14 @@ class Session:
         return tuple(lease.release() for lease in self.leases)
 
 
+def _make_cache(lease: Lease, blueprint: Blueprint) -> PagedKV:
+    """The cache of a session in its KV lease."""
+    states = blueprint.state_shape
+    if states is None:
+        return PagedKV(lease, blueprint.kv_shape, blueprint.context, blueprint.sequences)
+    return HybridKV(lease, blueprint.kv_shape, RecurrentStates(lease, states), blueprint.context, blueprint.sequences)
+
+
 def _checksum(tensors: Sequence[torch.Tensor]) -> int:
     value = 0
     for tensor in tensors:
@@ -242,9 +260,9 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache)
         arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
-        rotary = RotaryTable.build(scratch, blueprint.context, blueprint.widths.head_dim, blueprint.config.rope_theta)
+        rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary)
-        pages = PagedKV(kv, blueprint.kv_shape, blueprint.context, blueprint.sequences)
+        pages = _make_cache(kv, blueprint)
         passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
         wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)

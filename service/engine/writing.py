@@ -91,6 +91,8 @@ class Writing:
         """Tokens to check behind the row's latest one, if that pays."""
         if self._stepper.ahead or not row.prepared.speculation or row.kv is None or self._call.flights or len(row.feed) != 1:
             return []
+        if not row.kv.cuts_anywhere:  # of a wrong guess the tokens before it would have to be read again
+            return []
         if row.speculator is None:
             row.speculator = Speculator((*row.prepared.ids, *row.answer.ids), self._call.session.costs)
         room = row.kv.capacity - row.kv.length - 1

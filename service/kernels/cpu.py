@@ -24,8 +24,8 @@ MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
 # The most queries that share a key head in attention.c, and what its head widths are a multiple of on any processor.
 MOST_GROUP, HEAD_STEP = 64, 16
 ALIGNMENT = 64
-# Calls are kept of so many places; a decode step of a network has some hundred for each batch.
-KEPT = 4096
+# Calls are kept of so many places: a decode step has some hundred for each batch, and each expert of a sparse layer two (about 1 KB each).
+KEPT = 1 << 15
 
 
 @dataclass(slots=True)
@@ -111,6 +111,9 @@ class CpuKernels(ReferenceKernels):
         self, x: torch.Tensor, norm: NormWeight, gate_up: Weight, out: torch.Tensor, normed: torch.Tensor, both: torch.Tensor
     ) -> torch.Tensor:
         return out if self._product(GATE, x, norm, gate_up, out) else super().norm_gate_up(x, norm, gate_up, out, normed, both)
+
+    def gate_up(self, x: torch.Tensor, gate_up: Weight, out: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        return out if self._product(GATE, x, None, gate_up, out) else super().gate_up(x, gate_up, out, both)
 
     def attend(
         self,

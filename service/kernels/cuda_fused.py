@@ -176,8 +176,8 @@ class FusedCudaKernels(CudaKernels):
         out: torch.Tensor,
     ) -> torch.Tensor:
         group = heads.heads // heads.kv_heads
-        if not self._attends(heads):
-            self._tell(f"attention with {group} queries of {heads.head_dim} to a key")
+        if not self._attends(heads) or 2 * rotary.cos.shape[1] != heads.head_dim:
+            self._tell(f"attention with {group} queries of {heads.head_dim} ({2 * rotary.cos.shape[1]} rotated) to a key")
             return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
         forms: dict[str, Any] = {"HEADS": heads.heads, "KV": heads.kv_heads, "D": heads.head_dim, "GP": _power(group)}
         count, tables, room = qkv.shape[0], rows.tables, self.room

@@ -87,6 +87,10 @@ class ReferenceKernels:
         """out [T, I] = silu(gate) * up with (gate, up) = rms_norm(x [T, H]) @ gate_up [2I, H]^T; normed [T, H], both [T, 2I]."""
         return self.silu_mul(self.norm_linear(x, norm, gate_up, both, normed), out)
 
+    def gate_up(self, x: torch.Tensor, gate_up: Weight, out: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        """As `norm_gate_up` of rows that are normed already, for experts."""
+        return self.silu_mul(self.linear(x, gate_up, both), out)
+
     def attend(
         self,
         qkv: torch.Tensor,

@@ -42,23 +42,33 @@ class NormWeight:
 
 
 @dataclass(slots=True)
+class Slots:
+    """Where the recurrent states of the S sequences of a pass are read and written: int64 [S] each, on the device."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(slots=True)
 class Rows:
     """Where the T rows of a pass stand, on the device.
 
     positions: int32 [T], the position of each row in its sequence. tables: int32 [S, max_blocks], the KV block ids of each sequence.
     start: a chunk (S = 1) has rows start..start+T-1 of one sequence; None is a decode step, where row i belongs to sequence i (S = T).
     longest: upper bound of positions + 1 that the host knows; under a CUDA graph that of its bucket.
+    slots: of networks with recurrent layers, else None.
     """
 
     positions: torch.Tensor
     tables: torch.Tensor
     start: int | None
     longest: int
+    slots: Slots | None = None
 
 
 @dataclass(slots=True)
 class RotaryTable:
-    """cos and sin [positions, dim/2] fp32 of the plain rotary embedding (Su et al. 2021), made once a session."""
+    """cos and sin [positions, dim/2] fp32 of the rotary embedding (Su et al. 2021) of a head's first `dim` numbers, made once a session."""
 
     cos: torch.Tensor
     sin: torch.Tensor

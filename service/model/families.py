@@ -3,20 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ..errors import ModelError
+from ..loader.checkpoint import Checkpoint
+from .shape import DecoderConfig
 
-FAMILIES = {"qwen3": "qwen3"}
+FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+# Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+HEADS = ("language_model.lm_head.",)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the text network: of one that nests it under text_config that, and of the rest what it does not say.
+
+    Whether the head is tied to the embedding the outer level says where it says anything.
+    """
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    kind = inner.get("model_type", f"{config.get('model_type')}_text")
+    outer = {key: value for key, value in config.items() if not isinstance(value, Mapping) or key == "quantization_config"}
+    tied = config.get("tie_word_embeddings")
+    return {**outer, **inner, "model_type": kind} | ({} if tied is None else {"tie_word_embeddings": tied})
 
 
 def family_of(config: Mapping[str, Any]) -> ModuleType:
-    """The module of config.json's model_type; ModelError names what it is and what is supported."""
-    kind = config.get("model_type")
+    """The module of a config.json's model_type; ModelError names what it is and what is supported."""
+    kind = str(text_config(config).get("model_type")).removesuffix("_text")
     if kind in FAMILIES:
         return import_module(f"{__package__}.{FAMILIES[kind]}")
     architectures = config.get("architectures")
     named = f" ({architectures[0]})" if isinstance(architectures, list) and architectures else ""
     raise ModelError(f"model_type {kind!r}{named} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+
+
+def describe(config: Mapping[str, Any]) -> DecoderConfig:
+    """What the family of a config.json reads of it. Raises ModelError."""
+    described: DecoderConfig = family_of(config).read_config(text_config(config))
+    return described
+
+
+def read_family(checkpoint: Checkpoint) -> tuple[ModuleType, DecoderConfig, Checkpoint]:
+    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module uses."""
+    family, text = family_of(checkpoint.config), text_config(checkpoint.config)
+    config: DecoderConfig = family.read_config(text)
+    beside: tuple[str, ...] = getattr(family, "BESIDE", ())
+    prefix = next((p for p in PREFIXES if any(name.startswith(f"{p}embed_tokens.") for name in checkpoint.tensors)), "model.")
+    tensors = {}
+    for name, info in checkpoint.tensors.items():
+        if not name.startswith(beside):
+            known = _known_name(name, prefix)
+            tensors[known] = info if known == name else replace(info, name=known)
+    return family, config, replace(checkpoint, config=MappingProxyType(dict(text)), tensors=MappingProxyType(tensors))
+
+
+def _known_name(name: str, prefix: str) -> str:
+    for head in HEADS:
+        if name.startswith(head):
+            return "lm_head." + name.removeprefix(head)
+    if name.startswith("lm_head."):
+        return name
+    return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name

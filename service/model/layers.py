@@ -1,22 +1,32 @@
-"""Layers that the families are made of. Each holds its weights and works on the rows of a pass; none asks which device it is on."""
+"""What a decoder is made of: its widths, the rows of a pass, and blocks of layers that work on them; none asks which device it is on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 
 from ..cache.paged import PagedKV
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
+from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, Rows
 from ..memory.lease import Lease, carved_bytes
 from ..quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written."""
+
+    name: str
+    width: int
+    read: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Widths:
-    """The widths of a decoder's intermediate rows, from which its scratch is sized."""
+    """The widths of a decoder's intermediate rows, from which its scratch is sized; `intermediate` 0: no dense feed-forward."""
 
     hidden: int
     heads: int
@@ -24,6 +34,7 @@ class Widths:
     head_dim: int
     intermediate: int
     vocab: int
+    more: tuple[Room, ...] = ()
 
     @property
     def shape(self) -> HeadShape:
@@ -32,24 +43,19 @@ class Widths:
     @property
     def columns(self) -> int:
         """The widest row that a product reads."""
-        return max(self.hidden, self.shape.queries, self.intermediate)
+        return max(self.hidden, self.shape.queries, self.intermediate, *(room.width for room in self.more if room.read))
 
-    def rows(self) -> tuple[int, ...]:
-        """Widths of the buffers of a pass, in the order of `PassRows`."""
+    def rows(self) -> dict[str, int]:
+        """The buffers of a pass: name and width."""
         shape = self.shape
-        return self.hidden, self.hidden, shape.qkv, shape.queries, 2 * self.intermediate, self.intermediate
+        found = {"x": self.hidden, "normed": self.hidden, "qkv": shape.qkv, "mixed": shape.queries}
+        if self.intermediate:
+            found |= {"both": 2 * self.intermediate, "gated": self.intermediate}
+        return found | {room.name: room.width for room in self.more}
 
 
-@dataclass(slots=True)
-class PassRows:
-    """Views of the scratch for a pass of so many rows."""
-
-    x: torch.Tensor
-    normed: torch.Tensor
-    qkv: torch.Tensor
-    mixed: torch.Tensor
-    both: torch.Tensor
-    gated: torch.Tensor
+# Views of the scratch for a pass of so many rows, by the names of Widths.rows.
+PassRows: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class Scratch:
@@ -61,7 +67,7 @@ class Scratch:
     def __init__(self, lease: Lease, widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> None:
         self.tokens = tokens
         self.logit_rows = logit_rows
-        self._rows = [lease.carve((tokens, width), dtype) for width in widths.rows()]
+        self._rows = {name: lease.carve((tokens, width), dtype) for name, width in widths.rows().items()}
         self._logits = lease.carve((logit_rows, widths.vocab), dtype)
         self._few = [self._view(count) for count in range(min(FEW_ROWS, tokens) + 1)]
         self._few_logits = [self._logits[:count] for count in range(min(FEW_ROWS, logit_rows) + 1)]
@@ -69,7 +75,7 @@ class Scratch:
     @staticmethod
     def nbytes(widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> int:
         """Bytes for passes of `tokens` rows and scores of `logit_rows` of them, alignment included."""
-        sizes = [(tokens, width) for width in widths.rows()] + [(logit_rows, widths.vocab)]
+        sizes = [(tokens, width) for width in widths.rows().values()] + [(logit_rows, widths.vocab)]
         return sum(carved_bytes(size, dtype) for size in sizes)
 
     def rows(self, count: int) -> PassRows:
@@ -87,24 +93,40 @@ class Scratch:
     def _view(self, count: int) -> PassRows:
         if count > self.tokens:
             raise ValueError(f"a pass of {count} rows is longer than the {self.tokens} that are reserved")
-        return PassRows(*(rows[:count] for rows in self._rows))
+        return {name: rows[:count] for name, rows in self._rows.items()}
+
+
+@dataclass(slots=True)
+class Pass:
+    """What the layers of one pass share: where its rows stand, the session's cache, the buffers (`views` are those of all rows)."""
+
+    rows: Rows
+    cache: PagedKV
+    scratch: Scratch
+    views: PassRows
+    kernels: ReferenceKernels
+
+
+class Layer(Protocol):
+    """Half of a block: it norms the residual rows views["x"] [T, hidden], computes, and adds what it found to them.
+
+    `matrices` are the weights that it multiplies with. `captured`: a decode step makes no look at values, so that a graph can hold it.
+    """
+
+    captured: bool
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]: ...
+
+    def run(self, at: Pass, /) -> None: ...
 
 
 @dataclass(slots=True)
 class Block:
-    """Pre-norm residual block: grouped-query attention with a norm a head on queries and keys (Qwen3), gated feed-forward (Shazeer 2020).
+    """Tokens are mixed, then each for itself goes through a feed-forward."""
 
-    qkv [q + k + v rows, hidden], output [hidden, q rows], gate_up [2 * intermediate, hidden], down [hidden, intermediate].
-    """
-
-    attention_norm: NormWeight
-    qkv: Weight
-    q_norm: NormWeight
-    k_norm: NormWeight
-    output: Weight
-    forward_norm: NormWeight
-    gate_up: Weight
-    down: Weight
+    mixer: Layer
+    forward: Layer
 
 
 BetweenLayers = Callable[[int, torch.Tensor], None]
@@ -112,14 +134,13 @@ BetweenLayers = Callable[[int, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm and head over the paged keys and values of a session."""
+    """Embedding, blocks, final norm and head over what the sequences of a session leave behind."""
 
     shape: HeadShape
     embedding: Weight
     blocks: list[Block]
     norm: NormWeight
     head: Weight
-    rotary: RotaryTable
     kernels: ReferenceKernels
 
     def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
@@ -128,17 +149,14 @@ class Decoder:
         The blocks that `rows` names must belong to their sequences already; their lengths are the caller's to advance.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
         """
-        views, kernels, shape, rotary = scratch.rows(ids.shape[0]), self.kernels, self.shape, self.rotary
-        x, normed, qkv, mixed, both, gated = views.x, views.normed, views.qkv, views.mixed, views.both, views.gated
-        kernels.embed(ids, self.embedding, x)
+        at = Pass(rows, kv, scratch, scratch.rows(ids.shape[0]), self.kernels)
+        x = at.views["x"]
+        self.kernels.embed(ids, self.embedding, x)
         for index, block in enumerate(self.blocks):
             if between is not None:
                 between(index, x)
-            kernels.norm_linear(x, block.attention_norm, block.qkv, qkv, normed)
-            kernels.attend(qkv, shape, block.q_norm, block.k_norm, rotary, kv.keys[index], kv.values[index], rows, mixed)
-            kernels.linear_add(mixed, block.output, x, normed)
-            kernels.norm_gate_up(x, block.forward_norm, block.gate_up, gated, normed, both)
-            kernels.linear_add(gated, block.down, x, normed)
+            block.mixer.run(at)
+            block.forward.run(at)
         if between is not None:
             between(len(self.blocks), x)
         return x
@@ -146,4 +164,11 @@ class Decoder:
     def logits(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """Scores [rows, vocab] for state [rows, hidden], rows <= scratch.logit_rows; valid until the next call."""
         count = state.shape[0]
-        return self.kernels.norm_linear(state, self.norm, self.head, scratch.logits(count), scratch.rows(count).normed)
+        return self.kernels.norm_linear(state, self.norm, self.head, scratch.logits(count), scratch.rows(count)["normed"])
+
+    @property
+    def captured(self) -> bool:
+        """Whether a decode step can be a CUDA graph: no layer looks at values, and the kernels have nothing that does for its weights."""
+        layers = [layer for block in self.blocks for layer in (block.mixer, block.forward)]
+        matrices = [matrix for layer in layers for matrix in layer.matrices]
+        return all(layer.captured for layer in layers) and self.kernels.captures(self.shape, [*matrices, self.head])

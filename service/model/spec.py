@@ -5,17 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ModelError
+
+# What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms), or channels and
+# taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
+Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
+_PARTIAL = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+# For `Destination.bits`: as stored, or wide; never turned into integers.
+FLOATING = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of the checkpoint, by name, with the shape that the config implies."""
+    """A tensor of the checkpoint, by name, with the shape that the config implies.
+
+    `stored` is how the file has it where that differs (experts in one tensor [E, rows, cols] are rows [E * rows, cols] here).
+    """
 
     name: str
     shape: tuple[int, ...]
+    stored: tuple[int, ...] = ()
+
+    @property
+    def in_file(self) -> tuple[int, ...]:
+        return self.stored or self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +39,8 @@ class Destination:
 
     `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a prompt's rows are
     read when they are needed, and all of it comes last, for a head that is tied to it and for decode. `wide`: held in fp32 (norms).
-    `bits`: the fewest that a number of it may be turned into on load.
+    `bits`: the fewest that a number of it may be turned into on load. `joined`: the one tensor that may stand in for all sources.
+    `used`: the share of it that one token meets (of experts the chosen ones).
     """
 
     key: str
@@ -32,6 +48,9 @@ class Destination:
     part: int
     wide: bool = False
     bits: int = 4
+    turn: Turn = ""
+    joined: Source | None = None
+    used: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,14 +94,42 @@ class ConfigReader:
             raise ModelError(f"config.json has {key} = {value!r}; true or false is needed")
         return value
 
-    def require(self, key: str, allowed: Any, meaning: str) -> None:
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """The whole numbers from 0 that `key` lists; none where it is absent."""
+        value = self._config.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
+            raise ModelError(f"config.json has {key} = {value!r}; a list of whole numbers from 0 is needed")
+        return tuple(value)
+
+    def require(self, key: str, allowed: Any, meaning: str, *also: Any) -> None:
         """Refuse any value of `key` but `allowed` (absent is allowed): it changes the arithmetic in a way that is not supported."""
         value = self._config.get(key)
-        if value is not None and value != allowed:
+        if value is not None and value != allowed and value not in also:
             raise ModelError(f"config.json has {key} = {value!r}; only {allowed!r} is supported ({meaning})")
 
     def rope_theta(self, default: float) -> float:
         """The base of the plain rotary embedding, from rope_parameters or the older rope_theta; scaled kinds are refused, not guessed."""
+        return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
+
+    def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
+        """Base and width of a rotary embedding of part of a head (a quarter where nothing says otherwise).
+
+        mrope_section and mrope_interleaved say which axis of a picture turns which pair: for text all axes are the token's position.
+        """
+        rope = self._rope(_PARTIAL) or self
+        factor = rope.number("partial_rotary_factor", self.number("partial_rotary_factor", 0.25))
+        width = int(head_dim * factor)
+        if factor > 1 or width < 2 or width % 2:
+            raise ModelError(
+                f"config.json has partial_rotary_factor = {factor} of head_dim = {head_dim}: {width} dimensions; an even number is needed"
+            )
+        return rope.number("rope_theta", self.number("rope_theta", default)), width
+
+    def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
+        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is `understood`."""
+        found = None
         for key in ("rope_parameters", "rope_scaling"):
             rope = self._config.get(key)
             if rope is None:
@@ -90,10 +137,9 @@ class ConfigReader:
             if not isinstance(rope, Mapping):
                 raise ModelError(f"config.json has {key} = {rope!r}; an object is needed")
             kind = rope.get("rope_type", rope.get("type", "default"))
-            unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"})
+            unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"} - understood)
             if kind != "default" or unknown:
                 named = ", ".join([f"rope_type {kind!r}", *unknown])
                 raise ModelError(f"config.json asks for rotary scaling that is not supported: {named}; supported is rope_type 'default'")
-            if "rope_theta" in rope:
-                return ConfigReader(rope).number("rope_theta")
-        return self.number("rope_theta", default)
+            found = found or ConfigReader(rope)
+        return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ from ..quant.published import KEY, read_packing
 from ..quant.quantize import Quantizer, padded_columns, quantize_into, tile_elements
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
 from .reading import Reading, Settle, widen
-from .spec import Destination, Source
+from .spec import FLOATING, Destination, Source, Turn
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in STORED.items()}
@@ -167,6 +167,7 @@ def _ignored(planned: Iterable[PlannedTensor], packing: Packing | None) -> Itera
 
 
 def _planned(destination: Destination, checkpoint: Checkpoint, packing: Packing | None, aim: Format | None) -> PlannedTensor:
+    destination = _as_stored(destination, checkpoint)
     packed = [packing is not None and _is_packed(source, checkpoint, packing) for source in destination.sources]
     if packing is not None and all(packed):
         return _planned_packed(destination, checkpoint, packing)
@@ -187,12 +188,41 @@ def _planned(destination: Destination, checkpoint: Checkpoint, packing: Packing 
         return PlannedTensor(destination, turned, stored, tuple(readings))
     readings = [Reading(part, row, part.shape[0]) for part, row in _stacked(parts)]
     held = torch.float32 if destination.wide else stored
-    return PlannedTensor(destination, held, stored, tuple(readings), partial(widen, stored) if held != stored else None)
+    settle = partial(_widen_and_turn, stored, destination.turn) if held != stored or destination.turn else None
+    return PlannedTensor(destination, held, stored, tuple(readings), settle)
+
+
+def _as_stored(destination: Destination, checkpoint: Checkpoint) -> Destination:
+    """The destination with the one tensor that stands for all its sources where the checkpoint has that. ModelError if it has both."""
+    joined = destination.joined
+    if joined is None or joined.name not in checkpoint.tensors:
+        return destination
+    twice = next((source.name for source in destination.sources if source.name in checkpoint.tensors), None)
+    if twice is not None:
+        raise ModelError(
+            f"{checkpoint.name} stores the same weights twice, as {joined.name} and as {twice}; keep one of them, or get the model again"
+        )
+    return replace(destination, sources=(joined,))
+
+
+def _widen_and_turn(stored: torch.dtype, turn: Turn, target: Weight) -> None:
+    """Make fp32 of what was read as `stored`, then what the network computes with."""
+    if not isinstance(target, torch.Tensor):
+        return
+    if target.dtype != stored:
+        widen(stored, target)
+    if turn == "plus_one":
+        target.add_(1)
+    elif turn == "minus_exp":
+        target.exp_().neg_()
+    elif turn == "taps_first":
+        channels, _, taps = target.shape
+        target.view(taps, channels).copy_(target.view(channels, taps).t().clone())
 
 
 def turned_into(destination: Destination, aim: Format | None) -> Format | None:
     """The format that a floating tensor gets where matrices are to become `aim`; None where it stays as it is."""
-    if aim is None or destination.wide or len(destination.shape) != 2:
+    if aim is None or destination.wide or len(destination.shape) != 2 or destination.bits >= FLOATING:
         return None
     unsuited = aim.bits == 4 and destination.shape[1] % BLOCK_COLUMNS
     return INT8 if aim.bits < destination.bits or unsuited else aim
@@ -290,13 +320,13 @@ def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
         )
         why = f"it has {packed}, but config.json has no {KEY} that says what that is" if packed else "the checkpoint is incomplete"
         raise ModelError(f"{checkpoint.name} lacks the tensor {source.name}, wanted {list(source.shape)}; {why}")
-    if tuple(found.shape) != source.shape:
+    if tuple(found.shape) != source.in_file:
         raise ModelError(
-            f"{checkpoint.name}: tensor {source.name}: wanted {list(source.shape)} by config.json, found {list(found.shape)} in the file"
+            f"{checkpoint.name}: tensor {source.name}: wanted {list(source.in_file)} by config.json, found {list(found.shape)} in the file"
         )
     if found.dtype not in STORED:
         raise ModelError(f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(STORED)}")
-    return found
+    return replace(found, shape=source.shape) if source.stored else found
 
 
 def _aligned(nbytes: int) -> int:

@@ -16,7 +16,7 @@ from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
-from ..model.families import FAMILIES, family_of
+from ..model.families import FAMILIES, describe
 from .census import take_census
 from .console import columns
 from .footprint import Here, longest, planned, stored_bytes
@@ -49,7 +49,7 @@ def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:
     if config.context is None:
         return None
     described = open_checkpoint(path, roots=roots.bases).config
-    return min(config.context, family_of(described).read_config(described).max_position)
+    return min(config.context, describe(described).max_position)
 
 
 def is_toy(name: str) -> bool:

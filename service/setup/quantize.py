@@ -79,15 +79,13 @@ def quantize_model(
     from ..memory.truth import read_truth
     from ..model import convert
     from ..model.converted import converted_folder, open_converted
-    from ..model.families import family_of
+    from ..model.families import read_family
     from ..model.weights import plan_weights
     from ..quant.formats import CHOICES, DEFAULT_GROUP, int4
     from .inventory import model_roots
 
     roots = model_roots(config)
-    checkpoint = open_checkpoint(roots.find(name), roots=roots.bases)
-    family = family_of(checkpoint.config)
-    described = family.read_config(checkpoint.config)
+    family, described, checkpoint = read_family(open_checkpoint(roots.find(name), roots=roots.bases))
     aim = CHOICES[quant] if quant != "int4" else int4(group or DEFAULT_GROUP, symmetric=symmetric)
     plan = plan_weights(family.destinations(described), checkpoint, aim)
     if not plan.bench_bytes(convert.CPU) or plan.form == plan_weights(family.destinations(described), checkpoint).form:

@@ -28,6 +28,10 @@ class Shelf:
     def users(self, block: int, /) -> int:
         return self.used.get(block, 0)
 
+    def inherit(self, known: int, block: int, /) -> None:
+        assert known in self.kept
+        assert known != block
+
 
 def ids(letters: str, tail: int) -> tuple[int, ...]:
     """A prompt of whole blocks, one a letter, and `tail` tokens behind them."""

@@ -1,0 +1,94 @@
+"""Recurrent states of all sequences of a session: what a sequence leaves behind in constant size, in slots of one reserved region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import MemoryFull
+from ..memory.lease import Lease, carved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a sequence leaves in each of `layers` layers: fp32 numbers of these shapes; `slots` such states, `rows` of them in one pass."""
+
+    layers: int
+    pieces: tuple[tuple[int, ...], ...]
+    slots: int
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a RecurrentStates, alignment included."""
+        held = sum(carved_bytes((self.slots, *piece), torch.float32) for piece in self.pieces)
+        return self.layers * held + sum(carved_bytes((self.rows, *piece), torch.float32) for piece in self.pieces)
+
+
+class RecurrentStates:
+    """Slots that are free, or taken by one owner each. Slot `spare` is never given out: it takes what a pass writes that may be given up.
+
+    A pass reads its sequences' slots and writes the same ones, or the spare one.
+    """
+
+    def __init__(self, lease: Lease, shape: StateShape) -> None:
+        self.shape = shape
+        self.spare = 0
+        self._parts = [[lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in shape.pieces] for _ in range(shape.layers)]
+        self._work = [lease.carve((shape.rows, *piece), torch.float32) for piece in shape.pieces]
+        self._free = list(range(shape.slots - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return sum(part[0].nbytes for layer in self._parts for part in layer)
+
+    def take(self) -> int:
+        """A slot with any content. Raises MemoryFull."""
+        if not self._free:
+            raise MemoryFull(f"all {self.shape.slots - 1} recurrent states of the session are in use; wait until a text has ended")
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """Return a slot. ValueError for one that was not taken."""
+        if slot in self._free or slot == self.spare:
+            raise ValueError(f"slot {slot} was not taken")
+        self._free.append(slot)
+
+    def swap_spare(self, slot: int) -> int:
+        """The spare slot, taken instead of `slot`, which is the spare one from now on."""
+        taken, self.spare = self.spare, slot
+        return taken
+
+    def clear(self, slot: int) -> None:
+        """The state of a sequence without tokens."""
+        for layer in self._parts:
+            for part in layer:
+                part[slot].zero_()
+
+    def copy(self, source: int, target: int) -> None:
+        for layer in self._parts:
+            for part in layer:
+                part[target].copy_(part[source])
+
+    def read(self, layer: int, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of a layer for the slots [S] int64, [S, *piece] each, to be changed; valid until the next call."""
+        count = slots.shape[0]
+        return [torch.index_select(part, 0, slots, out=work[:count]) for part, work in zip(self._parts[layer], self._work, strict=True)]
+
+    def write(self, layer: int, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """Store what `read` gave, changed, in the slots [S] int64."""
+        for part, piece in zip(self._parts[layer], pieces, strict=True):
+            part.index_copy_(0, slots, piece)
+
+    def check(self, taken: Sequence[int]) -> None:
+        """Raise AssertionError unless exactly the slots `taken` are, once each."""
+        every = sorted([*taken, *self._free, self.spare])
+        assert every == list(range(self.shape.slots)), f"slots taken {sorted(taken)}, free {sorted(self._free)}, spare {self.spare}"  # noqa: S101 - invariants of ours

@@ -1,0 +1,137 @@
+"""Gated delta net layers: tokens are mixed through states of constant size, one a value head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..cache.recurrent import RecurrentStates
+from ..kernels.delta import convolve_chunk, convolve_step, delta_chunk, delta_step, unit
+from ..kernels.rows import NormWeight
+from ..quant.weight import Weight
+from .layers import Pass
+from .named import Named
+from .shape import DecoderConfig, DeltaShape
+from .spec import Destination, Source
+
+
+def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
+    """What the convolution sees and the gates are held together, and so are the two rates of a head, which are never below 8 bits."""
+    shape, hidden, key, part = _shape(config), config.widths.hidden, f"{layer}.", layer + 1
+    name, wide = f"model.layers.{layer}.linear_attn.", shape.channels + shape.values
+    projections = (("qkvz", wide),) if shape.fused else (("qkv", shape.channels), ("z", shape.values))
+    rates = (("ba", 2 * shape.value_heads),) if shape.fused else (("b", shape.value_heads), ("a", shape.value_heads))
+    norm = Source(f"model.layers.{layer}.input_layernorm.weight", (hidden,))
+    taps = Source(name + "conv1d.weight", (shape.channels, 1, shape.taps))
+    yield Destination(key + "delta_norm", (norm,), part, wide=True, turn="plus_one" if config.gated else "")
+    for what, stored, bits in (("projection", projections, 4), ("rates", rates, 8)):
+        sources = tuple(Source(f"{name}in_proj_{which}.weight", (rows, hidden)) for which, rows in stored)
+        yield Destination(key + what, sources, part, bits=bits)
+    yield Destination(key + "taps", (taps,), part, wide=True, turn="taps_first")
+    yield Destination(key + "decay", (Source(name + "A_log", (shape.value_heads,)),), part, wide=True, turn="minus_exp")
+    yield Destination(key + "delta_bias", (Source(name + "dt_bias", (shape.value_heads,)),), part, wide=True)
+    yield Destination(key + "out_norm", (Source(name + "norm.weight", (shape.value_dim,)),), part, wide=True)
+    yield Destination(key + "delta_output", (Source(name + "out_proj.weight", (hidden, shape.values)),), part)
+
+
+def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> GatedDelta:
+    """The layer over its weights; `index` is its place among the layers that leave recurrent states."""
+    at, shape = weights.of(layer), _shape(config)
+    heads = shape.key_heads, shape.group
+    return GatedDelta(
+        shape=shape,
+        index=index,
+        norm=at.norm("delta_norm", config.eps),
+        projection=at["projection"],
+        rates=at["rates"],
+        taps=at.plain("taps").view(shape.taps, shape.channels),
+        decay=at.plain("decay").view(heads),
+        bias=at.plain("delta_bias").view(heads),
+        out_norm=at.norm("out_norm", config.eps),
+        output=at["delta_output"],
+    )
+
+
+def _shape(config: DecoderConfig) -> DeltaShape:
+    if config.delta is None:
+        raise ValueError("a family without delta nets has only attention layers")
+    return config.delta
+
+
+@dataclass(slots=True)
+class GatedDelta:
+    """Pre-norm gated delta net (Yang et al. 2024) behind a short convolution, as Qwen3-Next and Qwen3.5 have it.
+
+    projection [channels + values, hidden], rates [2 * value_heads, hidden]; where `shape.fused` each key head has its own rows of both.
+    taps fp32 [K, channels]; decay (-exp of what is stored) and bias fp32 [key_heads, group]; output [hidden, values].
+    """
+
+    shape: DeltaShape
+    index: int
+    norm: NormWeight
+    projection: Weight
+    rates: Weight
+    taps: torch.Tensor
+    decay: torch.Tensor
+    bias: torch.Tensor
+    out_norm: NormWeight
+    output: Weight
+    captured: bool = False
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return self.projection, self.rates, self.output
+
+    def run(self, at: Pass, /) -> None:
+        kernels, views, states = at.kernels, at.views, at.cache.states
+        if states is None or at.rows.slots is None:
+            raise ValueError("the session's cache has no recurrent states")
+        x, normed, mixed = views["x"], views["normed"], views["delta_mixed"]
+        projected, rates = views["delta_projected"], views["delta_rates"]
+        kernels.norm_linear(x, self.norm, self.projection, projected, normed)
+        kernels.norm_linear(x, self.norm, self.rates, rates, normed)
+        seen, gates, beta, speed = self._split(projected, rates)
+        decay = self.decay * F.softplus(speed.float() + self.bias)
+        answers = self._mix(seen.float(), decay, beta.float().sigmoid(), at, states)
+        kernels.rms_norm(answers, self.out_norm, answers)
+        mixed.view(answers.shape).copy_(answers.mul_(F.silu(gates.float())))
+        kernels.linear_add(mixed, self.output, x, normed)
+
+    def _split(self, projected: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the convolution sees [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""
+        s, count = self.shape, projected.shape[0]
+        if not s.fused:
+            seen, gates = projected.split((s.channels, s.values), dim=1)
+            beta, speed = rates.view(count, 2, s.key_heads, s.group).unbind(1)
+            return seen, gates.view(count, s.key_heads, s.group, s.value_dim), beta, speed
+        each = s.group * s.value_dim
+        heads = projected.view(count, s.key_heads, -1).split((s.key_dim, s.key_dim, each, each), dim=2)
+        seen = torch.cat([part.reshape(count, -1) for part in heads[:3]], dim=1)
+        beta, speed = rates.view(count, s.key_heads, 2, s.group).unbind(2)
+        return seen, heads[3].view(count, s.key_heads, s.group, s.value_dim), beta, speed
+
+    def _mix(self, seen: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, at: Pass, states: RecurrentStates) -> torch.Tensor:
+        """What the states answer, [T, H, R, E]; they go on from the slots that the pass reads to those that it writes."""
+        slots = at.rows.slots
+        if slots is None:
+            raise ValueError("the session's cache has no recurrent states")
+        windows, held = states.read(self.index, slots.source)
+        if at.rows.start is None:
+            convolved, windows = convolve_step(seen, windows, self.taps)
+            answers = delta_step(*self._heads(convolved), decay, beta, held)
+        else:
+            convolved, window = convolve_chunk(seen, windows[0], self.taps)
+            windows = window[None]
+            answers = delta_chunk(*self._heads(convolved), decay, beta, held[0])
+        states.write(self.index, slots.target, (windows, held))
+        return answers
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys [T, H, D] of length 1 (queries scaled by D^-0.5), values [T, H, R, E]."""
+        s, count = self.shape, convolved.shape[0]
+        queries, keys, values = convolved.split((s.keys, s.keys, s.values), dim=1)
+        queries, keys = (unit(part.view(count, s.key_heads, s.key_dim)) for part in (queries, keys))
+        return queries * s.key_dim**-0.5, keys, values.view(count, s.key_heads, s.group, s.value_dim)

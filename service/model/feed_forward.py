@@ -1,0 +1,154 @@
+"""Feed-forward layers: one for every token, or experts of which each token meets a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.rows import NormWeight
+from ..quant.weight import Weight
+from .layers import Pass
+from .named import Named
+from .shape import DecoderConfig, ExpertShape
+from .spec import FLOATING, Destination, Source
+
+
+def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
+    """Gate and up are held together; experts one behind the other, as one tensor each of both or one for every expert."""
+    w, key, part, name = config.widths, f"{layer}.", layer + 1, f"model.layers.{layer}.mlp."
+    norm = Source(f"model.layers.{layer}.post_attention_layernorm.weight", (w.hidden,))
+    yield Destination(key + "forward_norm", (norm,), part, wide=True, turn="plus_one" if config.gated else "")
+    if config.experts is not None and config.is_sparse(layer):
+        yield from _wanted_experts(config.experts, w.hidden, key, part, name)
+        return
+    yield Destination(key + "gate_up", _gate_up(name, w.intermediate, w.hidden), part)
+    yield Destination(key + "down", (Source(name + "down_proj.weight", (w.hidden, w.intermediate)),), part)
+
+
+def _gate_up(name: str, width: int, hidden: int) -> tuple[Source, ...]:
+    return tuple(Source(f"{name}{which}_proj.weight", (width, hidden)) for which in ("gate", "up"))
+
+
+def _wanted_experts(shape: ExpertShape, hidden: int, key: str, part: int, name: str) -> Iterator[Destination]:
+    """The router keeps its type: rounding changes who is chosen."""
+    count, width, used = shape.count, shape.width, shape.active / shape.count
+    yield Destination(key + "router", (Source(name + "gate.weight", (count, hidden)),), part, bits=FLOATING)
+    gate_up = tuple(source for expert in range(count) for source in _gate_up(f"{name}experts.{expert}.", width, hidden))
+    joined = Source(name + "experts.gate_up_proj", (count * 2 * width, hidden), (count, 2 * width, hidden))
+    yield Destination(key + "experts_gate_up", gate_up, part, joined=joined, used=used)
+    down = tuple(Source(f"{name}experts.{expert}.down_proj.weight", (hidden, width)) for expert in range(count))
+    joined = Source(name + "experts.down_proj", (count * hidden, width), (count, hidden, width))
+    yield Destination(key + "experts_down", down, part, joined=joined, used=used)
+    if not shape.shared:
+        return
+    yield Destination(key + "shared_gate", (Source(name + "shared_expert_gate.weight", (1, hidden)),), part, bits=FLOATING)
+    yield Destination(key + "shared_gate_up", _gate_up(name + "shared_expert.", shape.shared, hidden), part)
+    yield Destination(key + "shared_down", (Source(name + "shared_expert.down_proj.weight", (hidden, shape.shared)),), part)
+
+
+def build(config: DecoderConfig, weights: Named, layer: int) -> FeedForward | Experts:
+    """The layer over its weights."""
+    at = weights.of(layer)
+    norm = at.norm("forward_norm", config.eps)
+    shape = config.experts
+    if shape is None or not config.is_sparse(layer):
+        return FeedForward(norm, at["gate_up"], at["down"])
+    gate_up, down = at.parts("experts_gate_up", shape.count), at.parts("experts_down", shape.count)
+    shared = SharedExpert(at["shared_gate"], at["shared_gate_up"], at["shared_down"]) if shape.shared else None
+    return Experts(shape, norm, at["router"], gate_up, down, shared)
+
+
+@dataclass(slots=True)
+class FeedForward:
+    """Gated feed-forward (Shazeer 2020): gate_up [2 * intermediate, hidden], down [hidden, intermediate]."""
+
+    norm: NormWeight
+    gate_up: Weight
+    down: Weight
+    captured: bool = True
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return self.gate_up, self.down
+
+    def run(self, at: Pass, /) -> None:
+        kernels, views = at.kernels, at.views
+        x, normed, gated = views["x"], views["normed"], views["gated"]
+        kernels.norm_gate_up(x, self.norm, self.gate_up, gated, normed, views["both"])
+        kernels.linear_add(gated, self.down, x, normed)
+
+
+@dataclass(slots=True)
+class SharedExpert:
+    """The expert that every token meets, weighed by the sigmoid of `gate` [1, hidden]."""
+
+    gate: Weight
+    gate_up: Weight
+    down: Weight
+
+    def run(self, at: Pass, /) -> None:
+        kernels, views = at.kernels, at.views
+        normed, gated = views["normed"], views["shared_gated"]
+        kernels.gate_up(normed, self.gate_up, gated, views["shared_both"])
+        gated.mul_(torch.sigmoid(kernels.linear(normed, self.gate, views["shared_gate"])))
+        kernels.linear_add(gated, self.down, views["x"], views["routed"])
+
+
+@dataclass(slots=True)
+class Experts:
+    """Sparse experts: a token goes through the likeliest few of them (softmax over all in fp32), weighed by how likely they are.
+
+    router [count, hidden]; of each expert gate_up [2 * width, hidden] and down [hidden, width]. Who is chosen is looked at on the host.
+    """
+
+    shape: ExpertShape
+    norm: NormWeight
+    router: Weight
+    gate_up: list[Weight]
+    down: list[Weight]
+    shared: SharedExpert | None
+    captured: bool = False
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        shared = (self.shared.gate_up, self.shared.down) if self.shared else ()
+        return self.gate_up[0], self.down[0], *shared
+
+    def run(self, at: Pass, /) -> None:
+        at.kernels.rms_norm(at.views["x"], self.norm, at.views["normed"])
+        chosen, weights = self._choose(at)
+        if self.shared is not None:
+            self.shared.run(at)
+        # The choices in the order of the experts, so that each one's weights are read once.
+        order = chosen.argsort(stable=True)
+        rows, weights = order // self.shape.active, weights[order][:, None]
+        done = 0
+        for expert, count in enumerate(chosen.bincount(minlength=self.shape.count).tolist()):
+            if count:
+                self._run_expert(at, expert, rows[done : done + count], weights[done : done + count])
+                done += count
+
+    def _choose(self, at: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each row and their weights in fp32, [rows * active] each."""
+        likely = at.kernels.linear(at.views["normed"], self.router, at.views["router"]).float().softmax(-1)
+        weights, chosen = likely.topk(self.shape.active, dim=-1)
+        if self.shape.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen.view(-1), weights.view(-1)
+
+    def _run_expert(self, at: Pass, expert: int, rows: torch.Tensor, weights: torch.Tensor) -> None:
+        """The rows [n] of the pass through one expert, each by its weight [n, 1]."""
+        kernels, x, normed = at.kernels, at.views["x"], at.views["normed"]
+        count = rows.shape[0]
+        views = at.scratch.rows(count)
+        gated, routed = views["expert_gated"], views["routed"]
+        every = count == normed.shape[0]
+        mine = normed if every else torch.index_select(normed, 0, rows, out=routed)
+        kernels.gate_up(mine, self.gate_up[expert], gated, views["expert_both"])
+        gated.mul_(weights)
+        if every:
+            kernels.linear_add(gated, self.down[expert], x, routed)
+        else:
+            x.index_add_(0, rows, kernels.linear(gated, self.down[expert], routed))

@@ -1,0 +1,43 @@
+"""The weights of a network by their keys, and those of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.rows import NormWeight
+from ..quant.weight import QuantizedWeight, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """`tensors` by the keys of their destinations, which begin with `prefix`."""
+
+    tensors: Mapping[str, Weight]
+    prefix: str = ""
+
+    def of(self, layer: int) -> Named:
+        """Those of one block."""
+        return Named(self.tensors, f"{layer}.")
+
+    def __getitem__(self, key: str) -> Weight:
+        return self.tensors[self.prefix + key]
+
+    def plain(self, key: str) -> torch.Tensor:
+        """One that is never quantized. TypeError for one that is."""
+        weight = self[key]
+        if isinstance(weight, QuantizedWeight):
+            raise TypeError(f"{self.prefix}{key} is quantized; it is held in a floating type")
+        return weight
+
+    def norm(self, key: str, eps: float) -> NormWeight:
+        return NormWeight(self.plain(key), eps)
+
+    def parts(self, key: str, count: int) -> list[Weight]:
+        """The weight cut into `count` weights of as many rows each."""
+        whole = self[key]
+        rows = whole.shape[0] // count
+        cuts = [(at, at + rows) for at in range(0, rows * count, rows)]
+        return [whole.row_slice(*cut) if isinstance(whole, QuantizedWeight) else whole[cut[0] : cut[1]] for cut in cuts]

@@ -1,0 +1,189 @@
+"""What the decoders of the Qwen families need of config.json: one description, of which each family reads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelError
+from .layers import Room, Widths
+from .spec import ConfigReader
+
+ATTENTION, DELTA = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads of a gated delta net: `value_heads` states of [key_dim, value_dim], groups of which share a key head.
+
+    `taps` of the convolution before it. `fused`: projections are stored a key head at a time (Qwen3-Next).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    fused: bool
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values, and of their gates."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of what the convolution sees: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> tuple[tuple[int, ...], ...]:
+        """What a sequence leaves behind in a layer, whatever its length: the last inputs of the convolution, and the heads' states."""
+        return (self.taps - 1, self.channels), (self.key_heads, self.group, self.key_dim, self.value_dim)
+
+    def rooms(self) -> tuple[Room, ...]:
+        return (
+            Room("delta_projected", self.channels + self.values),
+            Room("delta_rates", 2 * self.value_heads),
+            Room("delta_mixed", self.values, read=True),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """`count` experts of `width`, of which a token meets `active`; `shared` is the width of the one that every token meets (0: none).
+
+    `normalized`: the weights of the chosen ones are made to sum up to 1.
+    """
+
+    count: int
+    active: int
+    width: int
+    shared: int
+    normalized: bool
+
+    def rooms(self, hidden: int) -> tuple[Room, ...]:
+        rooms = (
+            Room("router", self.count),
+            Room("routed", hidden, read=True),
+            Room("expert_both", 2 * self.width),
+            Room("expert_gated", self.width, read=True),
+        )
+        shared = Room("shared_gate", 1), Room("shared_both", 2 * self.shared), Room("shared_gated", self.shared, read=True)
+        return (*rooms, *shared) if self.shared else rooms
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder: which of its layers mix tokens how, and which have experts.
+
+    `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output gate beside its
+    queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them.
+    """
+
+    widths: Widths
+    layers: int
+    max_position: int
+    eps: float
+    rope_theta: float
+    rotary_dim: int
+    tied: bool
+    kinds: tuple[bool, ...] = ()
+    interval: int = 1
+    gated: bool = False
+    delta: DeltaShape | None = None
+    experts: ExpertShape | None = None
+    dense: frozenset[int] = frozenset()
+    sparse_step: int = 1
+
+    def is_attention(self, layer: int) -> bool:
+        return self.kinds[layer] if self.kinds else (layer + 1) % self.interval == 0
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.dense and (layer + 1) % self.sparse_step == 0
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(self.kinds) if self.kinds else self.layers // self.interval
+
+    @property
+    def recurrent(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """How many layers leave a state of constant size behind, and the shapes that it has in each."""
+        return (self.layers - self.attention_layers, self.delta.state) if self.delta else (0, ())
+
+
+def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *rooms: Room) -> Widths:
+    """The widths of attention and feed-forward. `head_dim`: where the config has none (None: hidden / heads)."""
+    heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
+    kv_heads = read.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json has {heads} attention heads and {kv_heads} key/value heads; the first must be a multiple of the second"
+        )
+    width = read.integer("head_dim", head_dim or max(1, hidden // heads))
+    if width % 2:
+        raise ModelError(f"config.json has head_dim = {width}; the rotary embedding needs an even number")
+    return Widths(hidden, heads, kv_heads, width, intermediate, read.integer("vocab_size"), rooms)
+
+
+def read_attention_only(config: Mapping[str, Any], layers: int, model_type: str) -> None:
+    """Refuse layer_types that name another kind than full attention."""
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or any(kind != ATTENTION for kind in kinds)):
+        raise ModelError(
+            f"config.json has layer_types other than {layers} times {ATTENTION!r}; model_type {model_type} has no other layers"
+        )
+
+
+def read_hybrid(config: Mapping[str, Any], read: ConfigReader, layers: int) -> tuple[tuple[bool, ...], int]:
+    """Which layers are attention: `kinds` and `interval` of DecoderConfig."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return (), read.integer("full_attention_interval", 4)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (ATTENTION, DELTA) for kind in kinds):
+        raise ModelError(f"config.json has layer_types that are not {layers} of {ATTENTION!r} and {DELTA!r}; no other layers are supported")
+    return tuple(kind == ATTENTION for kind in kinds), 1
+
+
+def read_delta(read: ConfigReader, *, fused: bool) -> DeltaShape:
+    """The gated delta net of a config."""
+    shape = DeltaShape(
+        read.integer("linear_num_key_heads", 16),
+        read.integer("linear_num_value_heads", 32),
+        read.integer("linear_key_head_dim", 128),
+        read.integer("linear_value_head_dim", 128),
+        read.integer("linear_conv_kernel_dim", 4),
+        fused,
+    )
+    if shape.value_heads % shape.key_heads:
+        raise ModelError(
+            f"config.json has linear_num_value_heads = {shape.value_heads} and linear_num_key_heads = {shape.key_heads}; "
+            "the first must be a multiple of the second"
+        )
+    if shape.taps < 2:
+        raise ModelError(f"config.json has linear_conv_kernel_dim = {shape.taps}; at least 2 is needed")
+    return shape
+
+
+def read_experts(read: ConfigReader, *, shared: bool, normalized: bool | None = None) -> ExpertShape:
+    """The experts of a config; `normalized` where the family fixes it, else norm_topk_prob must say it."""
+    # transformers 5 writes qwen3_moe's as num_local_experts
+    count = read.integer("num_local_experts" if read.has("num_local_experts") else "num_experts")
+    active = read.integer("num_experts_per_tok")
+    if active > count:
+        raise ModelError(f"config.json has num_experts_per_tok = {active} of num_experts = {count}")
+    if normalized is None:
+        normalized = read.flag("norm_topk_prob", False)
+    width = read.integer("shared_expert_intermediate_size") if shared else 0
+    return ExpertShape(count, active, read.integer("moe_intermediate_size"), width, normalized)
