@@ -30,6 +30,7 @@ from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
 from .memory.pool import Pool, Released
+from .peers.remote import RemoteModel
 from .text.language import Language
 from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer
@@ -209,10 +210,11 @@ class OpenModel:
         *,
         cancel: CancelCheck | None = None,
         cancel_request: Callable[[int], bool] | None = None,
+        progress: ProgressReport | None = None,
     ) -> Events:
         """As `generate_batch` for requests that come meanwhile: `arrivals` is asked before every step for those that came since, and they
         are numbered in that order. Ends when none is at work and it gives none."""
-        return self._run((), Orders(cancel, cancel_request, None, arrivals))
+        return self._run((), Orders(cancel, cancel_request, progress, arrivals))
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
@@ -358,6 +360,9 @@ class OpenModel:
             for place, prepared in enumerate(requests):
                 if place not in finished:
                     yield from (Event(result=cancelled_result(prepared, i, seconds), request=place, choice=i) for i in range(prepared.n))
+
+
+Model = OpenModel | RemoteModel  # a handle as nodes have it: in this process, or run by another engine
 
 
 def open_model(

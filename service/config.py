@@ -2,7 +2,7 @@
 
     [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
     [models]   roots = ["models"], default = "NAME", context = 8192
-    [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation
+    [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation, linger
     [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
     [peers.NAME]  kind = "openai" | "vllm" | "llama-server"; PeerSettings says what else
 
@@ -17,6 +17,7 @@ import re
 import stat
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,6 +70,7 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
         "grace": "number",
         "renew_hours": "number",
         "renew_fragmentation": "number",
+        "linger": "number",
     },
     "comfyui": {"correct_free_memory": "flag"},
 }
@@ -115,6 +117,7 @@ _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
     ("service", "grace"): (0, 86400),
     ("service", "renew_hours"): (0, 8760),
     ("service", "renew_fragmentation"): (0, 1),
+    ("service", "linger"): (1, 86400),
     ("peers", "context"): (1, 2**31),
     ("peers", "memory"): (1, 2**50),
     ("peers", "sequences"): (1, 4096),
@@ -132,7 +135,8 @@ class ServiceSettings:
 
     `concurrency` answers are written at once, `queue` requests may wait, each for `deadline` seconds (0: as long as it takes). At its
     end the service lets answers be finished for `grace` seconds. A model that nobody asks is loaded anew after `renew_hours` (0: never),
-    or once so much of its pool is in pieces too small to use.
+    or once so much of its pool is in pieces too small to use. One that was started on demand ends when nobody has used it for `linger`
+    seconds.
     """
 
     host: str = "127.0.0.1"
@@ -143,6 +147,7 @@ class ServiceSettings:
     grace: float = 10.0
     renew_hours: float = 24.0
     renew_fragmentation: float = 0.5
+    linger: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,9 @@ def package_folder() -> Path:
 
 
 def own_version() -> str:
-    """The version of this package, by what was installed."""
+    """The version of this package: by its own project file where it lies in a checkout or a pack, else by what was installed."""
+    with suppress(OSError, ValueError, KeyError):
+        return str(tomllib.loads((package_folder() / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     try:
         return version("onedesk")
     except PackageNotFoundError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .api import OpenModel, open_model, pick_device
-from .config import Config, load_config
+from .config import Config, PeerSettings, load_config
 from .core import CancelCheck, ProgressReport
 from .engine.leaks import LeakReport
 from .errors import RequestError
@@ -19,6 +19,10 @@ from .memory.pool import Pool, Released
 from .memory.thermal import merge, read_nvidia, read_zones
 from .memory.truth import read_truth
 from .memory.watch import Watch
+from .peers.choose import make_peer, wanted_of
+from .peers.peer import Peer, Wanted
+from .peers.remote import RemoteModel
+from .peers.service import LocalService
 
 _Key = tuple[Path, int | None, str, str, int]
 
@@ -31,6 +35,8 @@ class Registry:
         self._models: dict[_Key, OpenModel] = {}
         self._pools: dict[str, Pool] = {}
         self._watches: dict[str, Watch] = {}
+        self._peers: dict[PeerSettings | None, Peer] = {}
+        self._remotes: dict[tuple[Peer, Wanted], RemoteModel] = {}
         self._config: Config | None = None
 
     def configure(self, config: Config) -> None:
@@ -104,6 +110,46 @@ class Registry:
             opened.load(progress=progress, cancel=cancel)
         return opened
 
+    def open_in_service(self, name: str, *, roots: ModelRoots, context: int | None, quant: str, device: str) -> RemoteModel:
+        """The handle of a model that the local service runs, started on demand with these model folders. Loads and asks nothing."""
+        wanted = Wanted(name, context, quant)
+        return self._remote(self.service(roots, device), wanted, roots.resolve(name))
+
+    def open_at_peer(self, settings: PeerSettings) -> RemoteModel:
+        """The handle of the model of a [peers.NAME]. Starts, loads and asks nothing."""
+        with self._lock:
+            if settings not in self._peers:
+                self._peers[settings] = make_peer(settings, self.config.cache, self.pool)
+            return self._remote(self._peers[settings], wanted_of(settings), None)
+
+    def service(self, roots: ModelRoots, device: str = "auto") -> LocalService:
+        """The local service as a peer; `roots` and `device` are for the case that it must be started."""
+        with self._lock:
+            found = self._peers.get(None)
+            if not isinstance(found, LocalService):
+                config = ["--config", str(self.config.file)] if self.config.file else []
+                folders = [word for root in roots.roots for word in ("--roots", str(root))]
+                arguments = ["--port", "0", "--on-demand", "--device", device, *config, *folders]
+                found = self._peers[None] = LocalService(self.config.cache, arguments)
+            return found
+
+    def _remote(self, peer: Peer, wanted: Wanted, folder: Path | None) -> RemoteModel:
+        with self._lock:
+            if (peer, wanted) not in self._remotes:
+                self._remotes[peer, wanted] = RemoteModel(wanted, peer, folder)
+            return self._remotes[peer, wanted]
+
+    def remotes(self) -> list[RemoteModel]:
+        """Every handle of a model in another process, oldest first."""
+        with self._lock:
+            return list(self._remotes.values())
+
+    def forget(self, model: OpenModel) -> None:
+        """Close a handle for good; the next one of its choice is a new one."""
+        with self._lock:
+            self._models = {key: handle for key, handle in self._models.items() if handle is not model}
+        model.close()
+
     def models(self) -> list[OpenModel]:
         """Every handle, loaded or not, oldest first."""
         with self._lock:
@@ -124,14 +170,17 @@ class Registry:
         return [released for model in models for released in model.give_way()]
 
     def close(self) -> None:
-        """Close every model; forget them and the pools, so that the next ones are made with the configuration of then."""
+        """Close every model and end the engines that we started; forget them and the pools. The next ones are made as configured then."""
         with self._lock:
             models, self._models, self._pools = list(self._models.values()), {}, {}
             watches, self._watches = list(self._watches.values()), {}
+            peers, self._peers, self._remotes = list(self._peers.values()), {}, {}
         for watch in watches:
             watch.stop()
         for model in models:
             model.close()
+        for peer in peers:
+            peer.close()
 
 
 def _watch(pool: Pool) -> Watch:

@@ -39,7 +39,8 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: W
     ours = address.dialect == "onedesk"
     _check_askable(request, address, ours=ours)
     drawn = (seed + choice) % SEED_LIMIT
-    body: dict[str, Any] = {"model": wanted.name, "stream": True, "max_tokens": request.max_tokens}
+    body: dict[str, Any] = {"model": wanted.name} if wanted.name else {}
+    body |= {"stream": True, "max_tokens": request.max_tokens}
     body |= {"seed": drawn if ours else drawn % _FOREIGN_SEEDS, **_sampling(request)}
     if request.stop:
         body["stop"] = list(request.stop)
@@ -174,7 +175,7 @@ class Reader:
         delta = _object(choice.get("delta"))
         content = _text(delta.get("content")) + _text(choice.get("text"))
         thought = _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
-        came = told.get("ids")
+        came = told.get("tokens")
         ids = [_whole(one) for one in came] if isinstance(came, list) else []
         self._ids += ids
         if not content and not thought and not ids:

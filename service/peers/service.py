@@ -17,9 +17,9 @@ from urllib.parse import quote, urlencode
 
 from ..config import own_version, package_folder
 from ..core import CancelCheck
-from ..errors import Cancelled, ModelError, OnedeskError, PeerError, RequestError
+from ..errors import Cancelled, ModelError, OnedeskError, PeerError
 from ..memory.pool import Released
-from .note import Note, read_note, running, taken
+from .note import Note, running, taken
 from .peer import Address, Described, Peer, Wanted
 from .tenancy import Tenancy
 from .token_file import read_token
@@ -72,8 +72,9 @@ class LocalService(Peer):
         self._arguments = tuple(arguments)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._up = False  # whether our child was seen to listen
         self._tenancy: Tenancy | None = None
-        self._busy: frozenset[str] = frozenset()
+        self._busy: frozenset[Wanted] = frozenset()  # that kept their bytes when they were last asked
 
     @property
     def pid(self) -> int | None:
@@ -102,40 +103,32 @@ class LocalService(Peer):
 
     def describe(self, wanted: Wanted) -> Described:
         """What it says of a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
-        choice = {"quant": wanted.quant} | ({} if wanted.context is None else {"context": wanted.context})
-        document = self._ask("GET", f"/models/{quote(wanted.name, safe='/')}?{urlencode(choice)}")
-        more = document.get("onedesk")
-        told: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
+        told = self._model(wanted, _SILENCE)
         if told.get("reason"):
             raise ModelError(f"{wanted.name}: {told['reason']}")
         return Described(_whole(told.get("context")), _whole(told.get("bytes")))
 
     def held(self, wanted: Wanted) -> int:
-        """Bytes that its leases of this model hold."""
+        """Bytes that it says the model holds."""
         try:
-            address = self._running_address()
-            document = ask(address, "GET", "/memory", seconds=_GLANCE) if address is not None else None
+            return _whole(self._model(wanted, _GLANCE).get("held")) if taken(self._cache) else 0
         except OnedeskError as error:
             log.debug("%s does not tell what %s holds: %s", self.title, wanted.name, error)
             return 0
-        rows = document.get("leases") if isinstance(document, Mapping) else None
-        leases = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-        return sum(_whole(row.get("bytes")) for row in leases if row.get("owner") == wanted.name and row.get("kind") != "other process")
 
     def release(self, wanted: Wanted) -> tuple[Released, ...]:
         """Let the model give way there; returns once its bytes are back, measured by the service."""
-        if self._running_address() is None:
+        if not taken(self._cache):
             return ()
-        try:
-            document = self._ask("POST", "/memory/release", {"owner": wanted.name}, seconds=_RELEASE)
-        except RequestError:  # it never opened the model
-            return ()
-        self._busy = frozenset(name for name in document.get("busy", ()) if isinstance(name, str))
+        document = self._ask("POST", "/memory/release", {"owner": wanted.name, **_form(wanted)}, seconds=_RELEASE)
+        with self._lock:
+            busy = wanted.name in document.get("busy", ())
+            self._busy = self._busy | {wanted} if busy else self._busy - {wanted}
         rows = document.get("released")
         return tuple(_released(row) for row in rows if isinstance(row, Mapping)) if isinstance(rows, list) else ()
 
     def busy(self, wanted: Wanted) -> bool:
-        return wanted.name in self._busy
+        return wanted in self._busy
 
     def close(self) -> None:
         """Give back what this process was counted for, and end the service if we started it."""
@@ -155,6 +148,11 @@ class LocalService(Peer):
             child.kill()
             child.wait()
 
+    def _model(self, wanted: Wanted, seconds: float) -> Mapping[str, Any]:
+        """What it says of a model in this form, beside OpenAI's fields."""
+        more = self._ask("GET", f"/models/{quote(wanted.name)}?{urlencode(_form(wanted))}", seconds=seconds).get("onedesk")
+        return more if isinstance(more, Mapping) else {}
+
     def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = _SILENCE) -> Mapping[str, Any]:
         address = self._running_address()
         if address is None:
@@ -168,12 +166,10 @@ class LocalService(Peer):
         """The service, if it runs; one that we started and that has ended is taken note of."""
         if self._child is not None and self._child.poll() is not None:
             log.info("%s (process %d) has ended with status %d", self.title, self._child.pid, self._child.returncode)
-            self._child = None
-        # While ours starts it holds the lock, and has written no note yet.
-        note = read_note(self._cache) if self._child is not None else running(self._cache)
-        if note is None or (self._child is not None and note.pid != self._child.pid):
-            return None
-        return Found(note, _address(note))
+            self._child, self._up = None, False
+        found = find_service(self._cache)
+        self._up = self._up or (found is not None and self._child is not None and found.note.pid == self._child.pid)
+        return found
 
     def _running_address(self) -> Address | None:
         found = self._running()
@@ -181,6 +177,9 @@ class LocalService(Peer):
 
     def _started(self, cancel: CancelCheck | None) -> Found:
         """Start it, or go on waiting for a start that was left before."""
+        if self._child is not None and self._up:
+            self._child.wait()  # it was up and has let go of its lock: it is being ended
+            self._child, self._up = None, False
         if self._child is None:
             self._child = self._start()
         child, until = self._child, time.monotonic() + _STARTS_WITHIN
@@ -236,6 +235,10 @@ class LocalService(Peer):
 def _check(cancel: CancelCheck | None) -> None:
     if cancel is not None and cancel():
         raise Cancelled(f"stopped while {TITLE} starts")
+
+
+def _form(wanted: Wanted) -> dict[str, Any]:
+    return {"quant": wanted.quant} | ({} if wanted.context is None else {"context": wanted.context})
 
 
 def _whole(value: Any) -> int:

@@ -40,10 +40,13 @@ def added(usages: Iterable[Mapping[str, Any]]) -> Document:
     return total
 
 
-def told(result: Result) -> Document:
-    """What OpenAI's API has no place for."""
+def told(result: Result, *, detail: bool = False) -> Document:
+    """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
     stages = {name: asdict(stage) for name, stage in result.stages.items()}
-    return {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
+    document: Document = {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
+    if detail:
+        document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": asdict(result.usage)}
+    return document
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class Writer(ABC):
         self._with_logprobs = with_logprobs
         self._tools = tools
         self._choices: dict[int, Choice] = {}
+        # Whether chunks also tell token ids, progress, and each choice's whole result.
+        self.detail = False
 
     def collect(self, index: int, event: Event) -> None:
         """Take an event for the whole document."""
@@ -96,10 +101,19 @@ class Writer(ABC):
             if result is not None:
                 parts += self._last(choice, result)
             chunks = [self._head | {"choices": [part]} for part in parts]
-            if result is not None:
-                chunks[-1]["onedesk"] = told(result)
+            tokens = [event.token for event in came if event.token is not None] if self.detail else []
+            own: Document = {} if result is None else told(result, detail=self.detail)
+            own |= {"tokens": tokens} if tokens else {}
+            if own:
+                chunks = chunks or [self._head | {"choices": []}]
+                chunks[-1]["onedesk"] = own
             out += chunks
         return out
+
+    def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
+        """A chunk for the latest progress among events that came together, where it is wanted."""
+        latest = [event.progress for _, event in events if event.progress is not None] if self.detail else []
+        return [self._head | {"choices": [], "onedesk": {"progress": asdict(latest[-1])}}] if latest else []
 
     def usage_chunk(self, total: Document) -> Document:
         """The chunk behind all others, where it was asked for."""

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ def _around(service: Service, guard: Guard) -> Middleware:
     async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = GONE
         service.requests += 1
+        service.last_request = time.monotonic()
         try:
             guard.check(request)
             if service.requests > limit and request.path != "/health":

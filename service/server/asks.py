@@ -8,10 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..core import Message, Request, Sampling, Thinking
+from ..memory.policy import Policy
 from ..text.tool_calls import FRAME, call_schema
 from .problems import ApiError
 
 ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """In which form a model is wanted; None for as the service has it."""
+
+    context: int | None = None
+    quant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,24 @@ class Ask:
     include_usage: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     echo: bool = False
+    detail: bool = False
+
+
+def form_of(body: Mapping[str, Any]) -> Form:
+    """The form of the model that a body wants."""
+    own = _own(body)
+    return Form(whole(own.get("context")), own.get("quant"))
+
+
+def policy_of(body: Mapping[str, Any]) -> Policy | None:
+    """When the model gives way from now on, None where the body does not say. Raises RequestError for a ttl without its seconds."""
+    own = _own(body)
+    name = own.get("policy")
+    return None if name is None else Policy(name, own.get("ttl") if name == "ttl" else None)
+
+
+def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    return body.get("onedesk") or {}
 
 
 def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
@@ -47,7 +74,7 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
         tools=tools,
         template_options=options,
     )
-    return Ask((request,), *_streaming(body), tools=tools)
+    return Ask((request,), *_streaming(body), tools=tools, detail=bool(_own(body).get("detail")))
 
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
@@ -58,7 +85,7 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
     shared = replace(_shared(body, context), logprobs=logprobs, best_of=whole(body.get("best_of")))
     given = prompts(body["prompt"])
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
-    return Ask(requests, *_streaming(body), echo=echo)
+    return Ask(requests, *_streaming(body), echo=echo, detail=bool(_own(body).get("detail")))
 
 
 def prompts(value: Any) -> Sequence[str | Sequence[int]]:
@@ -87,6 +114,7 @@ def _shared(body: Mapping[str, Any], context: int) -> Request:
         max_tokens=whole(body.get("max_tokens")) or context,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         n=whole(body.get("n")) or 1,
+        repetition_stop=_own(body).get("repetition_stop"),
     )
 
 

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ def serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on a unix socket instead")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the token's file, made if absent; default: in the tree's cache")
     parser.add_argument("--no-token", action="store_true", help="ask for no token; on loopback or a unix socket only")
+    parser.add_argument("--roots", type=Path, action="append", metavar="FOLDER", help="serve the models of this folder too, before others")
+    parser.add_argument("--on-demand", action="store_true", help="end when nobody has used it for a while, see linger in [service]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Plan:
     token: str | None
     token_file: Path | None
     version: str
+    on_demand: bool
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -62,6 +65,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from .models import Choice
 
     config = load_config(args.config)
+    config = replace(config, model_roots=tuple(dict.fromkeys([*(args.roots or ()), *config.model_roots])))
     host = config.service.host if args.host is None else args.host
     port = config.service.port if args.port is None else args.port
     if port > 65535:
@@ -84,6 +88,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         token=None if token_file is None else load_token(token_file),
         token_file=token_file,
         version=own_version(),
+        on_demand=args.on_demand,
     )
 
 
@@ -95,6 +100,7 @@ async def _run(plan: Plan) -> None:
     from .models import Models
     from .renewal import renew_when_idle
     from .service import Service
+    from .unused import end_when_unused
 
     REGISTRY.configure(plan.config)
     service = Service(plan.config.service, Models(plan.config, REGISTRY, plan.choice), REGISTRY, plan.version)
@@ -107,6 +113,8 @@ async def _run(plan: Plan) -> None:
             with noted(plan.config.cache, note):
                 service.start(service.warm_up(plan.choice.names))
                 service.start(renew_when_idle(service))
+                if plan.on_demand:
+                    service.start(end_when_unused(service, stopped))
                 _say(note)
                 await stopped.wait()
                 await service.stop(plan.config.service.grace)

@@ -14,7 +14,7 @@ from ..core import Event, Result
 from ..engine.answer import Prepared
 from ..errors import OnedeskError
 from .answers import ChatWriter, CompletionWriter, Document, Writer, added, usage
-from .asks import Ask, chat_ask, completion_ask
+from .asks import Ask, chat_ask, completion_ask, form_of, policy_of
 from .body import read_json
 from .call import Call
 from .problems import ApiError, as_api_error, to_json
@@ -30,6 +30,7 @@ async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     scored = ask.requests[0].logprobs is not None
     tokenizer = calls[0].model.tokenizer if scored else None
     writer = ChatWriter(name, tokenizer, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
+    writer.detail = ask.detail
     return await _answer(service, request, ask, _Answering(name, calls, writer))
 
 
@@ -41,6 +42,7 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
     model = calls[0].model
     echoes = await service.in_thread(_echoes, model, ask) if ask.echo else {}
     writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
+    writer.detail = ask.detail
     return await _answer(service, request, ask, _Answering(name, calls, writer))
 
 
@@ -48,9 +50,13 @@ async def _begin(service: Service, body: Mapping[str, Any], ask_of: Callable[[Ma
     """The model, the calls (one a prompt), what is asked, all checked. One trip to a thread: each delays the first token."""
 
     def prepare() -> tuple[str, OpenModel, Ask, list[Prepared]]:
-        name, model = service.find(body.get("model"))
+        policy = policy_of(body)
+        name, model = service.find(body.get("model"), form_of(body))
         ask = ask_of(body, model.context)
-        return name, model, ask, [model.prepared(request) for request in ask.requests]
+        prepared = [model.prepared(request) for request in ask.requests]
+        if policy is not None:
+            model.policy = policy
+        return name, model, ask, prepared
 
     name, model, ask, prepared = await service.in_thread(prepare)
     return name, [Call(model, one) for one in prepared], ask
@@ -113,7 +119,7 @@ async def _stream(service: Service, request: web.Request, answering: _Answering,
             elif not events and (out.response is not None or time.perf_counter() - call.made >= TICK):
                 await out.comment("working")
             visible = [(index, event) for index, event in events if event.progress is None]
-            await out.send(answering.writer.chunks(visible))
+            await out.send([*answering.writer.progress(events), *answering.writer.chunks(visible)])
         if include_usage:
             await out.send([answering.writer.usage_chunk(answering.usage)])
     except (OnedeskError, RuntimeError, MemoryError) as error:

@@ -7,8 +7,13 @@ from typing import Any
 from aiohttp import web
 
 from ..loader.names import ModelEntry
+from .asks import Form, form_of
+from .check import check
 from .problems import ApiError, to_json
+from .schemas import OWN
 from .service import Service
+
+_DIGITS = 12  # more than any context has
 
 
 async def health(service: Service, request: web.Request) -> web.Response:
@@ -26,13 +31,24 @@ async def models(service: Service, request: web.Request) -> web.Response:
 async def model(service: Service, request: web.Request) -> web.Response:
     """One of them."""
     name = request.match_info["name"]
-    found = await service.in_thread(lambda: [_document(service, entry) for entry in service.models.entries() if entry.name == name])
+    form = _form(request)
+    found = await service.in_thread(lambda: [_document(service, entry, form) for entry in service.models.entries() if entry.name == name])
     if not found:
         raise ApiError(404, "there is no model of that name; /v1/models lists them", code="model_not_found", param="model")
     return web.Response(body=to_json(found[0]), content_type="application/json")
 
 
-def _document(service: Service, entry: ModelEntry) -> dict[str, Any]:
-    document = service.models.document(entry)
+def _form(request: web.Request) -> Form:
+    """The form in which it is asked for: ?context=N&quant=Q, both as in the `onedesk` object of a request. Raises ApiError 400."""
+    asked: dict[str, Any] = dict(request.query)
+    context = asked.get("context")
+    if context is not None:
+        asked["context"] = int(context) if context.isdecimal() and len(context) < _DIGITS else context
+    check(asked, OWN)
+    return form_of({"onedesk": asked})
+
+
+def _document(service: Service, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
+    document = service.models.document(entry, form)
     document["onedesk"]["at_once"] = service.places.of(entry.name)
     return document

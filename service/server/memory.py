@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -12,6 +12,7 @@ from aiohttp import web
 from ..api import OpenModel
 from ..memory.pool import Released
 from ..setup.memory_report import memory_report
+from .asks import Form, form_of
 from .body import read_json
 from .problems import ApiError, to_json
 from .schemas import NOTHING, RELEASE
@@ -37,6 +38,10 @@ async def release(service: Service, request: web.Request) -> web.Response:
         raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
     if nbytes is not None:
         return _answer(service, await service.in_thread(_make_room, service, int(nbytes)))
+    form = form_of({"onedesk": body})
+    if form != Form():
+        _, model = await service.in_thread(service.find, str(owner), form)
+        return _answer(service, await service.in_thread(model.give_way), [model])
     return _answer(service, await service.in_thread(_release, service, str(owner)))
 
 
@@ -93,9 +98,10 @@ def _load(model: OpenModel) -> dict[str, Any]:
     return {"owner": model.name, "bytes": model.held_bytes(), "seconds": time.perf_counter() - began}
 
 
-def _answer(service: Service, released: Iterable[Released]) -> web.Response:
+def _answer(service: Service, released: Iterable[Released], models: Sequence[OpenModel] | None = None) -> web.Response:
+    """What came back, and which of `models` (all) kept their bytes because they write."""
     given = list(released)
     service.figures.returned(given)
     rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in given]
-    busy = sorted({model.name for model in service.registry.models() if model.busy})
+    busy = sorted({model.name for model in (service.registry.models() if models is None else models) if model.busy})
     return web.Response(body=to_json({"released": rows, "busy": busy}), content_type="application/json")

@@ -13,7 +13,10 @@ from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots
 from ..registry import Registry
 from ..setup.inventory import default_model, is_toy, model_roots, usual_context
+from .asks import Form
 from .problems import ApiError
+
+FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Models:
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
         self._lock = threading.Lock()
-        self._open: dict[str, OpenModel] = {}
+        self._open: dict[tuple[str, int | None, str], OpenModel] = {}
 
     def entries(self) -> list[ModelEntry]:
         """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
@@ -49,7 +52,7 @@ class Models:
             if default is None:
                 raise ApiError(400, "model is missing; give a name of /v1/models", code="missing_field", param="model")
             return default
-        if asked in self._open:
+        if any(name == asked for name, _, _ in list(self._open)):
             return asked
         names = [entry.name for entry in self.entries()]
         if asked not in names:
@@ -57,32 +60,44 @@ class Models:
             raise ApiError(404, f"there is no model {short(asked)}; there are: {shown}", code="model_not_found", param="model")
         return asked
 
-    def open(self, name: str) -> OpenModel:
+    def open(self, name: str, form: Form | None = None) -> OpenModel:
         """The handle of a served name, which loads when it is first used. Raises ModelError, FileError, RequestError."""
+        form = form or Form()
+        quant = form.quant or self.choice.quant
         with self._lock:
-            opened = self._open.get(name)
+            key = (name, form.context, quant)
+            opened = self._open.pop(key, None)
             if opened is None or opened.stale:
-                self._open.pop(name, None)
-                choice, path = self.choice, self._roots.resolve(name)
-                context = choice.context or usual_context(self._config, path, self._roots)
-                opened = self._registry.open(
-                    name,
-                    roots=self._roots,
-                    context=context,
-                    quant=choice.quant,
-                    device=choice.device,
-                    load=False,
-                    sequences=self._config.service.concurrency,
-                )
-                self._open[name] = opened
+                opened = self._opened(name, form.context, quant)
+            self._open[key] = opened  # behind all others: the first of them was asked for the longest time ago
+            self._forget_forms(name)
             return opened
 
-    def document(self, entry: ModelEntry) -> dict[str, Any]:
+    def _opened(self, name: str, context: int | None, quant: str) -> OpenModel:
+        path = self._roots.resolve(name)
+        return self._registry.open(
+            name,
+            roots=self._roots,
+            context=context or self.choice.context or usual_context(self._config, path, self._roots),
+            quant=quant,
+            device=self.choice.device,
+            load=False,
+            sequences=self._config.service.concurrency,
+        )
+
+    def _forget_forms(self, name: str) -> None:
+        """A client may ask for one context after the other: of forms that nobody has loaded only the latest few are kept."""
+        forms = [key for key in self._open if key[0] == name and key[1] is not None]
+        for key in forms[:-FORMS_LIMIT]:
+            if not self._open[key].loaded and not self._open[key].busy:
+                self._registry.forget(self._open.pop(key))
+
+    def document(self, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
         """A model as /v1/models shows it; a broken one says why."""
-        more: dict[str, Any] = {"toy": is_toy(entry.name), "context": None, "loaded": False, "bytes": None, "reason": ""}
+        more: dict[str, Any] = {"toy": is_toy(entry.name), "context": None, "loaded": False, "bytes": None, "held": 0, "reason": ""}
         try:
-            opened = self.open(entry.name)
-            more |= {"context": opened.context, "loaded": opened.loaded, "bytes": opened.need.total}
+            opened = self.open(entry.name, form)
+            more |= {"context": opened.context, "loaded": opened.loaded, "bytes": opened.need.total, "held": opened.held_bytes()}
         except OnedeskError as error:
             more["reason"] = str(error)
         return {"id": entry.name, "object": "model", "created": _changed(entry), "owned_by": "onedesk", "onedesk": more}

@@ -39,7 +39,7 @@ _GENERATING = (404, 429, 500, 503)
 ROUTES = (
     Route("GET", "/health", health, "Whether the service lives and is ready.", failures=(503,)),
     Route("GET", "/v1/models", models, "The models that can be asked for."),
-    Route("GET", "/v1/models/{name:.+}", model, "One of the models.", failures=(404,)),
+    Route("GET", "/v1/models/{name:.+}", model, "One of the models; ?context=N&quant=Q: in that form.", failures=(404,)),
     Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", CHAT, _GENERATING, streams=True),
     Route("POST", "/v1/completions", completions, "Go on with a text.", COMPLETION, _GENERATING, streams=True),
     Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import CHOICES_LIMIT, LOGPROBS_LIMIT
+from ..core import CHOICES_LIMIT, LOGPROBS_LIMIT, QUANTIZATIONS
 
 NAME_LIMIT = 512
 INPUTS_LIMIT = 2048  # texts of one request for embeddings
@@ -27,6 +27,20 @@ def _texts_or_ids(most: int) -> dict[str, Any]:
     return {"anyOf": [_TEXT, _TOKEN_IDS, *lists]}
 
 
+OWN = _optional(
+    "object",
+    properties={
+        "context": _optional(
+            "integer", minimum=2, maximum=2**31 - 1, description="Tokens for prompt and answer; their memory is reserved."
+        ),
+        "quant": _optional("string", enum=[*QUANTIZATIONS, None]),
+        "policy": _optional("string", enum=["stay", "ttl", "pinned", None], description="When the model gives way from now on."),
+        "ttl": _optional("number", minimum=0, maximum=7 * 86400, description="Seconds, for the policy ttl."),
+        "repetition_stop": _optional("boolean"),
+        "detail": _optional("boolean", description="Streams also tell token ids, the progress of a load, and each choice's usage."),
+    },
+    description="What OpenAI's API has no place for.",
+)
 # What chat and plain completions share.
 _SAMPLING: dict[str, Any] = {
     "max_tokens": _optional("integer", minimum=1, description="Tokens of the answer; reasoning has its own budget."),
@@ -49,6 +63,7 @@ _SAMPLING: dict[str, Any] = {
     "stream": _optional("boolean"),
     "stream_options": _optional("object", properties={"include_usage": _optional("boolean")}),
     "user": _optional("string"),
+    "onedesk": OWN,
 }
 
 _PART = {
@@ -161,6 +176,8 @@ RELEASE: Mapping[str, Any] = {
     "type": "object",
     "properties": {
         "owner": _optional("string", minLength=1, maxLength=NAME_LIMIT, description="A name of the leases: let it give way."),
+        "context": OWN["properties"]["context"] | {"description": "With owner: only the model that was opened with so much."},
+        "quant": OWN["properties"]["quant"] | {"description": "With owner: only the model in this form."},
         "bytes": _optional("integer", minimum=1, description="Let owners give way until so much more can be leased."),
     },
 }

@@ -15,6 +15,7 @@ from ..config import ServiceSettings
 from ..core import Event
 from ..errors import OnedeskError
 from ..registry import Registry
+from .asks import Form
 from .call import Call
 from .figures import Figures
 from .models import Models
@@ -53,6 +54,7 @@ class Service:
         self.asleep = False
         self.slept: list[OpenModel] = []  # what was loaded when it fell asleep
         self.requests = 0  # HTTP requests that are being answered
+        self.last_request = time.monotonic()  # when the latest one came
         self._workers: dict[str, Worker] = {}
         self._threads = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -78,10 +80,10 @@ class Service:
         """Do what may wait for files or processes beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    def find(self, asked: str | None) -> tuple[str, OpenModel]:
+    def find(self, asked: str | None, form: Form | None = None) -> tuple[str, OpenModel]:
         """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a broken one."""
         name = self.models.name_of(asked)
-        return name, self.models.open(name)
+        return name, self.models.open(name, form)
 
     @asynccontextmanager
     async def waiting_for(self, name: str, calls: Sequence[Call]) -> AsyncIterator[Sequence[Call]]:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ..api import OpenModel
-from ..core import Event
+from ..core import Event, Progress
 from ..engine.answer import Prepared
 from .call import Call
 from .figures import Figures, Times
@@ -118,7 +118,11 @@ class Worker:
         def unwanted(number: int) -> bool:
             return number not in numbered or numbered[number].stopping
 
-        for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted):
+        def report(progress: Progress) -> None:
+            if progress.stage == "load":
+                first.put(Event(progress=progress))
+
+        for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report):
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()

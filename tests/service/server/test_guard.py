@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from onedesk.service import cli
 from onedesk.service.errors import FileError, RequestError
+from onedesk.service.peers.token_file import load_token, matches, read_token
 from onedesk.service.server.guard import is_loopback, own_names
 from onedesk.service.server.routes import ROUTES
-from onedesk.service.peers.token_file import load_token, matches, read_token
 from serving import MODEL, Server
 
 PATHS = [(route.method, route.path.replace("{name:.+}", MODEL).replace("{key}", "x")) for route in ROUTES] + [

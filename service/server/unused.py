@@ -1,0 +1,28 @@
+"""The end of a service that was started on demand, once nobody uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+
+
+async def end_when_unused(service: Service, stopped: asyncio.Event) -> None:
+    """Set `stopped` when no process has had a lease and nobody has asked for `linger` seconds.
+
+    Whoever started it ends it by its process id; this is for one that was killed. Another one that comes meanwhile takes it over.
+    """
+    used = time.monotonic()
+    while not stopped.is_set():
+        await asyncio.sleep(min(LOOK_SECONDS, service.settings.linger / 2))
+        if len(service.tenants) or service.requests:
+            used = time.monotonic()
+        elif time.monotonic() - max(used, service.last_request) >= service.settings.linger:
+            log.warning("nobody has used the service for %g s; it ends, as it was started on demand", service.settings.linger)
+            stopped.set()
