@@ -139,7 +139,7 @@ class RemoteModel:
             try:
                 lanes += self._lanes(place, request.validated(), address)
             except OnedeskError as error:
-                raise _named(error, place, len(requests)) from error
+                raise _named(error, place, len(requests)) from None
         return self._events(_Flow(lanes, len(requests), cancel, cancel_request, progress))
 
     def _events(self, flow: _Flow) -> _Events:
@@ -275,7 +275,7 @@ class _Flow:
         if lane.ended:
             return
         if isinstance(came, OnedeskError):
-            raise _named(came, lane.request, self._requests) from came
+            raise _named(came, lane.request, self._requests) from None
         if came is None:
             raise PeerError(f"{lane.address.title}: its answer broke off without a reason; look at its log, then run again")
         if came.result is not None:
