@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui import Comfy
+from kept_kernels import building_once
 from onedesk.service.config import load_config
 from onedesk.service.errors import PeerError
+from onedesk.service.kernels import compile
 from onedesk.service.registry import REGISTRY
 from onedesk.service.setup.comfyui import ComfyProcess
 from onedesk.service.setup.tree import Tree
@@ -23,6 +25,14 @@ TINY_WRITER_HIDDEN = 64
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--comfyui", type=Path, default=None, help="folder of a ComfyUI whose requirements this Python has")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_built_once() -> Iterator[None]:
+    """What a test of this process compiles into a new cache is copied there. test_cpu_library.py, with sources of its own, compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_build", building_once(compile._build))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,8 +1,9 @@
-"""Compiled kernels for the trees that tests make: building them anew for each takes seconds."""
+"""Compiled kernels for the trees that tests make: building them anew for each takes ten seconds of a processor."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from onedesk.service.config import load_config
@@ -11,8 +12,32 @@ from onedesk.service.kernels.compile import compile_library
 
 def keep_kernels(cache: Path) -> None:
     """Put the compiled kernels into the cache of a new tree, as whoever used it before would have left them there."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for library in kept():
+        shutil.copy(library, cache)
+
+
+def kept() -> list[Path]:
+    """The compiled kernels in the checkout's own cache, built there if they are not."""
     here = load_config(None).cache
     compile_library(here)
-    cache.mkdir(parents=True, exist_ok=True)
-    for library in here.glob("kernels-*.so"):
-        shutil.copy(library, cache)
+    return sorted(here.glob("kernels-*.so"))
+
+
+def building_once(build: Callable[[str, Path], str]) -> Callable[[str, Path], str]:
+    """`build` of service/kernels/compile.py for this process: what is kept already is copied. Other sources, or a full disk, are built."""
+    there = {library.name: library for library in kept()}
+
+    def build_or_copy(compiler: str, target: Path) -> str:
+        library = there.get(target.name)
+        if library is None or not library.is_file() or library == target:
+            return build(compiler, target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, target)
+        except OSError:
+            target.unlink(missing_ok=True)
+            return build(compiler, target)
+        return ""
+
+    return build_or_copy

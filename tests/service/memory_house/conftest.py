@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from kept_kernels import keep_kernels
 from onedesk.service.bench.shapes import random_checkpoint
 
 
@@ -20,4 +21,6 @@ def large() -> Path:
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the compiled kernels are kept, once for all tests."""
-    return tmp_path_factory.mktemp("kernels")
+    cache = tmp_path_factory.mktemp("kernels")
+    keep_kernels(cache)
+    return cache

@@ -12,10 +12,10 @@ from onedesk.service.bench.handover import handover_table, own_bytes
 from tiny_qwen3 import write_tiny_qwen3
 
 MIB = 1 << 20
-CYCLES = 30
+CYCLES = 16
 
 
-def test_thirty_hand_overs_return_everything_and_leave_nothing(tmp_path):
+def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
     model = write_tiny_qwen3(tmp_path / "writer", hidden=512, intermediate=1536)
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
