@@ -51,11 +51,7 @@ class Child:
         self._order = order
         self._lock = threading.Lock()
         self._measured = (0.0, 0)
-        program = shutil.which(order.argv[0], path=order.environment.get("PATH"))
-        if program is None:
-            raise PeerError(
-                f"{order.title}: there is no program {order.argv[0]!r}; install it, or name it with command = [...] in its table"
-            )
+        program = check_program(order.title, order.argv[0], order.environment.get("PATH"))
         words = [sys.executable, "-I", "-S", str(_GUARDIAN), f"{order.grace:g}", program, *order.argv[1:]]
         with _open_log(order.log) as log:
             self._guardian = subprocess.Popen(
@@ -139,6 +135,14 @@ class Child:
         self._guardian.wait()
         reason = said.removeprefix("!") or f"its guardian does not start{self.last_words()}"
         raise PeerError(f"{self.title}: {self._order.argv[0]} cannot be run: {reason}")
+
+
+def check_program(title: str, name: str, path: str | None) -> str:
+    """Where the program is. Raises PeerError where it is missing."""
+    program = shutil.which(name, path=path)
+    if program is None:
+        raise PeerError(f"{title}: there is no program {name!r}; install it, or name it with command = [...] in its table")
+    return program
 
 
 def _open_log(path: Path) -> BinaryIO:

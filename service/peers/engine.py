@@ -24,7 +24,7 @@ from ..memory.entrusted import Entrusted
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Pool, Released
 from . import llama_server, vllm
-from .child import Child, Order
+from .child import Child, Order, check_program
 from .launch import Launch, Machine, Place, environment
 from .peer import Address, Described, Peer, Wanted
 from .wire import Exchange
@@ -204,7 +204,8 @@ class ChildEngine(Peer):
         if settings.kind == "vllm":
             launch = vllm.launch(settings, machine, place)
         else:
-            launch = llama_server.launch(settings, machine, place, self._knows)
+            told = self._help()
+            launch = llama_server.launch(settings, machine, place, lambda option: option.encode() in told)
         address = Address(self.title, port=place.port, key=key)
         log_file = self._cache / "logs" / f"peer-{settings.name}.log"
         return launch, address, Order(self.title, launch.argv, environment(launch, self._cache), log_file, secret=key)
@@ -220,14 +221,15 @@ class ChildEngine(Peer):
             raise FileError(f"the key of {self.title} cannot be written in the cache: {error.strerror}; check the rights there") from error
         return path
 
-    def _knows(self, option: str) -> bool:
-        """Whether the program's own help names an option."""
+    def _help(self) -> bytes:
+        """What the program says of its options."""
         command = self._settings.command or llama_server.COMMAND
+        check_program(self.title, command[0], os.environ.get("PATH"))
         try:
             told = subprocess.run([*command, "--help"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELP_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PeerError(f"{self.title}: {command[0]} does not tell its options: {error}") from error
-        return option.encode() in told.stdout + told.stderr
+        return told.stdout + told.stderr
 
     def _await_ready(self, child: Child, address: Address, cancel: CancelCheck | None) -> None:
         until = time.monotonic() + self._settings.start

@@ -18,9 +18,9 @@ ALL_LAYERS = "999"
 _FIRST_PART = "-00001-of-"
 OURS = ("-m", "--model", "-a", "--alias", "-c", "--ctx-size", "-np", "--parallel", "-ngl", "--gpu-layers", "--n-gpu-layers")
 OURS += ("--host", "--port", "--api-key", "--api-key-file", "--sleep-idle-seconds", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")
-# Settings by variables, because versions that do not know one of them pass over it: no file pages in place of memory that is counted,
-# no network.
-VARIABLES = {"LLAMA_ARG_LOAD_MODE": "none", "LLAMA_ARG_NO_MMAP": "1", "LLAMA_ARG_OFFLINE": "1"}
+OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode")
+# By a variable, because versions that do not know it pass over it.
+VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
 
 def launch(settings: PeerSettings, machine: Machine, place: Place, knows: Callable[[str], bool]) -> Launch:
@@ -39,6 +39,8 @@ def launch(settings: PeerSettings, machine: Machine, place: Place, knows: Callab
         )
     words = [*(settings.command or COMMAND), "-m", str(file), "--alias", settings.name]
     words += ["-c", str(settings.context * settings.sequences), "-np", str(settings.sequences)]
+    # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's own.
+    words += ["--load-mode", "none"] if knows("--load-mode") else ["--no-mmap"]
     words += ["-ngl", "0" if machine.kind == "cpu" else ALL_LAYERS]
     words += ["--host", "127.0.0.1", "--port", str(place.port), "--api-key-file", str(place.key_file)]
     if settings.idle:

@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     if "--help" in WORDS:
-        print("usage: --port N" + ("" if FAULT == "old" else " --sleep-idle-seconds N"))
+        print("usage: --port N" + ("" if FAULT == "old" else " --sleep-idle-seconds N --load-mode MODE"))
         return
     print(f"starting with key {KEY}", file=sys.stderr, flush=True)
     if FAULT == "dies":
