@@ -80,10 +80,15 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _own_options(request: Request, wanted: Wanted, policy: Policy) -> dict[str, Any]:
-    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "policy": "stay" if policy.name == "phase" else policy.name}
-    own |= {} if policy.seconds is None else {"ttl": policy.seconds}
+    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, **told_policy(policy)}
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
+
+
+def told_policy(policy: Policy) -> dict[str, Any]:
+    """A policy as our service takes it. When the last text node of a workflow has run, ComfyUI alone knows: there it is "stay"."""
+    told: dict[str, Any] = {"policy": "stay" if policy.name == "phase" else policy.name}
+    return told | ({} if policy.seconds is None else {"ttl": policy.seconds})
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -58,8 +58,9 @@ class RemoteModel:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._policy = policy
-        self.peer.offer(self.wanted, policy)
+        if policy != self._policy:
+            self._policy = policy
+            self.peer.offer(self.wanted, policy)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,9 @@ from urllib.parse import quote, urlencode
 from ..config import own_version, package_folder
 from ..core import CancelCheck
 from ..errors import Cancelled, ModelError, OnedeskError, PeerError
+from ..memory.policy import Policy
 from ..memory.pool import Released
+from .dialect import told_policy
 from .note import Note, running, taken
 from .peer import Address, Described, Peer, Wanted
 from .tenancy import Tenancy
@@ -129,6 +131,15 @@ class LocalService(Peer):
 
     def busy(self, wanted: Wanted) -> bool:
         return wanted in self._busy
+
+    def offer(self, wanted: Wanted, policy: Policy) -> None:
+        """When it gives way, told to the service if it runs; every request tells it too."""
+        if not taken(self._cache):
+            return
+        try:
+            self._ask("POST", "/memory/policy", {"owner": wanted.name, **told_policy(policy), **_form(wanted)}, seconds=_GLANCE)
+        except OnedeskError as error:
+            log.debug("%s does not take the policy of %s: %s", self.title, wanted.name, error)
 
     def close(self) -> None:
         """Give back what this process was counted for, and end the service if we started it."""

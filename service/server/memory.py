@@ -12,10 +12,10 @@ from aiohttp import web
 from ..api import OpenModel
 from ..memory.pool import Released
 from ..setup.memory_report import memory_report
-from .asks import Form, form_of
+from .asks import Form, form_of, policy_of
 from .body import read_json
 from .problems import ApiError, to_json
-from .schemas import NOTHING, RELEASE
+from .schemas import NOTHING, POLICY, RELEASE
 from .service import Service
 
 
@@ -60,6 +60,16 @@ def _release(service: Service, owner: str) -> list[Released]:
         message = f"nobody of that name can give way; there are: {', '.join(owners) or 'none'}"
         raise ApiError(404, message, code="unknown_owner", param="owner")
     return service.registry.release(owner)
+
+
+async def set_policy(service: Service, request: web.Request) -> web.Response:
+    """When a model gives way from now on; a time that has passed already counts."""
+    own = {"onedesk": await read_json(request, POLICY)}
+    policy = policy_of(own)
+    name, model = await service.in_thread(service.find, own["onedesk"]["owner"], form_of(own))
+    if policy is not None:
+        model.policy = policy
+    return web.Response(body=to_json({"owner": name, "policy": str(model.policy)}), content_type="application/json")
 
 
 async def sleep(service: Service, request: web.Request) -> web.Response:

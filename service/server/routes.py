@@ -12,9 +12,9 @@ from .embeddings import embeddings
 from .generate import chat, completions
 from .health import health, model, models
 from .leases import give_back_lease, take_lease, tell_lease
-from .memory import release, show_memory, sleep, wake
+from .memory import release, set_policy, show_memory, sleep, wake
 from .metrics import metrics
-from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, RELEASE
+from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE
 from .service import Service
 
 Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
@@ -45,6 +45,7 @@ ROUTES = (
     Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),
     Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),
     Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
+    Route("POST", "/v1/memory/policy", set_policy, "When a model gives way.", POLICY, (404, 500)),
     Route("POST", "/v1/memory/sleep", sleep, "Give everything back and wait.", NOTHING),
     Route("POST", "/v1/memory/wake", wake, "Load again and work.", NOTHING, (500, 503)),
     Route("POST", "/v1/memory/leases", take_lease, "Room for another process.", LEASE, (503,)),

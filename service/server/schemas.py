@@ -182,6 +182,16 @@ RELEASE: Mapping[str, Any] = {
     },
 }
 
+POLICY: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["owner", "policy"],
+    "properties": {
+        "owner": {"type": "string", "minLength": 1, "maxLength": NAME_LIMIT, "description": "The name of a model."},
+        "policy": {"type": "string", "enum": ["stay", "ttl", "pinned"]},
+        **{name: OWN["properties"][name] for name in ("ttl", "context", "quant")},
+    },
+}
+
 NOTHING: Mapping[str, Any] = {"type": "object"}
 
 LEASE: Mapping[str, Any] = {

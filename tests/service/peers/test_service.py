@@ -191,8 +191,9 @@ def test_its_policy_holds_there(desk: Desk) -> None:
     model.policy = Policy("pinned")
     answer(model.generate(request(tokens=2)))
     assert "pinned" in {row["policy"] for row in desk.memory() if row["owner"] == MODEL}
+    model.policy = Policy("stay")
+    assert "pinned" not in {row["policy"] for row in desk.memory() if row["owner"] == MODEL}
     model.policy = Policy("ttl", 0.0)
-    answer(model.generate(request(tokens=2)))
     until = time.monotonic() + 10
     while model.loaded:
         assert time.monotonic() < until
