@@ -16,7 +16,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from typing import Any
 
 import comfy.memory_management as ram
 import comfy.model_management as mm
@@ -26,18 +26,19 @@ from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 from server import PromptServer
 
-from ..service.api import OpenModel
+from ..service.api import Model, OpenModel, RemoteModel
 from ..service.config import load_config
-from ..service.errors import MemoryFull, OnedeskError
+from ..service.errors import MemoryFull, OnedeskError, PeerError
 from ..service.memory.budget import show
 from ..service.memory.pool import Pool, Released
 from ..service.memory.truth import Truth
+from ..service.peers.tenancy import Tenancy
 from ..service.registry import REGISTRY
 from .correction import FreeMemoryCorrection
-from .folders import model_roots
+from .folders import model_roots, peer_settings
 from .phase import Tracker
 from .show import returned
-from .values import ModelChoice
+from .values import HERE, SERVICE, ModelChoice
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,19 @@ class OnedeskModel(torch.nn.Module):
     device: torch.device | None = None
 
 
-class LanguageModel(ModelPatcher):
-    """An open model as ComfyUI's memory manager sees it. Sizes are bytes."""
+class Guest:
+    """An open model of which ComfyUI's memory manager hears nothing: its bytes are not on this machine."""
 
-    def __init__(self, model: OpenModel) -> None:
+    def __init__(self) -> None:
+        self.tracker = Tracker()
+        self.evictions = 0
+        self.given: tuple[Released, ...] = ()
+
+
+class LanguageModel(ModelPatcher):
+    """An open model as ComfyUI's memory manager sees it, in this process or in another one. Sizes are bytes."""
+
+    def __init__(self, model: Model) -> None:
         home = mm.get_torch_device() if device() == "cuda" else torch.device("cpu")
         super().__init__(OnedeskModel(), home, torch.device("cpu"), size=1)
         self._open = weakref.ref(model)
@@ -86,7 +96,7 @@ class LanguageModel(ModelPatcher):
     def model_size(self) -> int:
         """What the model holds when it is loaded."""
         model = self._open()
-        return max(1, self.loaded_size(), model.need.total if model else 0)
+        return max(1, self.loaded_size(), need(model, headroom=0) if model else 0)
 
     def loaded_size(self) -> int:
         """What it holds now."""
@@ -124,7 +134,7 @@ class LanguageModel(ModelPatcher):
         model = self._open()
         if model is None or model.policy.name == "pinned":
             return ()
-        released = give_way(model) if wait else model.give_way()
+        released = give_way(model, wait=wait)
         if released:
             self.evictions += 1
             self.given = released
@@ -132,21 +142,64 @@ class LanguageModel(ModelPatcher):
         return released
 
 
-def give_way(model: OpenModel) -> tuple[Released, ...]:
-    """Return the model's bytes, after a running generation has ended; that ends by itself or by Stop, and is never cut."""
+def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
+    """Return the model's bytes, with `wait` after a running generation has ended; that ends by itself or by Stop, and is never cut.
+
+    What another process writes for somebody else, Stop does not end: there Stop ends the waiting.
+    """
     while True:
-        released = model.give_way()
-        if released or not model.busy:
+        try:
+            released = model.give_way()
+        except PeerError as error:
+            log.warning("%s", error)
+            return ()
+        if released or not wait or not model.busy or (isinstance(model, RemoteModel) and cancelled()):
             return released
         time.sleep(LOOK)
 
 
-def open_model(choice: ModelChoice) -> OpenModel:
-    """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises ModelError, FileError."""
-    model = REGISTRY.open(choice.name, roots=model_roots(), context=choice.context, quant=choice.quant, device=device(), load=False)
+def open_model(choice: ModelChoice) -> Model:
+    """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises ModelError, FileError,
+    RequestError for a place that is not there."""
+    options: Any = {"context": choice.context, "quant": choice.quant, "device": device()}
+    if choice.where == HERE:
+        model: Model = REGISTRY.open(choice.name, roots=model_roots(), load=False, **options)
+    elif choice.where == SERVICE:
+        model = REGISTRY.open_in_service(choice.name, roots=model_roots(), **options)
+        tell_service()
+    else:
+        model = REGISTRY.open_at_peer(peer_settings(choice.where))
     listed(model)
-    know_comfyui(model.pool)
+    know_comfyui(pool_of(model))
     return model
+
+
+def tell_service() -> None:
+    """Let the local service know, while it runs, what ComfyUI's models hold, and ask them for room."""
+    models = ComfyModels(REGISTRY.pool(device()))
+    REGISTRY.service(model_roots(), device()).join(Tenancy("ComfyUI", models.could_free, models.free))
+
+
+def open_models() -> list[Model]:
+    """Every handle whose memory is on this machine."""
+    return [*REGISTRY.models(), *(model for model in REGISTRY.remotes() if model.has_memory)]
+
+
+def title(model: Model) -> str:
+    """For people: its name, and who runs it if that is another process."""
+    return model.title if isinstance(model, RemoteModel) else model.name
+
+
+def need(model: Model, *, headroom: float) -> int:
+    """Bytes that a model takes while it is loaded, and that share of them more; 0 where another process has not told yet."""
+    if isinstance(model, OpenModel):
+        return model.need.with_headroom(headroom)
+    return int(model.need_bytes * (1 + headroom))
+
+
+def pool_of(model: Model) -> Pool:
+    """The pool from which a model takes its bytes, or whose machine it shares."""
+    return model.pool if isinstance(model, OpenModel) else REGISTRY.pool(device())
 
 
 def pool() -> Pool:
@@ -162,46 +215,55 @@ def know_comfyui(pool: Pool) -> None:
         pool.arbiter.add_neighbour(ComfyModels(pool))
 
 
-def listed(model: OpenModel) -> LanguageModel:
+def listed(model: Model) -> LanguageModel | Guest:
     """The model as ComfyUI sees it. ComfyUI holds that only weakly, so the handle keeps it."""
-    if not isinstance(model.companion, LanguageModel):
-        model.companion = LanguageModel(model)
+    if not isinstance(model.companion, LanguageModel | Guest):
+        elsewhere = isinstance(model, RemoteModel) and not model.has_memory
+        model.companion = Guest() if elsewhere else LanguageModel(model)
     return model.companion
 
 
-def make_room(model: OpenModel) -> None:
+def make_room(model: Model) -> None:
     """Ask ComfyUI to free what the model needs beyond what it holds, and put it first in ComfyUI's list.
 
     What the pool then still lacks, its idle leases and its neighbours are asked for, unless even all of them could not give it.
     """
-    mm.load_models_gpu([listed(model)])
-    room, need = model.pool.room(), model.need.with_headroom(model.pool.settings.headroom)
-    if room.now < need <= room.most:
-        model.pool.make_room(need - room.now)
+    seat = listed(model)
+    if isinstance(seat, Guest):
+        return
+    mm.load_models_gpu([seat])
+    pool = pool_of(model)
+    room, wanted = pool.room(), need(model, headroom=pool.settings.headroom)
+    # Another process has a budget of its own, on the same machine.
+    now, most = (room.now, room.most) if isinstance(model, OpenModel) else (room.machine, wanted)
+    if now < wanted <= most:
+        pool.make_room(wanted - now)
 
 
-def make_more_room(model: OpenModel, reason: MemoryFull) -> bool:
+def make_more_room(model: Model, reason: MemoryFull) -> bool:
     """Ask ComfyUI to unload everything else, for when the machine still lacks room; False if the budget is what is too small."""
-    need = model.need.with_headroom(model.pool.settings.headroom)
-    if need > model.pool.budget.spendable:
+    seat, pool = listed(model), pool_of(model)
+    wanted = need(model, headroom=pool.settings.headroom)
+    if isinstance(seat, Guest) or (isinstance(model, OpenModel) and wanted > pool.budget.spendable):
         return False
     log.info("asking ComfyUI to unload its models: %s", reason)
-    mm.free_memory(1e30, listed(model).load_device, keep_loaded=_ours())
-    if _one_memory(model.pool.read_truth()):
-        _drop_outputs(need - model.pool.room().now, free_active=True)
+    mm.free_memory(1e30, seat.load_device, keep_loaded=_ours())
+    if _one_memory(pool.read_truth()):
+        room = pool.room()
+        _drop_outputs(wanted - (room.now if isinstance(model, OpenModel) else room.machine), free_active=True)
     return True
 
 
-def keep_listed(model: OpenModel) -> None:
+def keep_listed(model: Model) -> None:
     """Put the model back into ComfyUI's list if it was taken out while it loaded."""
-    if model.loaded and not any(loaded.model is listed(model) for loaded in mm.current_loaded_models):
+    seat = listed(model)
+    if isinstance(seat, LanguageModel) and model.loaded and not any(loaded.model is seat for loaded in mm.current_loaded_models):
         make_room(model)
 
 
 def release(name: str | None) -> list[Released]:
     """Let the models of one name, or all, give way."""
-    models: Iterable[OpenModel] = REGISTRY.models()
-    return [item for model in models if name in (None, model.name) for item in give_way(model)]
+    return [item for model in open_models() if name in (None, model.name) for item in give_way(model)]
 
 
 def comfyui_models() -> list[tuple[str, int]]:
@@ -286,10 +348,11 @@ def inference_minimum() -> int:
 def give_room(nbytes: int) -> tuple[Released, ...]:
     """Let idle models give way, the longest unused first, until ComfyUI can have `nbytes` above the floor. Busy and pinned ones stay."""
     released: list[Released] = []
-    for model in sorted((model for model in REGISTRY.models() if model.loaded), key=_idle, reverse=True):
-        if _room_for_comfyui(model.pool) >= nbytes:
+    for model in sorted((model for model in open_models() if model.loaded), key=_idle, reverse=True):
+        seat = listed(model)
+        if _room_for_comfyui(pool_of(model)) >= nbytes:
             break
-        released += listed(model).evict(wait=False)
+        released += seat.evict(wait=False) if isinstance(seat, LanguageModel) else ()
     return tuple(released)
 
 
@@ -298,8 +361,10 @@ def _room_for_comfyui(pool: Pool) -> int:
     return min(truth.available, truth.host_available) - pool.budget.floor
 
 
-def _idle(model: OpenModel) -> float:
+def _idle(model: Model) -> float:
     """Seconds since the last use."""
+    if isinstance(model, RemoteModel):
+        return model.idle
     return min((lease.idle for lease in model.pool.leases() if lease.owner == model.name), default=0.0)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from comfy_api.latest import io
 
-from ..service.api import OpenModel
+from ..service.api import Model, OpenModel
 from ..service.core import CancelCheck, Message, Thinking
 from ..service.errors import RequestError
 from .job import Job, PageView
 from .options import parse_layers
 from .show import View
 from .sockets import CATEGORY, MODEL
-from .values import ModelChoice
+from .values import HERE, ModelChoice
 
 RAW = "raw text"
 CHAT = "chat"
@@ -32,8 +32,9 @@ class Encoding:
         self._view = view
         self._ids: list[int] = []
 
-    def prepare(self, model: OpenModel, cancel: CancelCheck) -> None:
+    def prepare(self, model: Model, cancel: CancelCheck) -> None:
         """Template, tokens, padding. Raises RequestError, ModelError."""
+        model = _here(model)
         text = self._text
         if self._template != RAW:
             text = model.render([Message("user", text)], _THINKING[self._template])
@@ -47,12 +48,19 @@ class Encoding:
             ids = ids + [pad] * (self._min_tokens - len(ids))
         self._ids = ids
 
-    def run(self, model: OpenModel, cancel: CancelCheck) -> torch.Tensor:
-        states = model.embed_prompt(self._ids, self._layers, cancel=cancel, progress=self._view.report)
+    def run(self, model: Model, cancel: CancelCheck) -> torch.Tensor:
+        states = _here(model).embed_prompt(self._ids, self._layers, cancel=cancel, progress=self._view.report)
         return states.unsqueeze(0)
 
     def kept(self, states: torch.Tensor) -> object:
         return states
+
+
+def _here(model: Model) -> OpenModel:
+    """A model of this process; others tell texts, and no hidden states."""
+    if not isinstance(model, OpenModel):
+        raise RequestError(f"{model.title} runs in another process, which gives no hidden states; load it {HERE!r} to encode")
+    return model
 
 
 class OnedeskTextEncoder(io.ComfyNode):

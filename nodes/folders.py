@@ -7,12 +7,12 @@ from pathlib import Path
 
 import folder_paths
 
-from ..service.config import load_config, package_folder
-from ..service.errors import OnedeskError
+from ..service.config import PeerSettings, load_config, package_folder
+from ..service.errors import OnedeskError, RequestError
 from ..service.loader.checkpoint import open_checkpoint
 from ..service.loader.names import ModelRoots
 from .presets import PACK_FOLDER
-from .values import ModelChoice
+from .values import HERE, OTHER, SERVICE, ModelChoice
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,44 @@ def preset_folders() -> tuple[Path, Path]:
     return PACK_FOLDER, Path(folder_paths.get_user_directory()) / "onedesk" / "presets"
 
 
+def places() -> list[str]:
+    """Where a model may run. A broken onedesk.toml costs only its servers."""
+    try:
+        peers = load_config().peers
+    except OnedeskError as error:
+        log.warning("no other servers are offered: %s", error)
+        peers = {}
+    return [HERE, SERVICE, *(OTHER + name for name in peers)]
+
+
+def peer_settings(where: str) -> PeerSettings:
+    """The entry of onedesk.toml that a place names. Raises RequestError for a name that is not there, FileError for a broken file."""
+    peers = load_config().peers
+    name = where.removeprefix(OTHER)
+    if not where.startswith(OTHER) or name not in peers:
+        known = ", ".join([HERE, SERVICE, *(OTHER + known for known in peers)])
+        raise RequestError(f"no place is called {where[:80]!r}; there are: {known}; write others as [peers.NAME] into onedesk.toml")
+    return peers[name]
+
+
+def check_place(where: str) -> None:
+    """Refuse a place that is not there. Raises as `peer_settings`."""
+    if where not in (HERE, SERVICE):
+        peer_settings(where)
+
+
 def check_model(choice: ModelChoice) -> None:
     """Read a model's headers, so that a missing shard is told when the loader runs. Raises FileError, ModelError."""
+    if choice.where not in (HERE, SERVICE):
+        return
     roots = model_roots()
     open_checkpoint(roots.resolve(choice.name), roots=roots.bases)
+
+
+def config_stamp(where: str) -> list[list[str | int]]:
+    """[place, nanoseconds] of the entry's file: an entry that was changed is another model. Nothing of what stands in it."""
+    file = load_config().file
+    return [[where, file.stat().st_mtime_ns if file else 0]]
 
 
 def file_stamps(name: str) -> list[list[str | int]]:

@@ -83,7 +83,7 @@ class OnedeskGenerate(io.ComfyNode):
             job = Job(choice, cls.hidden, view, writing)
             written = await job.run()
             answers += written
-            stats += [statistics(choice.name, answer.result) for answer in written]
+            stats += [statistics(job.title, answer.result) for answer in written]
             stats[-1] += "".join(f"; {part}" for part in (job.evictions, returned(job.released)) if part)
         texts = [answer.result.text for answer in answers]
         view.write(numbered([f"{text}\n\n{line}" for text, line in zip(texts, stats, strict=True)], len(rows)))

@@ -15,7 +15,7 @@ from server import PromptServer
 
 import nodes as comfy_nodes
 
-from ..service.api import OpenModel
+from ..service.api import Model
 from ..service.core import CancelCheck
 from ..service.errors import Cancelled, MemoryFull
 from ..service.memory.pool import Released
@@ -43,9 +43,9 @@ class Hidden(Protocol):
 class Task(Protocol[T]):
     """The work of a node. Both methods run in a thread of their own; `prepare` checks everything that can be refused before loading."""
 
-    def prepare(self, model: OpenModel, cancel: CancelCheck) -> None: ...
+    def prepare(self, model: Model, cancel: CancelCheck) -> None: ...
 
-    def run(self, model: OpenModel, cancel: CancelCheck) -> T: ...
+    def run(self, model: Model, cancel: CancelCheck) -> T: ...
 
     def kept(self, value: T, /) -> object:
         """The part of the value that ComfyUI's cache will hold, and nothing else will."""
@@ -72,6 +72,8 @@ class Job(Generic[T]):
         self.choice = choice
         self.view = view
         self.released: tuple[Released, ...] = ()
+        # The model for people, once it is known who runs it.
+        self.title = choice.name
         # How often ComfyUI took this model's room so far, in words.
         self.evictions = ""
         self._node_id = hidden.unique_id
@@ -86,6 +88,7 @@ class Job(Generic[T]):
     async def run(self) -> T:
         """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its policy says so."""
         model = bridge.open_model(self.choice)
+        self.title = bridge.title(model)
         model.policy = self.choice.terms
         tracker = bridge.listed(model).tracker
         tracker.begin(self._graph)
@@ -103,7 +106,7 @@ class Job(Generic[T]):
                 await self._give_way(model)
         return value
 
-    async def _attempt(self, model: OpenModel) -> T:
+    async def _attempt(self, model: Model) -> T:
         """Refuse, make room, work; once more if the pool is full and ComfyUI can unload what it holds."""
         await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
         if not model.loaded:
@@ -132,7 +135,7 @@ class Job(Generic[T]):
             await self.view.send()
         return future.result()
 
-    async def _give_way(self, model: OpenModel) -> None:
+    async def _give_way(self, model: Model) -> None:
         if not bridge.listed(model).tracker.needed(self._graph, self.choice.name, _is_output):
             self.released = await asyncio.to_thread(bridge.give_way, model)
         elif not bridge.listed(model).tracker.running:
@@ -145,7 +148,7 @@ class AtTheEnd(Caching.CacheProvider):
     ComfyUI tells only cache providers of the end. This one caches nothing and takes itself out at the first end it hears of.
     """
 
-    def __init__(self, model: OpenModel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
 
     async def on_lookup(self, context: Caching.CacheContext) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..service.errors import OnedeskError
-from .folders import check_model, file_stamps, model_roots
+from .folders import check_model, check_place, config_stamp, file_stamps, model_roots, places
 from .sockets import CATEGORY, MODEL
-from .values import AS_STORED, POLICIES, QUANT_OF_WEIGHTS, STAY, TTL_SECONDS, ModelChoice
+from .values import AS_STORED, HERE, OTHER, POLICIES, QUANT_OF_WEIGHTS, STAY, TTL_SECONDS, ModelChoice
 
 
 class OnedeskLoadModel(io.ComfyNode):
@@ -58,29 +58,41 @@ class OnedeskLoadModel(io.ComfyNode):
                     optional=True,
                     tooltip="Seconds without use after which the model returns its memory; only for give way when idle.",
                 ),
+                io.Combo.Input(
+                    "where",
+                    options=places(),
+                    default=HERE,
+                    optional=True,
+                    tooltip="Who runs the model. In this process: ComfyUI itself. Local service: one process for ComfyUI, scripts and chat "
+                    "programs, started when it is first needed. Other server: an entry of onedesk.toml, with that entry's own model.",
+                ),
             ],
             outputs=[MODEL.Output(display_name="model", tooltip="The choice, for the nodes that write, describe or encode.")],
         )
 
     @classmethod
-    def validate_inputs(cls, model: str | None = None) -> bool | str:
-        """Refuse a bad name when the workflow is queued. With `model` named here, ComfyUI leaves that check to us."""
-        if model is None:
-            return True
+    def validate_inputs(cls, model: str | None = None, where: str | None = None) -> bool | str:
+        """Refuse a bad name when the workflow is queued. What is named here, ComfyUI leaves to us to check."""
         try:
-            model_roots().resolve(model)
+            if where is not None:
+                check_place(where)
+            if model is not None and not (where or HERE).startswith(OTHER):
+                model_roots().resolve(model)
         except OnedeskError as error:
             return str(error)
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str | None = None, **_: object) -> list[list[str | int]]:
+    def fingerprint_inputs(cls, model: str | None = None, where: str | None = None, **_: object) -> list[list[str | int]]:
         """Names, sizes and times of the model's files: a model that was replaced on disk is not answered from the cache."""
+        if where is not None and where.startswith(OTHER):
+            return config_stamp(where)
         return file_stamps(model) if model else []
 
     @classmethod
-    def execute(cls, model: str, weights: str, context: int, policy: str, ttl: float = TTL_SECONDS) -> io.NodeOutput:
-        choice = ModelChoice(model, weights, context, policy, ttl)
+    def execute(cls, model: str, weights: str, context: int, policy: str, ttl: float = TTL_SECONDS, where: str = HERE) -> io.NodeOutput:
+        check_place(where)
+        choice = ModelChoice(model, weights, context, policy, ttl, where)
         _ = choice.terms  # a wrong time is told here
         check_model(choice)
         return io.NodeOutput(choice)

@@ -9,7 +9,7 @@ from typing import Any
 
 from comfy_api.latest import ComfyAPI, io, ui
 
-from ..service.api import OpenModel
+from ..service.api import Model
 from ..service.memory.budget import GIB, MemorySettings
 from ..service.memory.pool import Pool
 from ..service.registry import REGISTRY
@@ -130,7 +130,7 @@ class OnedeskMemory(io.ComfyNode):
         _resize(pool, budget, floor)
         if policy != AS_CHOSEN:
             terms = policy_of(policy, ttl)
-            for chosen in [bridge.open_model(model)] if model else REGISTRY.models():
+            for chosen in [bridge.open_model(model)] if model else bridge.open_models():
                 chosen.policy = terms
                 if policy == GIVE_WAY and chosen.loaded:
                     await ComfyAPI().caching.register_provider(AtTheEnd(chosen))
@@ -161,11 +161,11 @@ def _look(pool: Pool) -> Desk:
         leases=[lease.info() for lease in leases],
         resident=sum(lease.resident() for lease in leases),
         comfyui=bridge.comfyui_models(),
-        seats=[_seat(model) for model in REGISTRY.models()],
+        seats=[_seat(model) for model in bridge.open_models()],
         leaks=[asdict(report) for report in REGISTRY.leak_reports()],
     )
 
 
-def _seat(model: OpenModel) -> Seat:
+def _seat(model: Model) -> Seat:
     seen = bridge.listed(model)
-    return Seat(model.name, str(model.policy), model.held_bytes(), seen.evictions, seen.given)
+    return Seat(bridge.title(model), str(model.policy), model.held_bytes(), seen.evictions, seen.given)

@@ -15,6 +15,8 @@ PINNED = "pinned"
 POLICIES = (STAY, GIVE_WAY, TTL, PINNED)
 TTL_SECONDS = 300.0
 AS_STORED = "as stored"
+# Where a model runs; the last is followed by the name of an entry [peers.NAME] of onedesk.toml.
+HERE, SERVICE, OTHER = "in this process", "local service", "other server: "
 # What the loader's `weights` choice is called in service.api; later choices are appended.
 QUANT_OF_WEIGHTS = {AS_STORED: "none", "int8": "int8", "int4": "int4"}
 
@@ -28,6 +30,7 @@ class ModelChoice:
     context: int = 4096
     policy: str = STAY
     ttl: float = TTL_SECONDS
+    where: str = HERE
 
     @property
     def terms(self) -> Policy:

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..service.api import Events, OpenModel
+from ..service.api import Events, Model
 from ..service.core import CancelCheck, Event, Message, Progress, Request, Result
 from ..service.errors import Cancelled, RequestError
 from .show import View, numbered
@@ -23,7 +23,7 @@ class Question:
     max_tokens: int
     options: SamplingChoice
 
-    def request(self, model: OpenModel) -> Request:
+    def request(self, model: Model) -> Request:
         """The request for `model`. Raises RequestError if a bias names a text that is not one token."""
         bias = {_token(model, token): value for token, value in self.options.bias}
         return Request(
@@ -54,7 +54,7 @@ class Writing:
         self._stream: Events | None = None
         self._written: list[_Written] = []
 
-    def prepare(self, model: OpenModel, cancel: CancelCheck) -> None:
+    def prepare(self, model: Model, cancel: CancelCheck) -> None:
         """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
         requests = []
         for place, question in enumerate(self._questions):
@@ -68,7 +68,7 @@ class Writing:
         self._stream = model.generate_batch(requests, cancel=cancel, progress=self._report)
         self._view.follow(lambda: numbered(self._shown(), len(self._questions)))
 
-    def run(self, model: OpenModel, cancel: CancelCheck) -> list[Answer]:
+    def run(self, model: Model, cancel: CancelCheck) -> list[Answer]:
         """Raises RequestError for an answer without text, Cancelled on Stop; the texts so far stay shown."""
         if self._stream is None:
             raise RequestError("nothing was prepared; prepare before running")
@@ -155,9 +155,9 @@ def _why_empty(result: Result, max_tokens: int) -> str:
     )
 
 
-def _token(model: OpenModel, token: int | str) -> int:
+def _token(model: Model, token: int | str) -> int:
     if isinstance(token, int):
-        if token >= model.vocab_size:
+        if model.vocab_size is not None and token >= model.vocab_size:
             raise RequestError(f"logit bias: {model.name} has no token {token}; use 0 to {model.vocab_size - 1}")
         return token
     ids = model.encode(token)

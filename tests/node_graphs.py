@@ -30,8 +30,9 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": kind, "inputs": inputs}
 
 
-def load(model: str = "tiny-writer", *, context: int = 1024, policy: str = STAY) -> dict[str, Any]:
-    return node("OnedeskLoadModel", model=model, weights="as stored", context=context, policy=policy)
+def load(model: str = "tiny-writer", *, context: int = 1024, policy: str = STAY, where: str | None = None) -> dict[str, Any]:
+    placed = {} if where is None else {"where": where}
+    return node("OnedeskLoadModel", model=model, weights="as stored", context=context, policy=policy, **placed)
 
 
 def prompt(text: Any, **inputs: Any) -> dict[str, Any]:
@@ -50,13 +51,15 @@ def show(source: str, output: int = 0) -> dict[str, Any]:
     return node("PreviewAny", source=[source, output])
 
 
-def writing(text: Any = "a cat", *, model: str = "tiny-writer", context: int = 1024, policy: str = STAY, **answer: Any) -> Graph:
+def writing(
+    text: Any = "a cat", *, model: str = "tiny-writer", context: int = 1024, policy: str = STAY, where: str | None = None, **answer: Any
+) -> Graph:
     """One model ("load"), one prompt ("prompt"), one answer ("write"), its text and statistics shown ("text", "stats").
 
     The sampling options are those of the model, but an answer that repeats itself goes on, so that counts are certain.
     """
     return {
-        "load": load(model, context=context, policy=policy),
+        "load": load(model, context=context, policy=policy, where=where),
         "prompt": prompt(text),
         "options": sampling(),
         "write": generate("load", "prompt", **({"sampling": ["options", 0]} | answer)),

@@ -31,6 +31,11 @@ def registry() -> Any:
     return module_of("service.registry").REGISTRY
 
 
+def handles() -> list[Any]:
+    """Every model of the pack, in this process or in another."""
+    return [*registry().models(), *registry().remotes()]
+
+
 def random_states() -> str:
     """A digest of the process's global random states: Python's, numpy's, torch's."""
     states = (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
@@ -78,7 +83,7 @@ async def state(_: web.Request) -> web.Response:
     models = registry().models()
     return web.json_response(
         {
-            "models": [{"name": m.name, "loaded": m.loaded, "held": m.held_bytes(), "busy": m.busy} for m in models],
+            "models": [{"name": m.name, "loaded": m.loaded, "held": m.held_bytes(), "busy": m.busy} for m in handles()],
             "allocations": sum(pool.allocations for pool in {id(m.pool): m.pool for m in models}.values()),
             "used": sum(pool.used() for pool in {id(m.pool): m.pool for m in models}.values()),
             "comfyui": core_models(),
@@ -151,11 +156,11 @@ class TestRoom(io.ComfyNode):
     @classmethod
     async def execute(cls, value: object, bytes: int, busy: bool, turn: int) -> io.NodeOutput:
         end = time.monotonic() + 30
-        while busy and not any(model.busy for model in registry().models()) and time.monotonic() < end:
+        while busy and not any(model.busy for model in handles()) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         manager = comfy.model_management
         measured = manager.get_free_memory
-        figures = {"busy": [model.name for model in registry().models() if model.busy], "before": cls.held()}
+        figures = {"busy": [model.name for model in handles() if model.busy], "before": cls.held()}
         manager.get_free_memory = lambda device=None, torch_free_too=False: (0, 0) if torch_free_too else 0
         try:
             manager.free_memory(bytes, torch.device("cpu"))
@@ -165,4 +170,4 @@ class TestRoom(io.ComfyNode):
 
     @staticmethod
     def held() -> int:
-        return sum(model.held_bytes() for model in registry().models())
+        return sum(model.held_bytes() for model in handles())

@@ -12,7 +12,7 @@ from comfyui import Comfy
 
 # Fixed for ever: names are only appended.
 INPUTS = {
-    "OnedeskLoadModel": ["model", "weights", "context", "policy", "ttl"],
+    "OnedeskLoadModel": ["model", "weights", "context", "policy", "ttl", "where"],
     "OnedeskPrompt": ["preset", "system", "text", "dynamic", "seed", "history"],
     "OnedeskSampling": [
         "temperature",
@@ -45,6 +45,7 @@ OUTPUTS = {
 CHOICES = {
     ("OnedeskLoadModel", "weights"): ["as stored", "int8", "int4"],
     ("OnedeskLoadModel", "policy"): ["stay", "give way after the prompt", "give way when idle", "pinned"],
+    ("OnedeskLoadModel", "where"): ["in this process", "local service"],
     ("OnedeskMemory", "policy"): ["as their loaders say", "stay", "give way after the prompt", "give way when idle", "pinned"],
     ("OnedeskSampling", "thinking"): ["auto", "on", "off"],
     ("OnedeskTextEncoder", "template"): ["chat", "chat without thinking", "raw text"],
