@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .config import load_config
-from .core import QUANTIZATIONS, CancelCheck, Event, Message, ProgressReport, Request, Stage, Thinking
+from .core import QUANTIZATIONS, CancelCheck, Event, Logprobs, Message, ProgressReport, Request, Stage, Thinking
 from .engine.answer import Prepared, cancelled_result
 from .engine.call import Books, Orders
 from .engine.ceiling import known_ceiling
@@ -103,8 +103,7 @@ class OpenModel:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._policy = policy
-        session = self._session
-        if session is not None:
+        if (session := self._session) is not None:
             session.offer(policy, self.give_way)
 
     @property
@@ -218,16 +217,17 @@ class OpenModel:
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
+        return [one.token for one in self.scored(ids, 0, cancel=cancel)]
+
+    def scored(self, ids: Sequence[int], top: int, *, cancel: CancelCheck | None = None) -> list[Logprobs]:
+        """As `score`, with the `top` likeliest ids at each place."""
         self.check_fits(ids)
         with self._use("score", cancel), self._session_for(None, cancel) as session:
-            return session.runner.logprobs(ids, cancel)
+            return session.runner.logprobs(ids, cancel, top=top)
 
     def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
         """As `score` for a text of any length, in windows that overlap by half; also returns how many windows there were."""
-        ids = self.encode(text)
-        if not ids:
-            raise RequestError("the text to score is empty; give at least one character")
-        return score_windows(ids, self.context, lambda window: self.score(window, cancel=cancel))
+        return score_windows(self.encode(text), self.context, lambda window: self.score(window, cancel=cancel))
 
     def embed_prompt(
         self,

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV
-from ..core import CancelCheck
+from ..core import CancelCheck, Logprobs
 from ..kernels.rows import BLOCK, FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
+from .scoring import scored_rows
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
 CHUNK = 256
@@ -117,9 +118,9 @@ class Runner:
         """Read a few ids, up to SCORED_ROWS, in one pass: scores [T, vocab] behind each, as decode steps would give them."""
         return self._scores(self._forward(sequence, ids, None))
 
-    def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None) -> list[float]:
-        """log p(ids[i+1] | ids[..i]) for every i, of the raw model."""
-        values: list[float] = []
+    def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None, *, top: int = 0) -> list[Logprobs]:
+        """log p(ids[i+1] | ids[..i]) for every i, of the raw model, and the `top` likeliest ids there."""
+        found: list[Logprobs] = []
         with self.kv.open(len(ids)) as sequence:
             for at in range(0, len(ids), self.chunk_rows):
                 state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel).clone()
@@ -127,9 +128,8 @@ class Runner:
                 for row in range(0, len(following), SCORED_ROWS):
                     wanted = torch.tensor(following[row : row + SCORED_ROWS], device=state.device)
                     scores = self._scores(state[row : row + len(wanted)]).float()
-                    picked = scores.gather(1, wanted[:, None])[:, 0] - scores.logsumexp(-1)
-                    values.extend(picked.tolist())
-        return values
+                    found += scored_rows(scores, wanted, top)
+        return found
 
     def states(self, ids: Sequence[int], after: Sequence[int], cancel: CancelCheck | None) -> torch.Tensor:
         """Residual states after the block counts `after`, side by side: [tokens, hidden * len(after)] fp32 on the CPU."""

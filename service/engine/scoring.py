@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
+from ..core import Logprobs
 from ..errors import RequestError
 
 
 def score_windows(ids: Sequence[int], context: int, score: Callable[[Sequence[int]], list[float]]) -> tuple[list[float], int]:
     """log-probability of each id from the second on, and the number of windows: of `context` ids each, overlapping by half.
 
-    `score` does it for one window.
+    `score` does it for one window. Raises RequestError without any id.
     """
+    if not ids:
+        raise RequestError("the text to score is empty; give at least one character")
     values = score(ids[:context])
     windows, done = 1, min(len(ids), context)
     overlap = max(1, context // 2)
@@ -23,6 +28,16 @@ def score_windows(ids: Sequence[int], context: int, score: Callable[[Sequence[in
         done = start + len(window)
         windows += 1
     return values, windows
+
+
+def scored_rows(scores: torch.Tensor, ids: torch.Tensor, top: int) -> list[Logprobs]:
+    """The log-probability of each row's id, and the `top` likeliest, of raw scores [rows, vocab] fp32."""
+    total = scores.logsumexp(-1, keepdim=True)
+    picked = (scores.gather(1, ids[:, None]) - total)[:, 0].tolist()
+    likeliest = scores.topk(top)
+    values, places = (likeliest.values - total).tolist(), likeliest.indices.tolist()
+    rows = zip(picked, places, values, strict=True)
+    return [Logprobs(one, tuple(zip(ids_there, shown, strict=True))) for one, ids_there, shown in rows]
 
 
 def perplexity(logprobs: Sequence[float]) -> float | None:

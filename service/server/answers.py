@@ -203,36 +203,46 @@ class ChatWriter(Writer):
         return {"token": text, "logprob": logprob, "bytes": raw}
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is shown before its choices, and its ids with their log-probabilities, where they were asked for."""
+
+    text: str
+    scored: Sequence[tuple[int, Logprobs | None]] = ()
+
+
 class CompletionWriter(Writer):
     """Texts that go on, whole or in chunks. `echoes` are put before the choices of each prompt."""
 
     prefix = "cmpl"
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, echoes: Mapping[int, str]) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, echoes: Mapping[int, Echo]) -> None:
         super().__init__("text_completion", model, tokenizer, with_logprobs=with_logprobs)
         self._echoes = echoes
 
     def _whole_choice(self, choice: Choice, result: Result) -> Document:
-        part = self._part(choice, self._echoes.get(choice.index, "") + result.text, result.reasoning, ())
-        logprobs = self._logprobs(choice, choice.scored) if self._with_logprobs else None
+        echo = self._echoes.get(choice.index, _NO_ECHO)
+        part = self._part(choice, echo.text + result.text, result.reasoning, ())
+        logprobs = self._logprobs(choice, [*echo.scored, *choice.scored]) if self._with_logprobs else None
         return part | {"logprobs": logprobs, "finish_reason": _finish(result)}
 
     def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
         if not choice.begun:
             choice.begun = True
-            text = self._echoes.get(choice.index, "") + text
+            echo = self._echoes.get(choice.index, _NO_ECHO)
+            text, scored = echo.text + text, [*echo.scored, *scored]
         return [self._part(choice, text, reasoning, scored)] if text or reasoning or scored else []
 
     def _last(self, choice: Choice, result: Result) -> list[Document]:
         return [self._part(choice, "", "", ()) | {"finish_reason": _finish(result)}]
 
-    def _part(self, choice: Choice, text: str, reasoning: str, scored: Scored) -> Document:
+    def _part(self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         logprobs = self._logprobs(choice, scored) if scored else None
         part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return part | ({"reasoning_content": reasoning} if reasoning else {})
 
-    def _logprobs(self, choice: Choice, scored: Scored) -> Document:
+    def _logprobs(self, choice: Choice, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         tokens = [self._token(token)[0] for token, _ in scored]
         offsets = []
         for text in tokens:
@@ -240,10 +250,13 @@ class CompletionWriter(Writer):
             choice.characters += len(text)
         return {
             "tokens": tokens,
-            "token_logprobs": [one.token for _, one in scored],
-            "top_logprobs": [{self._token(token)[0]: value for token, value in one.top} for _, one in scored],
+            "token_logprobs": [None if one is None else one.token for _, one in scored],
+            "top_logprobs": [None if one is None else {self._token(token)[0]: value for token, value in one.top} for _, one in scored],
             "text_offset": offsets,
         }
+
+
+_NO_ECHO = Echo("")
 
 
 def _joined(events: Sequence[Event]) -> tuple[str, str]:

@@ -79,13 +79,10 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
     """A body that follows schemas.COMPLETION: a request for each prompt."""
-    logprobs, echo = whole(body.get("logprobs")), bool(body.get("echo"))
-    if echo and logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported; leave one of them out", code="unsupported", param="echo")
-    shared = replace(_shared(body, context), logprobs=logprobs, best_of=whole(body.get("best_of")))
+    shared = replace(_shared(body, context), logprobs=whole(body.get("logprobs")), best_of=whole(body.get("best_of")))
     given = prompts(body["prompt"])
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
-    return Ask(requests, *_streaming(body), echo=echo, detail=bool(_own(body).get("detail")))
+    return Ask(requests, *_streaming(body), echo=bool(body.get("echo")), detail=bool(_own(body).get("detail")))
 
 
 def prompts(value: Any) -> Sequence[str | Sequence[int]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from ..api import OpenModel
-from ..errors import Cancelled
 from .asks import prompts, whole
 from .body import read_json
-from .call import Call, Work
+from .call import Work
 from .problems import ApiError, to_json
 from .schemas import EMBEDDINGS
 from .service import Service
@@ -25,14 +24,9 @@ async def embeddings(service: Service, request: web.Request) -> web.StreamRespon
     body = await read_json(request, EMBEDDINGS)
     dimensions = whole(body.get("dimensions"))
     name, model, ids = await service.in_thread(_begin, service, body, dimensions)
-    call = Call(model, _embed(ids, dimensions))
-    async with service.waiting_for(name, [call]):
-        async for _ in service.follow(name, call):
-            continue
-    if call.outcome is None:
-        raise ApiError(503, "the service stopped before the vectors were there", code="stopped")
+    vectors = await service.work_out(name, model, _embed(ids, dimensions))
     as_base64 = body.get("encoding_format") == "base64"
-    data = [{"object": "embedding", "index": at, "embedding": _written(vector, as_base64)} for at, vector in enumerate(call.outcome)]
+    data = [{"object": "embedding", "index": at, "embedding": _written(vector, as_base64)} for at, vector in enumerate(vectors)]
     count = sum(map(len, ids))
     document = {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": count, "total_tokens": count}}
     return web.Response(body=to_json(document), content_type="application/json")
@@ -52,13 +46,7 @@ def _begin(service: Service, body: Mapping[str, Any], dimensions: int | None) ->
 
 
 def _embed(ids: Sequence[Sequence[int]], dimensions: int | None) -> Work:
-    def work(model: OpenModel, stopping: Callable[[], bool]) -> list[list[float]] | None:
-        try:
-            return [_cut(model.embed(one, cancel=stopping), dimensions) for one in ids]
-        except Cancelled:
-            return None
-
-    return work
+    return lambda model, stopping: [_cut(model.embed(one, cancel=stopping), dimensions) for one in ids]
 
 
 def _cut(vector: Sequence[float], dimensions: int | None) -> list[float]:

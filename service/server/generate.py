@@ -10,10 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from ..api import OpenModel
-from ..core import Event, Result
+from ..core import CancelCheck, Event, Logprobs, Request, Result
 from ..engine.answer import Prepared
 from ..errors import OnedeskError
-from .answers import ChatWriter, CompletionWriter, Document, Writer, added, usage
+from .answers import ChatWriter, CompletionWriter, Document, Echo, Writer, added, usage
 from .asks import Ask, chat_ask, completion_ask, form_of, policy_of
 from .body import read_json
 from .call import Call
@@ -40,7 +40,7 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
     name, calls, ask = await _begin(service, body, completion_ask)
     scored = ask.requests[0].logprobs is not None
     model = calls[0].model
-    echoes = await service.in_thread(_echoes, model, ask) if ask.echo else {}
+    echoes = await _echoes(service, name, calls, ask) if ask.echo else {}
     writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
     writer.detail = ask.detail
     return await _answer(service, request, ask, _Answering(name, calls, writer))
@@ -62,10 +62,25 @@ async def _begin(service: Service, body: Mapping[str, Any], ask_of: Callable[[Ma
     return name, [Call(model, one) for one in prepared], ask
 
 
-def _echoes(model: OpenModel, ask: Ask) -> dict[int, str]:
-    """The text of each choice's prompt."""
-    texts = [one.prompt if one.prompt is not None else model.tokenizer.decode(one.ids or ()) for one in ask.requests]
-    return dict(enumerate(text for text, one in zip(texts, ask.requests, strict=True) for _ in range(one.n)))
+async def _echoes(service: Service, name: str, calls: Sequence[Call], ask: Ask) -> dict[int, Echo]:
+    """Each choice's prompt; with log-probabilities it is scored first, in a turn of its own."""
+    model, top = calls[0].model, ask.requests[0].logprobs
+    texts = await service.in_thread(lambda: [_prompt_text(model, one) for one in ask.requests])
+    scored: Sequence[Sequence[tuple[int, Logprobs | None]]] = [()] * len(texts)
+    if top is not None:
+        prompts = [call.task.ids for call in calls if isinstance(call.task, Prepared)]
+        scored = await service.work_out(name, model, lambda model, stopping: [_scored(model, ids, top, stopping) for ids in prompts])
+    echoes = [Echo(text, rows) for text, rows in zip(texts, scored, strict=True)]
+    return dict(enumerate(echo for echo, one in zip(echoes, ask.requests, strict=True) for _ in range(one.n)))
+
+
+def _prompt_text(model: OpenModel, request: Request) -> str:
+    return request.prompt if request.prompt is not None else model.tokenizer.decode(request.ids or ())
+
+
+def _scored(model: OpenModel, ids: Sequence[int], top: int, cancel: CancelCheck) -> list[tuple[int, Logprobs | None]]:
+    """Each id with its log-probability; nothing is known before the first."""
+    return [(ids[0], None), *zip(ids[1:], model.scored(ids, top, cancel=cancel), strict=True)]
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from ..api import OpenModel
 from ..config import ServiceSettings
 from ..core import Event
-from ..errors import OnedeskError
+from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
 from .asks import Form
-from .call import Call
+from .call import Call, Work
 from .figures import Figures
 from .models import Models
 from .places import Places
@@ -132,6 +132,19 @@ class Service:
             self._check_deadline(name, call)
             yield events
             patience = TICK
+
+    async def work_out(self, name: str, model: OpenModel, work: Work) -> Any:
+        """What other work than writing finds, in its turn. Raises as `waiting_for` and `follow`, and ApiError 503 where it was stopped."""
+        call = Call(model, work)
+        async with self.waiting_for(name, [call]):
+            try:
+                async for _ in self.follow(name, call):
+                    continue
+            except Cancelled:
+                call.outcome = None
+        if call.outcome is None:
+            raise ApiError(503, "the service stopped before it was worked out", code="stopped")
+        return call.outcome
 
     def _patience(self, call: Call, most: float) -> float:
         limit = self.settings.deadline

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from onedesk.service.core import Event, Finish, Logprobs, Message, Result, Usage
-from onedesk.service.server.answers import ChatWriter, CompletionWriter, added, usage
+from onedesk.service.server.answers import ChatWriter, CompletionWriter, Echo, added, usage
 from onedesk.service.server.asks import chat_ask, completion_ask
 from onedesk.service.server.check import check
 from onedesk.service.server.figures import BOUNDS, Figures, Histogram, Times
@@ -101,13 +101,13 @@ def test_half_a_character_is_told_as_bytes() -> None:
 
 
 def test_texts_that_go_on() -> None:
-    writer = CompletionWriter("m", None, with_logprobs=False, echoes={0: "once ", 1: "once "})
+    writer = CompletionWriter("m", None, with_logprobs=False, echoes={0: Echo("once "), 1: Echo("once ")})
     for index in (1, 0):
         writer.collect(index, Event("upon", token=1))
         writer.collect(index, Event(result=result("upon")))
     document = Completion.model_validate(writer.whole(usage([result("upon"), result("upon")])), strict=True)
     assert [(choice.index, choice.text) for choice in document.choices] == [(0, "once upon"), (1, "once upon")]
-    streamed = CompletionWriter("m", None, with_logprobs=False, echoes={0: "once "})
+    streamed = CompletionWriter("m", None, with_logprobs=False, echoes={0: Echo("once ")})
     chunks = streamed.chunks([(0, Event("up")), (0, Event("on")), (0, Event(result=result("upon")))])
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "once upon"
 

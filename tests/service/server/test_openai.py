@@ -195,6 +195,47 @@ def test_completions(client: OpenAI) -> None:
     assert len(best.choices) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_shown_with_its_own_log_probabilities(client: OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": ["a cat", "on a mat"],
+        "max_tokens": 3,
+        "seed": 1,
+        "echo": True,
+        "logprobs": 2,
+        "n": 2,
+    }
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+        parts = [[chunk for chunk in chunks if chunk.index == index] for index in range(4)]
+    else:
+        parts = [[choice] for choice in client.completions.create(**asked).choices]
+    for prompt, choice in zip(("a cat", "a cat", "on a mat", "on a mat"), parts, strict=True):
+        text = "".join(part.text for part in choice)
+        shown = [part.logprobs for part in choice if part.logprobs is not None]
+        tokens = [token for part in shown for token in part.tokens or []]
+        values = [value for part in shown for value in part.token_logprobs or []]
+        tops = [top for part in shown for top in part.top_logprobs or []]
+        assert text.startswith(prompt)
+        assert "".join(tokens) == text
+        assert [offset for part in shown for offset in part.text_offset or []] == list(range(len(text)))
+        assert values[0] is None
+        assert tops[0] is None
+        assert [value for value in values[1:] if value is None or value > 0] == []
+        assert all(len(top) == 2 and max(top.values()) >= value for top, value in zip(tops[1:], values[1:], strict=True))
+
+
+def test_a_prompt_scores_the_same_as_an_answer(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="a cat", max_tokens=6, seed=1, logprobs=2).choices[0]
+    echoed = client.completions.create(model=MODEL, prompt="a cat" + answer.text, max_tokens=1, echo=True, logprobs=2).choices[0]
+    assert answer.logprobs is not None
+    assert echoed.logprobs is not None
+    assert echoed.logprobs.token_logprobs is not None
+    assert echoed.logprobs.token_logprobs[5:11] == pytest.approx(answer.logprobs.token_logprobs, abs=1e-4)
+    assert [set(top) for top in (echoed.logprobs.top_logprobs or [])[5:11]] == [set(top) for top in answer.logprobs.top_logprobs or []]
+
+
 def test_embeddings(client: OpenAI) -> None:
     answer = client.embeddings.create(model=MODEL, input=["a cat", "a cat", "a dog"])
     first, same, other = (entry.embedding for entry in answer.data)
