@@ -123,6 +123,41 @@ def numbers8(kind: str, strategy: str, scale_name: str = "weight_scale") -> Call
     return make
 
 
+def e2m1(rows: int, cols: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random E2M1 numbers: two in a byte, the earlier column in the low nibble; and what they are."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    nibbles = torch.randint(0, 16, (rows, cols), generator=generator)
+    return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).to(torch.uint8), values[nibbles]
+
+
+def nvfp4(*, divides: bool) -> Callable[[int, int, torch.Generator], Made]:
+    """As compressed-tensors (`divides`) and ModelOpt store it. The factor is a power of two: then no product is rounded."""
+
+    def make(rows: int, cols: int, generator: torch.Generator) -> Made:
+        packed, values = e2m1(rows, cols, generator)
+        scale = (torch.rand(rows, cols // 16, generator=generator) * 400 + 1).to(torch.float8_e4m3fn)
+        wanted = values * spread(scale, 16, cols) * 2**-13
+        if divides:
+            stored = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": torch.tensor([2.0**13])}
+            return stored | {"input_global_scale": torch.tensor([3.0])}, wanted
+        stored = {"weight": packed, "weight_scale": scale, "weight_scale_2": torch.tensor(2.0**-13)}
+        return stored | {"input_scale": torch.tensor(0.1), "k_scale": torch.tensor(1.0)}, wanted
+
+    return make
+
+
+def mxfp8(rows: int, cols: int, generator: torch.Generator) -> Made:
+    q = (torch.randn(rows, cols, generator=generator) * 100).to(torch.float8_e4m3fn)
+    exponents = torch.randint(112, 124, (rows, -(-cols // 32)), generator=generator).to(torch.uint8)
+    return {"weight": q, "weight_scale": exponents}, q.float() * spread(2.0 ** (exponents.float() - 127), 32, cols)
+
+
+def scalar8(rows: int, cols: int, generator: torch.Generator) -> Made:
+    """FP8 with one factor of no dimensions."""
+    stored, wanted = numbers8("float", "tensor")(rows, cols, generator)
+    return stored | {"weight_scale": stored["weight_scale"].view(()), "input_scale": torch.tensor(1.0)}, wanted
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
     given = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "dynamic": False, "actorder": None} | weights
@@ -144,6 +179,7 @@ def _gptq(name: str, form: str, bits: int, group: int, symmetric: bool, *, versi
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.44.0"}, "ignore": ["lm_head"]}
 CASES = [
     _gptq("gptq-sym-128", "int4-g128", 4, 128, True, hidden=160, wide=288),
     _gptq("gptq-sym-32-no-order", "int4-g32", 4, 32, True, order=False, hidden=160, wide=272),
@@ -185,6 +221,27 @@ CASES = [
         hidden=160,
         wide=288,
     ),
+    Case(
+        "nvfp4-packed",
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        nvfp4(divides=True),
+        "nvfp4",
+        hidden=80,
+        wide=176,
+    ),
+    Case(
+        "mxfp8-packed",
+        compressed("mxfp8-quantized", type="float", strategy="group", group_size=32),
+        mxfp8,
+        "fp8",
+        hidden=96,
+        wide=160,
+    ),
+    Case("modelopt-nvfp4", MODELOPT | {"quant_algo": "NVFP4"}, nvfp4(divides=False), "nvfp4", hidden=80, wide=176),
+    Case("modelopt-w4a16", MODELOPT | {"quant_algo": "W4A16_NVFP4", "group_size": 16}, nvfp4(divides=False), "nvfp4"),
+    Case("modelopt-mxfp8", MODELOPT | {"quant_algo": "MXFP8"}, mxfp8, "fp8", hidden=96, wide=160),
+    Case("modelopt-fp8", MODELOPT | {"quant_algo": "FP8"}, scalar8, "fp8", hidden=80, wide=77),
+    Case("modelopt-fp8-blocks", MODELOPT | {"quant_algo": "FP8_PB_WO"}, numbers8("float", "block", "weight_scale_inv"), "fp8"),
     Case("fp8-scale-inv", BLOCKS, numbers8("float", "block", "weight_scale_inv"), "fp8", hidden=160, wide=300),
 ]
 
@@ -209,6 +266,25 @@ def write_published(folder: Path, case: Case, *, dtype: str = "bfloat16", **shap
             stored[name], wanted[name] = tensor, tensor.float()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     change_config(folder, quantization_config=case.config)
+    return folder, wanted
+
+
+def write_mixed(folder: Path, config: dict[str, Any], kinds: dict[str, str], **shape: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint whose projections are in the cases that `kinds` names by a part of their names, the others in BF16."""
+    write_tiny_qwen3(folder, dtype="bfloat16", **{"hidden": 128, "intermediate": 256, "layers": 2, "vocab": 300} | shape)
+    makers = {case.name: case.make for case in CASES}
+    generator = torch.Generator().manual_seed(6)
+    stored: dict[str, torch.Tensor] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        kind = next((kind for part, kind in kinds.items() if part in name and is_projection(name, tensor)), None)
+        if kind is None:
+            stored[name], wanted[name] = tensor, tensor.float()
+        else:
+            made, wanted[name] = makers[kind](*tensor.shape, generator)
+            stored |= {f"{name.removesuffix('weight')}{suffix}": value.contiguous() for suffix, value in made.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=config)
     return folder, wanted
 
 

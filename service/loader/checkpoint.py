@@ -18,6 +18,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+# Where exports of ModelOpt before 0.35 say how they are quantized.
+HF_QUANT = "hf_quant_config.json"
 # Read later, by the text room; where their links lead is checked here, with all the others.
 LANGUAGE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".tmp", ".crdownload", ".aria2", ".download")
@@ -139,6 +141,11 @@ def _read_config(files: _Files, lone: Path | None) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
         raise ModelError("config.json does not say the model_type (a name such as qwen3); get the config.json that belongs to the weights")
+    if config.get("quantization_config") is None and files.has(HF_QUANT):
+        settings = read_json_object(files.path(HF_QUANT), HF_QUANT).get("quantization")
+        if not isinstance(settings, dict):
+            raise ModelError(f"{HF_QUANT} has quantization = {settings!r}; an object is needed, get the file again")
+        config["quantization_config"] = {"quant_method": "modelopt", **settings}
     return config
 
 

@@ -62,10 +62,7 @@ class Reading:
         values = values.to(target.device)
         own = weight_of(target.format, len(rows), target.cols, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=target.device))
         self.take(values, 0, own, torch.empty(tile_elements(target.device), device=target.device), faster)
-        target.data[index] = own.data
-        target.scales[index] = own.scales
-        if target.offsets is not None and own.offsets is not None:
-            target.offsets[index] = own.offsets
+        target.put_rows(index, own)
 
     def _place(self, target: Weight) -> torch.Tensor:
         whole = getattr(target, self.piece) if isinstance(target, QuantizedWeight) else target

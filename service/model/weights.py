@@ -16,8 +16,9 @@ from ..loader.checkpoint import Checkpoint
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
 from ..quant.formats import CHOICES, INT8, Carve, aligned_bytes, title, weight_of
+from ..quant.mixed import Packings
 from ..quant.packings import Packing, StoredPart
-from ..quant.published import KEY, read_packing
+from ..quant.published import KEY, read_packings
 from ..quant.quantize import Quantizer, padded_columns, quantize_into, tile_elements
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
 from .reading import Reading, Settle, widen
@@ -148,9 +149,9 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     ModelError names the first tensor that is missing, of another shape or type, or not known. `wanted` is followed only as far as the
     checkpoint has its tensors: a config may ask for any number of layers.
     """
-    packing = read_packing(checkpoint.config)
-    planned = tuple(_planned(destination, checkpoint, packing, aim) for destination in wanted)
-    known = {info.name for tensor in planned for info in tensor.parts} | set(_ignored(planned, packing))
+    packings = read_packings(checkpoint.config)
+    planned = tuple(_planned(destination, checkpoint, packings, aim) for destination in wanted)
+    known = {info.name for tensor in planned for info in tensor.parts} | set(_ignored(planned, packings))
     unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(
@@ -160,14 +161,20 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     return WeightPlan(planned, aim)
 
 
-def _ignored(planned: Iterable[PlannedTensor], packing: Packing | None) -> Iterator[str]:
+def _packing(destination: Destination, packings: Packings | None) -> Packing | None:
+    return packings.of_all(_module(source) for source in destination.sources) if packings is not None else None
+
+
+def _ignored(planned: Iterable[PlannedTensor], packings: Packings | None) -> Iterator[str]:
     for tensor in planned:
-        if packing is not None and tensor.stored is None:
+        packing = _packing(tensor.destination, packings) if tensor.stored is None else None
+        if packing is not None:
             yield from (f"{_module(source)}.{suffix}" for source in tensor.destination.sources for suffix in packing.ignored)
 
 
-def _planned(destination: Destination, checkpoint: Checkpoint, packing: Packing | None, aim: Format | None) -> PlannedTensor:
+def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packings | None, aim: Format | None) -> PlannedTensor:
     destination = _as_stored(destination, checkpoint)
+    packing = _packing(destination, packings)
     packed = [packing is not None and _is_packed(source, checkpoint, packing) for source in destination.sources]
     if packing is not None and all(packed):
         return _planned_packed(destination, checkpoint, packing)

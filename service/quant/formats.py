@@ -6,6 +6,7 @@ Largest error of one weight w of a group (s: its scale; halves of a step come fr
 - int4 asymmetric: s / 2, s = (largest - smallest) / 15, the smallest being the offset.
 Scales and offsets of int4 are fp16: each adds at most 2^-11 of itself (times the nibble), and 2^-25 below fp16's normal range.
 - fp8 (E4M3, read only): 2^-4 |w|, or 2^-10 s for what is below 2^-6 s.
+- nvfp4 (E2M1, read only): |w| / 4, or s / 4 for what is below s; s = an E4M3 for 16 columns * an fp32 for the matrix, kept for each row.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ INT8 = Format("int8", 8, 0, True)
 # One scale a row, as compressed-tensors stores channels; and blocks of 128 x 128 (DeepSeek-V3's), spread to rows.
 FP8_ROWS = Format("fp8", 8, 0, True)
 FP8_BLOCKS = Format("fp8", 8, 128, True)
+# 32 columns under a power of two (OCP MX); exact, since the factor is widened to fp32.
+MXFP8 = Format("fp8", 8, 32, True)
+NVFP4 = Format("nvfp4", 4, 16, True)
 DEFAULT_GROUP = 128
 GROUPS = (128, 32)
 # The largest magnitude that a symmetric int4 group can hold: 8 times fp16's largest.
@@ -55,26 +59,33 @@ class Piece:
 
 
 def title(held: Format) -> str:
-    """How messages and tables name it: int8, int4-g128, int4-g32-asym, fp8."""
-    group = f"-g{held.group}" if held.group and held.name != "fp8" else ""
+    """How messages and tables name it: int8, int4-g128, int4-g32-asym, fp8, nvfp4."""
+    group = f"-g{held.group}" if held.group and held.name not in ("fp8", "nvfp4") else ""
     return held.name + group + ("" if held.symmetric else "-asym")
 
 
 def pieces(held: Format, rows: int, cols: int) -> tuple[Piece, ...]:
     """The tensors that make a weight [rows, cols] of this format, in the order in which they are stored."""
-    types = {"int8": (torch.int8, torch.float32), "fp8": (torch.float8_e4m3fn, torch.float32), "int4": (torch.uint8, torch.float16)}
+    types = {
+        "int8": (torch.int8, torch.float32),
+        "fp8": (torch.float8_e4m3fn, torch.float32),
+        "int4": (torch.uint8, torch.float16),
+        "nvfp4": (torch.uint8, torch.float8_e4m3fn),
+    }
     numbers, scale = types[held.name]
     groups = held.groups(cols)
     found = [Piece("data", (rows, held.row_bytes(cols)), numbers), Piece("scales", (rows, groups), scale)]
     if not held.symmetric:
         found.append(Piece("offsets", (rows, groups), scale))
+    if held.name == "nvfp4":
+        found.append(Piece("factors", (rows, 1), torch.float32))
     return tuple(found)
 
 
 def weight_of(held: Format, rows: int, cols: int, carve: Carve) -> QuantizedWeight:
     """A weight whose tensors come from `carve(shape, dtype)`, in the order of `pieces`; their content is whatever that gives."""
     found = {piece.name: carve(piece.shape, piece.dtype) for piece in pieces(held, rows, cols)}
-    return QuantizedWeight(held, rows, cols, found["data"], found["scales"], found.get("offsets"))
+    return QuantizedWeight(held, rows, cols, found["data"], found["scales"], found.get("offsets"), found.get("factors"))
 
 
 def aligned_bytes(held: Format, rows: int, cols: int, alignment: int) -> int:

@@ -12,13 +12,16 @@ BLOCK_COLUMNS = 32
 BLOCK_BYTES = 16
 # The nibble that means 0 in a symmetric int4 weight.
 ZERO_NIBBLE = 8
+# What a nibble means in nvfp4 (E2M1): a sign, two bits of exponent, one of mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """How numbers are stored: `bits` of each, `group` columns under one scale (0: all columns of a row).
 
-    A symmetric int4 means nibble - 8 (its scales may be negative); an asymmetric one has an offset beside each scale.
+    A symmetric int4 means nibble - 8 (its scales may be negative); an asymmetric one has an offset beside each scale. Nibbles of nvfp4
+    mean E2M1, and each row has a factor beside its scales.
     """
 
     name: str
@@ -39,9 +42,10 @@ class Format:
 class QuantizedWeight:
     """A weight [rows, cols].
 
-    data: int8 [rows, cols] (int8), float8_e4m3fn [rows, cols] (fp8) or uint8 [rows, ceil(cols / 32) * 16] (int4).
-    scales [rows, groups]: fp32 for int8 and fp8, fp16 for int4. offsets: fp16 [rows, groups] for asymmetric int4, else None.
-    Columns beyond `cols` in the last block of an int4 row are padding that must not be used.
+    data: int8 [rows, cols] (int8), float8_e4m3fn [rows, cols] (fp8) or uint8 [rows, ceil(cols / 32) * 16] (int4, nvfp4).
+    scales [rows, groups]: fp32 for int8 and fp8, fp16 for int4, float8_e4m3fn for nvfp4. offsets: fp16 [rows, groups] for asymmetric
+    int4, factors: fp32 [rows, 1] for nvfp4, else None. Columns beyond `cols` in the last block of a row of nibbles are padding that must
+    not be used.
     """
 
     format: Format
@@ -50,6 +54,7 @@ class QuantizedWeight:
     data: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,26 +71,34 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Numbers, scales, and offsets if it has them."""
-        return (self.data, self.scales) if self.offsets is None else (self.data, self.scales, self.offsets)
+        """Numbers, scales, and offsets or factors if it has them."""
+        return tuple(part for part in (self.data, self.scales, self.offsets, self.factors) if part is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers, scales and offsets, alignment between them not included."""
+        """Bytes of all its tensors, alignment between them not included."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def row_slice(self, start: int, stop: int) -> QuantizedWeight:
         """Rows start..stop-1 as views of the same memory."""
         offsets = self.offsets[start:stop] if self.offsets is not None else None
+        factors = self.factors[start:stop] if self.factors is not None else None
         data = self.data[start:stop]
-        return QuantizedWeight(self.format, data.shape[0], self.cols, data, self.scales[start:stop], offsets)
+        return QuantizedWeight(self.format, data.shape[0], self.cols, data, self.scales[start:stop], offsets, factors)
 
     def take_rows(self, rows: torch.Tensor) -> QuantizedWeight:
         """The rows [n] int64, in this order, copied."""
         offsets = self.offsets[rows] if self.offsets is not None else None
+        factors = self.factors[rows] if self.factors is not None else None
         # float8 has no gather on every device; its bytes have
         data = self.data.view(torch.uint8)[rows].view(self.data.dtype)
-        return QuantizedWeight(self.format, rows.shape[0], self.cols, data, self.scales[rows], offsets)
+        scales = self.scales.view(torch.uint8)[rows].view(self.scales.dtype)
+        return QuantizedWeight(self.format, rows.shape[0], self.cols, data, scales, offsets, factors)
+
+    def put_rows(self, rows: torch.Tensor, other: QuantizedWeight) -> None:
+        """Copy the rows of `other`, of the same format and columns, to the rows [n] int64."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            mine.view(torch.uint8)[rows] = theirs.view(torch.uint8)
 
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
@@ -126,15 +139,24 @@ def dequantize(weight: QuantizedWeight, columns: slice | None = None) -> torch.T
         first = start // BLOCK_COLUMNS
         data = weight.data[:, first * BLOCK_BYTES : -(-stop // BLOCK_COLUMNS) * BLOCK_BYTES]
         begin = first * BLOCK_COLUMNS
-        q = unpack_nibbles(data.contiguous(), stop - begin)[:, start - begin :].float()
-        if weight.format.symmetric:
-            q -= ZERO_NIBBLE
+        nibbles = unpack_nibbles(data.contiguous(), stop - begin)[:, start - begin :]
+        q = _meaning(nibbles, weight.format)
     else:
         q = weight.data[:, start:stop].float()
     q *= _spread(weight.scales, weight, start, stop)
     if weight.offsets is not None:
         q += _spread(weight.offsets, weight, start, stop)
+    if weight.factors is not None:
+        q *= weight.factors
     return q
+
+
+def _meaning(nibbles: torch.Tensor, held: Format) -> torch.Tensor:
+    """Nibbles as the fp32 numbers that they are before their scale."""
+    if held.name == "nvfp4":
+        return torch.tensor(E2M1, device=nibbles.device)[nibbles.int()]
+    q = nibbles.float()
+    return q.sub_(ZERO_NIBBLE) if held.symmetric else q
 
 
 def _spread(values: torch.Tensor, weight: QuantizedWeight, start: int, stop: int) -> torch.Tensor:

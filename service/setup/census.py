@@ -51,8 +51,8 @@ class Tensors:
 class Census:
     """The tensors of a config, and what sequences leave behind.
 
-    `full`: layers with keys and values. `indexer_token`: numbers that a token adds to the pooled indexer keys (fp32), `state`: bytes of a
-    sequence's recurrent states, whatever its length. `row`: numbers that a token takes on its way through a layer.
+    `full`: those of the `layers` that have keys and values. `indexer_token`: numbers that a token adds to the pooled indexer keys (fp32),
+    `state`: bytes of a sequence's recurrent states, whatever its length. `row`: numbers that a token takes on its way through a layer.
     """
 
     family: str
@@ -62,6 +62,7 @@ class Census:
     heads: int
     kv_heads: int
     head_dim: int
+    layers: int
     full: int
     indexer_token: int
     state: int
@@ -288,7 +289,7 @@ class _Network:
             state += len(_numbers(self.text_config, "ple_layer_ids")) * 4 * CONV_LAG * self.streams * self.hidden
         position = self.read.integer("max_position_embeddings", 32768)
         widths = self.heads, self.kv_heads, self.head_dim
-        return Census(self.family, tensors, position, self.vocab, *widths, full, indexer, state, self._row())
+        return Census(self.family, tensors, position, self.vocab, *widths, full + linear, full, indexer, state, self._row())
 
     def _row(self) -> int:
         """Numbers that a token takes while it passes a layer: its states, what attention makes of it, and the feed-forward."""

@@ -7,21 +7,23 @@ local-inference-lab for Qwen3.8-Flash-Next). Sizes of GGUF files are as their pu
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ..loader.header import DTYPE_BITS
-from ..quant.formats import FP8_BLOCKS, INT8, aligned_bytes, int4
-from ..quant.packings import Packing
-from ..quant.published import read_packing
+from ..quant.formats import INT8, aligned_bytes, int4
+from ..quant.microscaled import Mxfp8, Nvfp4
+from ..quant.mixed import Packings
+from ..quant.packings import Fp8Blocks, Packing, Rows8
+from ..quant.published import read_packings
 from ..quant.weight import Format
 from .census import Census, Tensors
 
 Engine = Literal["onedesk", "vllm", "llama-server"]
 ALIGNMENT = 256
-BLOCK = 128  # rows and columns of an fp8 block
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +42,26 @@ def _of(form: Format, file: Callable[[int, int], int] | None = None) -> Store:
     return Store(file or held, held)
 
 
-def _by_group(bits: int, group: int, more: int = 0) -> Callable[[int, int], int]:
-    """Numbers of `bits` with a byte of scale for each `group` columns, and `more` bytes a matrix."""
-    return lambda rows, cols: rows * cols * bits // 8 + rows * -(-cols // group) + more
+def _packed(packing: Packing) -> Store:
+    """As a packing that is read stores it."""
 
+    def file(rows: int, cols: int) -> int:
+        parts = packing.layout(rows, cols).parts
+        return sum(math.prod(part.shape) * DTYPE_BITS[part.dtypes[0]] // 8 for part in parts if not part.optional)
 
-def _blocks(rows: int, cols: int) -> int:
-    return rows * cols + 2 * -(-rows // BLOCK) * -(-cols // BLOCK)
+    return _of(packing.layout(1, 1).held, file)
 
 
 def _plain(rows: int, cols: int) -> int:
     return 2 * rows * cols
 
 
-_NVFP4 = _by_group(4, 16, 8)  # a factor of the weights and one of the inputs, fp32
-_MXFP8 = _by_group(8, 32)
 STORES: Mapping[str, Store] = {
     "bf16": Store(_plain, _plain),
-    "fp8": _of(FP8_BLOCKS, _blocks),
+    "fp8": _packed(Fp8Blocks("FP8", "weight_scale_inv")),
     "fp8 scalar": Store(lambda rows, cols: rows * cols, lambda rows, cols: rows * cols),
-    "nvfp4": Store(_NVFP4, _NVFP4, reads=False),
-    "mxfp8": Store(_MXFP8, _MXFP8, reads=False),
+    "nvfp4": _packed(Nvfp4("NVFP4")),
+    "mxfp8": _packed(Mxfp8("MXFP8")),
     "int8": _of(INT8),
     "int4": _of(int4()),
 }
@@ -100,8 +101,9 @@ class Form:
         return sum(self._held(tensors, nodes) for tensors in mine)
 
     def table_bytes(self, census: Census, nodes: int = 1) -> int:
-        """Bytes of the n-gram table in memory, a node's share."""
-        return sum(self._held(tensors, nodes) for tensors in census.tensors if tensors.kind == "table")
+        """Bytes of the n-gram table in memory, where its rows lie as in the file; a node's share."""
+        tables = (tensors for tensors in census.tensors if tensors.kind == "table")
+        return sum(-(-tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) // nodes) for tensors in tables)
 
     def _held(self, tensors: Tensors, nodes: int) -> int:
         if len(tensors.shape) == 1:
@@ -177,21 +179,37 @@ def forms_of(census: Census) -> tuple[Form, ...]:
     return WITH_TABLE if any(tensors.kind == "table" for tensors in census.tensors) else WITHOUT_TABLE
 
 
-def form_of_config(config: Mapping[str, Any]) -> Form:
-    """The form that a folder's quantization_config says. Raises ModelError for what is not read."""
-    packing = read_packing(config)
-    if packing is None:
+# A module of each kind, by plain names; {} is the layer.
+_MODULES: Mapping[str, str] = {
+    "attention": "layers.{}.self_attn.q_proj",
+    "indexer": "layers.{}.self_attn.indexer.index_qk_proj",
+    "linear": "layers.{}.linear_attn.in_proj_qkv",
+    "dense": "layers.{}.mlp.gate_proj",
+    "experts": "layers.{}.mlp.experts.0.gate_proj",
+    "shared": "layers.{}.mlp.shared_expert.gate_proj",
+    "table": "layers.{}.ple.ple_embedding.ngram_embedding",
+    "head": "lm_head",
+}
+
+
+def form_of_config(config: Mapping[str, Any], layers: int) -> Form:
+    """The form that a folder's quantization_config says, of a network of so many layers. Raises ModelError for what is not read."""
+    packings = read_packings(config)
+    if packings is None:
         return Form("BF16")
-    kinds = _all(_PRODUCTS, "packed")
-    return Form(packing.title, kinds, kinds, own={"packed": _packed(packing)})
+    own: dict[str, Store] = {}
+    stores, mtp = (_said(packings, prefix, count, own) for prefix, count in (("", layers), ("mtp.", 1)))
+    return Form(packings.titles, stores, mtp, own=own)
 
 
-def _packed(packing: Packing) -> Store:
-    def file(rows: int, cols: int) -> int:
-        parts = packing.layout(rows, cols).parts
-        return sum(math.prod(part.shape) * DTYPE_BITS[part.dtypes[0]] // 8 for part in parts if not part.optional)
-
-    def held(rows: int, cols: int) -> int:
-        return aligned_bytes(packing.layout(rows, cols).held, rows, cols, ALIGNMENT)
-
-    return Store(file, held)
+def _said(packings: Packings, prefix: str, layers: int, own: dict[str, Store]) -> dict[str, str]:
+    """The store of each kind that most layers have; what it is goes into `own`."""
+    found: dict[str, str] = {}
+    for kind, module in _MODULES.items():
+        each = Counter(packings.said(prefix + module.format(layer)) for layer in range(layers))
+        packing = next((packing for packing, _ in each.most_common() if packing is not None), None)
+        if packing is not None and (kind in _PRODUCTS or packing is not packings.usual):
+            found[kind] = f"{kind} in {packing.title}"
+            scalar = kind == "table" and isinstance(packing, Rows8)
+            own[found[kind]] = STORES["fp8 scalar"] if scalar else _packed(packing)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..loader.files import read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
 from ..model.families import FAMILIES
+from ..peers.cluster import Share, cluster, cluster_text
 from ..quant.published import KEY
 from .census import Census, take_census
 from .console import UsageError, columns
@@ -133,7 +135,8 @@ def plan_model(
     if census.heads % nodes:
         raise RequestError(f"--nodes is {nodes}, and {census.heads} attention heads do not divide by it; use a divisor of {census.heads}")
     rows = [row for form in _forms(title, described, census, nodes) for row in _rows(form, census, machine, context)]
-    return {
+    several = {"cluster": _cluster(title, rows, census, machine)} if nodes > 1 else {}
+    return several | {
         "model": title,
         "family": census.family,
         "parameters": census.parameters,
@@ -170,7 +173,7 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
 def _forms(title: str, described: dict[str, Any], census: Census, nodes: int) -> tuple[Form | Sized, ...]:
     """All forms of a model; of a folder whose files are quantized already, only what it is."""
     if described.get(KEY) is not None:
-        return (form_of_config(described),)
+        return (form_of_config(described, census.layers),)
     known = published_name(title)
     forms = (*forms_of(census), *(SIZED.get(known, ()) if known else ()))
     if nodes == 1:
@@ -237,6 +240,15 @@ def load_of(weights: int, table: int, census: Census, machine: Machine) -> Load:
     return Load(weights, table, kv, STATES * -(-census.state // nodes), fixed, token)
 
 
+def _cluster(title: str, rows: Sequence[dict[str, Any]], census: Census, machine: Machine) -> dict[str, Any] | None:
+    """vLLM's words for each machine, for the first form that fits; None where none does."""
+    best = next((row for row in rows if row["fits"] and row["engine"] == "vllm"), None)
+    if best is None:
+        return None
+    share = Share(machine.memory, best["needs"], best["bytes"]["kv"], best["context"])
+    return {"format": best["format"]} | cluster(f"models/{title}", share, nodes=machine.nodes, heads=census.heads)
+
+
 def _device(kind: str) -> Any:
     import torch
 
@@ -300,4 +312,6 @@ def plan_table(document: dict[str, Any]) -> str:
         shown = [show(sizes[part]) for part in ("file", "weights", "table", "kv", "scratch")]
         answer = ["yes" if row["fits"] else "no", f"{row['context']:,}", row["why"]]
         lines.append((row["format"], *shown, *answer))
-    return f"{head}\n{columns(lines)}"
+    several = document.get("cluster")
+    words = f"\n\n{several['format']}: {cluster_text(several)}" if several else ""
+    return f"{head}\n{columns(lines)}{words}"

@@ -23,6 +23,7 @@ from published import (
     AWQ,
     BLOCKS,
     CASES,
+    MODELOPT,
     Case,
     change_config,
     change_tensors,
@@ -82,7 +83,7 @@ def test_every_format_means_what_it_means_on_disk(tmp_path: Path, pool: Pool, ca
             assert (found - merged).abs().max() <= 15 * 0.022 * 2**-11, tensor.destination.key
 
 
-@pytest.mark.parametrize("name", ["gptq-asym-128", "packed-sym-128", "fp8-scale-inv"])
+@pytest.mark.parametrize("name", ["gptq-asym-128", "packed-sym-128", "fp8-scale-inv", "nvfp4-packed", "modelopt-mxfp8"])
 def test_it_computes_as_the_same_weights_unquantized(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
     folder, wanted = write_published(tmp_path / "model", BY_NAME[name])
@@ -95,7 +96,7 @@ def test_it_computes_as_the_same_weights_unquantized(tmp_path: Path, pool: Pool,
 def logprobs(folder: Path, ids: list[int], pool: Pool) -> torch.Tensor:
     opened = session.open_session(folder.name, session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, folder))
     opened.settle()
-    found = opened.runner.logprobs(ids)
+    found = [one.token for one in opened.runner.logprobs(ids)]
     opened.release()
     return torch.tensor(found)
 
@@ -148,10 +149,22 @@ def test_a_prompt_waits_for_an_embedding_that_is_stored_quantized(tmp_path: Path
     assert (values(loaded(plan_of(folder), pool)["embedding"]) - wanted[name]).abs().max() <= wanted[name].abs().max() / 253
     plain = write_meaning(tmp_path / "plain", folder, wanted)
     unsettled = session.open_session("model", session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, tmp_path))
-    ours = torch.tensor(unsettled.runner.logprobs([5, 17, 3, 250]))
+    ours = torch.tensor([one.token for one in unsettled.runner.logprobs([5, 17, 3, 250])])
     unsettled.settle()
     unsettled.release()
     assert (ours - logprobs(plain, [5, 17, 3, 250], pool)).abs().max() <= 0.2
+
+
+def mixed(layers: dict[str, Any]) -> dict[str, Any]:
+    return MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
+def groups(targets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A compressed-tensors config with a group for each target; settings beside those of INT8 by channel."""
+    config = compressed("int-quantized", strategy="channel")
+    given = config["config_groups"]["group_0"]["weights"]
+    made = {f"group_{i}": {"targets": [target], "weights": given | own} for i, (target, own) in enumerate(targets.items())}
+    return config | {"config_groups": made}
 
 
 def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
@@ -177,17 +190,32 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield AWQ | {"group_size": 128, "bits": 8}, r"bits = 8"
     yield BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\], which is not supported; supported: \[128, 128\]"
     yield BLOCKS | {"fmt": "e5m2"}, r"fmt = 'e5m2'"
+    yield packed | {"format": "nvfp4-pack-quantized"}, r"weights.num_bits|weights.type = 'int', which is not supported; supported: 'float'"
     yield (
-        packed | {"format": "nvfp4-pack-quantized"},
-        r"format = 'nvfp4-pack-quantized', which is not supported; supported: 'pack-quantized'",
+        packed | {"format": "mxfp4-pack-quantized"},
+        r"format = 'mxfp4-pack-quantized', which is not supported; supported: 'pack-quantized'",
     )
-    yield (
-        packed | {"config_groups": {"group_0": {}, "group_1": {}}},
-        r"2 quantization_config.config_groups \(group_0, group_1\); supported is one",
-    )
+    yield packed | {"config_groups": {}}, r"config_groups = {}, which is not supported; supported: at least one"
     yield packed | {"transform_config": {"config_groups": {"R1": {}}}}, r"transform_config = .*rotated weights"
     yield packed | {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config"
     yield packed | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme"
+    yield MODELOPT, r"quant_algo = None, which is not supported; supported: 'NVFP4', 'W4A16_NVFP4', 'MXFP8', 'FP8'"
+    yield MODELOPT | {"quant_algo": "NVFP4_AWQ"}, r"quant_algo = 'NVFP4_AWQ'"
+    yield MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, r"group_size = 32, which is not supported; supported: 16"
+    yield MODELOPT | {"quant_algo": "MXFP8", "group_size": 16}, r"group_size = 16, which is not supported; supported: 32"
+    yield MODELOPT | {"quant_algo": "NVFP4", "ignore": "lm_head"}, r"ignore = 'lm_head', which is not supported; supported: a list of texts"
+    yield mixed({"model.layers.0.mlp": 3}), r"quantized_layers.model.layers.0.mlp = 3, which is not supported; supported: an object"
+    yield mixed({"model.layers.0.mlp": {"quant_algo": "INT4_AWQ"}}), r"layers.0.mlp.quant_algo = 'INT4_AWQ', which is not supported; supp"
+    yield mixed({"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO", "group_size": 64}}), r"group_size = 64, which is not supported"
+    yield (
+        mixed({"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}),
+        r"other formats for tensors that belong together \(.*q_proj Mod",
+    )
+    yield (
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+        r"group_size = 32, which is not supported; supported: 16",
+    )
+    yield groups({"re:(a|a)*b": {}, "Linear": {}}), r"config_groups\.group_0\.targets = \['re:\(a\|a\)\*b'\], which is not supported; supp"
     yield compressed("pack-quantized", num_bits=4, strategy="tensor"), r"config_groups.group_0.weights.strategy = 'tensor'"
     yield compressed("pack-quantized", num_bits=2, strategy="group", group_size=64), r"weights.num_bits = 2"
     yield compressed("int-quantized", strategy="channel", symmetric=False), r"weights.symmetric = False"
@@ -222,7 +250,10 @@ def replaced(suffix: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Chang
 
 
 def nan_first(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.view(-1)[0] = float("nan")
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8)[0, 0] = 0x7F
+    else:
+        tensor.view(-1)[0] = float("nan")
     return tensor
 
 
@@ -245,6 +276,18 @@ def nan_first(tensor: torch.Tensor) -> torch.Tensor:
             replaced("weight", lambda t: t.view(torch.int8)),
             r"up_proj\.weight is stored as I8, .* FP8, which stores F8_E4M3",
         ),
+        ("modelopt-nvfp4", without("weight_scale"), r"lacks the tensor .*up_proj\.weight_scale of ModelOpt NVFP4, wanted \[176, 5\]"),
+        ("modelopt-nvfp4", without("weight_scale_2"), r"lacks the tensor .*up_proj\.weight_scale_2 of ModelOpt NVFP4, wanted \[1\]"),
+        ("nvfp4-packed", without("weight_global_scale"), r"lacks the tensor .*up_proj\.weight_global_scale of compressed-tensors nvfp4"),
+        (
+            "modelopt-nvfp4",
+            replaced("weight_scale", lambda t: t[:, :-1]),
+            r"up_proj\.weight_scale: wanted \[176, 5\] for \[176, 80\].*found \[176, 4\]",
+        ),
+        ("modelopt-nvfp4", replaced("weight_scale_2", lambda t: t.expand(176)), r"weight_scale_2: wanted \[1\] .*found \[176\]"),
+        ("modelopt-nvfp4", replaced("weight", lambda t: t[:, 1:]), r"up_proj\.weight: wanted \[176, 40\] .*found \[176, 39\]"),
+        ("modelopt-mxfp8", replaced("weight_scale", lambda t: t.float()), r"weight_scale is stored as F32, .* which stores U8, F8_E8M0"),
+        ("modelopt-fp8", without("weight_scale"), r"lacks the tensor .*up_proj\.weight_scale of ModelOpt FP8, wanted \[1\]"),
         ("fp8-scale-inv", without("weight_scale_inv"), r"lacks the tensor .*up_proj\.weight_scale_inv of FP8, wanted \[3, 2\]"),
         ("int8-channel", replaced("weight", lambda t: t.bfloat16()), r"stores only some of the tensors that belong together quantized"),
         ("packed-sym-128", lambda t: t.update({"model.layers.0.mlp.up_proj.extra": torch.ones(1)}), r"1 tensors that its config\.json"),
@@ -277,6 +320,19 @@ def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name
             replaced("weight_scale_inv", nan_first),
             r"model\.safetensors: tensor .*weight_scale_inv has scales that are NaN or inf",
         ),
+        ("modelopt-nvfp4", replaced("weight_scale", nan_first), r"tensor .*up_proj\.weight_scale has scales that are NaN"),
+        ("modelopt-nvfp4", replaced("weight_scale_2", nan_first), r"up_proj\.weight_scale_2 is a factor that is NaN or infinite \(nan\)"),
+        (
+            "nvfp4-packed",
+            replaced("weight_global_scale", torch.zeros_like),
+            r"global_scale is a factor that is zero, NaN or inf.*\(0\)",
+        ),
+        (
+            "modelopt-mxfp8",
+            replaced("weight_scale", lambda t: t | 255),
+            r"up_proj\.weight_scale has scales that are NaN; the",
+        ),
+        ("modelopt-fp8", replaced("weight_scale", nan_first), r"up_proj\.weight_scale has scales that are NaN or infinite"),
         (
             "awq-128",
             replaced("scales", lambda t: torch.full_like(t, 6e4)),

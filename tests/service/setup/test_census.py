@@ -175,4 +175,4 @@ def test_a_config_that_says_nonsense_is_refused_by_its_key(changes: dict[str, ob
 def test_an_alias_of_the_model_type_is_the_same_model():
     config = {"model_type": "qwen3_8_flash_next"} | FAMILIES["qwen4_exp"][2]
     assert take_census(config).family == "qwen4_exp"
-    assert form_of_config(config).title == "BF16"
+    assert form_of_config(config, 4).title == "BF16"

@@ -1,0 +1,65 @@
+"""Reading one object of a config.json: what is not understood is refused by its field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from ..errors import ModelError
+
+
+class Fields:
+    """The fields of one object of the config; `path` is how messages name it."""
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        self._values = values
+        self._path = path
+
+    def get(self, *keys: str) -> Any:
+        """The first of `keys` that is there and is not null."""
+        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
+
+    def refuse(self, key: str, supported: str) -> NoReturn:
+        raise ModelError(f"config.json has {self._path}.{key} = {self._values.get(key)!r}, which is not supported; supported: {supported}")
+
+    def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+        """The value of `key`, which must be one of `allowed`; `default` where it is absent, which must be one of them too."""
+        value = self.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) != any(isinstance(known, bool) for known in allowed) or value not in allowed:
+            self.refuse(key, ", ".join(repr(known) for known in allowed))
+        return value
+
+    def absent(self, key: str, meaning: str) -> None:
+        """Refuse `key` unless it is empty."""
+        if self.get(key):
+            self.refuse(key, f"none ({meaning})")
+
+    def group(self, key: str) -> int:
+        """Columns under one scale, 0 for all of a row (-1 in the file)."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or (value > 0 and value % 32 == 0)):
+            self.refuse(key, "-1 (all columns of a row) and multiples of 32")
+        return max(0, value)
+
+    def inner(self, key: str) -> Fields:
+        value = self.get(key)
+        if not isinstance(value, Mapping):
+            self.refuse(key, "an object")
+        return Fields(value, f"{self._path}.{key}")
+
+    def each(self, key: str) -> Iterator[tuple[str, Fields]]:
+        """The objects in the object `key`, by their names."""
+        inner = self.inner(key)
+        for name in inner._values:
+            yield str(name), inner.inner(name)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """The texts that `key` lists; none where it is absent."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            self.refuse(key, "a list of texts")
+        return tuple(value)

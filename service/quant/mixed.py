@@ -1,0 +1,71 @@
+"""Which matrix of a checkpoint is in which packing, where they are not all alike."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ..errors import ModelError
+from .packings import Packing
+
+# What stands before a module's own name; a config and its tensors need not have the same.
+_PREFIXES = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
+
+
+def plain_name(module: str) -> str:
+    """A module's name without what stands before the text network: layers.0.mlp.gate_proj, lm_head."""
+    return _PREFIXES.sub("", module)
+
+
+def _matches(pattern: re.Pattern[str], plain: str) -> bool:
+    """Whether a pattern is for a module, whatever a checkpoint has before its plain name."""
+    return any(pattern.fullmatch(before + plain) for before in ("", "model.", "model.language_model."))
+
+
+def glob(text: str) -> re.Pattern[str]:
+    """A pattern with * and ? as one of whole names; the translation takes time in the length of a name alone."""
+    return re.compile(fnmatch.translate(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Packings:
+    """The packings of a checkpoint: `named` by plain module names, each for all that is in it, `patterned` by patterns of whole names
+    (the first that matches), `usual` for all others. None: stored in floats. `left_out`: patterns of what is said to be in floats.
+    """
+
+    usual: Packing | None
+    named: Mapping[str, Packing | None] = field(default_factory=lambda: MappingProxyType({}))
+    patterned: tuple[tuple[re.Pattern[str], Packing], ...] = ()
+    left_out: tuple[re.Pattern[str], ...] = ()
+
+    def said(self, module: str) -> Packing | None:
+        """The packing of one matrix by the config alone. What lies in the files may be in floats all the same."""
+        return None if any(_matches(pattern, plain_name(module)) for pattern in self.left_out) else self.of(module)
+
+    def of(self, module: str) -> Packing | None:
+        """The packing of one matrix where it is packed, by the name of its module."""
+        whole = plain_name(module)
+        name = whole
+        while name:
+            if name in self.named:
+                return self.named[name]
+            name = name.rpartition(".")[0]
+        return next((packing for pattern, packing in self.patterned if _matches(pattern, whole)), self.usual)
+
+    def of_all(self, modules: Iterable[str]) -> Packing | None:
+        """The packing of matrices that are held as one. ModelError where they have not one together."""
+        found = {module: self.of(module) for module in modules}
+        first = next(iter(found.values()))
+        if any(packing != first for packing in found.values()):
+            told = ", ".join(f"{module} {packing.title if packing else 'floats'}" for module, packing in found.items())
+            raise ModelError(f"config.json has other formats for tensors that belong together ({told}); get a checkpoint with one for them")
+        return first
+
+    @property
+    def titles(self) -> str:
+        """All of them, for messages."""
+        each = [self.usual, *self.named.values(), *(packing for _, packing in self.patterned)]
+        return ", ".join(dict.fromkeys(packing.title for packing in each if packing))
