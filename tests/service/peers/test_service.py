@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -279,3 +281,36 @@ def test_closing_ends_what_was_started_and_nothing_else(desk: Desk) -> None:
     assert not alive(pid)
     assert read_note(desk.cache) is None
     assert not taken(desk.cache)
+
+
+USER = """
+import sys
+from pathlib import Path
+from onedesk.service.peers import service
+
+service.LAUNCHER = Path(sys.argv[1])
+local = service.LocalService(Path(sys.argv[2]), [])
+local.reach()
+print(local.pid, flush=True)
+"""
+STAND_IN = """
+import os, sys, time
+from pathlib import Path
+sys.path[0] = sys.argv[1] + "/.."
+from onedesk.service.config import own_version
+from onedesk.service.peers.note import Note, noted, only_one
+
+cache = Path(sys.argv[0]).parent
+with only_one(cache), noted(cache, Note(os.getpid(), own_version(), "127.0.0.1", 1, None, None)):
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_ends_by_itself_ends_what_it_started(tmp_path: Path) -> None:
+    """With a stand-in that does nothing but hold the place of a service."""
+    (tmp_path / "launch.py").write_text(STAND_IN)
+    ended = subprocess.run(
+        [sys.executable, "-c", USER, tmp_path / "launch.py", tmp_path], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not alive(int(ended.stdout))
+    assert not taken(tmp_path)
