@@ -198,3 +198,15 @@ def test_a_model_of_the_folders_is_found_by_its_name(tmp_path: Path):
     write_tiny_qwen3(tmp_path / "models" / "mine")
     document = plan_model("mine", Config(model_roots=(tmp_path / "models",)), memory=GIB)
     assert (document["model"], document["parameters"]) == ("mine", 230_208)
+
+
+def test_several_machines_get_their_words_for_the_first_form_that_fits():
+    document = plan_model("Qwen3-30B-A3B", Config(), memory=40 * GIB, nodes=2)
+    words = document["cluster"]
+    best = next(row for row in document["forms"] if row["fits"])
+    assert words["format"] == best["format"]
+    assert (words["bytes"]["budget"], words["bytes"]["kv"], words["context"]) == (best["needs"], best["bytes"]["kv"], best["context"])
+    assert [argv[argv.index("--node-rank") + 1] for argv in words["native"]] == ["0", "1"]
+    assert plan_table(document).count("--node-rank") == 2
+    assert "cluster" not in plan_model("Qwen3-30B-A3B", Config(), memory=40 * GIB)
+    assert plan_model("Qwen3-30B-A3B", Config(), memory=4 * GIB, nodes=2)["cluster"] is None
