@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from onedesk.service.config import load_config
@@ -36,7 +37,8 @@ def building_once(build: Callable[[str, Path], str]) -> Callable[[str, Path], st
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(library, target)
         except OSError:
-            target.unlink(missing_ok=True)
+            with suppress(OSError):
+                target.unlink()
             return build(compiler, target)
         return ""
 

@@ -61,7 +61,7 @@ def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):
         assert 0 < row["prefill_seconds"] <= row["seconds"]
         assert (row["waited_seconds"] is not None) == row["overlap"]
         assert row["tokens_per_second"] == pytest.approx(40 / row["seconds"])
-        assert row["bytes_per_second"] == pytest.approx(document["checkpoint_bytes"] / row["seconds"])
+        assert row["bytes_per_second"] == pytest.approx(document["checkpoint_bytes"] / row["seconds"], rel=0.01)
         assert (row["cached_before_bytes"] > 0.9 * document["checkpoint_bytes"]) == (row["state"] == "warm")
     assert document["overlap_share"] == rows[0]["seconds"] / rows[1]["seconds"]
     assert f"{document['overlap_share']:.2f} of the time without" in first_token_table(document)
