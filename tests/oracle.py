@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ import torch
 from onedesk.service.setup.launch_comfyui import OperatorsFirst
 
 
-def load_qwen3(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' Qwen3ForCausalLM over the checkpoint in `folder`, eager attention, for evaluation."""
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model over the checkpoint in `folder`, as its config names the class, eager attention, for evaluation."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
         sys.meta_path.insert(0, OperatorsFirst())
-    from transformers import Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    return getattr(importlib.import_module("transformers"), kind).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()

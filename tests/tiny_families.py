@@ -95,13 +95,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 WITH_VISION = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 
-def write_family(folder: Path, family: str, *, vision: bool = False, **changes: Any) -> Path:
-    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading model."""
+def write_family(folder: Path, family: str, *, vision: bool = False, seed: int | None = None, **changes: Any) -> Path:
+    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading model.
+
+    With `seed` every parameter is stirred: as they begin, matrices are so small that scores hardly differ, and norms are all the same.
+    """
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
         sys.meta_path.insert(0, OperatorsFirst())
     transformers = importlib.import_module("transformers")
+    if seed is not None:
+        torch.manual_seed(seed)
     stem, config_name, values = FAMILIES[family]
     config = getattr(transformers, config_name)(**values | changes)
     if vision:
@@ -111,5 +116,16 @@ def write_family(folder: Path, family: str, *, vision: bool = False, **changes: 
     else:
         model = getattr(transformers, f"{stem}ForCausalLM")(config)
     with torch.no_grad():
+        if seed is not None:
+            _stir(model, torch.Generator().manual_seed(seed))
         model.eval().save_pretrained(folder)
     return folder
+
+
+def _stir(model: torch.nn.Module, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.add_(noise * 0.1)
+        else:
+            parameter.copy_(noise * (0.2 if "conv1d" in name else 0.7 * parameter.shape[-1] ** -0.5))

@@ -12,10 +12,11 @@ from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
 from .shape import DecoderConfig
 
-FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")}
 # Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 HEADS = ("language_model.lm_head.",)
+QUANTIZATION = "quantization_config"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -27,7 +28,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         return config
     kind = inner.get("model_type", f"{config.get('model_type')}_text")
-    outer = {key: value for key, value in config.items() if not isinstance(value, Mapping) or key == "quantization_config"}
+    outer = {key: value for key, value in config.items() if not isinstance(value, Mapping) or key == QUANTIZATION}
     tied = config.get("tie_word_embeddings")
     return {**outer, **inner, "model_type": kind} | ({} if tied is None else {"tie_word_embeddings": tied})
 
@@ -59,7 +60,21 @@ def read_family(checkpoint: Checkpoint) -> tuple[ModuleType, DecoderConfig, Chec
         if not name.startswith(beside):
             known = _known_name(name, prefix)
             tensors[known] = info if known == name else replace(info, name=known)
-    return family, config, replace(checkpoint, config=MappingProxyType(dict(text)), tensors=MappingProxyType(tensors))
+    known_config = dict(text)
+    if QUANTIZATION in known_config:
+        known_config[QUANTIZATION] = _known_names(known_config[QUANTIZATION], prefix)
+    return family, config, replace(checkpoint, config=MappingProxyType(known_config), tensors=MappingProxyType(tensors))
+
+
+def _known_names(value: Any, prefix: str) -> Any:
+    """What a quantization says of layers by their names, by those that the families use."""
+    if isinstance(value, str):
+        return _known_name(value, prefix) if prefix else value
+    if isinstance(value, list):
+        return [_known_names(item, prefix) for item in value]
+    if isinstance(value, Mapping):
+        return {_known_names(key, prefix): _known_names(item, prefix) for key, item in value.items()}
+    return value
 
 
 def _known_name(name: str, prefix: str) -> str:

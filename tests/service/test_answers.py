@@ -18,7 +18,7 @@ from onedesk.service.core import Event, Message, Request, Result, Sampling
 from onedesk.service.engine.answer import Prepared
 from onedesk.service.errors import RequestError
 from onedesk.service.registry import Registry
-from oracle import load_qwen3
+from oracle import load_model
 from tiny_qwen3 import TEMPLATE, write_tiny_qwen3
 
 CONTEXT = 1024
@@ -135,7 +135,7 @@ def test_tool_turns_reach_the_template(model: OpenModel) -> None:
 
 def test_the_vector_of_a_text_is_what_transformers_computes(model: OpenModel, checkpoint: Path) -> None:
     ids = [*range(40, 300)]  # more than a chunk
-    expected = load_qwen3(checkpoint).model(torch.tensor([ids])).last_hidden_state[0, -1]
+    expected = load_model(checkpoint).model(torch.tensor([ids])).last_hidden_state[0, -1]
     assert model.embed(ids) == pytest.approx(expected.tolist(), abs=2e-3)
     with pytest.raises(RequestError, match="longer than the context"):
         model.embed([1] * (CONTEXT + 1))

@@ -22,7 +22,7 @@ from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
 from onedesk.service.model.arrival import WeightArrival
 from onedesk.service.registry import Registry
-from oracle import load_qwen3
+from oracle import load_model
 from tiny_qwen3 import write_tiny_qwen3
 
 CONTEXT = 1024
@@ -114,7 +114,7 @@ def test_raw_ids_need_no_tokenizer(tmp_path: Path, registry: Registry) -> None:
     result = run(model, Request(ids=(5, 6, 7), sampling=Sampling(temperature=0), max_tokens=10))[1]
     assert result.text == ""
     with torch.no_grad():
-        wanted = load_qwen3(folder).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=10, do_sample=False)[0, 3:].tolist()
+        wanted = load_model(folder).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=10, do_sample=False)[0, 3:].tolist()
     assert [*result.ids, *([2] if result.finish == "stop" else [])] == wanted
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         model.generate(ask())
@@ -305,7 +305,7 @@ def test_hidden_states_equal_transformers(model: OpenModel, checkpoint: Path) ->
     ids = model.encode(text)
     assert len(ids) * 8 > CHUNK
     with torch.no_grad():
-        states = load_qwen3(checkpoint).model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = load_model(checkpoint).model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     got = model.embed_prompt(text, [0, 2, -2])
     wanted = torch.cat([states[0][0], states[2][0], states[3][0]], 1)
     assert got.shape == (len(ids), 3 * 64)
@@ -322,7 +322,7 @@ def test_hidden_states_equal_transformers(model: OpenModel, checkpoint: Path) ->
 def test_scores_equal_transformers(model: OpenModel, checkpoint: Path) -> None:
     ids = torch.randint(3, 490, (600,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
-        logits = load_qwen3(checkpoint)(torch.tensor([ids])).logits[0].log_softmax(-1)
+        logits = load_model(checkpoint)(torch.tensor([ids])).logits[0].log_softmax(-1)
     wanted = logits[torch.arange(599), ids[1:]]
     got = model.score(ids)
     assert len(got) == 599

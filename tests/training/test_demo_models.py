@@ -12,7 +12,7 @@ from onedesk.service.core import Message
 from onedesk.service.text.template import load_template
 from onedesk.training import evaluate, examples, network
 from onedesk.training.painter import LAYERS
-from oracle import load_qwen3
+from oracle import load_model
 from safetensors import safe_open
 
 IDEAS, PICTURES = 40, 20
@@ -47,7 +47,7 @@ def test_transformers_computes_the_same(folder: Path, writer: evaluate.EngineWri
     ours = network.load_network(folder, "cpu")
     ids = torch.tensor([evaluate.tokenizer.load(folder).encode(text).ids])
     with torch.no_grad():
-        theirs = load_qwen3(folder)(ids, output_hidden_states=True)
+        theirs = load_model(folder)(ids, output_hidden_states=True)
         assert (theirs.logits - ours(ids)).abs().max() < 1e-3
         states = torch.cat([theirs.hidden_states[k] for k in LAYERS], -1)[0]
     assert (states - writer.states(text)).abs().max() < 2e-3

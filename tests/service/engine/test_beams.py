@@ -15,7 +15,7 @@ from onedesk.service.config import Config
 from onedesk.service.core import Request, Sampling
 from onedesk.service.engine.beams import BeamBook, Candidate
 from onedesk.service.registry import Registry
-from oracle import load_qwen3
+from oracle import load_model
 from tiny_qwen3 import write_tiny_qwen3
 
 END = 0
@@ -120,7 +120,7 @@ def test_the_search_is_that_of_transformers(folder: Path, model: OpenModel, widt
     request = Request(ids=prompt, beams=width, n=width, max_tokens=12, sampling=Sampling(logit_bias={2: BIAS}))
     found = [event.result for event in model.generate(request) if event.result]
     with torch.no_grad():
-        wanted = load_qwen3(folder).generate(
+        wanted = load_model(folder).generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, num_beams=width, num_return_sequences=width, length_penalty=1.0,
             early_stopping=False, logits_processor=[Biased()], renormalize_logits=True, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from onedesk.service.memory.truth import read_truth
 from onedesk.service.model.qwen3 import destinations, read_config
 from onedesk.service.model.spec import Destination
 from onedesk.service.model.weights import plan_weights
-from oracle import load_qwen3
+from oracle import load_model
 from safetensors.torch import load_file, save_file
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -59,7 +59,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[{"tied": True}, {"tied": False, "shards": 3, "head_dim": 16}], ids=["tied", "untied-sharded"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Session, Any]:
     folder = write_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny", **request.param)
-    return start(folder, cache), load_qwen3(folder)
+    return start(folder, cache), load_model(folder)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -97,7 +97,7 @@ def test_greedy_ids_equal_transformers(pair: tuple[Session, Any], length: int) -
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_weights_equal_transformers_in_fp32(tmp_path: Path, cache: Path, dtype: str) -> None:
     folder = write_tiny_qwen3(tmp_path / "tiny", dtype=dtype)
-    session, theirs = start(folder, cache), load_qwen3(folder, torch.float32)
+    session, theirs = start(folder, cache), load_model(folder, torch.float32)
     ids = prompt(40)
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0]

@@ -1,0 +1,230 @@
+"""A network with recurrent layers through the whole engine: whatever is kept, shared, cut or stopped, the texts are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kept_kernels import keep_kernels
+from onedesk.service.api import OpenModel, open_model
+from onedesk.service.cache.hybrid import HybridKV
+from onedesk.service.cache.paged import SequenceKV
+from onedesk.service.core import Event, Request, Result, Sampling
+from onedesk.service.engine import session as session_module
+from onedesk.service.engine.buffers import MAX_BATCH
+from onedesk.service.engine.runner import Runner, Stopped, first_piece, last_border
+from onedesk.service.engine.session import KEPT_STATES, Opening, draw_blueprint, open_session
+from onedesk.service.kernels.choose import workspace_bytes
+from onedesk.service.kernels.reference import ReferenceKernels
+from onedesk.service.kernels.rows import BLOCK, FEW_ROWS
+from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.lease import carved_bytes
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from tiny_families import write_family
+
+CONTEXT = 512
+CPU = torch.device("cpu")
+MOVES = ("read", "step", "snapshot", "restore", "truncate", "fork")
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("models") / "tiny", "qwen3_5_moe", seed=5, **LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
+    pool = Pool("cpu", MemorySettings(floor=64 << 20), lambda: read_truth("cpu"))
+    kernels = tmp_path_factory.mktemp("kernels")
+    keep_kernels(kernels)
+    opened = open_model(folder, pool=pool, context=CONTEXT, sequences=3, kernel_cache=kernels)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def runner(model: OpenModel) -> Iterator[Runner]:
+    model.load()
+    assert model._session is not None
+    runner = model._session.runner
+    yield runner
+    runner.kv.check()
+    assert runner.kv.available == runner.kv.blocks
+
+
+def ids_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 490, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def ask(ids: Sequence[int], **changes: Any) -> Request:
+    """Draws that never end a text."""
+    sampling = Sampling(temperature=0.8, top_k=20, seed=7, logit_bias={2: -100.0})
+    return replace(Request(ids=tuple(ids), sampling=sampling, max_tokens=20), **changes)
+
+
+def results(events: Iterator[Event]) -> list[Result]:
+    found = {(event.request, event.choice): event.result for event in events if event.result is not None}
+    return [found[place] for place in sorted(found)]
+
+
+def one(model: OpenModel, request: Request) -> Result:
+    return results(model.generate(request))[0]
+
+
+def read(runner: Runner, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
+    return runner.prefill(sequence, list(ids), None, lambda _: None).clone()
+
+
+def test_a_conversation_goes_on_behind_what_was_read_and_what_was_written(model: OpenModel) -> None:
+    prompt = ids_of(3 * BLOCK + 20, 1)
+    first = one(model, ask(prompt, max_tokens=40))
+    again = one(model, ask(prompt, max_tokens=40))
+    alone = one(model, ask(prompt, max_tokens=40, prefix_reuse=False))
+    assert (first.usage.cached, again.usage.cached, alone.usage.cached) == (0, 3 * BLOCK, 0)
+    assert first.ids == again.ids == alone.ids
+    longer = (*prompt, *first.ids, *ids_of(15, 2))
+    reused, anew = one(model, ask(longer)), one(model, ask(longer, prefix_reuse=False))
+    assert (reused.usage.cached, anew.usage.cached) == (4 * BLOCK, 0), "the last border of the answer"
+    assert reused.ids == anew.ids
+    branched = (*prompt[: 2 * BLOCK], *ids_of(40, 3))
+    assert one(model, ask(branched)).ids == one(model, ask(branched, prefix_reuse=False)).ids
+
+
+def test_choices_lists_and_a_prompt_that_is_read_meanwhile_are_what_each_is_alone(model: OpenModel) -> None:
+    prompts = [ids_of(length, length) for length in (5, 290, 70, 33, 2, 41)]
+    requests = [ask(ids, max_tokens=8 + 3 * place, sampling=Sampling(seed=place)) for place, ids in enumerate(prompts)]
+    requests[2] = replace(requests[2], n=4)
+    alone = [one(model, replace(request, n=1, prefix_reuse=False)).ids for request in requests]
+    found = results(model.generate_batch(requests))
+    assert [found[place].ids for place in (0, 1, 2, 6, 7, 8)] == alone
+    for choice in range(1, 4):
+        seed = Sampling(seed=2 + choice)
+        assert found[2 + choice].ids == one(model, replace(requests[2], n=1, sampling=seed)).ids
+
+
+def test_guesses_are_left_alone(model: OpenModel) -> None:
+    """A text that repeats itself would be guessed; a state cannot be set back behind a wrong guess."""
+    result = one(model, ask([7, 8, 9] * 20, max_tokens=60, sampling=Sampling(temperature=0.0, logit_bias={2: -100.0})))
+    assert "speculation" not in result.stages
+    assert result.stages["decode"].allocations == 0
+
+
+def test_beams_find_texts_whose_score_is_that_of_the_raw_model(model: OpenModel) -> None:
+    prompt = ids_of(40, 9)
+    found = results(model.generate(ask(prompt, beams=3, n=2, max_tokens=6, sampling=Sampling())))
+    assert len({result.ids for result in found}) == 2
+    for result in found:
+        scores = model.score((*prompt, *result.ids))[len(prompt) - 1 :]
+        assert result.logprob == pytest.approx(sum(scores), abs=1e-3)
+
+
+def test_a_chunk_that_was_stopped_leaves_the_sequence_as_it_was(runner: Runner) -> None:
+    stops = iter([False, False, True])
+    with runner.kv.open(CONTEXT) as kv, runner.kv.open(CONTEXT) as other:
+        for sequence in (kv, other):
+            read(runner, sequence, ids_of(11))
+        with pytest.raises(Stopped):
+            runner.prefill(kv, list(ids_of(30)), lambda: next(stops), lambda _: None)
+        torch.testing.assert_close(runner.decode([kv], [3]).clone(), runner.decode([other], [3]), rtol=0, atol=0)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 70)), max_size=8))
+def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runner, moves: list[tuple[str, int]]) -> None:
+    tail = list(ids_of(12, 4))
+    known: list[int] = list(ids_of(40, 5))
+    kept: list[tuple[Any, list[int]]] = []
+    kv = runner.kv.open(CONTEXT)
+    read(runner, kv, known)
+    for move, amount in moves:
+        if move == "read" and amount:
+            read(runner, kv, new := list(ids_of(amount, amount)))
+            known += new
+        elif move == "step":
+            runner.decode([kv], [amount])
+            known.append(amount)
+        elif move == "snapshot" and len(kept) < 3:
+            kept.append((kv.snapshot(), list(known)))
+        elif move == "restore" and kept:
+            snapshot, known = kept[amount % len(kept)]
+            kv.restore(snapshot)
+            known = list(known)
+        elif move == "truncate":
+            known = known[: kv.truncate(len(known) * amount // 71)]
+        elif move == "fork":
+            fork, before = kv.fork(), kv
+            before.close()
+            kv, kept = fork, []
+        kept = [pair for pair in kept if len(pair[1]) <= len(known)]
+    with runner.kv.open(CONTEXT) as anew:
+        wanted = read(runner, anew, known + tail)
+    torch.testing.assert_close(read(runner, kv, tail), wanted, rtol=1e-3, atol=1e-3)
+    runner.kv.check()
+    kv.close()
+
+
+def test_pieces_end_at_the_last_border_behind_which_more_than_a_few_tokens_are_left() -> None:
+    for start in (0, 5, BLOCK, 70):
+        for tokens in (1, FEW_ROWS, FEW_ROWS + 1, BLOCK, BLOCK + FEW_ROWS + 1, 300):
+            at, pieces = start, []
+            while at < start + tokens:
+                left = start + tokens - at
+                pieces.append(first_piece(left, 256, last_border(at, left)))
+                at += pieces[-1]
+            assert at == start + tokens
+            assert all(0 < piece <= 256 for piece in pieces)
+            border = (start + tokens - FEW_ROWS - 1) // BLOCK * BLOCK
+            assert border <= start or sum(pieces[:-1]) == border - start
+
+
+def test_a_prompt_is_solved_in_chunks_not_token_by_token(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+    solve = torch.linalg.solve_triangular
+
+    def counted(system: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        solved.append(system.shape[-1])
+        return solve(system, *rest, **more)
+
+    monkeypatch.setattr(torch.linalg, "solve_triangular", counted)
+    for tokens in (128, 256, 512):
+        with runner.kv.open(CONTEXT) as kv:
+            solved.clear()
+            read(runner, kv, ids_of(tokens))
+        assert sum(solved) == tokens
+        assert len(solved) <= tokens // 64 + 2
+
+
+@pytest.mark.parametrize(("context", "sequences"), [(2, 1), (33, 1), (300, 2)])
+def test_the_stated_need_is_what_is_carved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: int, sequences: int
+) -> None:
+    monkeypatch.setattr(session_module, "choose_kernels", lambda *_: ReferenceKernels())
+    pool = Pool("cpu", MemorySettings(floor=0, debug=True), lambda: read_truth("cpu"))
+    blueprint = replace(draw_blueprint(open_checkpoint(folder), CPU, context), sequences=sequences)
+    session = open_session("test", blueprint, Opening(pool, tmp_path))
+    session.settle()
+    asked = (blueprint.widths.shape, context, torch.float32, blueprint.widths.columns)
+    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace(*asked))
+    weights, kv, scratch = session.leases
+    assert (weights.free < 256, kv.free < 256, 0 <= scratch.free - unused < 256) == (True, True, True)
+    pages = session.runner.kv
+    assert isinstance(pages, HybridKV)
+    assert pages.openable == MAX_BATCH + KEPT_STATES
+    with pages.open(context) as sequence:
+        scores = read(session.runner, sequence, [5])
+        before = pool.counters()
+        for _ in range(context - 1):
+            scores = session.runner.decode([sequence], [int(scores.argmax())])[0]
+        assert pool.counters() == before, "decode asked the pool for something"
+        assert torch.isfinite(scores).all()
+    pool.verify()
+    session.release()

@@ -1,0 +1,271 @@
+"""Every family against transformers on the same checkpoint: all scores, and what is written, however it is cut and who runs beside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from onedesk.service.engine import runner as runner_module
+from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
+from onedesk.service.errors import ModelError
+from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from onedesk.service.model.families import FAMILIES, read_family
+from onedesk.service.quant.weight import QuantizedWeight, dequantize
+from oracle import load_model
+from safetensors.torch import load_file, save_file
+from tiny_families import write_family
+
+CPU = torch.device("cpu")
+CONTEXT = 288
+EOS = 2
+# Of each family the ordinary model, and what its config may change of it.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe, every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen3_next": ("qwen3_next", {"mlp_only_layers": [2]}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5, attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}),
+    "qwen3_5_moe with pictures": ("qwen3_5_moe", {"vision": True, "linear_value_head_dim": 32}),
+}
+
+
+def start(folder: Path, cache: Path, quant: str = "none", sequences: int = 4) -> Session:
+    pool = Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu"))
+    blueprint = replace(draw_blueprint(open_checkpoint(folder), CPU, CONTEXT, quant), sequences=sequences)
+    session = open_session("test", blueprint, Opening(pool, cache))
+    session.settle()
+    return session
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random ids with the end token among them."""
+    ids = torch.randint(3, 490, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+    return [EOS if place % 17 == 11 else token for place, token in enumerate(ids)]
+
+
+def all_logits(session: Session, ids: list[int], size: int) -> torch.Tensor:
+    """Scores of every position, the ids read in chunks of `size`."""
+    runner, rows = session.runner, []
+    with runner.kv.open(len(ids)) as kv:
+        for at in range(0, len(ids), size):
+            chunk, places = runner.chunk.fill(kv, ids[at : at + size])
+            state = runner.network.forward(chunk, places, runner.kv, runner.scratch).clone()
+            kv.advance(len(chunk))
+            rows += [runner.network.logits(row[None], runner.scratch)[0].clone() for row in state]
+    return torch.stack(rows)
+
+
+def greedy(session: Session, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """What is written behind each prompt, all of them together."""
+    runner = session.runner
+    sequences = [runner.kv.open(len(ids) + steps) for ids in prompts]
+    scores = [runner.prefill(kv, ids, None, lambda _: None).clone() for kv, ids in zip(sequences, prompts, strict=True)]
+    written: list[list[int]] = [[] for _ in prompts]
+    for _ in range(steps):
+        for ids, row in zip(written, scores, strict=True):
+            ids.append(int(row.argmax()))
+        scores = list(runner.decode(sequences, [ids[-1] for ids in written]).clone())
+    for kv in sequences:
+        kv.close()
+    runner.kv.check()
+    return written
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[tuple[Session, Any]]:
+    family, changes = MODELS[request.param]
+    folder = write_family(tmp_path_factory.mktemp("model") / "tiny", family, seed=len(request.param), **changes)
+    session = start(folder, cache)
+    yield session, load_model(folder)
+    session.release()
+
+
+@pytest.mark.parametrize("length", [1, 7, 200])
+def test_scores_equal_transformers(pair: tuple[Session, Any], length: int) -> None:
+    session, theirs = pair
+    ids = prompt(length)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    assert wanted.abs().max() > 1, "scores that say nothing"
+    for size in (1, 3, 16, CONTEXT):
+        difference = (all_logits(session, ids, size) - wanted).abs().max().item()
+        assert difference <= 2e-4, f"chunks of {size}"
+
+
+def test_greedy_ids_equal_transformers_alone_and_together(pair: tuple[Session, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    session, theirs = pair
+    prompts = [prompt(length, 1) for length in (90, 1, 33, 64)]
+    wanted = []
+    for ids in prompts:
+        with torch.no_grad():
+            found = theirs.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False, eos_token_id=-1)
+        wanted.append(found[0, len(ids) :].tolist())
+    assert greedy(session, prompts, 10) == wanted
+    for size in (1, 3, 16):
+        monkeypatch.setattr(runner_module, "CHUNK", size)
+        assert [greedy(session, [ids], 10)[0] for ids in prompts] == wanted, f"chunks of {size}"
+    monkeypatch.undo()
+    uncached = list(prompts[2])
+    for _ in range(10):
+        uncached += greedy(session, [uncached], 1)[0]
+    assert uncached[33:] == wanted[2]
+
+
+def change(folder: Path, edit: Any) -> None:
+    """Let `edit` change the dictionary of a checkpoint's tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(edit(tensors), folder / "model.safetensors")
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as one tensor a layer of gates and ups, and one of downs."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for at in sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name}):
+        each = [[tensors[f"{at}.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")] for e in range(8)]
+        found[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in each])
+        found[f"{at}.experts.down_proj"] = torch.stack([parts[2] for parts in each])
+    return found
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("model") / "tiny", "qwen3_5_moe", seed=3)
+
+
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_experts_in_one_tensor_are_the_same_network(sparse: Path, tmp_path: Path, cache: Path) -> None:
+    whole = copied(sparse, tmp_path / "joined")
+    change(whole, joined)
+    sessions = [start(folder, cache) for folder in (sparse, whole)]
+    torch.testing.assert_close(*(all_logits(session, prompt(20), 20) for session in sessions), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "language_model.", ""])
+def test_the_text_network_may_lie_under_other_names(sparse: Path, tmp_path: Path, cache: Path, prefix: str) -> None:
+    moved = copied(sparse, tmp_path / "moved")
+    head = "language_model.lm_head." if prefix.startswith("language_model.") else "lm_head."
+    beside = {"mtp.norm.weight": torch.ones(4), "model.visual.blocks.0.norm1.bias": torch.ones(4)}
+    change(moved, lambda tensors: {n.replace("model.", prefix, 1).replace("lm_head.", head): t for n, t in tensors.items()} | beside)
+    ids = prompt(9)
+    torch.testing.assert_close(all_logits(start(moved, cache), ids, 9), all_logits(start(sparse, cache), ids, 9), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_experts_are_converted_on_load_and_routers_are_not(sparse: Path, tmp_path: Path, cache: Path, quant: str) -> None:
+    """The scores are those of the numbers that the converted weights mean."""
+    session = start(sparse, cache, quant)
+    held = session._arrival.tensors
+    formats = {name.split(".", 1)[-1]: w.format.name if isinstance(w, QuantizedWeight) else "float" for name, w in held.items()}
+    assert (formats["router"], formats["shared_gate"], formats["rates"]) == ("float", "float", "int8")
+    assert formats["experts_gate_up"] == formats["experts_down"] == formats["projection"] == quant
+    meant = copied(sparse, tmp_path / "meant")
+    plan = {tensor.destination.key: tensor.destination for tensor in draw_blueprint(open_checkpoint(sparse), CPU, 8, quant).plan.tensors}
+    tensors = load_file(meant / "model.safetensors")
+    for key, weight in held.items():
+        if isinstance(weight, QuantizedWeight):
+            wide, row = dequantize(weight), 0
+            for source in plan[key].sources:
+                tensors[source.name] = wide[row : row + source.shape[0]].clone()
+                row += source.shape[0]
+    save_file(tensors, meant / "model.safetensors")
+    ids = prompt(30)
+    difference = (all_logits(session, ids, 30) - all_logits(start(meant, cache), ids, 30)).abs().max().item()
+    assert difference <= 1e-2, "beyond what activations of 15 bits cost"
+
+
+def test_half_weights_equal_transformers_in_fp32(sparse: Path, tmp_path: Path, cache: Path) -> None:
+    half = copied(sparse, tmp_path / "half")
+    change(half, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    ids = prompt(40)
+    with torch.no_grad():
+        wanted = load_model(half)(torch.tensor([ids])).logits[0]
+    for size in (1, 40):
+        assert (all_logits(start(half, cache), ids, size) - wanted).abs().max().item() <= 2e-3
+
+
+def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> None:
+    def both(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return tensors | joined(tensors)
+
+    def fewer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if "layers.2.mlp.experts.7.up" not in name}
+
+    def wrong(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor[:7] if name.endswith("experts.down_proj") else tensor for name, tensor in joined(tensors).items()}
+
+    for place, (edit, message) in enumerate(
+        (
+            (both, r"stores the same weights twice, as model\.layers\.0\.mlp\.experts\.gate_up_proj and as .*experts\.0\.gate_proj"),
+            (fewer, r"lacks the tensor model\.layers\.2\.mlp\.experts\.7\.up_proj\.weight"),
+            (wrong, r"experts\.down_proj: wanted \[8, 64, 32\] by config.json, found \[7, 64, 32\]"),
+            (lambda tensors: tensors | {"model.layers.0.bias": torch.ones(4)}, r"1 tensors that its config.json does not account for"),
+        )
+    ):
+        folder = copied(sparse, tmp_path / str(place))
+        change(folder, edit)
+        with pytest.raises(ModelError, match=message):
+            draw_blueprint(open_checkpoint(folder), CPU, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen9"}, r"model_type 'qwen9' .*is not supported; supported: qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next"),
+        ({"num_experts": 7}, r"layers\.0\.mlp\.gate\.weight: wanted \[7, 64\] by config.json, found \[8, 64\]"),
+        ({"num_experts": 9}, r"layers\.0\.mlp\.gate\.weight: wanted \[9, 64\] by config.json, found \[8, 64\]"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9 of num_experts = 8"),
+        ({"norm_topk_prob": False}, r"norm_topk_prob = False; only True"),
+        ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, r"layer_types that are not 4 of 'full_attention' and"),
+        ({"layer_types": ["linear_attention"] * 3}, r"layer_types that are not 4 of"),
+        ({"linear_num_value_heads": 3}, r"linear_num_value_heads = 3 and linear_num_key_heads = 2"),
+        ({"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim = 1; at least 2"),
+        ({"linear_key_head_dim": 8}, r"in_proj_qkv\.weight: wanted \[96, 64\] by config.json, found \[128, 64\]"),
+        ({"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'; only 'silu'"),
+        ({"attn_output_gate": False}, r"attn_output_gate = False"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rotary scaling that is not supported: rope_type 'yarn', factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, r"partial_rotary_factor = 0.3 of head_dim = 32: 9 dimensions"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor = 1.5 of head_dim = 32"),
+        ({"num_hidden_layers": 2**31 - 1, "layer_types": None}, r"lacks the tensor model\.layers\.\d\."),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(sparse: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = copied(sparse, tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    with pytest.raises(ModelError, match=message):
+        draw_blueprint(open_checkpoint(folder), CPU, 64)
+
+
+def test_every_family_that_is_listed_is_tried_here() -> None:
+    assert {family for family, _ in MODELS.values()} | {"qwen3"} == set(FAMILIES)
+
+
+def test_layers_that_a_quantization_names_are_found_under_other_names_too(sparse: Path, tmp_path: Path) -> None:
+    moved = copied(sparse, tmp_path / "moved")
+    change(moved, lambda tensors: {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()})
+    config = json.loads((moved / "config.json").read_text(encoding="utf-8"))
+    names = ["model.language_model.layers.0.mlp.gate", "lm_head", "re:.*gate$", "model.visual*"]
+    told = {"ignore": names, "quantized_layers": {names[0]: {"bits": 4}}}
+    (moved / "config.json").write_text(json.dumps(config | {"quantization_config": told}), encoding="utf-8")
+    known = read_family(open_checkpoint(moved))[2].config["quantization_config"]
+    assert known == {"ignore": ["model.layers.0.mlp.gate", *names[1:]], "quantized_layers": {"model.layers.0.mlp.gate": {"bits": 4}}}
