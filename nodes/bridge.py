@@ -235,7 +235,7 @@ def make_room(model: Model) -> None:
     pool = pool_of(model)
     room, wanted = pool.room(), need(model, headroom=pool.settings.headroom)
     # Another process has a budget of its own, on the same machine.
-    now, most = (room.now, room.most) if isinstance(model, OpenModel) else (room.machine, wanted)
+    now, most = (room.now, room.most) if isinstance(model, OpenModel) else (room.machine, room.machine + room.yielding + room.neighbours)
     if now < wanted <= most:
         pool.make_room(wanted - now)
 

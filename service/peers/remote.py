@@ -48,7 +48,7 @@ class RemoteModel:
         self._last_used = time.monotonic()
         self._described = Described()
         self._held = 0
-        self._asked: float | None = None
+        self._true_until = 0.0  # a monotonic time
 
     @property
     def policy(self) -> Policy:
@@ -103,8 +103,10 @@ class RemoteModel:
 
     def held_bytes(self) -> int:
         """Bytes that it holds now, as the engine says, asked at most once a second; 0 where nobody answers."""
-        if self._asked is None or time.monotonic() - self._asked >= _FRESH:
-            self._held, self._asked = self.peer.held(self.wanted), time.monotonic()
+        began = time.monotonic()
+        if began >= self._true_until:
+            self._held, now = self.peer.held(self.wanted), time.monotonic()
+            self._true_until = now + max(_FRESH, 5 * (now - began))  # one that hangs is not asked all the time
         return self._held
 
     def encode(self, text: str) -> list[int]:
@@ -166,7 +168,7 @@ class RemoteModel:
         finally:
             with self._lock:
                 self._uses -= 1
-            self._last_used, self._asked = time.monotonic(), None
+            self._last_used, self._true_until = time.monotonic(), 0.0
 
     def give_way(self) -> tuple[Released, ...]:
         """Let it give its bytes back, and return when they are, measured; the next use loads it again. A running answer is never cut:
@@ -175,7 +177,7 @@ class RemoteModel:
         if self._uses:
             return ()
         released = self.peer.release(self.wanted)
-        self._asked = None
+        self._true_until = 0.0
         return released
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -30,6 +31,9 @@ MODEL = "tiny-writer"
 SERVICE, FAR = "local service", "other server: far"
 KEY = "sk-very-secret-0123456789"
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+MEMORY = {"budget": 0, "floor": 0.0, "policy": "as their loaders say", "ttl": 300.0}
 
 
 class Far(BaseHTTPRequestHandler):
@@ -160,6 +164,8 @@ def test_a_list_is_written_together_and_gives_way_after_the_last(desk: Desk) -> 
 
 def test_comfyui_evicts_it_measured_and_the_next_text_wakes_it(desk: Desk) -> None:
     text = shown(desk.writes(SERVICE, seed=6), "text")
+    report = shown(desk.run({"memory": node("OnedeskMemory", **MEMORY), "report": show("memory", 1)}), "report")
+    assert "tiny-writer (the local service): holds " in report
     held = sum(row["bytes"] for row in desk.leases() if row["owner"] == MODEL)
     assert desk.run({"room": node("TestRoom", value="x", bytes=1 << 40, busy=False, turn=6)}).ok
     assert held > 0
@@ -168,6 +174,30 @@ def test_comfyui_evicts_it_measured_and_the_next_text_wakes_it(desk: Desk) -> No
     again = desk.writes(SERVICE, seed=6)
     assert shown(again, "text") == text
     assert "ComfyUI took the room" in shown(again, "stats")
+
+
+def test_release_and_the_memory_node_reach_it(desk: Desk) -> None:
+    graph = writing("to be released", where=SERVICE, seed=11)
+    graph["release"] = node("OnedeskRelease", value=["write", 0], model=["load", 0])
+    graph["report"] = show("release", 1)
+    assert "measured" in shown(desk.run(graph), "report")
+    assert not [row for row in desk.leases() if row["owner"] == MODEL]
+    assert desk.writes(SERVICE, seed=12).ok
+    assert desk.run({"memory": node("OnedeskMemory", **MEMORY | {"policy": "pinned"})}).ok
+    assert {row["policy"] for row in desk.leases() if row["owner"] == MODEL} == {"pinned"}
+    assert desk.writes(SERVICE, seed=13).ok
+    assert {row["policy"] for row in desk.leases() if row["owner"] == MODEL} == {"stay"}
+
+
+def test_what_does_not_fit_there_is_refused_with_its_figures(desk: Desk) -> None:
+    folder = desk.models / "llm" / "boundless"
+    shutil.copytree(desk.models / "llm" / MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
+    outcome = desk.writes(SERVICE, model=folder.name, context=2**31 - 1)
+    assert outcome.last["exception_type"].endswith("MemoryFull")
+    assert "boundless needs " in outcome.error
+    assert "KV 1024 GiB" in outcome.error
 
 
 def test_comfyui_is_known_to_the_service_as_a_tenant(desk: Desk) -> None:
