@@ -60,6 +60,7 @@ class ChildEngine(Peer):
         self._launch: Launch | None = None
         self._policy: Policy = STAY
         self._on_gpu = False
+        self._closing = False
         self._taken = 0  # by the machine's available memory, while it started
         self._context = 0
         self._reached = -_ABOUT_TO_ASK
@@ -131,8 +132,10 @@ class ChildEngine(Peer):
         return "" if child is None or child.running else child.ending()
 
     def close(self) -> None:
-        """End it, also while it answers somebody."""
+        """End it, also while it starts or answers somebody."""
+        self._closing = True
         with self._lock:
+            self._closing = False
             child, self._child = self._child, None
             entrusted, self._entrusted = self._entrusted, None
             self._address = None
@@ -237,7 +240,7 @@ class ChildEngine(Peer):
         while (said := _probe(address, health)) != "200":
             if not child.running:
                 raise PeerError(child.ending())
-            _check(cancel, self.title)
+            _check(lambda: self._closing or (cancel is not None and cancel()), self.title)
             if time.monotonic() > until:
                 words = f"{self.title} is not ready after {self._settings.start:g} s: {said}{child.last_words()}"
                 raise PeerError(f"{words}\nraise start in its table if it needs longer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onedesk.service.config import PeerSettings
+from onedesk.service.config import PeerSettings, load_config
 from onedesk.service.core import Message, Request
 from onedesk.service.errors import Cancelled, FileError, MemoryFull, PeerError
 from onedesk.service.memory.budget import MIB, MemorySettings
@@ -24,6 +25,7 @@ from onedesk.service.memory.truth import read_truth
 from onedesk.service.peers.engine import ChildEngine
 from onedesk.service.peers.peer import Wanted
 from onedesk.service.peers.remote import RemoteModel
+from onedesk.service.registry import Registry
 from serving import alive
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -160,6 +162,26 @@ def test_a_start_can_be_stopped(desk):
     assert engine.pid is None
 
 
+def test_it_can_be_ended_while_it_starts(desk):
+    engine = desk.engine("hangs")
+    failed: list[Exception] = []
+
+    def start() -> None:
+        try:
+            engine.reach()
+        except Cancelled as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while engine.pid is None:
+        time.sleep(0.01)
+    engine.close()
+    thread.join(20)
+    assert len(failed) == 1
+    assert engine.pid is None
+
+
 def test_one_that_is_killed_between_two_uses_is_started_anew(desk, caplog):
     engine = desk.engine()
     assert write(engine) == "a cat on a mat"
@@ -214,6 +236,34 @@ def test_many_who_ask_at_once_start_one(desk):
         thread.join()
     assert texts == ["a cat on a mat"] * 6
     assert desk.log().count("starting with key") == 1
+
+
+def test_the_registry_opens_it_by_its_entry_and_ends_it(desk, tmp_path):
+    entry = f"""
+    [memory]
+    limit_bytes = "512MiB"
+    floor = "64MiB"
+    [peers.writer]
+    kind = "llama-server"
+    model = "m.gguf"
+    memory = "128MiB"
+    command = {json.dumps([sys.executable, "-I", "-S", str(FAKE), "none", str(HELD)])}
+    """
+    (tmp_path / "onedesk.toml").write_text(entry)
+    registry = Registry()
+    registry.configure(load_config(tmp_path / "onedesk.toml"))
+    try:
+        model = registry.open_at_peer(registry.config.peers["writer"])
+        assert registry.open_at_peer(registry.config.peers["writer"]) is model
+        assert (model.loaded, model.has_memory) == (False, True)
+        assert "".join(event.text for event in model.generate(REQUEST)) == "a cat on a mat"
+        assert model.loaded
+        [info] = registry.pool().leases()
+        assert (info.owner, info.residency) == ("writer", "process")
+        pid = model.peer.pid
+    finally:
+        registry.close()
+    assert not alive(pid)
 
 
 def test_one_that_sleeps_keeps_its_process(desk, monkeypatch):
