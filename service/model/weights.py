@@ -179,15 +179,19 @@ def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packing
     if packing is not None and all(packed):
         return _planned_packed(destination, checkpoint, packing)
     if any(packed):
-        names = ", ".join(source.name for source in destination.sources)
+        is_so, is_not = (destination.sources[packed.index(wanted)].name for wanted in (True, False))
         raise ModelError(
-            f"{checkpoint.name} stores only some of the tensors that belong together quantized ({names}); store all of them so"
+            f"{checkpoint.name} stores only some of the tensors that belong together quantized ({is_so}, but not {is_not}); "
+            "store all of them so"
         )
     parts = tuple(_part(source, checkpoint) for source in destination.sources)
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) > 1:
-        names = ", ".join(f"{part.name} {part.dtype}" for part in parts)
-        raise ModelError(f"{checkpoint.name} stores tensors that belong together in different types ({names}); store them in one type")
+        one, other = (next(part for part in parts if part.dtype == kind) for kind in kinds[:2])
+        raise ModelError(
+            f"{checkpoint.name} stores tensors that belong together in different types "
+            f"({one.name} {one.dtype}, {other.name} {other.dtype}); store them in one type"
+        )
     stored = STORED[kinds[0]]
     turned = turned_into(destination, aim)
     if turned is not None:

@@ -58,11 +58,14 @@ class Packings:
     def of_all(self, modules: Iterable[str]) -> Packing | None:
         """The packing of matrices that are held as one. ModelError where they have not one together."""
         found = {module: self.of(module) for module in modules}
-        first = next(iter(found.values()))
-        if any(packing != first for packing in found.values()):
-            told = ", ".join(f"{module} {packing.title if packing else 'floats'}" for module, packing in found.items())
-            raise ModelError(f"config.json has other formats for tensors that belong together ({told}); get a checkpoint with one for them")
-        return first
+        first, packing = next(iter(found.items()))
+        for module, other in found.items():
+            if other != packing:
+                told = ", ".join(f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other)))
+                raise ModelError(
+                    f"config.json has other formats for tensors that belong together ({told}); get a checkpoint with one for them"
+                )
+        return packing
 
     @property
     def titles(self) -> str:
