@@ -154,12 +154,11 @@ def _resize(pool: Pool, budget: int, floor: float) -> None:
 
 def _look(pool: Pool) -> Desk:
     """Who holds what now."""
-    leases = pool.holders()
     return Desk(
         truth=pool.read_truth(),
         pool=pool,
-        leases=[lease.info() for lease in leases],
-        resident=sum(lease.resident() for lease in leases),
+        leases=pool.leases(),
+        resident=sum(lease.resident() for lease in pool.holders()),
         comfyui=bridge.comfyui_models(),
         seats=[_seat(model) for model in bridge.open_models()],
         leaks=[asdict(report) for report in REGISTRY.leak_reports()],
