@@ -1,0 +1,199 @@
+"""What the local service costs beside the engine in this process, and what its models give back: the figures of docs/service.md.
+
+    python -m onedesk.service.bench.serving [--model NAME] [--quant none|int8|int4] [--tokens 48] [--cycles 9] [--streams 8] [--json]
+
+Both engines hold the model and write the same tokens in turn, through the same handle that nodes use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..api import OpenModel
+from ..config import Config, load_config
+from ..core import Request, Sampling
+from ..errors import OnedeskError, PeerError
+from ..kernels.compile import compile_library
+from ..loader.checkpoint import Checkpoint, open_checkpoint
+from ..loader.names import ModelRoots
+from ..peers.remote import RemoteModel
+from ..peers.service import LocalService
+from ..registry import Registry
+from ..setup.console import columns, write_json
+from ..setup.inventory import model_roots
+from .ours import NEVER
+from .run import end_tokens, find_model, random_prompt
+
+PROMPT = 32
+IDLE_SECONDS = 10.0
+SETTLE_SECONDS = 2.0
+RELEASES = 3
+
+
+def measure_serving(plan: argparse.Namespace, config: Config, roots: ModelRoots) -> dict[str, Any]:
+    """The document: seconds to the first token and for each further one, inside and through the service, medians of plan.cycles; tokens a
+    second of one stream and of plan.streams; the share of a core that the idle service takes; what a release gave back, and when.
+
+    Starts a service of its own, in a tree of its own. Raises ModelError, FileError, MemoryFull, PeerError.
+    """
+    path = find_model(plan.model, config, roots)
+    checkpoint = open_checkpoint(path, roots=roots.bases)
+    with tempfile.TemporaryDirectory(prefix="onedesk-serving-") as folder:
+        file = Path(folder) / "onedesk.toml"
+        file.write_text(f"[service]\nconcurrency = {plan.streams}\n", encoding="utf-8")
+        _carry_kernels(config.cache, Path(folder) / "cache")
+        registry = Registry()
+        registry.configure(load_config(file))
+        try:
+            return _measured(registry, path, checkpoint, plan)
+        finally:
+            registry.close()
+
+
+def _carry_kernels(cache: Path, new: Path) -> None:
+    """What is compiled already is not compiled anew."""
+    new.mkdir()
+    compile_library(cache)
+    for library in cache.glob("kernels-*.so"):
+        shutil.copy(library, new)
+
+
+def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, Any]:
+    roots = ModelRoots([path.parent])
+    context = PROMPT + plan.tokens
+    inside = registry.open(path, roots=roots, context=context, quant=plan.quant, device=plan.device, sequences=plan.streams)
+    served = registry.open_in_service(path.name, roots=roots, context=context, quant=plan.quant, device=plan.device)
+    samples: dict[str, list[tuple[float, float]]] = {"inside": [], "service": []}
+    for cycle in range(plan.cycles + 1):  # the first one loads, and does not count
+        turns: list[tuple[str, OpenModel | RemoteModel]] = [("inside", inside), ("service", served)]
+        for name, model in turns if cycle % 2 else reversed(turns):
+            sample = _times(model, [_request(checkpoint, plan.tokens, cycle)])
+            if cycle:
+                samples[name].append((sample[0], (sample[-1] - sample[0]) / (len(sample) - 1)))
+    return {
+        "kind": "serving",
+        "model": checkpoint.name,
+        "quant": plan.quant,
+        "cycles": plan.cycles,
+        "first_token": _beside(samples, 0),
+        "token": _beside(samples, 1),
+        "streams": _streams(served, checkpoint, plan),
+        "idle_share_of_a_core": _idle_share(served),
+        "release": _released(served, checkpoint),
+    }
+
+
+def _beside(samples: dict[str, list[tuple[float, float]]], which: int) -> dict[str, float]:
+    """Medians, and the median of what the service added in each cycle."""
+    inside, service = ([sample[which] for sample in samples[name]] for name in ("inside", "service"))
+    added = statistics.median(there - here for here, there in zip(inside, service, strict=True))
+    middle = statistics.median(inside)
+    return {"inside": middle, "service": statistics.median(service), "added": added, "added_share": added / middle}
+
+
+def _times(model: OpenModel | RemoteModel, requests: Sequence[Request]) -> list[float]:
+    """Seconds until each token was there, of all requests together, from when they were asked."""
+    started = time.perf_counter()
+    times = [time.perf_counter() - started for event in model.generate_batch(requests) if event.token is not None]
+    if len(times) != sum(request.max_tokens for request in requests):
+        raise PeerError(f"{len(times)} tokens came of {sum(request.max_tokens for request in requests)}; see the service's log")
+    return times
+
+
+def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, logit_bias=dict.fromkeys(end_tokens(checkpoint), NEVER), seed=seed)
+    return Request(ids=tuple(random_prompt(checkpoint, PROMPT, seed)), sampling=sampling, max_tokens=tokens, repetition_stop=False)
+
+
+def _streams(served: RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second from the question to the last token."""
+    rates: dict[int, list[float]] = {1: [], plan.streams: []}
+    for cycle in range(max(1, plan.cycles // 3)):
+        for count, found in rates.items():
+            asked = [_request(checkpoint, plan.tokens, 1000 + 100 * cycle + 10 * count + i) for i in range(count)]
+            found.append(plan.tokens * count / _times(served, asked)[-1])
+    one, many = (statistics.median(found) for found in rates.values())
+    return {"count": plan.streams, "one": one, "many": many, "ratio": many / one}
+
+
+def _idle_share(served: RemoteModel) -> float:
+    service = served.peer
+    if not isinstance(service, LocalService) or service.pid is None:
+        raise PeerError("the service was not started for this measurement, or has ended; end the one that runs, then measure again")
+    family = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+    time.sleep(SETTLE_SECONDS)
+    before = _processor_seconds(family)
+    time.sleep(IDLE_SECONDS)
+    return (_processor_seconds(family) - before) / IDLE_SECONDS
+
+
+def _processor_seconds(family: Sequence[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in family))
+
+
+def _released(served: RemoteModel, checkpoint: Checkpoint) -> dict[str, float]:
+    """Bytes asked and measured, and the longest that a call took; the model wakes in between."""
+    asked = measured = 0
+    longest = 0.0
+    for cycle in range(RELEASES):
+        started = time.perf_counter()
+        for released in served.give_way():
+            asked, measured = asked + released.asked, measured + released.measured
+        longest = max(longest, time.perf_counter() - started)
+        _times(served, [_request(checkpoint, 2, cycle)])
+    return {"asked": asked, "measured": measured, "share": measured / asked if asked else 0.0, "seconds": longest}
+
+
+def summary(document: dict[str, Any]) -> str:
+    """The document for people."""
+    rows: list[tuple[str, ...]] = [("", "IN PROCESS, ms", "SERVICE, ms", "ADDED, ms", "ADDED")]
+    for name, key in (("first token", "first_token"), ("each further token", "token")):
+        found = document[key]
+        rows.append((name, *(f"{1000 * found[part]:.2f}" for part in ("inside", "service", "added")), f"{found['added_share']:.1%}"))
+    streams, release = document["streams"], document["release"]
+    return (
+        f"the service with {document['model']}, {document['quant']}, medians of {document['cycles']}\n{columns(rows)}\n"
+        f"{streams['count']} streams write {streams['many']:.1f} tokens/s, one {streams['one']:.1f}: {streams['ratio']:.2f}x\n"
+        f"idle it takes {document['idle_share_of_a_core']:.2%} of a core; releases gave back {release['share']:.1%}, "
+        f"the longest in {release['seconds']:.2f} s\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="serving", description="measure what the local service adds")
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--quant", default="int8", choices=("none", "int8", "int4"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--cycles", type=int, default=9)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--config", type=Path, default=None)
+    parser.add_argument("--json", action="store_true", help="one document on stdout, the summary on stderr")
+    args = parser.parse_args(argv)
+    if args.tokens < 2 or args.cycles < 1 or not 1 <= args.streams <= 8:
+        parser.error("--tokens begins at 2, --cycles at 1, and --streams is 1 to 8")
+    try:
+        config = load_config(args.config)
+        document = measure_serving(args, config, model_roots(config))
+    except OnedeskError as error:
+        write_json({"error": {"type": type(error).__name__, "message": str(error)}})
+        return 1
+    (sys.stderr if args.json else sys.stdout).write(summary(document))
+    if args.json:
+        write_json(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
