@@ -13,7 +13,8 @@ from .census import Census
 from .plan import STEP, TABLE_CACHE, Machine, load_of, longest_context
 
 _TABLE = re.compile(r"(^|\.)ngram_embedding\.")
-_PICTURES = re.compile(r"(^|\.)visual\.")
+# The picture tower and the draft layer, which are not opened.
+_BESIDE = re.compile(r"(^|\.)visual\.|^mtp\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,10 @@ class Here:
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes of the files' tensors: of the text network (`weights`) and of the n-gram table. The picture tower is not opened."""
+    """Bytes of the files' tensors: of the text network (`weights`) and of its n-gram table."""
     found = {"weights": 0, "table": 0}
     for name, info in checkpoint.tensors.items():
-        if not _PICTURES.search(name):
+        if not _BESIDE.search(name):
             found["table" if _TABLE.search(name) else "weights"] += info.nbytes
     return found
 

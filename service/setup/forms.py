@@ -96,9 +96,13 @@ class Form:
         return sum(tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) for tensors in census.tensors)
 
     def held_bytes(self, census: Census, nodes: int = 1) -> int:
-        """Bytes of the weights in memory without the n-gram table: text and draft layer, of matrices a node's share."""
-        mine = (tensors for tensors in census.tensors if tensors.part != "vision" and tensors.kind != "table")
+        """Bytes of the text network in memory without its n-gram table, of matrices a node's share."""
+        mine = (tensors for tensors in census.tensors if tensors.part == "text" and tensors.kind != "table")
         return sum(self._held(tensors, nodes) for tensors in mine)
+
+    def draft_bytes(self, census: Census, nodes: int = 1) -> int:
+        """Bytes of the draft layer in memory, where it is opened; a node's share."""
+        return sum(self._held(tensors, nodes) for tensors in census.tensors if tensors.part == "mtp")
 
     def table_bytes(self, census: Census, nodes: int = 1) -> int:
         """Bytes of the n-gram table in memory, where its rows lie as in the file; a node's share."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..config import Config, load_config
 from ..engine.buffers import MAX_BATCH
 from ..engine.runner import SCORED_ROWS, chunk_rows
-from ..engine.session import DEFAULT_CONTEXT
+from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
 from ..errors import ModelError, RequestError
 from ..loader.checkpoint import CONFIG
 from ..loader.files import read_json_object
@@ -30,7 +30,7 @@ STEP = 256  # tokens; contexts are multiples of it
 # The most of the n-gram table that stays in memory where its rows are read from the file.
 TABLE_CACHE = 512 << 20
 # Recurrent states that a session keeps: of all sequences that decode together, and of beginnings to go on behind.
-STATES = 1 + MAX_BATCH + 4
+STATES = 1 + MAX_BATCH + KEPT_STATES
 # What kernels work in beside the rows of a pass, by device; on the CPU also a layer's keys and values without blocks.
 KERNEL_ROOM = {"cuda": 24 << 20, "cpu": 12 << 20}
 LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
@@ -214,6 +214,7 @@ def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Ma
             "kv": load.kv(shown),
             "scratch": load.scratch(shown),
             "file": file,
+            "draft": 0 if isinstance(form, Sized) else form.draft_bytes(census, machine.nodes),
         },
         "kv_per_1k": 1000 * load.kv_token,
         "fits": fits,
@@ -237,7 +238,9 @@ def load_of(weights: int, table: int, census: Census, machine: Machine) -> Load:
     token = 4 * census.head_dim + 8  # both rotary tables, fp32; places in the chunk
     if not cuda:
         token += 2 * census.kv_heads * census.head_dim * number
-    return Load(weights, table, kv, STATES * -(-census.state // nodes), fixed, token)
+    # Of every sequence that decodes the states of one layer are worked on beside those that are kept.
+    states = STATES * census.state + MAX_BATCH * census.state // max(1, census.layers - census.full)
+    return Load(weights, table, kv, -(-states // nodes), fixed, token)
 
 
 def _cluster(title: str, rows: Sequence[dict[str, Any]], census: Census, machine: Machine) -> dict[str, Any] | None:
