@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -209,3 +211,25 @@ def write_language_model(
     for name, content in (("config", config), ("generation_config", generation), ("tokenizer_config", settings)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2))
     return folder
+
+
+def write_hole(model: Path, folder: Path) -> int:
+    """Copy a tiny model to `folder` with weights of 1.2 GB that take no room on the disk (one hole). Good for loading only.
+
+    Returns the bytes of the weights.
+    """
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config |= sizes | {"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    header, at = {}, 0
+    for name, shape in qwen3_shapes(1024, 3072, 28, 16, 8, 128, 151_936).items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    return at

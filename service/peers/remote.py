@@ -7,10 +7,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from ..core import SEED_LIMIT, CancelCheck, Event, ProgressReport, Request
 from ..errors import Cancelled, OnedeskError, PeerError, RequestError
@@ -182,11 +183,12 @@ class RemoteModel:
 
 
 _Events = Generator[Event, None, None]
+_Inbox: TypeAlias = "queue.SimpleQueue[tuple[_Lane, Mapping[str, Any] | OnedeskError | None]]"
 
 
 @dataclass(eq=False)
 class _Lane:
-    """One choice of one request on its way: its question, and the thread that reads its answer."""
+    """One choice of one request on its way: its question, and what reads its answer."""
 
     request: int
     choice: int
@@ -195,39 +197,43 @@ class _Lane:
     exchange: Exchange | None = None
     reader: Reader | None = None
     ended: bool = False
-    stopped: bool = field(default=False)
 
-    def begin(self, started: float, inbox: queue.SimpleQueue[tuple[_Lane, Event | OnedeskError | None]]) -> None:
-        """Ask, in a thread that puts what comes into `inbox`, and None at the end."""
+    def begin(self, started: float, inbox: _Inbox) -> None:
+        """Ask, in a thread that puts what comes into `inbox`: documents, then an error, or None where the stream ended."""
         self.reader = Reader(self.address, self.ask.seed, started)
         self.exchange = Exchange(self.address, "POST", self.ask.route, self.ask.body)
-        arguments = (self.exchange, self.reader, inbox)
-        threading.Thread(target=self._read, args=arguments, name="onedesk-peer", daemon=True).start()
+        threading.Thread(target=self._read, args=(self.exchange, inbox), name="onedesk-peer", daemon=True).start()
 
-    def _read(self, exchange: Exchange, reader: Reader, inbox: queue.SimpleQueue[tuple[_Lane, Event | OnedeskError | None]]) -> None:
+    def _read(self, exchange: Exchange, inbox: _Inbox) -> None:
         try:
             with exchange:
                 for document in exchange.documents():
-                    for event in reader.events(document):
-                        inbox.put((self, event))
-            for event in reader.end():
-                inbox.put((self, event))
+                    inbox.put((self, document))
         except OnedeskError as error:
             inbox.put((self, error))
         finally:
             inbox.put((self, None))
 
+    def events(self, came: Mapping[str, Any] | OnedeskError | None, started: float) -> Iterator[Event]:
+        """The events of what came. Raises the error that it is or tells, PeerError where the answer broke off."""
+        if isinstance(came, OnedeskError):
+            raise came
+        reader = self._reader(started)
+        for event in reader.end() if came is None else reader.events(came):
+            yield self.tagged(event)
+
+    def _reader(self, started: float) -> Reader:
+        return self.reader or Reader(self.address, self.ask.seed, started)
+
     def cancelled(self, started: float) -> Event:
         """Its last event, after it was stopped."""
-        reader = self.reader or Reader(self.address, self.ask.seed, started)
-        return self.tagged(Event(result=reader.result("cancelled")))
+        return self.tagged(Event(result=self._reader(started).result("cancelled")))
 
     def tagged(self, event: Event) -> Event:
         return replace(event, request=self.request, choice=self.choice)
 
     def stop(self) -> None:
         """Nobody wants it any more."""
-        self.stopped = True
         if self.exchange is not None:
             self.exchange.abort()
 
@@ -249,7 +255,7 @@ class _Flow:
         self._cancel = cancel
         self._cancel_request = cancel_request
         self._progress = progress
-        self._inbox: queue.SimpleQueue[tuple[_Lane, Event | OnedeskError | None]] = queue.SimpleQueue()
+        self._inbox: _Inbox = queue.SimpleQueue()
         self._started = 0.0
 
     def events(self) -> _Events:
@@ -277,16 +283,16 @@ class _Flow:
             return
         if lane.ended:
             return
-        if isinstance(came, OnedeskError):
-            raise _named(came, lane.request, self._requests) from None
-        if came is None:
-            raise PeerError(f"{lane.address.title}: its answer broke off without a reason; look at its log, then run again")
-        if came.result is not None:
-            self._end(lane)
-        if came.progress is None:
-            yield lane.tagged(came)
-        elif self._progress is not None:
-            self._progress(came.progress)
+        try:
+            for event in lane.events(came, self._started):
+                if event.result is not None:
+                    self._end(lane)
+                if event.progress is None:
+                    yield event
+                elif self._progress is not None:
+                    self._progress(event.progress)
+        except OnedeskError as error:
+            raise _named(error, lane.request, self._requests) from None
 
     def _drop(self) -> _Events:
         """End what is no longer wanted."""

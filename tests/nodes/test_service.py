@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui import Comfy, Outcome
+from comfyui import Comfy, Message, Outcome
 from kept_kernels import keep_kernels
 from node_graphs import GIVE_WAY, Graph, free, load, node, show, shown, state, writing
 from onedesk.service.peers.note import Note, read_note, running, taken
@@ -25,7 +25,7 @@ from onedesk.service.peers.wire import ask
 from onedesk.service.setup.comfyui import ComfyProcess
 from onedesk.service.setup.tree import Tree
 from serving import alive
-from tiny_models import write_language_model
+from tiny_models import write_hole, write_language_model
 
 MODEL = "tiny-writer"
 SERVICE, FAR = "local service", "other server: far"
@@ -75,6 +75,16 @@ class Desk(Comfy):
 
     def writes(self, where: str, text: Any = "a cat", **answer: Any) -> Outcome:
         return self.run(writing(text, where=where, **answer))
+
+
+def streams(message: Message) -> bool:
+    """Whether it brings text."""
+    return message.kind == "text" and len(message.data["text"]) > 3
+
+
+def loads(message: Message, nbytes: int) -> bool:
+    """Whether it brings the progress of a load of so many bytes."""
+    return message.kind == "progress_state" and message.data["nodes"].get("write", {}).get("max", 0) == nbytes
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +154,7 @@ def test_the_service_is_started_by_the_first_text_and_writes_what_this_process_w
 
 def test_stop_keeps_the_text_and_frees_the_place(desk: Desk) -> None:
     run = desk.start(writing("on and on", where=SERVICE, seed=3, max_tokens=900))
-    run.wait_until(lambda message: message.kind == "text" and len(message.data["text"]) > 3)
+    run.wait_until(streams)
     run.interrupt()
     outcome = run.result()
     assert outcome.end == "execution_interrupted"
@@ -217,15 +227,18 @@ def test_hidden_states_stay_in_the_process(desk: Desk) -> None:
 
 
 def test_a_service_that_is_killed_is_told_plainly_and_the_next_run_starts_another(desk: Desk) -> None:
+    """While it loads, and while it streams."""
     first = desk.note.pid
-    run = desk.start(writing("on and on", where=SERVICE, seed=7, max_tokens=900))
-    run.wait_until(lambda message: message.kind == "text" and len(message.data["text"]) > 3)
-    os.kill(first, signal.SIGKILL)
-    outcome = run.result()
-    assert outcome.end == "execution_error"
-    assert outcome.last["exception_type"].endswith("PeerError")
-    assert outcome.error.startswith("the local service ")
-    assert not outcome.outputs
+    nbytes = write_hole(desk.models / "llm" / MODEL, desk.models / "llm" / "bulky")
+    for pid, stage, model in ((first, "load", "bulky"), (None, "stream", MODEL)):
+        run = desk.start(writing("on and on", where=SERVICE, model=model, seed=7, max_tokens=900))
+        run.wait_until(lambda message, stage=stage: loads(message, nbytes) if stage == "load" else streams(message))
+        os.kill(pid or desk.note.pid, signal.SIGKILL)
+        outcome = run.result()
+        assert outcome.end == "execution_error"
+        assert outcome.last["exception_type"].endswith("PeerError")
+        assert outcome.error.startswith("the local service ")
+        assert not outcome.outputs
     assert len(shown(desk.writes(SERVICE, seed=8), "text")) == 12
     assert desk.note.pid != first
     assert not alive(first)

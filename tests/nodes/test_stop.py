@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from comfyui import Comfy, Message
 from node_graphs import GIVE_WAY, free, held, node, shown, state, writing
-from tiny_models import qwen3_shapes, write_language_model
+from tiny_models import write_hole, write_language_model
 
 LONG_CONTEXT = 40_000
 LONG_PROMPT = 38_000
@@ -30,24 +29,10 @@ def is_progress(of: int) -> Callable[[Message], bool]:
 
 
 @pytest.fixture(scope="module")
-def big_model(comfyui: Comfy) -> tuple[str, int]:
-    """A checkpoint of 1.2 GB that takes no room on the disk (one hole); its name and its bytes. Good for loading only."""
+def big_model(comfyui: Comfy) -> Iterator[tuple[str, int]]:
+    """A checkpoint that is good for loading only; its name and its bytes."""
     folder = comfyui.models / "llm" / "big-hole"
-    shutil.copytree(comfyui.models / "llm" / "tiny-writer", folder)
-    config = json.loads((folder / "config.json").read_text())
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
-    config |= sizes | {"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    header, at = {}, 0
-    for name, shape in qwen3_shapes(1024, 3072, 28, 16, 8, 128, 151_936).items():
-        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + at)
-    yield folder.name, at
+    yield folder.name, write_hole(comfyui.models / "llm" / "tiny-writer", folder)
     shutil.rmtree(folder)
 
 

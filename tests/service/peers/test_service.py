@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from onedesk.service.api import OpenModel
 from onedesk.service.config import load_config
-from onedesk.service.core import Event, Message, Request, Result, Sampling
+from onedesk.service.core import Event, Message, Progress, Request, Result, Sampling
 from onedesk.service.errors import Cancelled, ModelError, PeerError, RequestError
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
@@ -237,16 +237,18 @@ def test_another_version_is_refused_and_named(desk: Desk, monkeypatch: pytest.Mo
 
 
 def test_a_service_that_was_killed_is_reported_and_started_anew(desk: Desk) -> None:
-    """The new start is left by Stop on the way, and gone on with by the next use."""
-    model = desk.remote()
+    """It dies while it reads a prompt. The new start is left by Stop on the way, and gone on with by the next use."""
+    model = desk.remote(context=2048)
     _, before = answer(model.generate(request()))
-    events = model.generate(request(tokens=900))
-    for event in events:
-        if event.token is not None:
-            break
-    pid = desk.kill()
+    killed: list[int] = []
+
+    def kill(progress: Progress) -> None:
+        if progress.stage == "prefill" and not killed:
+            killed.append(desk.kill())
+
     with pytest.raises(PeerError, match="the local service"):
-        list(events)
+        list(model.generate(request("x" * 1900), progress=kill))
+    (pid,) = killed
     assert not model.busy
     assert model.held_bytes() == 0
     assert model.give_way() == ()
