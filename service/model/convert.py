@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +31,7 @@ from ..memory.pool import Lease
 from ..quant.quantize import Quantizer
 from ..quant.weight import QuantizedWeight, Weight
 from .converted import SOURCE, WEIGHTS, Converted, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
+from .partial import PIECE, Partial, partial_folder
 from .reading import Reading
 from .weights import ALIGNMENT, PlannedTensor, WeightPlan
 
@@ -39,8 +40,6 @@ CPU = torch.device("cpu")
 NO_CONTENT = "0" * 64
 # A second writer may publish between our two renames; each attempt needs another one to do so.
 ATTEMPTS = 20
-# Bytes that are hashed between two looks at whether to stop.
-PIECE = 8 << 20
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +125,8 @@ def is_current(conversion: Conversion, lease: Lease, progress: ProgressReport | 
     except OnedeskError:
         return False
     content = hashlib.sha256()
-    for hashed in _read(conversion, lease, progress, cancel, keep=False):
-        content.update(hashed)
+    for hashes in _read(conversion, lease, progress, cancel):
+        content.update(b"".join(hashes))
     if content.hexdigest() != found.content:
         return False
     _write_text(folder / SOURCE, json.dumps(source_record(conversion.checkpoint, found.content, made)))
@@ -152,18 +151,20 @@ def _hash_of_tensors(found: Converted, progress: ProgressReport | None, cancel: 
 def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
     """Write the folder, or nothing; returns the hash of the source's bytes. Never more than one tensor is in memory, in `lease`.
 
-    Two that write the same folder at once both succeed; whoever reads it sees one of them whole. Raises Cancelled, FileError, ModelError.
+    What an earlier attempt had converted when it was stopped or ended is gone on from, if neither it nor the source has changed. Two that
+    write the same folder at once both succeed; whoever reads it sees one of them whole. Raises Cancelled, FileError, ModelError.
     """
     parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "", "")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with work_folder(parent, "unfinished") as work:  # takes away what was left of others first
-            _check_room(parent, conversion.plan)
+        # Both take away what was left of others first.
+        with work_folder(parent, "unfinished") as work, partial_folder(parent, conversion.folder.name, work / "partial") as begun:
+            _check_room(begun, conversion.plan)
             made = work / "made"
             made.mkdir()
-            with (made / WEIGHTS).open("w+b") as file:
-                hashes = _write_weights(file, conversion, lease, progress, cancel)
-                _sync(file)
+            partial = Partial(begun, WEIGHTS, {"files": record["files"]}, _header(conversion, NO_CONTENT))
+            hashes = _write_weights(partial, conversion, lease, progress, cancel)
+            partial.path.rename(made / WEIGHTS)
             _write_text(made / SOURCE, json.dumps(record | hashes))
             _publish(made, conversion.folder, work / "old")
     except OSError as error:
@@ -173,29 +174,30 @@ def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | Non
     return hashes["content"]
 
 
-@dataclass(slots=True)
-class _Tensors:
-    """The part of the converted file behind its header, hashed while it is written."""
-
-    file: BinaryIO
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    def write(self, octets: memoryview) -> None:
-        self.file.write(octets)
-        self.digest.update(octets)
-
-
 def _write_weights(
-    file: BinaryIO, conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
+    partial: Partial, conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
 ) -> dict[str, str]:
     """Returns the hashes of what was read (`content`) and of what was written (`made`)."""
-    file.write(_header(conversion, NO_CONTENT))
-    content, tensors = hashlib.sha256(), _Tensors(file)
-    for hashed in _read(conversion, lease, progress, cancel, keep=True, file=tensors):
-        content.update(hashed)
-    file.seek(0)
-    file.write(_header(conversion, content.hexdigest()))
-    return {"content": content.hexdigest(), "made": tensors.digest.hexdigest()}
+    written = partial.begin(cancel)
+    with partial.path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+
+        def keep(parts: Iterator[torch.Tensor]) -> None:
+            for part in parts:
+                octets = part.reshape(-1).view(torch.uint8).numpy().data
+                file.write(octets)
+                written.digest.update(octets)
+
+        for hashes in _read(conversion, lease, progress, cancel, first=written.tensors, keep=keep):
+            file.flush()  # before the journal says so
+            written.end, written.tensors = file.tell(), written.tensors + 1
+            written.content += hashes
+            partial.note(written, hashes)
+        content = hashlib.sha256(b"".join(written.content)).hexdigest()
+        file.seek(0)
+        file.write(_header(conversion, content))
+        _sync(file)
+    return {"content": content, "made": written.digest.hexdigest()}
 
 
 def _read(
@@ -204,17 +206,17 @@ def _read(
     progress: ProgressReport | None,
     cancel: CancelCheck | None,
     *,
-    keep: bool,
-    file: _Tensors | None = None,
-) -> Iterator[bytes]:
-    """Read every tensor, and with `keep` convert it and append it to `file`; yields the hashes of what was read."""
+    first: int = 0,
+    keep: Callable[[Iterator[torch.Tensor]], None] | None = None,
+) -> Iterator[list[bytes]]:
+    """Read every tensor from `first` on, and convert it where `keep` takes its parts; yields the hashes of what was read of each."""
     plan = conversion.plan
-    total = sum(info.nbytes for tensor in plan.tensors for info in tensor.parts)
-    done = 0
-    for tensor in plan.tensors:
+    sizes = [sum(info.nbytes for info in tensor.parts) for tensor in plan.tensors]
+    total, done = sum(sizes), sum(sizes[:first])
+    for tensor in plan.tensors[first:]:
         room = _Room(lease)
         benches = _benches(plan, room)
-        target = tensor.carve(room.carve) if keep else None
+        target = tensor.carve(room.carve) if keep is not None else None
         hashed = [_Hashed(reading, target, conversion.faster) for reading in tensor.readings]
         before = done
 
@@ -224,12 +226,11 @@ def _read(
 
         stats = stream_tensors([(one.reading.info, one) for one in hashed], progress=report, cancel=cancel, benches=benches)
         done += stats.bytes
-        if target is not None and file is not None:
+        if target is not None and keep is not None:
             if tensor.settle is not None:
                 tensor.settle(target)
-            for part in target.tensors if isinstance(target, QuantizedWeight) else (target,):
-                file.write(part.reshape(-1).view(torch.uint8).numpy().data)
-        yield from (one.digest() for one in hashed)
+            keep(iter(target.tensors if isinstance(target, QuantizedWeight) else (target,)))
+        yield [one.digest() for one in hashed]
     if cancel is not None and cancel():
         raise Cancelled("converting was stopped")
 
@@ -265,8 +266,10 @@ def file_bytes(plan: WeightPlan) -> int:
     return sum(nbytes for _, _, _, nbytes in _layout(plan))
 
 
-def _check_room(parent: Path, plan: WeightPlan) -> None:
-    needed, free = file_bytes(plan), shutil.disk_usage(parent).free
+def _check_room(begun: Path, plan: WeightPlan) -> None:
+    """`begun`: the folder in which part of it may be."""
+    there = sum(path.stat().st_size for path in begun.iterdir())
+    needed, free = max(0, file_bytes(plan) - there), shutil.disk_usage(begun).free
     if needed > free:
         raise FileError(f"the converted weights take {show(needed)} and the cache's disk has {show(free)} left; make room there")
 
