@@ -48,6 +48,7 @@ class RemoteModel:
         self._uses = 0
         self._last_used = time.monotonic()
         self._described = Described()
+        self._described_by: Address | None = None
         self._held = 0
         self._true_until = 0.0  # a monotonic time
 
@@ -137,7 +138,9 @@ class RemoteModel:
         if not requests:
             raise RequestError("the list of requests is empty; give at least one")
         address = self.peer.reach(cancel)
-        self._described = self.peer.describe(self.wanted)
+        if address != self._described_by:
+            # Once for each start of an engine: it is a question more before the first token.
+            self._described, self._described_by = self.peer.describe(self.wanted), address
         lanes: list[_Lane] = []
         for place, request in enumerate(requests):
             try:

@@ -72,6 +72,7 @@ class LocalService(Peer):
     def __init__(self, cache: Path, arguments: Sequence[str]) -> None:
         self._cache = cache
         self._arguments = tuple(arguments)
+        self._version = own_version()
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._up = False  # whether our child was seen to listen
@@ -235,10 +236,9 @@ class LocalService(Peer):
         )
 
     def _check_version(self, note: Note) -> None:
-        own = own_version()
-        if note.version != own:
+        if note.version != self._version:
             raise PeerError(
-                f"{self.title} that runs is version {note.version}, and these nodes are {own}; end it (process {note.pid}), "
+                f"{self.title} that runs is version {note.version}, and these nodes are {self._version}; end it (process {note.pid}), "
                 "then run again: it is started anew"
             )
 

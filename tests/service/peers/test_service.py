@@ -231,7 +231,7 @@ def test_a_tenant_tells_what_it_holds_and_is_asked_for_room(desk: Desk) -> None:
 
 
 def test_another_version_is_refused_and_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onedesk.service.peers.service.own_version", lambda: "9.9")
+    monkeypatch.setattr(desk.service, "_version", "9.9")
     with pytest.raises(PeerError, match=r"version 0\.1\.0, and these nodes are 9\.9; end it \(process \d+\)"):
         desk.remote().generate(request())
 
