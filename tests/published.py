@@ -269,6 +269,18 @@ def write_published(folder: Path, case: Case, *, dtype: str = "bfloat16", **shap
     return folder, wanted
 
 
+# Which case each projection of a mixed checkpoint is in, by a part of its name.
+MIXED_KINDS = {"self_attn": "modelopt-mxfp8", "layers.0.mlp": "modelopt-nvfp4", "layers.1.mlp.down": "modelopt-fp8"}
+
+
+def mixed_layers(prefix: str) -> dict[str, Any]:
+    """What ModelOpt writes of MIXED_KINDS."""
+    named: dict[str, Any] = {f"{prefix}layers.{i}.self_attn": {"quant_algo": "MXFP8", "group_size": 32} for i in range(2)}
+    named[f"{prefix}layers.0.mlp"] = {"quant_algo": "NVFP4", "group_size": 16}
+    named[f"{prefix}layers.1.mlp.down_proj"] = {"quant_algo": "FP8"}
+    return named | {f"{prefix}layers.1.mlp.gate_proj": {"quant_algo": "UNQUANTIZED"}}
+
+
 def write_mixed(folder: Path, config: dict[str, Any], kinds: dict[str, str], **shape: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """A checkpoint whose projections are in the cases that `kinds` names by a part of their names, the others in BF16."""
     write_tiny_qwen3(folder, dtype="bfloat16", **{"hidden": 128, "intermediate": 256, "layers": 2, "vocab": 300} | shape)

@@ -33,6 +33,7 @@ from ..quant.weight import QuantizedWeight, Weight
 from .converted import SOURCE, WEIGHTS, Converted, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
 from .partial import PIECE, Partial, partial_folder
 from .reading import Reading
+from .requantize import StagedTensor
 from .weights import ALIGNMENT, PlannedTensor, WeightPlan
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ class Conversion:
     @property
     def need(self) -> int:
         """Bytes of memory that it takes: the largest tensor, and what the readers convert in."""
-        return max(tensor.nbytes for tensor in self.plan.tensors) + _bench_bytes(self.plan)
+        return max(map(_tensor_bytes, self.plan.tensors)) + _bench_bytes(self.plan)
 
 
 @dataclass(slots=True)
@@ -216,7 +217,9 @@ def _read(
     for tensor in plan.tensors[first:]:
         room = _Room(lease)
         benches = _benches(plan, room)
-        target = tensor.carve(room.carve) if keep is not None else None
+        target = None
+        if keep is not None:
+            target = tensor.carve_staged(room.carve) if isinstance(tensor, StagedTensor) else tensor.carve(room.carve)
         hashed = [_Hashed(reading, target, conversion.faster) for reading in tensor.readings]
         before = done
 
@@ -229,10 +232,24 @@ def _read(
         if target is not None and keep is not None:
             if tensor.settle is not None:
                 tensor.settle(target)
+            if isinstance(tensor, StagedTensor):
+                target = _turned(tensor, target, room, benches[0], conversion.faster)
             keep(iter(target.tensors if isinstance(target, QuantizedWeight) else (target,)))
         yield [one.digest() for one in hashed]
     if cancel is not None and cancel():
         raise Cancelled("converting was stopped")
+
+
+def _turned(tensor: StagedTensor, read: Weight, room: _Room, bench: Bench, faster: Quantizer | None) -> Weight:
+    """The tensor in the form that it is to have, of the form that was read."""
+    target = tensor.carve(room.carve)
+    if isinstance(read, QuantizedWeight) and isinstance(target, QuantizedWeight):
+        tensor.turn(read, target, bench.work, faster)
+    return target
+
+
+def _tensor_bytes(tensor: PlannedTensor) -> int:
+    return tensor.nbytes + (tensor.staged_bytes if isinstance(tensor, StagedTensor) else 0)
 
 
 def _header(conversion: Conversion, content: str) -> bytes:

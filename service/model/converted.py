@@ -27,6 +27,7 @@ from ..quant.formats import CHOICES, INT8, int4, pieces
 from ..quant.published import KEY as PUBLISHED
 from ..quant.weight import Format
 from .reading import Reading
+from .requantize import requantized
 from .spec import Destination
 from .weights import NAMES, PlannedTensor, WeightPlan, plan_weights
 
@@ -64,7 +65,7 @@ def plan_form(wanted: Callable[[], Iterable[Destination]], checkpoint: Checkpoin
         found = open_converted(folder, quant)
         if not unchanged_since(folder, checkpoint):
             raise FileError("a file of the model was changed, copied or touched since it was made")
-        return replan(plan_weights(wanted(), checkpoint, found.aim), found)
+        return replan(requantized(plan_weights(wanted(), checkpoint, found.aim)), found)
     except OnedeskError as error:
         log.warning(
             "%s: the converted weights in the cache (%s/%s) are not used: %s; onedesk quantize --model %s --quant %s makes them anew",

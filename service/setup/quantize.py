@@ -80,6 +80,7 @@ def quantize_model(
     from ..model import convert
     from ..model.converted import converted_folder, open_converted
     from ..model.families import read_family
+    from ..model.requantize import requantized
     from ..model.weights import plan_weights
     from ..quant.formats import CHOICES, DEFAULT_GROUP, int4
     from .inventory import model_roots
@@ -87,7 +88,7 @@ def quantize_model(
     roots = model_roots(config)
     family, described, checkpoint = read_family(open_checkpoint(roots.find(name), roots=roots.bases))
     aim = CHOICES[quant] if quant != "int4" else int4(group or DEFAULT_GROUP, symmetric=symmetric)
-    plan = plan_weights(family.destinations(described), checkpoint, aim)
+    plan = requantized(plan_weights(family.destinations(described), checkpoint, aim))
     if not plan.bench_bytes(convert.CPU) or plan.form == plan_weights(family.destinations(described), checkpoint).form:
         raise RequestError(f"{checkpoint.name} is stored quantized already ({plan.form}); open it as it is, with --quant none")
     if plan.note:

@@ -20,18 +20,9 @@ from onedesk.service.quant.mixed import Packings, plain_name
 from onedesk.service.quant.published import read_packings
 from onedesk.service.quant.weight import QuantizedWeight, Weight, dequantize
 from onedesk.service.setup.plan import plan_model
-from published import MODELOPT, change_config, change_tensors, compressed, write_mixed
+from published import MIXED_KINDS, MODELOPT, change_config, change_tensors, compressed, mixed_layers, write_mixed
 
 CPU = torch.device("cpu")
-KINDS = {"self_attn": "modelopt-mxfp8", "layers.0.mlp": "modelopt-nvfp4", "layers.1.mlp.down": "modelopt-fp8"}
-
-
-def layers_of(prefix: str) -> dict[str, Any]:
-    """What ModelOpt writes of KINDS."""
-    named: dict[str, Any] = {f"{prefix}layers.{i}.self_attn": {"quant_algo": "MXFP8", "group_size": 32} for i in range(2)}
-    named[f"{prefix}layers.0.mlp"] = {"quant_algo": "NVFP4", "group_size": 16}
-    named[f"{prefix}layers.1.mlp.down_proj"] = {"quant_algo": "FP8"}
-    return named | {f"{prefix}layers.1.mlp.gate_proj": {"quant_algo": "UNQUANTIZED"}}
 
 
 def plan_of(folder: Path) -> WeightPlan:
@@ -58,8 +49,8 @@ def check(folder: Path, wanted: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", ""])
 def test_layers_that_are_named_are_read_as_named_and_the_others_as_they_are(tmp_path: Path, prefix: str) -> None:
-    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers_of(prefix), "kv_cache_scheme": {"num_bits": 8}}
-    folder, wanted = write_mixed(tmp_path / "model", config, KINDS)
+    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": mixed_layers(prefix), "kv_cache_scheme": {"num_bits": 8}}
+    folder, wanted = write_mixed(tmp_path / "model", config, MIXED_KINDS)
     forms = check(folder, wanted)
     assert {forms[f"{i}.{key}"] for i in range(2) for key in ("qkv", "output")} == {"fp8"}
     assert (forms["0.gate_up"], forms["0.down"], forms["1.gate_up"], forms["1.down"]) == ("nvfp4", "nvfp4", "BF16", "fp8")
@@ -78,7 +69,7 @@ def test_groups_say_it_where_no_layer_is_named(tmp_path: Path) -> None:
             "group_fp8": group(8, None, "model.layers.1.mlp.down_proj"),
         },
     }
-    folder, wanted = write_mixed(tmp_path / "model", config, KINDS)
+    folder, wanted = write_mixed(tmp_path / "model", config, MIXED_KINDS)
     assert set(check(folder, wanted).values()) == {"fp8", "nvfp4", "BF16", "F32"}
 
 
@@ -98,9 +89,9 @@ def test_groups_of_compressed_tensors_are_chosen_by_their_targets(tmp_path: Path
 
 
 def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
-    folder, wanted = write_mixed(tmp_path / "model", MODELOPT, KINDS)
+    folder, wanted = write_mixed(tmp_path / "model", MODELOPT, MIXED_KINDS)
     change_config(folder, quantization_config=None)
-    settings = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": layers_of("model.")}
+    settings = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": mixed_layers("model.")}
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
     assert check(folder, wanted)["0.gate_up"] == "nvfp4"
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": 7}))
@@ -109,9 +100,9 @@ def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_stored_otherwise_than_named_is_refused(tmp_path: Path) -> None:
-    named = layers_of("model.")
+    named = mixed_layers("model.")
     config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named}
-    folder, _ = write_mixed(tmp_path / "model", config, KINDS)
+    folder, _ = write_mixed(tmp_path / "model", config, MIXED_KINDS)
     change_config(folder, quantization_config=config | {"quantized_layers": named | {"model.layers.0.mlp": {"quant_algo": "MXFP8"}}})
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.gate_proj\.weight is stored as U8, .* ModelOpt MXFP8, which stores F8_E4M3"):
         plan_of(folder)
@@ -128,7 +119,9 @@ def test_a_layer_that_is_stored_otherwise_than_named_is_refused(tmp_path: Path) 
 def test_names_are_compared_without_what_stands_before_the_network():
     assert plain_name("model.language_model.layers.3.mlp.experts") == plain_name("language_model.layers.3.mlp.experts")
     assert plain_name("lm_head") == "lm_head"
-    packings = read_packings({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers_of("model.")}})
+    packings = read_packings(
+        {"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": mixed_layers("model.")}}
+    )
     assert isinstance(packings, Packings)
     found = packings.of("model.language_model.layers.0.mlp.experts.7.gate_proj")
     assert found is not None
