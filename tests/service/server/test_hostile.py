@@ -181,14 +181,14 @@ def described(server: Server) -> Any:
     """The service's own OpenAPI document, as schemathesis reads it."""
     status, _, document = server.ask("GET", "/openapi.json")
     assert status == 200
-    assert len(document["paths"]) == 13
+    assert len(document["paths"]) == 14
     return schemathesis.openapi.from_dict(document)
 
 
 # Sleeping would let every later test wait; it has tests of its own.
 OPERATIONS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models/{name}"),
-    *("/v1/memory/release", "/v1/memory/leases", "/v1/memory/leases/{key}"),
+    *("/v1/memory/release", "/v1/memory/policy", "/v1/memory/leases", "/v1/memory/leases/{key}"),
 )
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
@@ -217,7 +217,7 @@ def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(server:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5))
 def test_any_value_in_any_field(server: Server, value: Any) -> None:
-    for name in ("messages", "n", "stop", "logit_bias", "response_format", "tools", "seed", "top_p"):
+    for name in ("messages", "n", "stop", "logit_bias", "response_format", "tools", "seed", "top_p", "onedesk"):
         data = json.dumps({**ASK, name: value}).encode()
         status, _, document = server.ask("POST", CHAT, data)
         assert status in (200, 400), document

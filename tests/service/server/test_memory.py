@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 from onedesk.service import cli
+from onedesk.service.config import load_config
+from onedesk.service.registry import Registry
+from onedesk.service.server.asks import Form
+from onedesk.service.server.models import FORMS_LIMIT, Choice, Models
 from serving import MODEL, Server
 
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
@@ -176,3 +180,41 @@ def test_the_command_shows_what_the_service_holds(server: Server, capsys: pytest
     assert document["service"]["pid"] == (server.note.pid if server.note else 0)
     assert cli.main(["memory", *config]) == 0
     assert MODEL in capsys.readouterr().out
+
+
+def test_a_form_of_a_model_is_one_of_its_own(server: Server) -> None:
+    def form(**own: Any) -> Any:
+        return server.client().chat.completions.create(**SHORT, extra_body={"onedesk": own}).choices[0].message.content
+
+    def shown(query: str) -> Any:
+        return server.ask("GET", f"/v1/models/{MODEL}?{query}")[2]["onedesk"]
+
+    plain = form()
+    assert form(context=128) == form(quant="none", repetition_stop=False) == plain
+    form(context=96, quant="int8", policy="pinned")
+    assert {lease["policy"] for lease in server.ask("GET", "/v1/memory")[2]["leases"]} >= {"pinned"}
+    assert post(server, "policy", {"owner": MODEL, "policy": "ttl", "ttl": 300, "context": 96, "quant": "int8"})["policy"] == "ttl 300"
+    small = shown("context=96&quant=int8")
+    assert (small["context"], small["loaded"], small["held"] > 0) == (96, True, True)
+    released = post(server, "release", {"owner": MODEL, "context": 96, "quant": "int8"})
+    assert sum(row["asked"] for row in released["released"]) > 0
+    assert released["busy"] == []
+    assert shown("context=96&quant=int8")["held"] == 0
+    assert shown("context=128")["held"] > 0
+    for wrong in ({"context": 1}, {"quant": "int3"}, {"policy": "ttl"}, {"detail": "yes"}, {"context": 10**9}):
+        assert server.ask("POST", "/v1/chat/completions", SHORT | {"onedesk": wrong})[0] == 400
+    for query in ("context=x", "context=1", "quant=int3", f"context={'9' * 5000}"):
+        assert server.ask("GET", f"/v1/models/{MODEL}?{query}")[0] == 400
+
+
+def test_forms_that_are_asked_for_one_after_the_other_are_not_all_kept(server: Server) -> None:
+    config, registry = load_config(server.tree / "onedesk.toml"), Registry()
+    registry.configure(config)
+    models = Models(config, registry, Choice(device="cpu"))
+    usual = models.open(MODEL)
+    for context in range(200, 220):
+        assert models.open(MODEL, Form(context)).context == context
+    kept = registry.models()
+    assert sorted(model.context for model in kept if model is not usual) == list(range(220 - FORMS_LIMIT, 220))
+    assert models.open(MODEL) is usual
+    registry.close()
