@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ STORES: Mapping[str, Store] = {
     "fp8": _packed(Fp8Blocks("FP8", "weight_scale_inv")),
     "fp8 scalar": Store(lambda rows, cols: rows * cols, lambda rows, cols: rows * cols),
     "nvfp4": _packed(Nvfp4("NVFP4")),
+    "nvfp4 rows": replace(_packed(Nvfp4("NVFP4")), reads=False),
     "mxfp8": _packed(Mxfp8("MXFP8")),
     "int8": _of(INT8),
     "int4": _of(int4()),
@@ -71,7 +72,8 @@ STORES: Mapping[str, Store] = {
 class Form:
     """What each kind of tensor is stored as (BF16 where nothing is said), by name of STORES; the draft layer's own under `mtp`.
 
-    `made`: Onedesk makes it of BF16 files while it reads them, or once by `onedesk quantize`. `own`: stores beside STORES.
+    `made`: Onedesk makes it of BF16 files while it reads them, or once by `onedesk quantize`; of `source` where other files than BF16 are
+    meant. `own`: stores beside STORES.
     """
 
     title: str
@@ -79,6 +81,7 @@ class Form:
     mtp: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     made: bool = False
     own: Mapping[str, Store] = field(default_factory=lambda: MappingProxyType({}))
+    source: Form | None = None
 
     def store(self, tensors: Tensors) -> Store:
         """How these tensors are stored; vectors and convolutions always as they are."""
@@ -91,6 +94,8 @@ class Form:
 
     def file_bytes(self, census: Census) -> int:
         """Bytes of all tensors in the files that are downloaded for it."""
+        if self.source is not None:
+            return self.source.file_bytes(census)
         if self.made:
             return 2 * census.parameters
         return sum(tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) for tensors in census.tensors)
@@ -143,19 +148,27 @@ _PRODUCTS = ("attention", "linear", "dense", "experts", "shared")  # what is qua
 _LOOKED_UP = {"embedding": "int8", "head": "int8"}
 _MXFP8_LAYERS = ("attention", "linear", "shared", "indexer")
 
+_FP8 = Form("FP8 experts and table", {"experts": "fp8", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8"))
 WITH_TABLE = (
     Form("BF16"),
-    Form("FP8 experts and table", {"experts": "fp8", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8")),
+    _FP8,
     Form("NVFP4 experts, BF16 table", _all(_EXPERTS, "nvfp4")),
     Form("NVFP4 experts, FP8 table", {"experts": "nvfp4", "table": "fp8 scalar"}),
     Form("NVFP4 experts, FP8 table and draft", {"experts": "nvfp4", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8")),
-    Form("NVFP4 experts, 4-bit table", {"experts": "nvfp4", "table": "nvfp4"}, _all(_EXPERTS, "nvfp4")),
+    Form("NVFP4 experts, 4-bit table", {"experts": "nvfp4", "table": "nvfp4 rows"}, _all(_EXPERTS, "nvfp4")),
     Form(
         "NVFP4 experts, MXFP8 layers, 4-bit table",
-        _all(_MXFP8_LAYERS, "mxfp8") | {"experts": "nvfp4", "table": "nvfp4"},
+        _all(_MXFP8_LAYERS, "mxfp8") | {"experts": "nvfp4", "table": "nvfp4 rows"},
         _all(_EXPERTS, "nvfp4"),
     ),
     Form("INT4 experts, made on load", _all(_EXPERTS, "int4"), _all(_EXPERTS, "int4"), made=True),
+    Form(
+        "INT4 experts, made once of the FP8 files",
+        {"experts": "int4", "table": "fp8 scalar"},
+        _all(_EXPERTS, "int4"),
+        made=True,
+        source=_FP8,
+    ),
 )
 WITHOUT_TABLE = (
     Form("BF16"),
@@ -214,6 +227,10 @@ def _said(packings: Packings, prefix: str, layers: int, own: dict[str, Store]) -
         packing = next((packing for packing, _ in each.most_common() if packing is not None), None)
         if packing is not None and (kind in _PRODUCTS or packing is not packings.usual):
             found[kind] = f"{kind} in {packing.title}"
-            scalar = kind == "table" and isinstance(packing, Rows8)
-            own[found[kind]] = STORES["fp8 scalar"] if scalar else _packed(packing)
+            own[found[kind]] = _table_store(packing) if kind == "table" else _packed(packing)
     return found
+
+
+def _table_store(packing: Packing) -> Store:
+    """Rows that are read where they lie: in FP8 with one scale for all, or in what cannot be read so yet."""
+    return STORES["fp8 scalar"] if isinstance(packing, Rows8) else replace(_packed(packing), reads=False)

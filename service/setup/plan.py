@@ -190,11 +190,14 @@ def _rows(form: Form | Sized, census: Census, machine: Machine, context: int | N
     held = -(-table // machine.nodes) if isinstance(form, Sized) else table
     return [
         _row(form, f"{form.title}; table in its file", min(TABLE_CACHE, held), census, machine, context),
-        _row(form, f"{form.title}; table in memory", held, census, machine, context),
+        _row(form, f"{form.title}; table in memory", held, census, machine, context, resident=True),
     ]
 
 
-def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Machine, context: int | None) -> dict[str, Any]:
+def _row(
+    form: Form | Sized, title: str, table: int, census: Census, machine: Machine, context: int | None, *, resident: bool = False
+) -> dict[str, Any]:
+    """`resident`: all of the n-gram table is in memory."""
     weights = -(-(form.file - form.table) // machine.nodes) if isinstance(form, Sized) else form.held_bytes(census, machine.nodes)
     load = load_of(weights, table, census, machine)
     headroom = machine.settings.headroom
@@ -221,8 +224,8 @@ def _row(form: Form | Sized, title: str, table: int, census: Census, machine: Ma
         "context": shown if fits else reached,
         "needs": wanted,
         "images": max(0, machine.memory - machine.settings.floor - load.wanted(context or least, headroom)),
-        "opens": engine != "onedesk" or _opens(form, census),
-        "why": _why(shown, reached, wanted, machine) + _run_by(form, census, machine),
+        "opens": engine != "onedesk" or (_opens(form, census) and not resident),
+        "why": _why(shown, reached, wanted, machine) + _run_by(form, census, machine, resident),
     }
 
 
@@ -289,13 +292,15 @@ def _opens(form: Form | Sized, census: Census) -> bool:
     return isinstance(form, Form) and form.readable() and any(name.removesuffix("_text") == census.family for name in FAMILIES)
 
 
-def _run_by(form: Form | Sized, census: Census, machine: Machine) -> str:
+def _run_by(form: Form | Sized, census: Census, machine: Machine, resident: bool) -> str:
     """Who runs it, where that is not this version."""
     engine = _engine(form, machine)
     share = f", a node's share of {machine.nodes}" if machine.nodes > 1 else ""
     if engine != "onedesk":
         return f"; by {engine}{share}"
-    return "" if _opens(form, census) else "; this version does not open it yet"
+    if not _opens(form, census):
+        return "; this version does not open it yet"
+    return "; this version reads the table from its file" if resident else ""
 
 
 def plan_table(document: dict[str, Any]) -> str:

@@ -86,6 +86,9 @@ def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the
     assert rows["NVFP4 experts, 4-bit table; table in memory"]["bytes"]["table"] == pytest.approx(26.82 * GIB, rel=0.001)
     assert all(not row["fits"] for title, row in rows.items() if title.startswith(("BF16", "FP8")))
     assert all(row["engine"] == ("llama-server" if title.startswith("GGUF") else row["engine"]) for title, row in rows.items())
+    small, large = (rows[f"INT4 experts, made {how}; table in its file"] for how in ("once of the FP8 files", "on load"))
+    assert small["bytes"]["weights"] == large["bytes"]["weights"]
+    assert small["bytes"]["file"] == rows["FP8 experts and table; table in its file"]["bytes"]["file"] < large["bytes"]["file"] * 0.52
     lacking = rows["FP8 experts and table; table in its file"]["why"]
     assert lacking.startswith("needs 153 GiB")
     assert "96.5 GiB can be had: 56" in lacking
