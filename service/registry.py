@@ -112,8 +112,8 @@ class Registry:
 
     def open_in_service(self, name: str, *, roots: ModelRoots, context: int | None, quant: str, device: str) -> RemoteModel:
         """The handle of a model that the local service runs, started on demand with these model folders. Loads and asks nothing."""
-        wanted = Wanted(name, context, quant)
-        return self._remote(self.service(roots, device), wanted, roots.resolve(name))
+        path = roots.resolve(name)
+        return self._remote(self.service(roots, device), Wanted(name, context, quant), path if path.is_dir() else path.parent)
 
     def open_at_peer(self, settings: PeerSettings) -> RemoteModel:
         """The handle of the model of a [peers.NAME]. Starts, loads and asks nothing."""

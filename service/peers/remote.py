@@ -17,7 +17,7 @@ from ..core import SEED_LIMIT, CancelCheck, Event, ProgressReport, Request
 from ..errors import Cancelled, OnedeskError, PeerError, RequestError
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Released
-from ..text.tokenizer import load_tokenizer
+from ..text.language import Language
 from .dialect import Ask, Reader, ask_of
 from .peer import Address, Described, Peer, Wanted
 from .wire import Exchange
@@ -43,7 +43,7 @@ class RemoteModel:
         self._policy: Policy = STAY
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
-        self._folder = folder
+        self._language = None if folder is None else Language(folder)
         self._lock = threading.Lock()
         self._uses = 0
         self._last_used = time.monotonic()
@@ -113,9 +113,9 @@ class RemoteModel:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises RequestError where its tokenizer is not on this machine, ModelError."""
-        if self._folder is None:
+        if self._language is None:
             raise RequestError(f"{self.peer.title} does not tell the tokens of {text[:40]!r}; name a token by its id")
-        return load_tokenizer(self._folder).encode(text)
+        return self._language.tokenizer.encode(text)
 
     def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> _Events:
         """As api.OpenModel.generate."""

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 from ..config import own_version, package_folder
 from ..core import CancelCheck
 from ..errors import Cancelled, ModelError, OnedeskError, PeerError
+from ..loader.files import short
 from ..memory.policy import Policy
 from ..memory.pool import Released
 from .dialect import told_policy
@@ -30,7 +31,7 @@ from .wire import ask
 log = logging.getLogger(__name__)
 
 TITLE = "the local service"
-LOG_NAME = "service.log"
+LOG_NAME = "logs/service.log"
 LAUNCHER = Path(__file__).with_name("launch_service.py")
 # Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks whether it does.
 _STARTS_WITHIN, _LOOK = 120.0, 0.05
@@ -71,6 +72,7 @@ class LocalService(Peer):
 
     def __init__(self, cache: Path, arguments: Sequence[str]) -> None:
         self._cache = cache
+        self._log = cache / LOG_NAME
         self._arguments = tuple(arguments)
         self._version = own_version()
         self._lock = threading.Lock()
@@ -106,7 +108,11 @@ class LocalService(Peer):
 
     def describe(self, wanted: Wanted) -> Described:
         """What it says of a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
-        told = self._model(wanted, _SILENCE)
+        try:
+            told = self._model(wanted, _SILENCE)
+        except ModelError:
+            advice = "put it into the tree's models, or end the service, so that it is started with the folders of this process"
+            raise ModelError(f"{self.title} serves no model {short(wanted.name)}; {advice}") from None
         if told.get("reason"):
             raise ModelError(f"{wanted.name}: {told['reason']}")
         return Described(_whole(told.get("context")), _whole(told.get("bytes")))
@@ -190,7 +196,9 @@ class LocalService(Peer):
     def _started(self, cancel: CancelCheck | None) -> Found:
         """Start it, or go on waiting for a start that was left before."""
         if self._child is not None and self._up:
-            self._child.wait()  # it was up and has let go of its lock: it is being ended
+            while self._child.poll() is None:  # it was up and has let go of its lock: it is being ended
+                _check(cancel)
+                time.sleep(_LOOK)
             self._child, self._up = None, False
         if self._child is None:
             self._child = self._start()
@@ -210,8 +218,10 @@ class LocalService(Peer):
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(LAUNCHER), str(package_folder()), "serve", *self._arguments]
         try:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            with (self._cache / LOG_NAME).open("wb") as out:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            if self._log.exists():
+                self._log.replace(self._log.with_name(f"{self._log.name}.old"))
+            with self._log.open("wb") as out:
                 # A session of its own: Ctrl-C in the terminal of this process is for this process, which then ends the service itself.
                 child = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd="/", start_new_session=True
@@ -225,14 +235,14 @@ class LocalService(Peer):
     def _last_words(self) -> str:
         """The end of its log, for a message."""
         try:
-            with (self._cache / LOG_NAME).open("rb") as file:
+            with self._log.open("rb") as file:
                 file.seek(-min(_LOG_BYTES, file.seek(0, 2)), 2)
                 lines = file.read().decode("utf-8", "replace").split("\n")
         except OSError:
             lines = []
         said = " / ".join(line.strip() for line in lines[-_LOG_LINES - 1 :] if line.strip())
         return (
-            f"its log, {LOG_NAME} in the cache folder, ends with: {said}" if said else f"its log, {LOG_NAME} in the cache folder, is empty"
+            f"its log in the tree's cache, {LOG_NAME}, ends with: {said}" if said else f"its log in the tree's cache, {LOG_NAME}, is empty"
         )
 
     def _check_version(self, note: Note) -> None:

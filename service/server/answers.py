@@ -111,9 +111,9 @@ class Writer(ABC):
         return out
 
     def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """A chunk for the latest progress among events that came together, where it is wanted."""
-        latest = [event.progress for _, event in events if event.progress is not None] if self.detail else []
-        return [self._head | {"choices": [], "onedesk": {"progress": asdict(latest[-1])}}] if latest else []
+        """A chunk for the latest progress of each stage among events that came together, where it is wanted."""
+        latest = {event.progress.stage: event.progress for _, event in events if event.progress is not None} if self.detail else {}
+        return [self._head | {"choices": [], "onedesk": {"progress": asdict(progress)}} for progress in latest.values()]
 
     def usage_chunk(self, total: Document) -> Document:
         """The chunk behind all others, where it was asked for."""
