@@ -18,17 +18,21 @@ from .recurrent import RecurrentStates
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of one layer's keys (and, the same again, values) a token, and how many layers there are."""
+    """The size of one layer's keys (and, the same again, values) a token, and how many layers there are.
+
+    `pooled`: fp32 keys of an indexer that a block has in each layer, and their width.
+    """
 
     layers: int
     heads: int
     head_dim: int
     dtype: torch.dtype
+    pooled: tuple[int, int] = (0, 0)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in all layers."""
-        return 2 * self.layers * math.prod((self.heads, self.head_dim)) * self.dtype.itemsize
+        return self.layers * (2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK)
 
     def part(self, blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's keys in `blocks` blocks."""
@@ -36,7 +40,9 @@ class KVShape:
 
     def nbytes(self, context: int, sequences: int = 1) -> int:
         """Bytes of a PagedKV, alignment included."""
-        return 2 * self.layers * carved_bytes(self.part(blocks_for(context) * sequences), self.dtype)
+        blocks = blocks_for(context) * sequences
+        pooled = carved_bytes((blocks, *self.pooled), torch.float32) if math.prod(self.pooled) else 0
+        return self.layers * (2 * carved_bytes(self.part(blocks), self.dtype) + pooled)
 
 
 def blocks_for(tokens: int) -> int:
@@ -77,9 +83,12 @@ class PagedKV:
         self.blocks = self.table_width * sequences
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.pooled: list[torch.Tensor] = []  # [blocks, keys a block, width] where there is an indexer
         for _ in range(shape.layers):
             self.keys.append(lease.carve(shape.part(self.blocks), shape.dtype))
             self.values.append(lease.carve(shape.part(self.blocks), shape.dtype))
+            if math.prod(shape.pooled):
+                self.pooled.append(lease.carve((self.blocks, *shape.pooled), torch.float32))
         self.keeper: Keeper | None = None
         self.states: RecurrentStates | None = None  # of networks with recurrent layers, see hybrid.py
         self._free = list(range(self.blocks - 1, -1, -1))
@@ -206,7 +215,7 @@ class PagedKV:
         return block
 
     def _copy(self, source: int, target: int) -> None:
-        for part in (*self.keys, *self.values):
+        for part in (*self.keys, *self.values, *self.pooled):
             part[target].copy_(part[source])
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from ..errors import MemoryFull
 from ..memory.lease import Lease, carved_bytes
 
+Pieces: TypeAlias = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What a sequence leaves in each of `layers` layers: fp32 numbers of these shapes; `slots` such states, `rows` of them in one pass."""
+    """What a sequence leaves in each of `layers`: fp32 numbers of these shapes; `slots` such states, `rows` of them in one pass."""
 
-    layers: int
-    pieces: tuple[tuple[int, ...], ...]
+    layers: tuple[Pieces, ...]
     slots: int
     rows: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of a RecurrentStates, alignment included."""
-        held = sum(carved_bytes((self.slots, *piece), torch.float32) for piece in self.pieces)
-        return self.layers * held + sum(carved_bytes((self.rows, *piece), torch.float32) for piece in self.pieces)
+        held = sum(carved_bytes((self.slots, *piece), torch.float32) for pieces in self.layers for piece in pieces)
+        return held + sum(carved_bytes((self.rows, *piece), torch.float32) for pieces in set(self.layers) for piece in pieces)
 
 
 class RecurrentStates:
@@ -36,8 +38,9 @@ class RecurrentStates:
     def __init__(self, lease: Lease, shape: StateShape) -> None:
         self.shape = shape
         self.spare = 0
-        self._parts = [[lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in shape.pieces] for _ in range(shape.layers)]
-        self._work = [lease.carve((shape.rows, *piece), torch.float32) for piece in shape.pieces]
+        self._parts = [[lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in pieces] for pieces in shape.layers]
+        kinds = sorted(set(shape.layers))
+        self._work = {pieces: [lease.carve((shape.rows, *piece), torch.float32) for piece in pieces] for pieces in kinds}
         self._free = list(range(shape.slots - 1, 0, -1))
 
     @property
@@ -80,8 +83,8 @@ class RecurrentStates:
 
     def read(self, layer: int, slots: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a layer for the slots [S] int64, [S, *piece] each, to be changed; valid until the next call."""
-        count = slots.shape[0]
-        return [torch.index_select(part, 0, slots, out=work[:count]) for part, work in zip(self._parts[layer], self._work, strict=True)]
+        count, work = slots.shape[0], self._work[self.shape.layers[layer]]
+        return [torch.index_select(part, 0, slots, out=room[:count]) for part, room in zip(self._parts[layer], work, strict=True)]
 
     def write(self, layer: int, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         """Store what `read` gave, changed, in the slots [S] int64."""

@@ -147,8 +147,7 @@ class Runner:
             state = torch.empty(0)
             for at in range(0, len(ids), self.chunk_rows):
                 state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
-            normed = self.network.kernels.rms_norm(state[-1:], self.network.norm, self.scratch.rows(1)["normed"])
-            return normed[0].float().to("cpu", copy=True)
+            return self.network.final(state[-1:], self.scratch)[0].float().to("cpu", copy=True)
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:

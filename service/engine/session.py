@@ -19,7 +19,7 @@ from ..core import CancelCheck, ProgressReport
 from ..errors import RequestError
 from ..kernels.choose import choose_kernels, workspace_bytes
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import RotaryTable
+from ..kernels.rows import BLOCK, RotaryTable
 from ..loader.checkpoint import Checkpoint
 from ..loader.stream import StreamStats
 from ..memory.budget import Need
@@ -67,13 +67,15 @@ class Blueprint:
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.config.attention_layers, self.widths.kv_heads, self.widths.head_dim, self.activation)
+        indexer = self.config.indexer
+        pooled = (BLOCK // indexer.ratio, indexer.dim) if indexer else (0, 0)
+        return KVShape(self.config.attention_layers, self.widths.kv_heads, self.widths.head_dim, self.activation, pooled)
 
     @property
     def state_shape(self) -> StateShape | None:
         """What sequences leave behind in constant size; None where the network has no such layers."""
-        layers, pieces = self.config.recurrent
-        return StateShape(layers, pieces, 1 + MAX_BATCH + KEPT_STATES, MAX_BATCH) if layers else None
+        layers = self.config.states
+        return StateShape(layers, 1 + MAX_BATCH + KEPT_STATES, MAX_BATCH) if layers else None
 
     @property
     def need(self) -> Need:
@@ -261,7 +263,8 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
-        network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary)
+        tables = {table.destination.key: table.open() for table in blueprint.plan.tables}
+        network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary, tables)
         pages = _make_cache(kv, blueprint)
         passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)

@@ -19,22 +19,22 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def convolve_chunk(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu of the causal convolution of every channel: x [T, C] behind window [K - 1, C], taps [K, C].
+def convolve_chunk(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, apart: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu of the causal convolution of every channel: x [T, C] behind window [(K - 1) * apart, C], taps [K, C] so many tokens apart.
 
     Returns [T, C], and the window behind the chunk.
     """
     count, seen = x.shape[0], torch.cat((window, x))
     out = seen[:count] * taps[0]
-    for lag in range(1, taps.shape[0]):
-        out.addcmul_(seen[lag : lag + count], taps[lag])
+    for tap in range(1, taps.shape[0]):
+        out.addcmul_(seen[tap * apart : tap * apart + count], taps[tap])
     return F.silu(out, inplace=True), seen[count:]
 
 
-def convolve_step(x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As convolve_chunk for the next token of B sequences: x [B, C], windows [B, K - 1, C]."""
+def convolve_step(x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, apart: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """As convolve_chunk for the next token of B sequences: x [B, C], windows [B, (K - 1) * apart, C]."""
     seen = torch.cat((windows, x[:, None]), dim=1)
-    return F.silu((seen * taps).sum(1), inplace=True), seen[:, 1:]
+    return F.silu((seen[:, ::apart] * taps).sum(1), inplace=True), seen[:, 1:]
 
 
 def delta_chunk(

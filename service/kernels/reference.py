@@ -108,13 +108,7 @@ class ReferenceKernels:
         qkv [T, heads.qkv] is overwritten; keys, values [blocks, kv_heads, BLOCK, head_dim]; out [T, heads.queries]. Queries and keys are
         normed a head and rotated, keys and values written at the rows' places, then every row attends to its sequence up to itself.
         """
-        count = qkv.shape[0]
-        split = qkv.view(count, heads.heads + 2 * heads.kv_heads, heads.head_dim)
-        q, k, v = split.split((heads.heads, heads.kv_heads, heads.kv_heads), dim=1)
-        cos, sin = rotary.cos[rows.positions], rotary.sin[rows.positions]
-        self.rotate(self.rms_norm(q, q_norm, q), cos, sin)
-        self.rotate(self.rms_norm(k, k_norm, k), cos, sin)
-        write_rows(k, v, keys, values, rows)
+        count, q = qkv.shape[0], self.place(qkv, heads, q_norm, k_norm, rotary, keys, values, rows)
         mixed = out.view(count, heads.heads, heads.head_dim)
         if rows.start is not None:
             held = self.contiguous(keys, values, rows.tables[0], rows.start + count)
@@ -124,6 +118,26 @@ class ReferenceKernels:
             held = self.contiguous(keys, values, rows.tables[row], position + 1)
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return out
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """The first part of `attend`: queries and keys normed and rotated, keys and values written; returns the queries [T, heads, dim]."""
+        split = qkv.view(qkv.shape[0], heads.heads + 2 * heads.kv_heads, heads.head_dim)
+        q, k, v = split.split((heads.heads, heads.kv_heads, heads.kv_heads), dim=1)
+        cos, sin = rotary.cos[rows.positions], rotary.sin[rows.positions]
+        self.rotate(self.rms_norm(q, q_norm, q), cos, sin)
+        self.rotate(self.rms_norm(k, k_norm, k), cos, sin)
+        write_rows(k, v, keys, values, rows)
+        return q
 
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
         """out = x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich 2019)."""

@@ -11,7 +11,7 @@ from ..kernels.rows import HeadShape, NormWeight, RotaryTable
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
-from .shape import DecoderConfig
+from .shape import DecoderConfig, layer_norm
 from .spec import Destination, Source
 
 GATED_ROOM = "projected"
@@ -20,14 +20,13 @@ GATED_ROOM = "projected"
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     """Queries (of each head, where gated, its queries and then its gates), keys and values are held together."""
     w, key, part = config.widths, f"{layer}.", layer + 1
-    name, turn = f"model.layers.{layer}.self_attn.", "plus_one" if config.gated else ""
+    name = f"model.layers.{layer}.self_attn."
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
     heads = (("q", 2 * q if config.gated else q), ("k", kv), ("v", kv))
-    norm = Source(f"model.layers.{layer}.input_layernorm.weight", (w.hidden,))
-    yield Destination(key + "attention_norm", (norm,), part, wide=True, turn=turn)
+    yield from layer_norm(config, layer, "attention_norm", "input_layernorm")
     yield Destination(key + "qkv", tuple(Source(f"{name}{p}_proj.weight", (rows, w.hidden)) for p, rows in heads), part)
     for which in ("q_norm", "k_norm"):
-        yield Destination(key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=turn)
+        yield Destination(key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn)
     yield Destination(key + "output", (Source(name + "o_proj.weight", (w.hidden, q)),), part)
 
 
@@ -35,8 +34,9 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int, rotary:
     """The layer over its weights; `index` is its place among the layers that leave keys and values."""
     at = weights.of(layer)
     kind = GatedAttention if config.gated else Attention
-    norms = at.norm("attention_norm", config.eps), at.norm("q_norm", config.eps), at.norm("k_norm", config.eps)
-    return kind(config.widths.shape, index, norms[0], at["qkv"], norms[1], norms[2], at["output"], rotary)
+    norm = None if config.streams else at.norm("attention_norm", config.eps)
+    heads = at.norm("q_norm", config.eps), at.norm("k_norm", config.eps)
+    return kind(config.widths.shape, index, norm, at["qkv"], *heads, at["output"], rotary)
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Attention:
 
     shape: HeadShape
     index: int
-    norm: NormWeight
+    norm: NormWeight | None
     qkv: Weight
     q_norm: NormWeight
     k_norm: NormWeight
@@ -62,11 +62,11 @@ class Attention:
 
     def run(self, at: Pass, /) -> None:
         kernels, views = at.kernels, at.views
-        x, normed, qkv, mixed = views["x"], views["normed"], views["qkv"], views["mixed"]
+        qkv, mixed = views["qkv"], views["mixed"]
         keys, values = at.cache.keys[self.index], at.cache.values[self.index]
-        kernels.norm_linear(x, self.norm, self.qkv, qkv, normed)
+        at.project(self.norm, self.qkv, qkv)
         kernels.attend(qkv, self.shape, self.q_norm, self.k_norm, self.rotary, keys, values, at.rows, mixed)
-        kernels.linear_add(mixed, self.output, x, normed)
+        kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class GatedAttention:
 
     shape: HeadShape
     index: int
-    norm: NormWeight
+    norm: NormWeight | None
     qkv: Weight
     q_norm: NormWeight
     k_norm: NormWeight
@@ -91,14 +91,17 @@ class GatedAttention:
         return self.qkv, self.output
 
     def run(self, at: Pass, /) -> None:
-        kernels, views, shape = at.kernels, at.views, self.shape
-        x, normed, projected, qkv, mixed = views["x"], views["normed"], views[GATED_ROOM], views["qkv"], views["mixed"]
-        keys, values = at.cache.keys[self.index], at.cache.values[self.index]
-        kernels.norm_linear(x, self.norm, self.qkv, projected, normed)
-        count, heads, dim = x.shape[0], shape.heads, shape.head_dim
+        views, shape = at.views, self.shape
+        projected, qkv, mixed = views[GATED_ROOM], views["qkv"], views["mixed"]
+        at.project(self.norm, self.qkv, projected)
+        count, heads, dim = mixed.shape[0], shape.heads, shape.head_dim
         queries, gates = projected[:, : 2 * shape.queries].view(count, heads, 2, dim).unbind(2)
         qkv[:, : shape.queries].view(count, heads, dim).copy_(queries)
         qkv[:, shape.queries :].copy_(projected[:, 2 * shape.queries :])
-        kernels.attend(qkv, shape, self.q_norm, self.k_norm, self.rotary, keys, values, at.rows, mixed)
+        self._attend(at, qkv, mixed)
         mixed.view(count, heads, dim).mul_(torch.sigmoid(gates))
-        kernels.linear_add(mixed, self.output, x, normed)
+        at.kernels.linear_add(mixed, self.output, at.target, views["normed"])
+
+    def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        keys, values = at.cache.keys[self.index], at.cache.values[self.index]
+        at.kernels.attend(qkv, self.shape, self.q_norm, self.k_norm, self.rotary, keys, values, at.rows, mixed)

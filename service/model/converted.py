@@ -150,7 +150,7 @@ def replan(plan: WeightPlan, found: Converted) -> WeightPlan:
     tensors = tuple(_replanned(tensor, left) for tensor in plan.tensors)
     if left:
         raise ModelError(f"{WEIGHTS} has tensors that the model does not, the first is {min(left)}")
-    return WeightPlan(tensors, plan.aim)
+    return replace(plan, tensors=tensors)
 
 
 def _replanned(tensor: PlannedTensor, left: dict[str, TensorInfo]) -> PlannedTensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import RotaryTable
+from ..loader.table import FileTable
 from ..quant.weight import Weight
-from . import attention, delta, feed_forward
-from .layers import Block, Decoder
+from . import attention, delta, feed_forward, indexed, ngram, streams
+from .layers import Block, Decoder, Layer
 from .named import Named
 from .shape import DecoderConfig
 from .spec import Destination, Source
@@ -16,26 +18,67 @@ from .spec import Destination, Source
 
 def destinations(config: DecoderConfig) -> Iterator[Destination]:
     """Every tensor of the network, in the order in which the layers use them."""
-    w, turn = config.widths, "plus_one" if config.gated else ""
+    w = config.widths
     yield Destination("embedding", (Source("model.embed_tokens.weight", (w.vocab, w.hidden)),), 0, bits=8)
     for layer in range(config.layers):
-        yield from (attention if config.is_attention(layer) else delta).wanted(config, layer)
-        yield from feed_forward.wanted(config, layer)
-    yield Destination("norm", (Source("model.norm.weight", (w.hidden,)),), config.layers + 1, wide=True, turn=turn)
+        yield from _wanted(config, layer)
+    last = config.layers + 1
+    if config.streams is not None:
+        yield from streams.wanted(config, "mixer", "model.hyper_connection_mixer", last, inject=False)
+    else:
+        yield Destination("norm", (Source("model.norm.weight", (w.hidden,)),), last, wide=True, turn=config.norm_turn)
     if not config.tied:
-        yield Destination("head", (Source("lm_head.weight", (w.vocab, w.hidden)),), config.layers + 1, bits=8)
+        yield Destination("head", (Source("lm_head.weight", (w.vocab, w.hidden)),), last, bits=8)
 
 
-def build(config: DecoderConfig, weights: Mapping[str, Weight], kernels: ReferenceKernels, rotary: RotaryTable) -> Decoder:
-    """The network over `weights` (keys of `destinations`); sequences may be as long as the rotary table."""
-    named, blocks, paged, recurrent = Named(weights), [], 0, 0
+def _wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
+    joints = ("attn", "mlp") if config.streams is not None else ()
+    if config.ngrams is not None and layer in config.ngrams.layers:
+        yield from ngram.wanted(config, layer)
+    for joint in joints:
+        name = f"model.layers.{layer}.{joint}_hyper_connection"
+        yield from streams.wanted(config, f"{layer}.{joint}", name, layer + 1, inject=True)
+    yield from (attention if config.is_attention(layer) else delta).wanted(config, layer)
+    if config.indexer is not None and config.is_attention(layer):
+        yield from indexed.wanted(config, layer)
+    yield from feed_forward.wanted(config, layer)
+
+
+def build(
+    config: DecoderConfig,
+    weights: Mapping[str, Weight],
+    kernels: ReferenceKernels,
+    rotary: RotaryTable,
+    tables: Mapping[str, FileTable] = MappingProxyType({}),
+) -> Decoder:
+    """The network over `weights` and `tables` (keys of `destinations`); sequences may be as long as the rotary table."""
+    named, blocks, paged, stateful = Named(weights, tables), [], 0, 0
     for layer in range(config.layers):
-        if config.is_attention(layer):
+        before = None
+        if config.ngrams is not None and layer in config.ngrams.layers:
+            before = ngram.build(config, named, layer, stateful)
+            stateful += 1
+        if not config.is_attention(layer):
+            mixer = delta.build(config, named, layer, stateful)
+            stateful += 1
+        elif config.indexer is None:
             mixer = attention.build(config, named, layer, paged, rotary)
             paged += 1
         else:
-            mixer = delta.build(config, named, layer, recurrent)
-            recurrent += 1
-        blocks.append(Block(mixer, feed_forward.build(config, named, layer)))
+            mixer = indexed.build(config, named, layer, (paged, stateful), rotary)
+            paged, stateful = paged + 1, stateful + 1
+        mixer, forward = _joined(config, named.of(layer), mixer, feed_forward.build(config, named, layer))
+        blocks.append(Block(mixer, forward, before))
     embedding = named["embedding"]
-    return Decoder(config.widths.shape, embedding, blocks, named.norm("norm", config.eps), weights.get("head", embedding), kernels)
+    head, shape = weights.get("head", embedding), config.widths.shape
+    if config.streams is not None:
+        return Decoder(shape, embedding, blocks, streams.build(config, named, "mixer", inject=False), head, kernels)
+    return Decoder(shape, embedding, blocks, named.norm("norm", config.eps), head, kernels)
+
+
+def _joined(config: DecoderConfig, at: Named, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
+    """The two halves of a block, behind their joints where there are residual streams."""
+    if config.streams is None:
+        return mixer, forward
+    joints = [streams.build(config, at, joint, inject=True) for joint in ("attn", "mlp")]
+    return streams.Streamed(joints[0], mixer), streams.Streamed(joints[1], forward)

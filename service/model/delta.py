@@ -14,7 +14,7 @@ from ..kernels.rows import NormWeight
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
-from .shape import DecoderConfig, DeltaShape
+from .shape import DecoderConfig, DeltaShape, layer_norm
 from .spec import Destination, Source
 
 
@@ -24,9 +24,8 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     name, wide = f"model.layers.{layer}.linear_attn.", shape.channels + shape.values
     projections = (("qkvz", wide),) if shape.fused else (("qkv", shape.channels), ("z", shape.values))
     rates = (("ba", 2 * shape.value_heads),) if shape.fused else (("b", shape.value_heads), ("a", shape.value_heads))
-    norm = Source(f"model.layers.{layer}.input_layernorm.weight", (hidden,))
     taps = Source(name + "conv1d.weight", (shape.channels, 1, shape.taps))
-    yield Destination(key + "delta_norm", (norm,), part, wide=True, turn="plus_one" if config.gated else "")
+    yield from layer_norm(config, layer, "delta_norm", "input_layernorm")
     for what, stored, bits in (("projection", projections, 4), ("rates", rates, 8)):
         sources = tuple(Source(f"{name}in_proj_{which}.weight", (rows, hidden)) for which, rows in stored)
         yield Destination(key + what, sources, part, bits=bits)
@@ -44,7 +43,7 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> Gate
     return GatedDelta(
         shape=shape,
         index=index,
-        norm=at.norm("delta_norm", config.eps),
+        norm=None if config.streams else at.norm("delta_norm", config.eps),
         projection=at["projection"],
         rates=at["rates"],
         taps=at.plain("taps").view(shape.taps, shape.channels),
@@ -71,7 +70,7 @@ class GatedDelta:
 
     shape: DeltaShape
     index: int
-    norm: NormWeight
+    norm: NormWeight | None
     projection: Weight
     rates: Weight
     taps: torch.Tensor
@@ -89,16 +88,15 @@ class GatedDelta:
         kernels, views, states = at.kernels, at.views, at.cache.states
         if states is None or at.rows.slots is None:
             raise ValueError("the session's cache has no recurrent states")
-        x, normed, mixed = views["x"], views["normed"], views["delta_mixed"]
-        projected, rates = views["delta_projected"], views["delta_rates"]
-        kernels.norm_linear(x, self.norm, self.projection, projected, normed)
-        kernels.norm_linear(x, self.norm, self.rates, rates, normed)
+        projected, rates, mixed = views["delta_projected"], views["delta_rates"], views["delta_mixed"]
+        at.project(self.norm, self.projection, projected)
+        at.project(self.norm, self.rates, rates)
         seen, gates, beta, speed = self._split(projected, rates)
         decay = self.decay * F.softplus(speed.float() + self.bias)
         answers = self._mix(seen.float(), decay, beta.float().sigmoid(), at, states)
         kernels.rms_norm(answers, self.out_norm, answers)
-        mixed.view(answers.shape).copy_(answers.mul_(F.silu(gates.float())))
-        kernels.linear_add(mixed, self.output, x, normed)
+        mixed.view(answers.shape).copy_(answers.mul_(self.shape.gate(gates.float())))
+        kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
     def _split(self, projected: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the convolution sees [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""

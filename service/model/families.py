@@ -12,7 +12,9 @@ from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
 from .shape import DecoderConfig
 
-FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")}
+FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")}
+# The same config and tensors under another name, in some re-uploads.
+ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
 # Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 HEADS = ("language_model.lm_head.",)
@@ -36,6 +38,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def family_of(config: Mapping[str, Any]) -> ModuleType:
     """The module of a config.json's model_type; ModelError names what it is and what is supported."""
     kind = str(text_config(config).get("model_type")).removesuffix("_text")
+    kind = ALIASES.get(kind, kind)
     if kind in FAMILIES:
         return import_module(f"{__package__}.{FAMILIES[kind]}")
     architectures = config.get("architectures")

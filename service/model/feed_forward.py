@@ -11,15 +11,14 @@ from ..kernels.rows import NormWeight
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
-from .shape import DecoderConfig, ExpertShape
+from .shape import DecoderConfig, ExpertShape, layer_norm
 from .spec import FLOATING, Destination, Source
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     """Gate and up are held together; experts one behind the other, as one tensor each of both or one for every expert."""
     w, key, part, name = config.widths, f"{layer}.", layer + 1, f"model.layers.{layer}.mlp."
-    norm = Source(f"model.layers.{layer}.post_attention_layernorm.weight", (w.hidden,))
-    yield Destination(key + "forward_norm", (norm,), part, wide=True, turn="plus_one" if config.gated else "")
+    yield from layer_norm(config, layer, "forward_norm", "post_attention_layernorm")
     if config.experts is not None and config.is_sparse(layer):
         yield from _wanted_experts(config.experts, w.hidden, key, part, name)
         return
@@ -51,10 +50,10 @@ def _wanted_experts(shape: ExpertShape, hidden: int, key: str, part: int, name: 
 def build(config: DecoderConfig, weights: Named, layer: int) -> FeedForward | Experts:
     """The layer over its weights."""
     at = weights.of(layer)
-    norm = at.norm("forward_norm", config.eps)
     shape = config.experts
     if shape is None or not config.is_sparse(layer):
-        return FeedForward(norm, at["gate_up"], at["down"])
+        return FeedForward(at.norm("forward_norm", config.eps), at["gate_up"], at["down"])
+    norm = None if config.streams else at.norm("forward_norm", config.eps)
     gate_up, down = at.parts("experts_gate_up", shape.count), at.parts("experts_down", shape.count)
     shared = SharedExpert(at["shared_gate"], at["shared_gate_up"], at["shared_down"]) if shape.shared else None
     return Experts(shape, norm, at["router"], gate_up, down, shared)
@@ -75,9 +74,9 @@ class FeedForward:
 
     def run(self, at: Pass, /) -> None:
         kernels, views = at.kernels, at.views
-        x, normed, gated = views["x"], views["normed"], views["gated"]
-        kernels.norm_gate_up(x, self.norm, self.gate_up, gated, normed, views["both"])
-        kernels.linear_add(gated, self.down, x, normed)
+        normed, gated = views["normed"], views["gated"]
+        kernels.norm_gate_up(at.source, self.norm, self.gate_up, gated, normed, views["both"])
+        kernels.linear_add(gated, self.down, at.target, normed)
 
 
 @dataclass(slots=True)
@@ -88,12 +87,12 @@ class SharedExpert:
     gate_up: Weight
     down: Weight
 
-    def run(self, at: Pass, /) -> None:
+    def run(self, at: Pass, normed: torch.Tensor, /) -> None:
         kernels, views = at.kernels, at.views
-        normed, gated = views["normed"], views["shared_gated"]
+        gated = views["shared_gated"]
         kernels.gate_up(normed, self.gate_up, gated, views["shared_both"])
         gated.mul_(torch.sigmoid(kernels.linear(normed, self.gate, views["shared_gate"])))
-        kernels.linear_add(gated, self.down, views["x"], views["routed"])
+        kernels.linear_add(gated, self.down, at.target, views["routed"])
 
 
 @dataclass(slots=True)
@@ -104,7 +103,7 @@ class Experts:
     """
 
     shape: ExpertShape
-    norm: NormWeight
+    norm: NormWeight | None
     router: Weight
     gate_up: list[Weight]
     down: list[Weight]
@@ -117,31 +116,30 @@ class Experts:
         return self.gate_up[0], self.down[0], *shared
 
     def run(self, at: Pass, /) -> None:
-        at.kernels.rms_norm(at.views["x"], self.norm, at.views["normed"])
-        chosen, weights = self._choose(at)
+        normed = at.normed(self.norm)
+        chosen, weights = self._choose(at, normed)
         if self.shared is not None:
-            self.shared.run(at)
+            self.shared.run(at, normed)
         # The choices in the order of the experts, so that each one's weights are read once.
         order = chosen.argsort(stable=True)
         rows, weights = order // self.shape.active, weights[order][:, None]
         done = 0
         for expert, count in enumerate(chosen.bincount(minlength=self.shape.count).tolist()):
             if count:
-                self._run_expert(at, expert, rows[done : done + count], weights[done : done + count])
+                self._run_expert(at, normed, expert, rows[done : done + count], weights[done : done + count])
                 done += count
 
-    def _choose(self, at: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, at: Pass, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row and their weights in fp32, [rows * active] each."""
-        likely = at.kernels.linear(at.views["normed"], self.router, at.views["router"]).float().softmax(-1)
+        likely = at.kernels.linear(normed, self.router, at.views["router"]).float().softmax(-1)
         weights, chosen = likely.topk(self.shape.active, dim=-1)
         if self.shape.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return chosen.view(-1), weights.view(-1)
 
-    def _run_expert(self, at: Pass, expert: int, rows: torch.Tensor, weights: torch.Tensor) -> None:
+    def _run_expert(self, at: Pass, normed: torch.Tensor, expert: int, rows: torch.Tensor, weights: torch.Tensor) -> None:
         """The rows [n] of the pass through one expert, each by its weight [n, 1]."""
-        kernels, x, normed = at.kernels, at.views["x"], at.views["normed"]
-        count = rows.shape[0]
+        kernels, count = at.kernels, rows.shape[0]
         views = at.scratch.rows(count)
         gated, routed = views["expert_gated"], views["routed"]
         every = count == normed.shape[0]
@@ -149,6 +147,6 @@ class Experts:
         kernels.gate_up(mine, self.gate_up[expert], gated, views["expert_both"])
         gated.mul_(weights)
         if every:
-            kernels.linear_add(gated, self.down[expert], x, routed)
+            kernels.linear_add(gated, self.down[expert], at.target, routed)
         else:
-            x.index_add_(0, rows, kernels.linear(gated, self.down[expert], routed))
+            at.target.index_add_(0, rows, kernels.linear(gated, self.down[expert], routed))

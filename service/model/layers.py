@@ -98,17 +98,35 @@ class Scratch:
 
 @dataclass(slots=True)
 class Pass:
-    """What the layers of one pass share: where its rows stand, the session's cache, the buffers (`views` are those of all rows)."""
+    """What the layers of one pass share: its ids [T] and where their rows stand, the session's cache, the buffers (`views`: of all rows).
 
+    A layer reads `source` [T, hidden], normed by its own norm if it has one, and adds what it finds to `target` [T, hidden]: both are the
+    residual rows of an ordinary decoder.
+    """
+
+    ids: torch.Tensor
     rows: Rows
     cache: PagedKV
     scratch: Scratch
     views: PassRows
     kernels: ReferenceKernels
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def project(self, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> None:
+        """out [T, rows] = the source, normed where there is a norm, times a weight."""
+        if norm is None:
+            self.kernels.linear(self.source, weight, out)
+        else:
+            self.kernels.norm_linear(self.source, norm, weight, out, self.views["normed"])
+
+    def normed(self, norm: NormWeight | None) -> torch.Tensor:
+        """The source, normed where there is a norm, for several products."""
+        return self.source if norm is None else self.kernels.rms_norm(self.source, norm, self.views["normed"])
 
 
 class Layer(Protocol):
-    """Half of a block: it norms the residual rows views["x"] [T, hidden], computes, and adds what it found to them.
+    """Half of a block: it reads the source of a pass, computes, and adds what it found to the target.
 
     `matrices` are the weights that it multiplies with. `captured`: a decode step makes no look at values, so that a graph can hold it.
     """
@@ -121,12 +139,19 @@ class Layer(Protocol):
     def run(self, at: Pass, /) -> None: ...
 
 
+class Mixer(Protocol):
+    """What reads the residual streams [T, streams * hidden] of a decoder that has several."""
+
+    def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor: ...
+
+
 @dataclass(slots=True)
 class Block:
-    """Tokens are mixed, then each for itself goes through a feed-forward."""
+    """Tokens are mixed, then each for itself goes through a feed-forward; `before` may change the residual first."""
 
     mixer: Layer
     forward: Layer
+    before: Layer | None = None
 
 
 BetweenLayers = Callable[[int, torch.Tensor], None]
@@ -134,27 +159,34 @@ BetweenLayers = Callable[[int, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm and head over what the sequences of a session leave behind."""
+    """Embedding, blocks, final norm (or mixer of residual streams) and head over what the sequences of a session leave behind."""
 
     shape: HeadShape
     embedding: Weight
     blocks: list[Block]
-    norm: NormWeight
+    norm: NormWeight | Mixer
     head: Weight
     kernels: ReferenceKernels
 
     def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
-        """Read ids [T] int64 that stand at `rows`; returns the residual state [T, hidden], valid until the next call.
+        """Read ids [T] int64 that stand at `rows`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
 
         The blocks that `rows` names must belong to their sequences already; their lengths are the caller's to advance.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
         """
-        at = Pass(rows, kv, scratch, scratch.rows(ids.shape[0]), self.kernels)
-        x = at.views["x"]
+        views = scratch.rows(ids.shape[0])
+        x = views["x"]
+        at = Pass(ids, rows, kv, scratch, views, self.kernels, x, x)
         self.kernels.embed(ids, self.embedding, x)
+        if not isinstance(self.norm, NormWeight):
+            streams = views["streams"]
+            streams.view(x.shape[0], -1, x.shape[1]).copy_(x[:, None])
+            x = streams
         for index, block in enumerate(self.blocks):
             if between is not None:
                 between(index, x)
+            if block.before is not None:
+                block.before.run(at)
             block.mixer.run(at)
             block.forward.run(at)
         if between is not None:
@@ -162,13 +194,23 @@ class Decoder:
         return x
 
     def logits(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Scores [rows, vocab] for state [rows, hidden], rows <= scratch.logit_rows; valid until the next call."""
+        """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call."""
         count = state.shape[0]
-        return self.kernels.norm_linear(state, self.norm, self.head, scratch.logits(count), scratch.rows(count)["normed"])
+        views, scores = scratch.rows(count), scratch.logits(count)
+        if isinstance(self.norm, NormWeight):
+            return self.kernels.norm_linear(state, self.norm, self.head, scores, views["normed"])
+        return self.kernels.linear(self.norm.mix(state, views, self.kernels), self.head, scores)
+
+    def final(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """What the head reads of what `forward` returned: [rows, hidden], valid until the next call."""
+        views = scratch.rows(state.shape[0])
+        if isinstance(self.norm, NormWeight):
+            return self.kernels.rms_norm(state, self.norm, views["normed"])
+        return self.norm.mix(state, views, self.kernels)
 
     @property
     def captured(self) -> bool:
         """Whether a decode step can be a CUDA graph: no layer looks at values, and the kernels have nothing that does for its weights."""
-        layers = [layer for block in self.blocks for layer in (block.mixer, block.forward)]
+        layers = [layer for block in self.blocks for layer in (block.mixer, block.forward, block.before) if layer is not None]
         matrices = [matrix for layer in layers for matrix in layer.matrices]
         return all(layer.captured for layer in layers) and self.kernels.captures(self.shape, [*matrices, self.head])

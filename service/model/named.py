@@ -8,22 +8,28 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.rows import NormWeight
+from ..loader.table import FileTable
 from ..quant.weight import QuantizedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """`tensors` by the keys of their destinations, which begin with `prefix`."""
+    """`tensors` by the keys of their destinations, which begin with `prefix`; `tables` by their whole keys."""
 
     tensors: Mapping[str, Weight]
+    tables: Mapping[str, FileTable]
     prefix: str = ""
 
     def of(self, layer: int) -> Named:
         """Those of one block."""
-        return Named(self.tensors, f"{layer}.")
+        return Named(self.tensors, self.tables, f"{layer}.")
 
     def __getitem__(self, key: str) -> Weight:
         return self.tensors[self.prefix + key]
+
+    def table(self, key: str) -> FileTable:
+        """A table that stays in its file."""
+        return self.tables[self.prefix + key]
 
     def plain(self, key: str) -> torch.Tensor:
         """One that is never quantized. TypeError for one that is."""

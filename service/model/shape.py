@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
+from ..cache.recurrent import Pieces
 from ..errors import ModelError
 from .layers import Room, Widths
-from .spec import ConfigReader
+from .spec import ConfigReader, Destination, Source, Turn
 
 ATTENTION, DELTA = "full_attention", "linear_attention"
 
@@ -17,7 +21,8 @@ ATTENTION, DELTA = "full_attention", "linear_attention"
 class DeltaShape:
     """Heads of a gated delta net: `value_heads` states of [key_dim, value_dim], groups of which share a key head.
 
-    `taps` of the convolution before it. `fused`: projections are stored a key head at a time (Qwen3-Next).
+    `taps` of the convolution before it. `fused`: projections are stored a key head at a time (Qwen3-Next). `gate`: what the gates behind it
+    go through.
     """
 
     key_heads: int
@@ -26,6 +31,7 @@ class DeltaShape:
     value_dim: int
     taps: int
     fused: bool
+    gate: Callable[[torch.Tensor], torch.Tensor] = F.silu
 
     @property
     def group(self) -> int:
@@ -48,7 +54,7 @@ class DeltaShape:
         return 2 * self.keys + self.values
 
     @property
-    def state(self) -> tuple[tuple[int, ...], ...]:
+    def state(self) -> Pieces:
         """What a sequence leaves behind in a layer, whatever its length: the last inputs of the convolution, and the heads' states."""
         return (self.taps - 1, self.channels), (self.key_heads, self.group, self.key_dim, self.value_dim)
 
@@ -85,6 +91,75 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamShape:
+    """`count` residual streams that a layer's input is mixed of, by weights of low `rank`."""
+
+    count: int
+    rank: int
+
+    def rooms(self, hidden: int) -> tuple[Room, ...]:
+        wide = self.count * hidden
+        return (
+            Room("streams", wide, read=True),
+            Room("streams_normed", wide, read=True),
+            Room("streams_low", self.rank, read=True),
+            Room("streams_mix", wide),
+            Room("inject", self.count),
+            Room("read", hidden, read=True),
+            Room("found", hidden),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NgramShape:
+    """Rows of a table, chosen by the last `size` tokens, that are let into the streams before the layers `layers`.
+
+    `heads` rows for each length from 2 to `size`, `width` numbers together; `base`, `multiple` and `seed` say how they are found,
+    `end` is the token that no n-gram reaches over, `taps` those of the convolution behind, `parts` how the table is stored.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    taps: int
+    size: int
+    heads: int
+    base: int
+    multiple: int
+    seed: int
+    end: int
+    parts: int
+
+    def state(self, hidden: int, streams: int) -> Pieces:
+        """The last inputs of the convolution, and the last ids less `end`."""
+        return ((self.taps - 1) * self.size, streams * hidden), (self.size - 1,)
+
+    def rooms(self, hidden: int, streams: int) -> tuple[Room, ...]:
+        return (
+            Room("ngram", self.width, read=True),
+            Room("ngram_keys", streams * hidden),
+            Room("ngram_values", hidden),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerShape:
+    """Attention to at most `budget` tokens, chosen in blocks of `ratio` by `heads` queries over a mean key a block, `dim` wide."""
+
+    heads: int
+    dim: int
+    budget: int
+    ratio: int
+
+    @property
+    def state(self) -> Pieces:
+        """The raw keys of a block that is not full."""
+        return ((self.ratio - 1, self.dim),)
+
+    def rooms(self) -> tuple[Room, ...]:
+        return (Room("indexed", (self.heads + 1) * self.dim),)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A decoder: which of its layers mix tokens how, and which have experts.
 
@@ -106,6 +181,13 @@ class DecoderConfig:
     experts: ExpertShape | None = None
     dense: frozenset[int] = frozenset()
     sparse_step: int = 1
+    streams: StreamShape | None = None
+    ngrams: NgramShape | None = None
+    indexer: IndexerShape | None = None
+
+    @property
+    def norm_turn(self) -> Turn:
+        return "plus_one" if self.gated else ""
 
     def is_attention(self, layer: int) -> bool:
         return self.kinds[layer] if self.kinds else (layer + 1) % self.interval == 0
@@ -118,9 +200,24 @@ class DecoderConfig:
         return sum(self.kinds) if self.kinds else self.layers // self.interval
 
     @property
-    def recurrent(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """How many layers leave a state of constant size behind, and the shapes that it has in each."""
-        return (self.layers - self.attention_layers, self.delta.state) if self.delta else (0, ())
+    def states(self) -> tuple[Pieces, ...]:
+        """The shapes of what each layer that leaves a state of constant size leaves behind, in the order of the layers."""
+        found: list[Pieces] = []
+        for layer in range(self.layers if self.delta else 0):
+            if self.ngrams is not None and layer in self.ngrams.layers:
+                found.append(self.ngrams.state(self.widths.hidden, self.streams.count if self.streams else 1))
+            if not self.is_attention(layer):
+                found.append(self.delta.state if self.delta else ())
+            elif self.indexer is not None:
+                found.append(self.indexer.state)
+        return tuple(found)
+
+
+def layer_norm(config: DecoderConfig, layer: int, key: str, name: str) -> Iterator[Destination]:
+    """The norm that a layer begins with; where residual streams are read, that norms already."""
+    if config.streams is None:
+        source = Source(f"model.layers.{layer}.{name}.weight", (config.widths.hidden,))
+        yield Destination(f"{layer}.{key}", (source,), layer + 1, wide=True, turn=config.norm_turn)
 
 
 def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *rooms: Room) -> Widths:

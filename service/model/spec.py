@@ -40,7 +40,7 @@ class Destination:
     `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a prompt's rows are
     read when they are needed, and all of it comes last, for a head that is tied to it and for decode. `wide`: held in fp32 (norms).
     `bits`: the fewest that a number of it may be turned into on load. `joined`: the one tensor that may stand in for all sources.
-    `used`: the share of it that one token meets (of experts the chosen ones).
+    `used`: the share of it that one token meets (of experts the chosen ones). `in_file`: a table that stays in its file.
     """
 
     key: str
@@ -51,6 +51,7 @@ class Destination:
     turn: Turn = ""
     joined: Source | None = None
     used: float = 1.0
+    in_file: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from ..quant.quantize import Quantizer, padded_columns, quantize_into, tile_elem
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
 from .reading import Reading, Settle, widen
 from .spec import FLOATING, Destination, Source, Turn
+from .tables import PlannedTable, scale_name
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in STORED.items()}
@@ -30,7 +31,9 @@ ALIGNMENT = 256
 # Unpacking a part takes some seven times its bytes for a moment.
 UNPACK_BYTES = 1 << 20
 # Buffers that some exporters store and that are recomputed, and what a tied head may be stored as again.
-RECOMPUTED = re.compile(r".*rotary_emb\.inv_freq$|^lm_head\.weight$")
+RECOMPUTED = re.compile(
+    r".*rotary_emb\.inv_freq$|^lm_head\.weight$|.*\.ple_embedding\.(layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """All tensors of a network, checked against the checkpoint, before anything is allocated. `aim`: what they were to be turned into."""
+    """All tensors of a network, checked against the checkpoint, before anything is allocated. `aim`: what they were to be turned into.
+
+    `tables` stay in their files and are no part of any figure here but `parameters`.
+    """
 
     tensors: tuple[PlannedTensor, ...]
     aim: Format | None = None
+    tables: tuple[PlannedTable, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +131,7 @@ class WeightPlan:
 
     def changed(self) -> bool:
         """Whether a file that is to be read is another one than when the plan was made, or gone."""
-        sources = {info.source for tensor in self.tensors for info in tensor.parts}
+        sources = {info.source for planned in (*self.tensors, *self.tables) for info in planned.parts}
         return any(not source.unchanged() for source in sources)
 
     def bench(self, device: torch.device) -> tuple[int, int, int]:
@@ -150,15 +157,29 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     checkpoint has its tensors: a config may ask for any number of layers.
     """
     packings = read_packings(checkpoint.config)
-    planned = tuple(_planned(destination, checkpoint, packings, aim) for destination in wanted)
-    known = {info.name for tensor in planned for info in tensor.parts} | set(_ignored(planned, packings))
+    found = [_planned_table(d, checkpoint) if d.in_file else _planned(d, checkpoint, packings, aim) for d in wanted]
+    planned = tuple(tensor for tensor in found if isinstance(tensor, PlannedTensor))
+    tables = tuple(table for table in found if isinstance(table, PlannedTable))
+    known = {info.name for tensor in found for info in tensor.parts} | set(_ignored(planned, packings))
+    known |= {table.scale.name for table in tables if table.scale is not None}
     unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(
             f"{checkpoint.name} has {len(unknown)} tensors that its config.json does not account for, the first is {unknown[0]}; "
             "the config and the weights belong to different models"
         )
-    return WeightPlan(planned, aim)
+    return WeightPlan(planned, aim, tables)
+
+
+def _planned_table(destination: Destination, checkpoint: Checkpoint) -> PlannedTable:
+    """Its rows in a floating type, or in FP8 with one scale for all."""
+    destination = _as_stored(destination, checkpoint)
+    scale = checkpoint.tensors.get(scale_name(destination.sources[0].name))
+    kinds = STORED if scale is None else {"F8_E4M3": torch.float8_e4m3fn}
+    parts = tuple(_part(source, checkpoint, kinds) for source in destination.sources)
+    if scale is not None and (scale.elements != 1 or scale.dtype not in STORED):
+        raise ModelError(f"{checkpoint.name}: tensor {scale.name} is {scale.dtype} {list(scale.shape)}; one floating number is needed")
+    return PlannedTable(destination, parts, None if scale is None else replace(scale, shape=(1,)))
 
 
 def _packing(destination: Destination, packings: Packings | None) -> Packing | None:
@@ -322,7 +343,7 @@ def _unpacking(info: TensorInfo, part: StoredPart, row: int, rows: int) -> Readi
     return Reading(info, row, rows, take=take, step=part.step, most=UNPACK_BYTES, rowwise=False)
 
 
-def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
+def _part(source: Source, checkpoint: Checkpoint, kinds: Mapping[str, torch.dtype] = STORED) -> TensorInfo:
     found = checkpoint.tensors.get(source.name)
     if found is None:
         module = f"{_module(source)}."
@@ -335,8 +356,8 @@ def _part(source: Source, checkpoint: Checkpoint) -> TensorInfo:
         raise ModelError(
             f"{checkpoint.name}: tensor {source.name}: wanted {list(source.in_file)} by config.json, found {list(found.shape)} in the file"
         )
-    if found.dtype not in STORED:
-        raise ModelError(f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(STORED)}")
+    if found.dtype not in kinds:
+        raise ModelError(f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(kinds)}")
     return replace(found, shape=source.shape) if source.stored else found
 
 

@@ -22,7 +22,7 @@ from onedesk.service.memory.truth import read_truth
 
 CONTEXT = 5 * BLOCK
 SHAPE = KVShape(1, 1, 2, torch.float32)
-STATES = StateShape(2, ((3,), (2, 2)), 8, 3)
+STATES = StateShape((((3,), (2, 2)),) * 2, 8, 3)
 KEY = 997
 
 
@@ -65,7 +65,7 @@ class HybridMachine(RuleBasedStateMachine):
         slots = torch.tensor([text.kv.slots for text in texts])
         states = self.pages.states
         assert states is not None
-        for layer in range(STATES.layers):
+        for layer in range(len(STATES.layers)):
             pieces = states.read(layer, slots[:, 0])
             for row, (text, new) in enumerate(zip(texts, ids, strict=True)):
                 for number, piece in enumerate(pieces):

@@ -36,9 +36,10 @@ MOVES = ("read", "step", "snapshot", "restore", "truncate", "fork")
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family(tmp_path_factory.mktemp("models") / "tiny", "qwen3_5_moe", seed=5, **LAYERS)
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "qwen4_exp"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = LAYERS | ({"ple_layer_ids": [1]} if request.param == "qwen4_exp" else {})
+    return write_family(tmp_path_factory.mktemp("models") / "tiny", request.param, seed=5, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_a_chunk_that_was_stopped_leaves_the_sequence_as_it_was(runner: Runner) 
         torch.testing.assert_close(runner.decode([kv], [3]).clone(), runner.decode([other], [3]), rtol=0, atol=0)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 70)), max_size=8))
 def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runner, moves: list[tuple[str, int]]) -> None:
     tail = list(ids_of(12, 4))

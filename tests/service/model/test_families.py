@@ -18,6 +18,8 @@ from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.model.families import FAMILIES, read_family
+from onedesk.service.model.ngram import head_sizes, multipliers, table_rows
+from onedesk.service.model.shape import NgramShape
 from onedesk.service.quant.weight import QuantizedWeight, dequantize
 from oracle import load_model
 from safetensors.torch import load_file, save_file
@@ -26,6 +28,8 @@ from tiny_families import write_family
 CPU = torch.device("cpu")
 CONTEXT = 288
 EOS = 2
+STEPS = 6
+TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding."
 # Of each family the ordinary model, and what its config may change of it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -34,6 +38,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
     "qwen3_5_moe": ("qwen3_5_moe", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}),
+    "qwen4_exp": ("qwen4_exp", {}),
+    "qwen4_exp, two tables": (
+        "qwen4_exp",
+        {
+            "ple_layer_ids": [1, 3],
+            "ngram_size": 4,
+            "ple_embed_dim": 96,
+            "hc_count": 2,
+            "indexer_compress_ratio": 8,
+            "output_gate_type": None,
+        },
+    ),
     "qwen3_5_moe with pictures": ("qwen3_5_moe", {"vision": True, "linear_value_head_dim": 32}),
 }
 
@@ -94,7 +110,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     session.release()
 
 
-@pytest.mark.parametrize("length", [1, 7, 200])
+@pytest.mark.parametrize("length", [1, 7, 130])
 def test_scores_equal_transformers(pair: tuple[Session, Any], length: int) -> None:
     session, theirs = pair
     ids = prompt(length)
@@ -108,19 +124,19 @@ def test_scores_equal_transformers(pair: tuple[Session, Any], length: int) -> No
 
 def test_greedy_ids_equal_transformers_alone_and_together(pair: tuple[Session, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     session, theirs = pair
-    prompts = [prompt(length, 1) for length in (90, 1, 33, 64)]
+    prompts = [prompt(length, 1) for length in (70, 1, 33)]
     wanted = []
     for ids in prompts:
         with torch.no_grad():
-            found = theirs.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False, eos_token_id=-1)
+            found = theirs.generate(torch.tensor([ids]), max_new_tokens=STEPS, do_sample=False, eos_token_id=-1)
         wanted.append(found[0, len(ids) :].tolist())
-    assert greedy(session, prompts, 10) == wanted
+    assert greedy(session, prompts, STEPS) == wanted
     for size in (1, 3, 16):
         monkeypatch.setattr(runner_module, "CHUNK", size)
-        assert [greedy(session, [ids], 10)[0] for ids in prompts] == wanted, f"chunks of {size}"
+        assert [greedy(session, [ids], STEPS)[0] for ids in prompts] == wanted, f"chunks of {size}"
     monkeypatch.undo()
     uncached = list(prompts[2])
-    for _ in range(10):
+    for _ in range(STEPS):
         uncached += greedy(session, [uncached], 1)[0]
     assert uncached[33:] == wanted[2]
 
@@ -230,7 +246,10 @@ def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen9"}, r"model_type 'qwen9' .*is not supported; supported: qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next"),
+        (
+            {"model_type": "qwen9"},
+            r"model_type 'qwen9' .*is not supported; supported: qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen4_exp",
+        ),
         ({"num_experts": 7}, r"layers\.0\.mlp\.gate\.weight: wanted \[7, 64\] by config.json, found \[8, 64\]"),
         ({"num_experts": 9}, r"layers\.0\.mlp\.gate\.weight: wanted \[9, 64\] by config.json, found \[8, 64\]"),
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9 of num_experts = 8"),
@@ -269,3 +288,89 @@ def test_layers_that_a_quantization_names_are_found_under_other_names_too(sparse
     (moved / "config.json").write_text(json.dumps(config | {"quantization_config": told}), encoding="utf-8")
     known = read_family(open_checkpoint(moved))[2].config["quantization_config"]
     assert known == {"ignore": ["model.layers.0.mlp.gate", *names[1:]], "quantized_layers": {"model.layers.0.mlp.gate": {"bits": 4}}}
+
+
+@pytest.fixture(scope="module")
+def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "ple_layer_ids": [1]}
+    return write_family(tmp_path_factory.mktemp("model") / "tiny", "qwen4_exp", seed=8, **changes)
+
+
+def test_the_table_stays_in_its_file_in_parts_whole_or_in_fp8(hashed: Path, tmp_path: Path, cache: Path) -> None:
+    ids = prompt(25)
+    wanted = all_logits(session := start(hashed, cache), ids, 25)
+    assert not any("table" in key for key in session._arrival.tensors)
+    stored = sum(tensor.nbytes for tensor in load_file(hashed / "model.safetensors").values())
+    assert session.leases[0].nbytes < stored - 4096 * 16 * 4 + (16 << 10)
+
+    def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = [tensors.pop(f"{TABLE}shard_{i}.weight") for i in range(4)]
+        return tensors | {TABLE + "weight": torch.cat(parts)}
+
+    def scaled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = {name: (tensor * 4).to(torch.float8_e4m3fn) for name, tensor in tensors.items() if name.startswith(TABLE)}
+        return tensors | parts | {TABLE + "weight_scale": torch.tensor([0.25], dtype=torch.bfloat16)}
+
+    def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: (t * 4).to(torch.float8_e4m3fn).float() / 4 if n.startswith(TABLE) else t for n, t in tensors.items()}
+
+    found = {}
+    for edit in (whole, scaled, rounded):
+        folder = copied(hashed, tmp_path / edit.__name__)
+        change(folder, edit)
+        found[edit.__name__] = all_logits(start(folder, cache), ids, 25)
+    torch.testing.assert_close(found["whole"], wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found["scaled"], found["rounded"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda t: t | {TABLE + "shard_3.weight": torch.ones(1000, 16)},
+            r"shard_3\.weight: wanted \[1024, 16\] by config.json, found \[1000",
+        ),
+        (lambda t: {n: v for n, v in t.items() if "shard_2" not in n}, r"lacks the tensor model\.layers\.0\.ple\..*shard_2\.weight"),
+        (lambda t: t | {TABLE + "shard_1.weight": torch.ones(1024, 16).to(torch.float8_e4m3fn)}, r"stored as F8_E4M3; supported: BF16"),
+        (lambda t: t | {TABLE + "weight_scale": torch.ones(2)}, r"weight_scale is F32 \[2\]; one floating number|stored as F32; supported"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(hashed: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    folder = copied(hashed, tmp_path / "tiny")
+    change(folder, edit)
+    with pytest.raises(ModelError, match=message):
+        draw_blueprint(open_checkpoint(folder), CPU, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ple_layer_ids": [3]}, r"ple_layer_ids \[3\] of 2 layers"),
+        ({"ple_embed_dim": 66}, r"ple_embed_dim = 66 for 4 rows a token"),
+        ({"eos_token_id": None}, r"eos_token_id = None; n-grams need the token"),
+        ({"indexer_budget": 18}, r"indexer_budget = 18, indexer_compress_ratio = 4"),
+        ({"indexer_compress_ratio": 3, "indexer_budget": 18}, r"the ratio must divide the budget and 32"),
+        ({"indexer_kv_heads": 2}, r"indexer_kv_heads = 2; only 1"),
+        ({"indexer_head_dim": None}, r"indexer_head_dim = None"),
+        ({"output_gate_type": "tanh"}, r"output_gate_type = 'tanh'; supported are 'silu' and 'sigmoid'"),
+        ({"hc_count": 3}, r"norm_key\.weight: wanted \[192\] by config.json, found \[256\]"),
+        ({"ngram_vocab_size_base": 2000}, r"shard_0\.weight: wanted \[\d+, 16\] by config.json, found \[1024, 16\]"),
+    ],
+)
+def test_a_config_of_streams_and_tables_that_does_not_fit_is_refused(
+    hashed: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = copied(hashed, tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    with pytest.raises(ModelError, match=message):
+        draw_blueprint(open_checkpoint(folder), CPU, 64)
+
+
+def test_the_hashes_of_the_published_model_are_those_of_its_index() -> None:
+    """Figures of Qwen3.8-Flash-Next's checkpoint: rows of each head, rows of the table, and the factors that it stores."""
+    shape = NgramShape((1,), 2560, 4, 3, 8, 20_000_000, 128, 1234, 248044, 128)
+    sizes = head_sizes(shape, 0)
+    assert (sizes[0], sizes[7], sizes[8], sizes[15]) == (20000003, 20000077, 20000081, 20000171)
+    assert table_rows(shape, 0) == 320_001_536
+    assert multipliers(shape, 248320, 0) == [23703573157769, 20109073645365, 8052911324071]

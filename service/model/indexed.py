@@ -1,0 +1,133 @@
+"""Gated attention to few tokens: an indexer scores blocks of them by a mean key each, and only the best blocks are attended to (QSA).
+
+A row attends to the tokens of its best blocks and to those behind the last full one. Where it sees no more than that, all are attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.rows import BLOCK, NormWeight, RotaryTable
+from ..quant.weight import Weight
+from .attention import GatedAttention
+from .layers import Pass
+from .named import Named
+from .shape import DecoderConfig, IndexerShape
+from .spec import Destination, Source
+
+
+def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
+    """What the indexer has beside attention; its queries and its one key are one matrix."""
+    shape, key, part, name = _shape(config), f"{layer}.", layer + 1, f"model.layers.{layer}.self_attn.indexer."
+    matrix = Source(name + "index_qk_proj.weight", ((shape.heads + 1) * shape.dim, config.widths.hidden))
+    yield Destination(key + "indexer", (matrix,), part, bits=8)
+    for which in ("q", "k"):
+        norm = Source(f"{name}{which}_layernorm.weight", (shape.dim,))
+        yield Destination(f"{key}indexer_{which}_norm", (norm,), part, wide=True, turn="plus_one")
+
+
+def build(config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> IndexedAttention:
+    """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave states."""
+    at = weights.of(layer)
+    return IndexedAttention(
+        shape=config.widths.shape,
+        index=places[0],
+        norm=None if config.streams else at.norm("attention_norm", config.eps),
+        qkv=at["qkv"],
+        q_norm=at.norm("q_norm", config.eps),
+        k_norm=at.norm("k_norm", config.eps),
+        output=at["output"],
+        rotary=rotary,
+        indexer=_shape(config),
+        place=places[1],
+        index_qk=at["indexer"],
+        index_q_norm=at.norm("indexer_q_norm", config.eps),
+        index_k_norm=at.norm("indexer_k_norm", config.eps),
+    )
+
+
+def _shape(config: DecoderConfig) -> IndexerShape:
+    if config.indexer is None:
+        raise ValueError("the family has no indexer")
+    return config.indexer
+
+
+@dataclass(slots=True, kw_only=True)
+class IndexedAttention(GatedAttention):
+    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a block wait to be full."""
+
+    indexer: IndexerShape
+    place: int
+    index_qk: Weight
+    index_q_norm: NormWeight
+    index_k_norm: NormWeight
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return self.qkv, self.output, self.index_qk
+
+    def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        shape, states, slots, rows = self.indexer, at.cache.states, at.rows.slots, at.rows
+        if states is None or slots is None:
+            raise ValueError("the session's cache has no recurrent states")
+        indexed = at.views["indexed"]
+        at.project(self.norm, self.index_qk, indexed)
+        keys = indexed[:, shape.heads * shape.dim :].float()
+        tails = states.read(self.place, slots.source)[0]
+        places = rows.positions.tolist()
+        pieces = [(0, len(places))] if rows.start is not None else [(row, row + 1) for row in range(len(places))]
+        for sequence, (first, last) in enumerate(pieces):
+            self._pool(at, keys[first:last], tails[sequence], sequence, places[first])
+        states.write(self.place, slots.target, (tails,))
+        if max(places) < shape.budget + shape.ratio - 1:
+            GatedAttention._attend(self, at, qkv, mixed)
+            return
+        paged = at.cache.keys[self.index], at.cache.values[self.index]
+        queries = at.kernels.place(qkv, self.shape, self.q_norm, self.k_norm, self.rotary, *paged, rows)
+        count = len(places)
+        wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
+        at.kernels.rms_norm(wanted, self.index_q_norm, wanted)
+        at.kernels.rotate(wanted, self.rotary.cos[rows.positions], self.rotary.sin[rows.positions])
+        heads = mixed.view(count, self.shape.heads, self.shape.head_dim)
+        for sequence, (first, last) in enumerate(pieces):
+            scored = at.cache.pooled[self.index][rows.tables[sequence].long()].flatten(0, 1)
+            for row in range(first, last):
+                tokens = self._choose(wanted[row], scored, places[row] + 1)
+                self._attend_to(at, queries[row], tokens, sequence, heads[row])
+
+    def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, start: int) -> None:
+        """Let new raw keys [T, dim] at `start` in: the mean of each full block is kept, normed and rotated to its first token's place.
+
+        tail [ratio - 1, dim] holds the raw keys of the block that is not full, and is changed.
+        """
+        shape, waiting = self.indexer, start % self.indexer.ratio
+        raw = torch.cat((tail[:waiting], keys))
+        full = len(raw) // shape.ratio
+        left = raw[full * shape.ratio :]
+        tail[: len(left)] = left
+        if not full:
+            return
+        pooled = raw[: full * shape.ratio].view(full, 1, shape.ratio, shape.dim).mean(2)
+        firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
+        at.kernels.rms_norm(pooled, self.index_k_norm, pooled)
+        at.kernels.rotate(pooled, self.rotary.cos[firsts], self.rotary.sin[firsts])
+        blocks = at.rows.tables[sequence][firsts // BLOCK].long()
+        at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
+
+    def _choose(self, wanted: torch.Tensor, scored: torch.Tensor, length: int) -> torch.Tensor:
+        """The places that a row attends to, of the `length` that it sees: wanted [heads, dim], scored [blocks, dim]."""
+        shape = self.indexer
+        full = length // shape.ratio
+        scores = (wanted @ scored[:full].t()).relu_().sum(0)
+        best = scores.topk(min(shape.budget // shape.ratio, full)).indices.sort().values
+        inside = (best[:, None] * shape.ratio + torch.arange(shape.ratio, device=best.device)).view(-1)
+        return torch.cat((inside, torch.arange(full * shape.ratio, length, device=best.device)))
+
+    def _attend_to(self, at: Pass, query: torch.Tensor, tokens: torch.Tensor, sequence: int, out: torch.Tensor) -> None:
+        """out [heads, head_dim] of one row's queries over the places `tokens` of its sequence."""
+        blocks, slots = at.rows.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
+        keys, values = (part[self.index][blocks, :, slots].transpose(0, 1) for part in (at.cache.keys, at.cache.values))
+        at.kernels.attention(query[None], keys, values, len(tokens) - 1, out[None])

@@ -1,0 +1,31 @@
+"""Tables that stay in their files: where their rows lie, planned beside the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..loader.header import TensorInfo
+from ..loader.table import FileTable
+from .spec import Destination
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTable:
+    """A table that stays in its file: where its rows lie, and the one number that all are multiplied by, if there is one."""
+
+    destination: Destination
+    parts: tuple[TensorInfo, ...]
+    scale: TensorInfo | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return sum(part.nbytes for part in self.parts)
+
+    def open(self) -> FileTable:
+        return FileTable(self.parts, self.scale)
+
+
+def scale_name(name: str) -> str:
+    """The scale's name beside that of a table, or of the first of its parts."""
+    return name.removesuffix(".weight").removesuffix(".shard_0") + ".weight_scale"
