@@ -142,11 +142,16 @@ def _read_config(files: _Files, lone: Path | None) -> dict[str, Any]:
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
         raise ModelError("config.json does not say the model_type (a name such as qwen3); get the config.json that belongs to the weights")
     if config.get("quantization_config") is None and files.has(HF_QUANT):
-        settings = read_json_object(files.path(HF_QUANT), HF_QUANT).get("quantization")
-        if not isinstance(settings, dict):
-            raise ModelError(f"{HF_QUANT} has quantization = {settings!r}; an object is needed, get the file again")
-        config["quantization_config"] = {"quant_method": "modelopt", **settings}
+        config["quantization_config"] = modelopt_settings(read_json_object(files.path(HF_QUANT), HF_QUANT))
     return config
+
+
+def modelopt_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What HF_QUANT says, as a quantization_config. Raises ModelError."""
+    settings = document.get("quantization")
+    if not isinstance(settings, dict):
+        raise ModelError(f"{HF_QUANT} has quantization = {settings!r}; an object is needed, get the file again")
+    return {"quant_method": "modelopt", **settings}
 
 
 def _read_folder(files: _Files) -> dict[str, TensorInfo]:

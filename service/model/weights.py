@@ -189,8 +189,8 @@ def _packing(destination: Destination, packings: Packings | None) -> Packing | N
 def _ignored(planned: Iterable[PlannedTensor], packings: Packings | None) -> Iterator[str]:
     for tensor in planned:
         packing = _packing(tensor.destination, packings) if tensor.stored is None else None
-        if packing is not None:
-            yield from (f"{_module(source)}.{suffix}" for source in tensor.destination.sources for suffix in packing.ignored)
+        suffixes = packing.ignored if packing is not None else packings.beside if packings is not None else ()
+        yield from (f"{_module(source)}.{suffix}" for source in tensor.destination.sources for suffix in suffixes)
 
 
 def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packings | None, aim: Format | None) -> PlannedTensor:

@@ -33,13 +33,15 @@ def glob(text: str) -> re.Pattern[str]:
 @dataclass(frozen=True, slots=True)
 class Packings:
     """The packings of a checkpoint: `named` by plain module names, each for all that is in it, `patterned` by patterns of whole names
-    (the first that matches), `usual` for all others. None: stored in floats. `left_out`: patterns of what is said to be in floats.
+    (the first that matches), `usual` for all others. None: stored in floats. `left_out`: patterns of what is said to be in floats,
+    `beside`: suffixes of tensors that may lie beside floats and are not needed.
     """
 
     usual: Packing | None
     named: Mapping[str, Packing | None] = field(default_factory=lambda: MappingProxyType({}))
     patterned: tuple[tuple[re.Pattern[str], Packing], ...] = ()
     left_out: tuple[re.Pattern[str], ...] = ()
+    beside: tuple[str, ...] = ()
 
     def said(self, module: str) -> Packing | None:
         """The packing of one matrix by the config alone. What lies in the files may be in floats all the same."""

@@ -22,14 +22,14 @@ def read_modelopt(fields: Fields) -> Packings:
     """The packings of a quantization_config of ModelOpt. Raises ModelError."""
     left_out = tuple(map(glob, (*fields.texts("ignore"), *fields.texts("exclude_modules"))))
     if fields.one_of("quant_algo", (*ALGORITHMS, MIXED)) != MIXED:
-        return Packings(_packing(fields), left_out=left_out)
+        return Packings(_packing(fields), left_out=left_out, beside=CACHE_SCALES)
     layers = fields.each("quantized_layers") if fields.get("quantized_layers") is not None else iter(())
     named = {plain_name(module): _packing(own) for module, own in layers}
     if not named:
         for _, group in fields.each("config_groups"):
             packing = _by_numbers(group.inner("weights"))
             named.update((plain_name(module), packing) for module in group.texts("targets"))
-    return Packings(None, named, left_out=left_out)
+    return Packings(None, named, left_out=left_out, beside=CACHE_SCALES)
 
 
 def _packing(fields: Fields) -> Packing | None:

@@ -14,8 +14,8 @@ from ..engine.buffers import MAX_BATCH
 from ..engine.runner import SCORED_ROWS, chunk_rows
 from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
 from ..errors import ModelError, RequestError
-from ..loader.checkpoint import CONFIG
-from ..loader.files import read_json_object
+from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
+from ..loader.files import exists, read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
 from ..model.families import FAMILIES
@@ -160,7 +160,10 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
     if name in listed and listed[name].is_dir():
         folder = listed[name]
     if folder.is_dir():
-        return folder.resolve().name, read_json_object(folder / CONFIG, CONFIG)
+        described = read_json_object(folder / CONFIG, CONFIG)
+        if described.get(KEY) is None and exists(folder / HF_QUANT):
+            described[KEY] = modelopt_settings(read_json_object(folder / HF_QUANT, HF_QUANT))
+        return folder.resolve().name, described
     known = published_name(name)
     if known is None:
         raise ModelError(

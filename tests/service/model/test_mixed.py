@@ -99,6 +99,18 @@ def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+def test_scales_of_a_quantized_cache_are_let_be_beside_floats_too(tmp_path: Path) -> None:
+    named = {"model.layers.0.mlp": {"quant_algo": "NVFP4", "group_size": 16}}
+    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    folder, wanted = write_mixed(tmp_path / "model", config, {"layers.0.mlp": "modelopt-nvfp4"})
+
+    def scales(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {f"model.layers.{i}.self_attn.{part}_proj.{part}_scale": torch.tensor(1.0) for i in range(2) for part in "kv"}
+
+    change_tensors(folder, scales)
+    assert check(folder, wanted)["0.qkv"] == "BF16"
+
+
 def test_a_layer_that_is_stored_otherwise_than_named_is_refused(tmp_path: Path) -> None:
     named = mixed_layers("model.")
     config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named}
