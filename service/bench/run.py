@@ -159,7 +159,7 @@ def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> 
         batch: {"prompts": prompts[:batch], "tokens": plan.tokens} if decode else {"ids": prompts[0]} for batch in plan.batches
     }
     measured = [(worker, batch) for batch in plan.batches for worker in workers if batch == 1 or worker.engine in BATCHED]
-    samples: dict[tuple[str, int], list[dict[str, Any]]] = {(worker.engine, batch): [] for worker, batch in measured}
+    samples: dict[tuple[Engine, int], list[dict[str, Any]]] = {(worker.engine, batch): [] for worker, batch in measured}
     for worker in workers:
         worker.ask("load")
     for worker, batch in measured:
