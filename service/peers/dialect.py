@@ -109,7 +109,8 @@ class Reader:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._characters = 0
-        self._half = ""  # a half character at the end of a document, whose other half begins the next
+        # Half characters at the end of a document, whose other half begins the next.
+        self._halves = {"text": "", "reasoning": ""}
         self._ids: list[int] = []
         self._pieces = 0
         self._usage: Mapping[str, Any] = {}
@@ -143,6 +144,8 @@ class Reader:
             raise PeerError(
                 f"{self._address.title} ended in the middle of an answer, after {self._count} tokens; look at its log, then run again"
             )
+        if self._told.get("finish") == "cancelled":
+            raise PeerError(f"{self._address.title} was asked to end, after {self._count} tokens of the answer; run again")
         text, reasoning = self._take(self._splitter.finish())
         if text or reasoning:
             yield Event(text=text, reasoning=reasoning)
@@ -179,7 +182,7 @@ class Reader:
     def _visible(self, choice: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Event]:
         delta = _object(choice.get("delta"))
         content = _text(delta.get("content")) + _text(choice.get("text"))
-        thought = _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+        thought = self._whole_characters("reasoning", _text(delta.get("reasoning_content")) or _text(delta.get("reasoning")))
         came = told.get("tokens")
         ids = [_whole(one) for one in came] if isinstance(came, list) else []
         self._ids += ids
@@ -191,7 +194,7 @@ class Reader:
         if self._characters > _TEXT_LIMIT:
             raise PeerError(f"{self._address.title} wrote more than {_TEXT_LIMIT} characters; lower max_tokens, or look at its log")
         self._reasoning.append(thought)
-        text, reasoning = self._take(self._segments(self._whole_characters(content)))
+        text, reasoning = self._take(self._segments(self._whole_characters("text", content)))
         for token in ids[:-1]:
             yield Event(token=token)
         yield Event(text=text, reasoning=thought + reasoning, token=ids[-1] if ids else self._unknown)
@@ -216,11 +219,11 @@ class Reader:
                 self._reasoning.append(piece)
         return text, reasoning
 
-    def _whole_characters(self, content: str) -> str:
+    def _whole_characters(self, channel: str, content: str) -> str:
         """`content` without halves of characters: JSON can say one half in a document and the other in the next."""
-        content, self._half = self._half + content, ""
+        content, self._halves[channel] = self._halves[channel] + content, ""
         if content and "\ud800" <= content[-1] <= "\udbff":
-            content, self._half = content[:-1], content[-1]
+            content, self._halves[channel] = content[:-1], content[-1]
         return content.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     def _counts(self) -> Usage:

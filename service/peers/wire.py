@@ -203,6 +203,8 @@ def failure(address: Address, status: int, raw: bytes | Mapping[str, Any]) -> On
         return PeerError(f"{address.title} refuses the key (status {status}); correct key_file in onedesk.toml, or the server's own")
     if address.dialect == "onedesk" and isinstance(code, str) and code in _BY_CODE:
         return _BY_CODE[code](said)
+    if status == 200:
+        return PeerError(f"{address.title} failed in the middle of an answer: {said or 'it does not say why'}; look at its log")
     if 300 <= status < 400:
         return PeerError(f"{address.title} sends elsewhere (status {status}), and keys are not sent on; write its final url")
     if status in (400, 404, 409, 413, 422):

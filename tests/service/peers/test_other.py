@@ -181,10 +181,11 @@ def test_half_characters_are_joined_and_lone_ones_replaced(fake: Fake, model: Re
         handler.head()
         for half in (r"\ud83d", r"\udc31!", r"\ud83d", "x"):
             handler.wfile.write(b'data: {"choices": [{"delta": {"content": "' + half.encode() + b'"}}]}\n\n')
-        handler.say(delta(finish="stop"))
+        handler.say(delta(reasoning_content="\ud83d"), delta(reasoning_content="\udc31\udc31"), delta(finish="stop"))
 
     fake.script = script
-    assert write(model).text == "\U0001f431!\ufffdx"
+    result = write(model)
+    assert (result.text, result.reasoning) == ("\U0001f431!\ufffdx", "\U0001f431\ufffd")
 
 
 def test_a_server_without_a_key_and_with_one_model(fake: Fake) -> None:
@@ -237,7 +238,11 @@ FAULTS: dict[str, tuple[Script, type[OnedeskError], str]] = {
     "no events at all": (stream(b"hello\n" * 50), PeerError, "ended in the middle of an answer, after 0 tokens"),
     "cut": (stream(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'), PeerError, "ended in the middle of an answer, after 1 tokens"),
     "done too early": (stream(b"data: [DONE]\n\n"), PeerError, "ended in the middle"),
-    "an error event": (stream(b'data: {"error": {"message": "engine died"}}\n\n'), PeerError, "engine died"),
+    "an error event": (
+        stream(b'data: {"error": {"message": "engine died"}}\n\n'),
+        PeerError,
+        "failed in the middle of an answer: engine died",
+    ),
     "odd types": (stream(b'data: {"choices": [3], "usage": [], "onedesk": 1}\n\n'), PeerError, "ended in the middle"),
 }
 

@@ -18,8 +18,9 @@ from onedesk.service.core import Event, Message, Progress, Request, Result, Samp
 from onedesk.service.errors import Cancelled, ModelError, PeerError, RequestError
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
+from onedesk.service.peers.dialect import Reader
 from onedesk.service.peers.note import read_note, running, taken
-from onedesk.service.peers.peer import Wanted
+from onedesk.service.peers.peer import Address, Wanted
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService, find_service
 from onedesk.service.peers.tenancy import Tenancy
@@ -274,6 +275,14 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"ended while it started, with status 2; its log.*--port"):
         broken.reach()
     broken.close()
+
+
+def test_an_answer_that_the_ending_service_cut_is_no_answer() -> None:
+    reader = Reader(Address("the local service", dialect="onedesk"), 1, 0.0)
+    told = {"finish": "cancelled", "text": "a", "reasoning": "", "ids": [5]}
+    list(reader.events({"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}], "onedesk": told | {"tokens": [5]}}))
+    with pytest.raises(PeerError, match="was asked to end, after 1 tokens"):
+        list(reader.end())
 
 
 def test_closing_ends_what_was_started_and_nothing_else(desk: Desk) -> None:
