@@ -20,7 +20,7 @@ _NAME = "cluster"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of the machines has and what it is to hold, in bytes: `memory` in all, `budget` for the model's process, of which `kv`
+    """What one of the machines has and what it is to hold, in bytes: `memory` in all, `budget` for the model, of which `kv`
     are for keys and values at `context` tokens.
     """
 
@@ -41,7 +41,8 @@ def cluster(model: str, share: Share, *, nodes: int, heads: int | None, gpus: in
         raise RequestError(
             f"each machine is to hold {show(share.budget)} and has {show(share.memory)}; use more machines, or a smaller form"
         )
-    settings = PeerSettings(_NAME, "vllm", model=model, memory=share.budget, context=share.context, gpus=gpus, nodes=nodes, address=HEAD)
+    budget = min(share.memory, share.budget + vllm.process_bytes(gpus))
+    settings = PeerSettings(_NAME, "vllm", model=model, memory=budget, context=share.context, gpus=gpus, nodes=nodes, address=HEAD)
     split = vllm.split_words(gpus, nodes, heads)
     common = [*vllm.COMMAND, "serve", model, *vllm.budget_words(settings, share.memory, math.ceil(share.kv / gpus)), *split]
     here = ["--served-model-name", _NAME, "--host", "127.0.0.1"]
@@ -51,7 +52,7 @@ def cluster(model: str, share: Share, *, nodes: int, heads: int | None, gpus: in
     serve = [*common, *here, "--distributed-executor-backend", "ray"]
     return {
         "split": "layers" if "--pipeline-parallel-size" in split else "matrices",
-        "bytes": {"memory": share.memory, "budget": share.budget, "kv": share.kv},
+        "bytes": {"memory": share.memory, "budget": budget, "kv": share.kv},
         "context": share.context,
         "native": native,
         "ray": [[head, serve], *([[join]] * (nodes - 1))],

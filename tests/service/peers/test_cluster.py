@@ -8,6 +8,7 @@ from onedesk.service.config import load_config
 from onedesk.service.errors import RequestError
 from onedesk.service.memory.budget import GIB
 from onedesk.service.peers.cluster import Share, cluster, cluster_text
+from onedesk.service.peers.vllm import process_bytes
 
 SHARE = Share(memory=121 * GIB, budget=90 * GIB, kv=4 * GIB, context=32768)
 
@@ -15,7 +16,7 @@ SHARE = Share(memory=121 * GIB, budget=90 * GIB, kv=4 * GIB, context=32768)
 def test_each_machine_has_its_words():
     document = cluster("/srv/Qwen", SHARE, nodes=2, heads=32)
     first, second = (" ".join(argv) for argv in document["native"])
-    shared = "vllm serve /srv/Qwen --gpu-memory-utilization 0.7438 --kv-cache-memory-bytes 4294967296 --max-num-seqs 1"
+    shared = "vllm serve /srv/Qwen --gpu-memory-utilization 0.754 --kv-cache-memory-bytes 4294967296 --max-num-seqs 1"
     assert first.startswith(shared) and second.startswith(shared)  # noqa: PT018 - the same for both
     assert first.endswith("--host 127.0.0.1 --nnodes 2 --node-rank 0 --master-addr HEAD_ADDRESS --master-port 29501")
     assert second.endswith("--nnodes 2 --node-rank 1 --master-addr HEAD_ADDRESS --master-port 29501 --headless")
@@ -39,12 +40,12 @@ def test_the_entry_is_one_that_is_read(tmp_path):
     assert tomllib.loads(entry)["peers"]["cluster"]["gpus"] == 4
     (tmp_path / "onedesk.toml").write_text(entry)
     peer = load_config(tmp_path / "onedesk.toml").peers["cluster"]
-    assert (peer.memory, peer.nodes, peer.address, peer.context) == (90 * GIB, 2, "HEAD_ADDRESS", 32768)
+    assert (peer.memory, peer.nodes, peer.address, peer.context) == (90 * GIB + process_bytes(4), 2, "HEAD_ADDRESS", 32768)
 
 
 def test_it_is_told_for_people():
     text = cluster_text(cluster("/srv/my models/Qwen", SHARE, nodes=2, heads=32))
-    assert "each holds up to 90 GiB of 121 GiB, 4 GiB of it keys and values for 32,768 tokens" in text
+    assert "each holds up to 91.2 GiB of 121 GiB, 4 GiB of it keys and values for 32,768 tokens" in text
     assert "machine 1: vllm serve '/srv/my models/Qwen'" in text
     assert text.count("machine 0:") == 3
 

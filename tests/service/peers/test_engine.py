@@ -69,8 +69,9 @@ def write(engine: ChildEngine) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_small_as_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onedesk.service.peers.engine._ABOUT_TO_ASK", 0.0)
+    monkeypatch.setattr("onedesk.service.peers.vllm.PROCESS_BYTES", 0)  # the fake is one small process
 
 
 @pytest.mark.parametrize("kind", ["llama-server", "vllm"])

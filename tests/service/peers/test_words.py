@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ KEY = "s3cr3t-s3cr3t-s3cr3t"
 H200 = Machine(140 * GIB, "discrete")
 SPARK = Machine(120 * GIB, "integrated")
 CPU = Machine(32 * GIB, "cpu")
+# What 4 GiB of one pool leave for weights and keys.
+SPARE = 4 * GIB - 3 * vllm.PROCESS_BYTES
+KV = SPARE - math.ceil(SPARE * vllm.SCRATCH_SHARE)
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def gguf(tmp_path: Path) -> Path:
 
 
 def vllm_settings(folder: Path, **more: Any) -> PeerSettings:
-    return PeerSettings("big", "vllm", model=str(folder), **{"memory": GIB, **more})
+    return PeerSettings("big", "vllm", model=str(folder), **{"memory": 4 * GIB, **more})
 
 
 def llama_settings(path: Path, **more: Any) -> PeerSettings:
@@ -59,10 +63,10 @@ def knows(_: str) -> bool:
 
 def test_vllm_gets_its_bytes_by_number(folder, place):
     launch = vllm.launch(vllm_settings(folder, context=8192, sequences=4, options=("--enforce-eager",)), SPARK, place)
-    kv = GIB - 64 * MIB - 107374183
+    kv = KV - 64 * MIB
     assert list(launch.argv) == [
         *("vllm", "serve", str(folder), "--served-model-name", "big", "--host", "127.0.0.1", "--port", "9001"),
-        *("--gpu-memory-utilization", "0.01", "--kv-cache-memory-bytes", str(kv)),
+        *("--gpu-memory-utilization", "0.0333", "--kv-cache-memory-bytes", str(kv)),
         *("--max-num-seqs", "4", "--max-model-len", "8192", "--tensor-parallel-size", "1", "--enforce-eager"),
     ]
     assert dict(launch.variables) == {"VLLM_API_KEY": KEY}
@@ -103,12 +107,18 @@ def test_the_first_of_several_machines(folder, place, config, words):
     argv = vllm.launch(vllm_settings(folder, nodes=2, address="192.168.1.10"), SPARK, place).argv
     assert words + "--nnodes 2 --node-rank 0 --master-addr 192.168.1.10 --master-port 29501" in " ".join(argv)
     assert "--headless" not in argv
-    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(GIB - 32 * MIB - 107374183)
+    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(KV - 32 * MIB)
 
 
 def test_budgets_that_cannot_be_kept(folder, place):
-    with pytest.raises(PeerError, match=r"memory is 70 MiB a GPU; the weights take 64 MiB of it and 7 MiB are for scratch.*than 71\.1 MiB"):
-        vllm.launch(vllm_settings(folder, memory=70 * MIB), SPARK, place)
+    with pytest.raises(
+        PeerError, match=r"memory is 70 MiB; its processes take 0 B of it, the weights 64 MiB a GPU, scratch 7 MiB.*than 71\.1 MiB"
+    ):
+        vllm.launch(vllm_settings(folder, memory=70 * MIB), H200, place)
+    with pytest.raises(
+        PeerError, match=r"memory is 1 GiB; its processes take 1\.2 GiB of it, .*; use more than 1\.3 GiB, or more machines"
+    ):
+        vllm.launch(vllm_settings(folder, memory=GIB), SPARK, place)
     with pytest.raises(PeerError, match="memory is 200 GiB a GPU, and there are 120 GiB; use less"):
         vllm.launch(vllm_settings(folder, memory=200 * GIB), SPARK, place)
     (folder / "model.safetensors").unlink()

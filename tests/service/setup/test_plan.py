@@ -211,7 +211,8 @@ def test_several_machines_get_their_words_for_the_first_form_that_fits():
     words = document["cluster"]
     best = next(row for row in document["forms"] if row["fits"])
     assert words["format"] == best["format"]
-    assert (words["bytes"]["budget"], words["bytes"]["kv"], words["context"]) == (best["needs"], best["bytes"]["kv"], best["context"])
+    assert words["bytes"]["budget"] > best["needs"]  # vLLM's own processes come on top
+    assert (words["bytes"]["kv"], words["context"]) == (best["bytes"]["kv"], best["context"])
     assert [argv[argv.index("--node-rank") + 1] for argv in words["native"]] == ["0", "1"]
     assert plan_table(document).count("--node-rank") == 2
     assert "cluster" not in plan_model("Qwen3-30B-A3B", Config(), memory=40 * GIB)
