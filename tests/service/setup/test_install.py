@@ -175,16 +175,22 @@ def test_a_second_run_changes_nothing(beside: Beside, repository: Path) -> None:
     assert fingerprint(beside.tree.prefix) == before
 
 
+def unit_of(beside: Beside) -> Path:
+    return beside.home / ".config" / "systemd" / "user" / "onedesk.service"
+
+
 def test_an_interrupted_installation_goes_on(beside: Beside, repository: Path) -> None:
-    """What an interruption can leave: an environment without pip, no link, no record, a part of a file."""
+    """What an interruption can leave: an environment without pip, no link, no record, a part of a file. --service may come later."""
     python = beside.tree.envs / "service" / "bin" / "python"
     python.unlink()
     (beside.comfyui / "custom_nodes" / "onedesk").unlink()
     beside.tree.record.unlink()
     beside.tree.script.with_name(".run.sh.part").write_text("half")
-    answer = beside.again(repository)
+    answer = beside.again(repository, "--service")
     assert answer.returncode == 0, answer.stderr
     assert "making service" in answer.stdout
+    assert str(beside.tree.envs / "service" / "bin" / "onedesk").replace('"', '\\"') in unit_of(beside).read_text()
+    assert "systemctl --user enable --now onedesk.service" in answer.stdout
     assert python.exists()
     assert (beside.comfyui / "custom_nodes" / "onedesk").readlink() == repository
     assert beside.tree.load_desk() is not None
@@ -272,6 +278,7 @@ def test_uninstall_takes_away_what_is_ours_alone(repository: Path, beside: Besid
     assert sorted(path.name for path in beside.tree.prefix.iterdir()) == ["data", "onedesk.toml"]
     assert list((beside.comfyui / "custom_nodes").iterdir()) == []
     assert (beside.comfyui / "main.py").is_file()
+    assert not unit_of(beside).exists()
     assert "kept" in answer.stdout
 
 
