@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..service.api import Events, Model
+from ..service.api import Events, Model, RemoteModel
 from ..service.core import CancelCheck, Event, Message, Progress, Request, Result
 from ..service.errors import Cancelled, RequestError
 from .show import View, numbered
@@ -65,6 +65,8 @@ class Writing:
             except RequestError as error:
                 raise RequestError(self._named(place, str(error))) from error
         self._written = [_Written() for _ in self._questions]
+        if isinstance(model, RemoteModel):  # it may have to be started first
+            self._view.write(f"(waiting for {model.peer.title})")
         self._stream = model.generate_batch(requests, cancel=cancel, progress=self._report)
         self._view.follow(lambda: numbered(self._shown(), len(self._questions)))
 

@@ -10,7 +10,7 @@ from .service import Service
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 5.0
 
 
 async def end_when_unused(service: Service, stopped: asyncio.Event) -> None:

@@ -33,6 +33,7 @@ KEY = "sk-very-secret-0123456789"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+WAITING = "(waiting for the local service)"
 MEMORY = {"budget": 0, "floor": 0.0, "policy": "as their loaders say", "ttl": 300.0}
 
 
@@ -78,8 +79,8 @@ class Desk(Comfy):
 
 
 def streams(message: Message) -> bool:
-    """Whether it brings text."""
-    return message.kind == "text" and len(message.data["text"]) > 3
+    """Whether it brings text of the model."""
+    return message.kind == "text" and len(message.data["text"]) > 3 and message.data["text"] != WAITING
 
 
 def loads(message: Message, nbytes: int) -> bool:
@@ -146,6 +147,7 @@ def test_the_service_is_started_by_the_first_text_and_writes_what_this_process_w
     # It came while it was written: the text grew from one look to the next, and so did the progress.
     seen = [message.data["text"] for message in outcome.texts("write") if message.data["text"]]
     assert len({len(one) for one in seen if text.startswith(one)}) > 1
+    assert WAITING in seen
     assert "tiny-writer (the local service)" in shown(outcome, "stats")
     assert f"seed {2**64 - 1}" in shown(outcome, "stats")
     assert shown(desk.writes("in this process", seed=2**64 - 1, max_tokens=200), "text") == text
