@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from ..config import PeerSettings
+from ..memory.budget import show
 from ..memory.pool import Pool
+from . import llama_server, vllm
+from .child import check_program
 from .engine import ChildEngine, served_name
+from .launch import weight_bytes
 from .other import OtherServer
 from .peer import Peer, Wanted
 
@@ -15,6 +20,18 @@ from .peer import Peer, Wanted
 def make_peer(settings: PeerSettings, cache: Path, pool: Callable[[], Pool]) -> Peer:
     """The engine of an entry; nothing is started or asked yet."""
     return ChildEngine(settings, cache, pool) if settings.ours else OtherServer(settings)
+
+
+def check_peer(settings: PeerSettings) -> str:
+    """What can be told of an entry without starting or asking anything, in one line. Raises PeerError, FileError for what cannot work."""
+    if not settings.ours:
+        OtherServer(settings).reach()
+        return "a server that runs by itself; its address and key can be read"
+    title = f"[peers.{settings.name}]"
+    model, default = Path(settings.model), vllm.COMMAND if settings.kind == "vllm" else llama_server.COMMAND
+    program = check_program(title, (settings.command or default)[0], os.environ.get("PATH"))
+    file = model if settings.kind == "vllm" else llama_server.model_file(title, model)
+    return f"{program} with {model.name}, {show(weight_bytes(title, file))} of weights within {show(settings.memory)}"
 
 
 def wanted_of(settings: PeerSettings) -> Wanted:

@@ -47,7 +47,7 @@ def examine(config_file: Path | None, *, device: str) -> list[Check]:
     checks.append(torch_check)
     if torch_check.status == "failure":
         return checks
-    for examined in (_device, _kernels, _memory, _backends, _models):
+    for examined in (_device, _kernels, _memory, _backends, _models, _engines):
         checks += _guarded(examined, config, device)
     return [*checks, _comfyui(config)]
 
@@ -197,6 +197,17 @@ def _models(config: Config, device: str) -> Iterator[Check]:
             fix = "" if row["fits"] else "choose a smaller context or another model"
         toy = f"{TOY_NOTE}; " if row["toy"] else ""
         yield Check(f"model {row['name']}", "ok" if row["fits"] else "warning", toy + row["reason"], fix)
+
+
+def _engines(config: Config, device: str) -> Iterator[Check]:
+    """What onedesk.toml names beside this process; none is started or asked."""
+    from ..peers.choose import check_peer
+
+    for name, settings in config.peers.items():
+        try:
+            yield Check("engine", "ok", f"{name}: {check_peer(settings)}")
+        except OnedeskError as error:
+            yield Check("engine", "warning", f"{name}: {error}", f"correct [peers.{name}] in onedesk.toml, or take it out")
 
 
 def _comfyui(config: Config) -> Check:

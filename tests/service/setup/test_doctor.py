@@ -120,6 +120,32 @@ def test_a_broken_model_is_a_warning_with_its_reason(tree):
     assert "download it again" in found.fix
 
 
+def test_each_engine_of_the_configuration_is_looked_at_and_none_started(tree):
+    (tree.prefix / "x.gguf").write_bytes(bytes(1000))
+    entries = """
+    [peers.right]
+    kind = "llama-server"
+    model = "x.gguf"
+    memory = "1GiB"
+    command = ["true"]
+    [peers.gone]
+    kind = "vllm"
+    model = "models"
+    memory = "1GiB"
+    command = ["no-such-engine"]
+    [peers.other]
+    kind = "openai"
+    url = "nonsense"
+    """
+    tree.settings.write_text(tree.settings.read_text() + entries)
+    found = [check for check in examine(tree.settings, device="cpu") if check.name == "engine"]
+    assert [check.status for check in found] == ["ok", "warning", "warning"]
+    assert "true with x.gguf, 1000 B of weights within 1 GiB" in found[0].detail
+    assert "there is no program 'no-such-engine'; install it" in found[1].detail
+    assert "url in [peers.other] in onedesk.toml is no address of a server" in found[2].detail
+    assert found[2].fix == "correct [peers.other] in onedesk.toml, or take it out"
+
+
 def test_a_toy_is_called_a_toy(tree):
     write_tiny_qwen3(tree.models / "onedesk-demo-writer")
     assert "a toy" in checks(tree)["model onedesk-demo-writer"].detail
