@@ -145,7 +145,10 @@ def _all(kinds: tuple[str, ...], store: str) -> dict[str, str]:
 
 _EXPERTS = ("experts",)
 _PRODUCTS = ("attention", "linear", "dense", "experts", "shared")  # what is quantized of a network that is quantized as a whole
-_LOOKED_UP = {"embedding": "int8", "head": "int8"}
+# What --quant makes: of these never fewer than 8 bits, of the router and what is as small nothing.
+_NOT_LESS: dict[str, str] = dict.fromkeys(("embedding", "head", "residual", "indexer"), "int8")
+_INT8: dict[str, str] = dict.fromkeys((*_PRODUCTS, "ngram"), "int8") | _NOT_LESS
+_INT4: dict[str, str] = dict.fromkeys((*_PRODUCTS, "ngram"), "int4") | _NOT_LESS
 _MXFP8_LAYERS = ("attention", "linear", "shared", "indexer")
 
 _FP8 = Form("FP8 experts and table", {"experts": "fp8", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8"))
@@ -161,21 +164,16 @@ WITH_TABLE = (
         _all(_MXFP8_LAYERS, "mxfp8") | {"experts": "nvfp4", "table": "nvfp4 rows"},
         _all(_EXPERTS, "nvfp4"),
     ),
-    Form("INT4 experts, made on load", _all(_EXPERTS, "int4"), _all(_EXPERTS, "int4"), made=True),
-    Form(
-        "INT4 experts, made once of the FP8 files",
-        {"experts": "int4", "table": "fp8 scalar"},
-        _all(_EXPERTS, "int4"),
-        made=True,
-        source=_FP8,
-    ),
+    Form("INT8, made on load", _INT8, _INT8, made=True),
+    Form("INT4, made on load", _INT4, _INT4, made=True),
+    Form("INT4, made once of the FP8 files", _INT4 | {"table": "fp8 scalar"}, _INT4, made=True, source=_FP8),
 )
 WITHOUT_TABLE = (
     Form("BF16"),
     Form("FP8", _all(_PRODUCTS, "fp8"), _all(_PRODUCTS, "fp8")),
     Form("NVFP4", _all(_PRODUCTS, "nvfp4")),
-    Form("INT8, made on load", _all(_PRODUCTS, "int8") | _LOOKED_UP, _all(_PRODUCTS, "int8"), made=True),
-    Form("INT4, made on load", _all(_PRODUCTS, "int4") | _LOOKED_UP, _all(_PRODUCTS, "int4"), made=True),
+    Form("INT8, made on load", _INT8, _INT8, made=True),
+    Form("INT4, made on load", _INT4, _INT4, made=True),
 )
 _GB = 10**9
 _GGUF_TABLE = 28_800 * 10**6  # IQ4_NL, 4.5 bits a number

@@ -49,6 +49,7 @@ def _hybrid(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: in
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
         **more,
@@ -79,6 +80,8 @@ def _experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]
 FLASH_NEXT = _hybrid(
     2560, 48, 24, 2, 48, model_type="qwen4_exp_text", mtp_num_hidden_layers=1, **_experts(512, 10, 640, shared_expert_intermediate_size=640)
 ) | {
+    "eos_token_id": 248044,
+    "output_gate_type": "sigmoid",
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 128,

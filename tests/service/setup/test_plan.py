@@ -55,17 +55,19 @@ def rows_of(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("Qwen3-0.6B", 28), ("Qwen3-8B", 36), *((name, 8) for name in ("Qwen3-30B-A3B", "Qwen3.5-4B", "Qwen3.5-35B-A3B"))]
+    ("name", "layers"),
+    [("Qwen3-0.6B", 28), ("Qwen3-8B", 36), ("Qwen3-30B-A3B", 8), ("Qwen3.5-4B", 8), ("Qwen3.5-35B-A3B", 8), (FLASH_NEXT, 8)],
 )
 @pytest.mark.parametrize(("title", "quant"), [("BF16", "none"), ("INT8, made on load", "int8"), ("INT4, made on load", "int4")])
 def test_a_plan_is_what_an_opening_states(tmp_path: Path, name: str, layers: int, title: str, quant: str):
     checkpoint = hollow(tmp_path / name, name, layers)
     need: Need = draw_blueprint(checkpoint, torch.device("cpu"), 4096, quant).need
-    row = rows_of(plan_model(str(tmp_path / name), Config(), memory=SPARK, context=4096, device="cpu"))[title]
+    rows = rows_of(plan_model(str(tmp_path / name), Config(), memory=SPARK, context=4096, device="cpu"))
+    row = rows[title] if title in rows else rows[f"{title}; table in its file"]
     sizes = row["bytes"]
     assert sizes["weights"] == pytest.approx(need.weights, rel=0.002)
     assert sizes["kv"] == pytest.approx(need.kv, rel=0.03)
-    assert sum(sizes[part] for part in ("weights", "table", "kv", "scratch")) == pytest.approx(need.total, rel=0.03)
+    assert sum(sizes[part] for part in ("weights", "kv", "scratch")) == pytest.approx(need.total, rel=0.03)
     assert row["opens"] is row["fits"] is True
 
 
@@ -75,18 +77,18 @@ def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the
     assert document["parameters"] == 179_999_981_424
     rows = rows_of(document)
     assert len(rows) == 2 * len(WITH_TABLE) + 2 * 7
-    for title in ("NVFP4 experts, FP8 table", "NVFP4 experts, MXFP8 layers, 4-bit table", "INT4 experts, made on load"):
+    for title in ("NVFP4 experts, FP8 table", "NVFP4 experts, MXFP8 layers, 4-bit table", "INT4, made on load"):
         row = rows[f"{title}; table in its file"]
         assert row["fits"] is True
         assert row["bytes"]["table"] == TABLE_CACHE
-        assert 70 * GIB < row["bytes"]["weights"] + row["bytes"]["kv"] + row["bytes"]["scratch"] < 81 * GIB
+        assert 68 * GIB < row["bytes"]["weights"] + row["bytes"]["kv"] + row["bytes"]["scratch"] < 81 * GIB
         assert row["context"] >= 131_072
         assert row["needs"] + 24 * GIB <= SPARK
-        assert "set [memory] limit = 0.8" in row["why"]
+        assert "set [memory] limit = 0." in row["why"]
     assert rows["NVFP4 experts, 4-bit table; table in memory"]["bytes"]["table"] == pytest.approx(26.82 * GIB, rel=0.001)
     assert all(not row["fits"] for title, row in rows.items() if title.startswith(("BF16", "FP8")))
     assert all(row["engine"] == ("llama-server" if title.startswith("GGUF") else row["engine"]) for title, row in rows.items())
-    small, large = (rows[f"INT4 experts, made {how}; table in its file"] for how in ("once of the FP8 files", "on load"))
+    small, large = (rows[f"INT4, made {how}; table in its file"] for how in ("once of the FP8 files", "on load"))
     assert small["bytes"]["weights"] == large["bytes"]["weights"]
     assert small["bytes"]["file"] == rows["FP8 experts and table; table in its file"]["bytes"]["file"] < large["bytes"]["file"] * 0.52
     lacking = rows["FP8 experts and table; table in its file"]["why"]
