@@ -81,6 +81,10 @@ class RecurrentStates:
             for part in layer:
                 part[target].copy_(part[source])
 
+    def parts(self, layer: int) -> list[torch.Tensor]:
+        """The pieces of a layer for all slots, [slots, *piece] each, as they lie in memory."""
+        return self._parts[layer]
+
     def read(self, layer: int, slots: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a layer for the slots [S] int64, [S, *piece] each, to be changed; valid until the next call."""
         count, work = slots.shape[0], self._work[self.shape.layers[layer]]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ..quant.weight import QuantizedWeight, Weight
-from .native import ADD, GATE, KINDS, STORE, Attention, Native, Product, StoredWeight, describe
+from .delta import DeltaHeads, DeltaStep
+from .native import ADD, GATE, KINDS, STORE, Attention, Delta, Native, Product, StoredWeight, describe
 from .reference import Buffer, ReferenceKernels
 from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
 
@@ -23,6 +24,8 @@ from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
 MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
 # The most queries that share a key head in attention.c, and what its head widths are a multiple of on any processor.
 MOST_GROUP, HEAD_STEP = 64, 16
+# What delta.c takes: widths of heads are a multiple of this, and at most these.
+DELTA_STEP, DELTA_KEY, DELTA_VALUES, DELTA_TAPS = 16, 256, 2048, 8
 ALIGNMENT = 64
 # Calls are kept of so many places: a decode step has some hundred for each batch, and each expert of a sparse layer two (about 1 KB each).
 KEPT = 1 << 15
@@ -37,7 +40,7 @@ class _Call:
     """
 
     run: Callable[[int], None]
-    structure: Product | Attention
+    structure: Product | Attention | Delta
     address: int
     held: tuple[object, ...]
 
@@ -136,9 +139,48 @@ class CpuKernels(ReferenceKernels):
                 return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
             if rows.start is None:
                 self._keep(key, call)
-        call.structure.longest = rows.longest
+        if isinstance(call.structure, Attention):
+            call.structure.longest = rows.longest
         call.run(call.address)
         self.compiled += 1
+        return out
+
+    def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+        key = (id(heads), id(step.projected), id(step.rates), id(step.windows), id(step.slots), id(step.out))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._delta(heads, step)
+            if call is None:
+                self.plain += 1
+                return False
+            self._keep(key, call)
+        call.run(call.address)
+        self.compiled += 1
+        return True
+
+    def _delta(self, heads: DeltaHeads, step: DeltaStep) -> _Call | None:
+        held = (step.projected, step.rates, step.windows, step.states, heads.taps, heads.decay, heads.bias, heads.norm.weight, step.out)
+        fits = not (heads.key_dim % DELTA_STEP or heads.value_dim % DELTA_STEP or heads.key_dim > DELTA_KEY)
+        if not fits or heads.group * heads.value_dim > DELTA_VALUES or heads.taps.shape[0] > DELTA_TAPS or not all(map(_plain_rows, held)):
+            return None
+        d = Delta(rows=step.out.shape[0], taps_count=heads.taps.shape[0], eps=heads.norm.eps, threads=self.threads)
+        d.key_heads, d.group, d.key_dim, d.value_dim = heads.key_heads, heads.group, heads.key_dim, heads.value_dim
+        d.fused, d.sigmoid = heads.fused, heads.gate == "sigmoid"
+        d.projected, d.rates, d.windows, d.states, d.taps, d.decay, d.bias, d.norm, d.out = (tensor.data_ptr() for tensor in held)
+        d.sources, d.targets = step.slots.source.data_ptr(), step.slots.target.data_ptr()
+        return _Call(self._native.delta_rows, d, ctypes.addressof(d), (*held, heads, step.slots))
+
+    def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
+        weight = norm.weight
+        if (
+            not (_plain_rows(x) and _plain_rows(out) and _plain_rows(weight))
+            or x.shape != out.shape
+            or x.shape[-weight.dim() :] != weight.shape
+        ):
+            return super().rms_norm(x, norm, out)
+        cols = x.shape[-1]
+        rows, period = x.numel() // cols, weight.numel() // cols
+        self._native.norm_rows(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, cols, period, norm.eps, self.threads)
         return out
 
     def _attention(

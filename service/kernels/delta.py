@@ -6,12 +6,65 @@ A head's state S [key_dim, value_dim] takes a token in by S <- e^g S; S <- S + k
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
+
+from .rows import NormWeight, Slots
 
 # Tokens that are solved for at once: the triangular system is quadratic in it, what is done per chunk shrinks with it.
 CHUNK = 64
 UNIT_EPS = 1e-6
+
+
+@dataclass(slots=True)
+class DeltaHeads:
+    """What a gated delta net has between its projections.
+
+    taps fp32 [K, channels]; decay (negative) and bias fp32 [H, R]; norm of the answers [E], and what their gates go through. `fused`: a
+    projected row has for each key head its queries, keys, values and gates, and of the rates beta and speed; else all heads of each.
+    """
+
+    key_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    fused: bool
+    gate: Literal["silu", "sigmoid"]
+    taps: torch.Tensor
+    decay: torch.Tensor
+    bias: torch.Tensor
+    norm: NormWeight
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.key_heads * self.group * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution sees: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(slots=True)
+class DeltaStep:
+    """Decode of B rows: projected [B, channels + values] and rates [B, 2 * H * R] give out [B, H * R * E].
+
+    windows [slots, K - 1, channels] and states [slots, H, R, D, E] fp32 are read and written where `slots` says.
+    """
+
+    projected: torch.Tensor
+    rates: torch.Tensor
+    windows: torch.Tensor
+    states: torch.Tensor
+    slots: Slots
+    out: torch.Tensor
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

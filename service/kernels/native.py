@@ -58,6 +58,18 @@ class Attention(ctypes.Structure):
     )
 
 
+class Delta(ctypes.Structure):
+    """struct delta of delta.c."""
+
+    _fields_ = _structure(
+        "projected rates windows states taps decay bias norm out sources targets "
+        "rows key_heads group key_dim value_dim taps_count fused sigmoid threads eps",
+        pointers="projected rates windows states taps decay bias norm out sources targets",
+        integers="rows key_heads group key_dim value_dim taps_count fused sigmoid threads",
+        doubles="eps",
+    )
+
+
 class Native:
     """The library's functions, bound once. Those that take a structure take its address."""
 
@@ -67,6 +79,8 @@ class Native:
         self.gemm = _bind(library, "gemm", address)
         self.attend_rows = _bind(library, "attend_rows", address)
         self.attend_chunk = _bind(library, "attend_chunk", address)
+        self.delta_rows = _bind(library, "delta_rows", address)
+        self.norm_rows = _bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
         self.pack_rows = _bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = _bind(library, "embed_rows", address, address, whole, address, result=whole)
         self.read_all = _bind(library, "read_all", address, whole, whole, result=whole)

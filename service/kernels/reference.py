@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
+from .delta import DeltaHeads, DeltaStep
 from .rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
@@ -138,6 +139,10 @@ class ReferenceKernels:
         self.rotate(self.rms_norm(k, k_norm, k), cos, sin)
         write_rows(k, v, keys, values, rows)
         return q
+
+    def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+        """Take a decode step through a gated delta net between its projections; False where there is no faster way than its parts."""
+        return False
 
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
         """out = x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich 2019)."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ..cache.recurrent import RecurrentStates
-from ..kernels.delta import convolve_chunk, convolve_step, delta_chunk, delta_step, unit
-from ..kernels.rows import NormWeight
+from ..kernels.delta import DeltaHeads, DeltaStep, convolve_chunk, convolve_step, delta_chunk, delta_step, unit
+from ..kernels.rows import NormWeight, Slots
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
@@ -39,19 +39,15 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> GatedDelta:
     """The layer over its weights; `index` is its place among the layers that leave recurrent states."""
     at, shape = weights.of(layer), _shape(config)
-    heads = shape.key_heads, shape.group
-    return GatedDelta(
-        shape=shape,
-        index=index,
-        norm=None if config.streams else at.norm("delta_norm", config.eps),
-        projection=at["projection"],
-        rates=at["rates"],
+    heads = DeltaHeads(
+        *(shape.key_heads, shape.group, shape.key_dim, shape.value_dim, shape.fused, shape.gate),
         taps=at.plain("taps").view(shape.taps, shape.channels),
-        decay=at.plain("decay").view(heads),
-        bias=at.plain("delta_bias").view(heads),
-        out_norm=at.norm("out_norm", config.eps),
-        output=at["delta_output"],
+        decay=at.plain("decay").view(shape.key_heads, shape.group),
+        bias=at.plain("delta_bias").view(shape.key_heads, shape.group),
+        norm=at.norm("out_norm", config.eps),
     )
+    norm = None if config.streams else at.norm("delta_norm", config.eps)
+    return GatedDelta(heads, index, norm, at["projection"], at["rates"], at["delta_output"])
 
 
 def _shape(config: DecoderConfig) -> DeltaShape:
@@ -64,19 +60,14 @@ def _shape(config: DecoderConfig) -> DeltaShape:
 class GatedDelta:
     """Pre-norm gated delta net (Yang et al. 2024) behind a short convolution, as Qwen3-Next and Qwen3.5 have it.
 
-    projection [channels + values, hidden], rates [2 * value_heads, hidden]; where `shape.fused` each key head has its own rows of both.
-    taps fp32 [K, channels]; decay (-exp of what is stored) and bias fp32 [key_heads, group]; output [hidden, values].
+    projection [channels + values, hidden], rates [2 * value_heads, hidden], both as DeltaHeads says; output [hidden, values].
     """
 
-    shape: DeltaShape
+    heads: DeltaHeads
     index: int
     norm: NormWeight | None
     projection: Weight
     rates: Weight
-    taps: torch.Tensor
-    decay: torch.Tensor
-    bias: torch.Tensor
-    out_norm: NormWeight
     output: Weight
     captured: bool = False
 
@@ -85,51 +76,51 @@ class GatedDelta:
         return self.projection, self.rates, self.output
 
     def run(self, at: Pass, /) -> None:
-        kernels, views, states = at.kernels, at.views, at.cache.states
-        if states is None or at.rows.slots is None:
+        kernels, views, states, slots = at.kernels, at.views, at.cache.states, at.rows.slots
+        if states is None or slots is None:
             raise ValueError("the session's cache has no recurrent states")
         projected, rates, mixed = views["delta_projected"], views["delta_rates"], views["delta_mixed"]
         at.project(self.norm, self.projection, projected)
         at.project(self.norm, self.rates, rates)
-        seen, gates, beta, speed = self._split(projected, rates)
-        decay = self.decay * F.softplus(speed.float() + self.bias)
-        answers = self._mix(seen.float(), decay, beta.float().sigmoid(), at, states)
-        kernels.rms_norm(answers, self.out_norm, answers)
-        mixed.view(answers.shape).copy_(answers.mul_(self.shape.gate(gates.float())))
+        windows, held = states.parts(self.index)
+        if at.rows.start is not None or not kernels.delta_step(self.heads, DeltaStep(projected, rates, windows, held, slots, mixed)):
+            self._mix(at, states, slots)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
+
+    def _mix(self, at: Pass, states: RecurrentStates, slots: Slots) -> None:
+        """From projections to gated answers; states go on from the slots that the pass reads to those that it writes."""
+        heads, mixed = self.heads, at.views["delta_mixed"]
+        seen, gates, beta, speed = self._split(at.views["delta_projected"], at.views["delta_rates"])
+        rates = heads.decay * F.softplus(speed.float() + heads.bias), beta.float().sigmoid()
+        windows, held = states.read(self.index, slots.source)
+        if at.rows.start is None:
+            convolved, windows = convolve_step(seen.float(), windows, heads.taps)
+            answers = delta_step(*self._heads(convolved), *rates, held)
+        else:
+            convolved, window = convolve_chunk(seen.float(), windows[0], heads.taps)
+            windows = window[None]
+            answers = delta_chunk(*self._heads(convolved), *rates, held[0])
+        states.write(self.index, slots.target, (windows, held))
+        at.kernels.rms_norm(answers, heads.norm, answers)
+        opened = torch.sigmoid(gates.float()) if heads.gate == "sigmoid" else F.silu(gates.float())
+        mixed.view(answers.shape).copy_(answers.mul_(opened))
 
     def _split(self, projected: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the convolution sees [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""
-        s, count = self.shape, projected.shape[0]
+        s, count = self.heads, projected.shape[0]
         if not s.fused:
             seen, gates = projected.split((s.channels, s.values), dim=1)
             beta, speed = rates.view(count, 2, s.key_heads, s.group).unbind(1)
             return seen, gates.view(count, s.key_heads, s.group, s.value_dim), beta, speed
         each = s.group * s.value_dim
-        heads = projected.view(count, s.key_heads, -1).split((s.key_dim, s.key_dim, each, each), dim=2)
-        seen = torch.cat([part.reshape(count, -1) for part in heads[:3]], dim=1)
+        parts = projected.view(count, s.key_heads, -1).split((s.key_dim, s.key_dim, each, each), dim=2)
+        seen = torch.cat([part.reshape(count, -1) for part in parts[:3]], dim=1)
         beta, speed = rates.view(count, s.key_heads, 2, s.group).unbind(2)
-        return seen, heads[3].view(count, s.key_heads, s.group, s.value_dim), beta, speed
-
-    def _mix(self, seen: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, at: Pass, states: RecurrentStates) -> torch.Tensor:
-        """What the states answer, [T, H, R, E]; they go on from the slots that the pass reads to those that it writes."""
-        slots = at.rows.slots
-        if slots is None:
-            raise ValueError("the session's cache has no recurrent states")
-        windows, held = states.read(self.index, slots.source)
-        if at.rows.start is None:
-            convolved, windows = convolve_step(seen, windows, self.taps)
-            answers = delta_step(*self._heads(convolved), decay, beta, held)
-        else:
-            convolved, window = convolve_chunk(seen, windows[0], self.taps)
-            windows = window[None]
-            answers = delta_chunk(*self._heads(convolved), decay, beta, held[0])
-        states.write(self.index, slots.target, (windows, held))
-        return answers
+        return seen, parts[3].view(count, s.key_heads, s.group, s.value_dim), beta, speed
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys [T, H, D] of length 1 (queries scaled by D^-0.5), values [T, H, R, E]."""
-        s, count = self.shape, convolved.shape[0]
+        s, count = self.heads, convolved.shape[0]
         queries, keys, values = convolved.split((s.keys, s.keys, s.values), dim=1)
         queries, keys = (unit(part.view(count, s.key_heads, s.key_dim)) for part in (queries, keys))
         return queries * s.key_dim**-0.5, keys, values.view(count, s.key_heads, s.group, s.value_dim)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from ..core import Sampling, Thinking
 from ..errors import ModelError
@@ -35,7 +33,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     plain = read_hybrid_decoder(named, fused=False, experts=read_experts(read, shared=True, normalized=True))
     if plain.delta is None:
         raise ValueError("a hybrid decoder has delta nets")
-    gate = torch.sigmoid if _output_gate(config) == "sigmoid" else plain.delta.gate
+    gate = _output_gate(config)
     streams, indexer = StreamShape(read.integer("hc_count", 4), read.integer("hc_lowrank", 320)), _indexer(read, plain)
     ngrams = _ngrams(config, read, plain)
     hidden = plain.widths.hidden
@@ -44,11 +42,11 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     return replace(plain, widths=widths, delta=replace(plain.delta, gate=gate), streams=streams, ngrams=ngrams, indexer=indexer)
 
 
-def _output_gate(config: Mapping[str, Any]) -> str:
+def _output_gate(config: Mapping[str, Any]) -> Literal["silu", "sigmoid"]:
     gate = config.get("output_gate_type") or "silu"
     if gate not in ("silu", "sigmoid"):
         raise ModelError(f"config.json has output_gate_type = {gate!r}; supported are 'silu' and 'sigmoid' (the gate behind a delta net)")
-    return gate
+    return "sigmoid" if gate == "sigmoid" else "silu"
 
 
 def _indexer(read: ConfigReader, plain: DecoderConfig) -> IndexerShape:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.nn.functional as F
+from typing import Any, Literal
 
 from ..cache.recurrent import Pieces
 from ..errors import ModelError
@@ -31,7 +28,7 @@ class DeltaShape:
     value_dim: int
     taps: int
     fused: bool
-    gate: Callable[[torch.Tensor], torch.Tensor] = F.silu
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def group(self) -> int:

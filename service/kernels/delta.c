@@ -1,0 +1,119 @@
+/* Decode through a gated delta net between its projections, one region: convolution, states and gates of every row and key head. And RMS norms. */
+#include <math.h>
+#include "simd.h"
+
+/* What delta_rows takes of a key head: widths are multiples of 16, see cpu.py. */
+#define MOST_KEY 256
+#define MOST_VALUES 2048
+#define MOST_TAPS 8
+/* States of less than so many bytes are read before a second thread has woken up. */
+#define ALONE (1 << 18)
+
+struct delta {
+    const float *projected, *rates; /* [rows][channels + values], [rows][2 * key_heads * group]; `fused`: a key head at a time */
+    float *windows, *states;        /* [slots][taps - 1][channels], [slots][key_heads][group][key_dim][value_dim] */
+    const float *taps;              /* [taps][channels] */
+    const float *decay, *bias;      /* [key_heads][group] */
+    const float *norm;              /* [value_dim] */
+    float *out;                     /* [rows][key_heads][group][value_dim] */
+    const int64_t *sources, *targets; /* [rows]: slots that are read and written */
+    int64_t rows, key_heads, group, key_dim, value_dim, taps_count, fused, sigmoid, threads;
+    double eps;
+};
+
+INLINE vf squashed(vf v) { return 1.0f / (1.0f + exponential(-v)); }
+
+static long channels_of(const struct delta *d) { return d->key_heads * (2 * d->key_dim + d->group * d->value_dim); }
+
+/* `count` channels from `first` on of row `row`: convolved, through silu; the window moves on. */
+static void convolve(const struct delta *d, long row, const float *x, long first, long count, float *out) {
+    const long channels = channels_of(d), kept = d->taps_count - 1;
+    const float *from = d->windows + d->sources[row] * kept * channels + first;
+    float *to = d->windows + d->targets[row] * kept * channels + first;
+    const float *taps = d->taps + first;
+    for (long c = 0; c < count; c += VL) {
+        vf seen[MOST_TAPS], sum = {0};
+        for (long t = 0; t < kept; t++) seen[t] = load(from + t * channels + c);
+        seen[kept] = load(x + c);
+        for (long t = 0; t <= kept; t++) sum += seen[t] * load(taps + t * channels + c);
+        for (long t = 0; t < kept; t++) store(to + t * channels + c, seen[t + 1]);
+        store(out + c, sum * squashed(sum));
+    }
+}
+
+static void to_unit(float *x, long count, float factor) {
+    vf squares = {0};
+    for (long i = 0; i < count; i += VL) squares += load(x + i) * load(x + i);
+    const float scale = factor / sqrtf(sum_lanes(squares) + 1e-6f);
+    for (long i = 0; i < count; i += VL) store(x + i, load(x + i) * scale);
+}
+
+/* One value head: its state takes k and v in, and answers q; the answer is normed and gated by z. */
+static void one_head(const struct delta *d, long row, long head, const float *q, const float *k, const float *v, const float *z, float beta, float speed) {
+    const long keys = d->key_dim, values = d->value_dim, heads = d->key_heads * d->group;
+    const float *from = d->states + (d->sources[row] * heads + head) * keys * values;
+    float *to = d->states + (d->targets[row] * heads + head) * keys * values;
+    float *out = d->out + (row * heads + head) * values;
+    const float x = speed + d->bias[head], grown = x > 20.0f ? x : log1pf(expf(x));
+    const float left = expf(d->decay[head] * grown), taken = 1.0f / (1.0f + expf(-beta));
+    vf squares = {0};
+    for (long e = 0; e < values; e += VL) {
+        vf recalled = {0}, answer = {0};
+        for (long i = 0; i < keys; i++) recalled += load(from + i * values + e) * k[i];
+        const vf correction = (load(v + e) - recalled * left) * taken;
+        for (long i = 0; i < keys; i++) {
+            const vf state = load(from + i * values + e) * left + correction * k[i];
+            store(to + i * values + e, state);
+            answer += state * q[i];
+        }
+        store(out + e, answer);
+        squares += answer * answer;
+    }
+    const float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)values + (float)d->eps);
+    for (long e = 0; e < values; e += VL) {
+        const vf gate = load(z + e), opened = d->sigmoid ? squashed(gate) : gate * squashed(gate);
+        store(out + e, load(out + e) * scale * load(d->norm + e) * opened);
+    }
+}
+
+static void key_head(const struct delta *d, long row, long h) {
+    const long keys = d->key_dim, values = d->group * d->value_dim, all = d->key_heads * keys, wide = d->key_heads * values;
+    const float *x = d->projected + row * (channels_of(d) + wide), *own = x + h * 2 * (keys + values);
+    const float *rates = d->rates + row * 2 * d->key_heads * d->group;
+    float q[MOST_KEY], k[MOST_KEY], v[MOST_VALUES];
+    convolve(d, row, d->fused ? own : x + h * keys, h * keys, keys, q);
+    convolve(d, row, d->fused ? own + keys : x + all + h * keys, all + h * keys, keys, k);
+    convolve(d, row, d->fused ? own + 2 * keys : x + 2 * all + h * values, 2 * all + h * values, values, v);
+    to_unit(q, keys, 1.0f / sqrtf((float)keys));
+    to_unit(k, keys, 1.0f);
+    const float *gates = d->fused ? own + 2 * keys + values : x + 2 * all + wide + h * values;
+    for (long g = 0; g < d->group; g++) {
+        const long head = h * d->group + g, heads = d->key_heads * d->group;
+        const float beta = d->fused ? rates[2 * h * d->group + g] : rates[head];
+        const float speed = d->fused ? rates[(2 * h + 1) * d->group + g] : rates[heads + head];
+        one_head(d, row, head, q, k, v + g * d->value_dim, gates + g * d->value_dim, beta, speed);
+    }
+}
+
+void delta_rows(const struct delta *d) {
+    const long tasks = d->rows * d->key_heads;
+    const int many = tasks * d->group * d->key_dim * d->value_dim * (long)sizeof(float) >= ALONE;
+#pragma omp parallel for schedule(static) num_threads((int)d->threads) if (many)
+    for (long task = 0; task < tasks; task++) key_head(d, task / d->key_heads, task % d->key_heads);
+}
+
+/* out [rows][cols] = x times weight over its root mean square; row i has weights i modulo `period`. x and out may be the same. */
+void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps, long threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (rows * cols >= ALONE)
+    for (long row = 0; row < rows; row++) {
+        const float *from = x + row * cols, *w = weight + row % period * cols;
+        float *to = out + row * cols, rest = 0;
+        vf squares = {0};
+        long c = 0;
+        for (; c + VL <= cols; c += VL) squares += load(from + c) * load(from + c);
+        for (; c < cols; c++) rest += from[c] * from[c];
+        const float scale = 1.0f / sqrtf((sum_lanes(squares) + rest) / (float)cols + (float)eps);
+        for (c = 0; c + VL <= cols; c += VL) store(to + c, load(from + c) * scale * load(w + c));
+        for (; c < cols; c++) to[c] = from[c] * scale * w[c];
+    }
+}
