@@ -169,8 +169,8 @@ def open_model(choice: ModelChoice) -> Model:
         tell_service()
     else:
         model = REGISTRY.open_at_peer(peer_settings(choice.where))
-    listed(model)
-    know_comfyui(pool_of(model))
+    if isinstance(listed(model), LanguageModel):
+        know_comfyui(pool_of(model))
     return model
 
 

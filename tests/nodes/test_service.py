@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -212,11 +212,28 @@ def test_what_does_not_fit_there_is_refused_with_its_figures(desk: Desk) -> None
     assert "KV 1024 GiB" in outcome.error
 
 
-def test_comfyui_is_known_to_the_service_as_a_tenant(desk: Desk) -> None:
-    until = time.monotonic() + 10
-    while not any(row["owner"] == "ComfyUI" for row in desk.leases()):
+def tenant(desk: Desk) -> int | None:
+    """What the service thinks that ComfyUI's models hold; None where it does not know ComfyUI."""
+    return next((row["held"] for row in desk.leases() if row["owner"] == "ComfyUI"), None)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 15.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.1)
+
+
+def test_the_service_knows_what_comfyuis_models_hold_and_asks_them_for_room(desk: Desk) -> None:
+    large = 32 << 20
+    graph = {"model": node("TestLargeModel", bytes=large), "use": node("TestUseModel", model=["model", 0]), "show": show("use")}
+    assert desk.run(graph).ok
+    wait_until(lambda: (tenant(desk) or 0) >= large)
+    found = find_service(desk.cache)
+    assert found is not None
+    (row,) = ask(found.address, "POST", "/memory/release", {"owner": "ComfyUI"}, seconds=30)["released"]
+    assert row["asked"] >= large
+    wait_until(lambda: tenant(desk) == 0)
 
 
 def test_hidden_states_stay_in_the_process(desk: Desk) -> None:
@@ -274,19 +291,10 @@ def test_a_comfyui_that_is_killed_leaves_no_lease_and_no_service(desk: Desk) -> 
     assert desk.writes(SERVICE, seed=9).ok
     pid, child = desk.note.pid, desk.process.child
     assert child is not None
-    until = time.monotonic() + 10
-    while not any(row["owner"] == "ComfyUI" for row in desk.leases()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: tenant(desk) is not None)
     child.kill()
     child.wait()
-    until = time.monotonic() + 10
-    while any(row["owner"] == "ComfyUI" for row in desk.leases()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    until = time.monotonic() + 30
-    while alive(pid):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: tenant(desk) is None)
+    wait_until(lambda: not alive(pid), 30)
     assert read_note(desk.cache) is None
     assert not taken(desk.cache)
