@@ -1,7 +1,7 @@
 """What a config.json alone says of a network's size: every tensor by kind, with its shape, and what a token leaves behind.
 
-Families: those of specs that transformers 5.24 has (qwen3, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp), whether or not they can
-be opened here. Sources: transformers' modeling files and the tensor lists of the published checkpoints; tests hold the counts against both.
+Families: qwen3, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp. Sources: transformers' modeling files and the tensor lists of the
+published checkpoints; tests hold the counts against both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..errors import ModelError
+from ..model.families import ALIASES, text_config
 from ..model.spec import ConfigReader
 
 Kind = Literal[
@@ -21,8 +22,6 @@ Kind = Literal[
 Part = Literal["text", "mtp", "vision"]
 
 KINDS_OF_TYPE = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
-# The same config and tensors under another name (some re-uploads of Qwen3.8-Flash-Next).
-ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
 FULL = ("full_attention", "indexed_attention")
 LINEAR = "linear_attention"
 CONV_LAG = 9  # tokens that the n-gram block's convolution looks back: 3 taps, dilation 3
@@ -95,7 +94,7 @@ class Census:
 
 def family_name(config: Mapping[str, Any]) -> str:
     """The text model_type without _text, alias resolved. Raises ModelError for one that cannot be counted."""
-    kind = str(_text(config).get("model_type", config.get("model_type"))).removesuffix("_text")
+    kind = str(text_config(config).get("model_type")).removesuffix("_text")
     kind = ALIASES.get(kind, kind)
     if kind not in KINDS_OF_TYPE:
         raise ModelError(f"model_type {kind!r} is not known; known are {', '.join(KINDS_OF_TYPE)}")
@@ -104,18 +103,12 @@ def family_name(config: Mapping[str, Any]) -> str:
 
 def take_census(config: Mapping[str, Any]) -> Census:
     """Count the network of a config.json, its text part nested under text_config or not. Raises ModelError naming the wrong key."""
-    family, text = family_name(config), _text(config)
+    family, text = family_name(config), text_config(config)
     read = ConfigReader(text)
-    # Where both say it, the outer one holds: that is whose head it is.
-    tied = ConfigReader(config if config.get("tie_word_embeddings") is not None else text).flag("tie_word_embeddings", False)
+    tied = read.flag("tie_word_embeddings", False)
     network = _Network(family, text, _layer_kinds(text, read, family))
     tensors = (*network.text(tied), *network.mtp(), *_vision(config, network.hidden))
     return network.census(_merged(tensors))
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
 
 
 def _layer_kinds(text: Mapping[str, Any], read: ConfigReader, family: str) -> list[bool]:

@@ -190,11 +190,7 @@ def _models(config: Config, device: str) -> Iterator[Check]:
     if not rows:
         yield Check("models", "warning", "there is none", "put a model folder (config.json, *.safetensors, tokenizer.json) into models/")
     for row in rows:
-        broken, counted = not row["opens"], row["bytes"]["kv_per_1k"] is not None
-        if broken:
-            fix = "this version does not open it: choose another model" if counted else "download it again, or take it away"
-        else:
-            fix = "" if row["fits"] else "choose a smaller context or another model"
+        fix = "" if row["fits"] else "choose a smaller context or another model" if row["opens"] else "download it again, or take it away"
         toy = f"{TOY_NOTE}; " if row["toy"] else ""
         yield Check(f"model {row['name']}", "ok" if row["fits"] else "warning", toy + row["reason"], fix)
 

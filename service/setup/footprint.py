@@ -1,16 +1,14 @@
-"""What a model's files and its config say of memory, whether or not this version opens it."""
+"""What a model's files hold by kind, and how much context and which pictures the machine has room for beside it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..loader.checkpoint import Checkpoint
-from ..memory.budget import Budget, MemorySettings, Need, show
-from .census import Census
-from .plan import STEP, TABLE_CACHE, Machine, load_of, longest_context
+from ..memory.budget import Budget, MemorySettings, Need
+from .plan import STEP
 
 _TABLE = re.compile(r"(^|\.)ngram_embedding\.")
 # The picture tower and the draft layer, which are not opened.
@@ -19,12 +17,11 @@ _BESIDE = re.compile(r"(^|\.)visual\.|^mtp\.")
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This machine now: bytes available, what of them may be used, and the device that would compute."""
+    """This machine now: bytes available, and what of them may be used."""
 
     available: int
     settings: MemorySettings
     budget: Budget
-    device: str
 
     def beside(self, wanted: int) -> int:
         """Bytes that are left for image models beside a model that takes `wanted`."""
@@ -53,19 +50,3 @@ def longest(need_at: Callable[[int], Need], allowed: int, here: Here) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * STEP) else (low, middle)
     return low * STEP
-
-
-def planned(checkpoint: Checkpoint, census: Census, context: int, here: Here) -> dict[str, Any]:
-    """The keys of a row for a family that is only counted: `context` the longest that would fit, `images` what is left at `context`."""
-    sizes = stored_bytes(checkpoint)
-    machine = Machine(here.available, None, here.settings, here.device)
-    load = load_of(sizes["weights"], min(sizes["table"], TABLE_CACHE), census, machine)
-    headroom, room = here.settings.headroom, here.budget.spendable
-    wanted = load.wanted(min(context, census.max_position), headroom)
-    would = "there would be room" if wanted <= room else "there would be no room"
-    return {
-        "bytes": {**sizes, "kv_per_1k": 1000 * load.kv_token},
-        "context": longest_context(load, census.max_position, headroom, room),
-        "images": here.beside(wanted),
-        "reason": f"{would}: {show(wanted)} with headroom for {min(context, census.max_position)} tokens, of {show(room)} in the budget",
-    }

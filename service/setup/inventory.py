@@ -10,16 +10,16 @@ import torch
 
 from ..api import pick_context, pick_device
 from ..config import Config
-from ..engine.session import DEFAULT_CONTEXT, draw_blueprint
+from ..engine.session import draw_blueprint
 from ..errors import ModelError, OnedeskError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
-from ..model.families import FAMILIES, describe
+from ..model.families import describe
 from .census import take_census
 from .console import columns
-from .footprint import Here, longest, planned, stored_bytes
+from .footprint import Here, longest, stored_bytes
 
 TOY_PREFIX = "onedesk-demo-"
 TOY_NOTE = "a toy that comes with Onedesk to show the chain"
@@ -61,15 +61,15 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
     """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
 
     `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context, beside nothing
-    else, with headroom; `images` is what is then left for image models, and `context` the longest that would fit. A family that this
-    version does not open (`opens`) is counted all the same. Raises ModelError or FileError when `model` names nothing.
+    else, with headroom; `images` is what is then left for image models, and `context` the longest that would fit. What cannot be opened
+    (`opens`) has the figures that its files and its config give. Raises ModelError or FileError when `model` names nothing.
     """
     roots = model_roots(config)
     values: dict[str, Any] = dict(config.memory)
     settings = MemorySettings(**values)
     place = pick_device(device)
     truth = read_truth(place.type)
-    here = Here(truth.available, settings, make_budget(truth, settings), place.type)
+    here = Here(truth.available, settings, make_budget(truth, settings))
     entries = roots.list()
     if model is not None:
         path = roots.find(model)
@@ -96,10 +96,10 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
-        row |= _from_config(checkpoint, asked, here)
+        row |= _from_config(checkpoint)
         draft = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache)
     except OnedeskError as error:
-        return row | {"reason": "; ".join(part for part in (str(error), row["reason"]) if part)}
+        return row | {"reason": str(error)}
     blueprint = replace(draft, context=_context(asked.context, draft.config.max_position))
     need = blueprint.need
     row["format"] = blueprint.plan.form
@@ -126,16 +126,13 @@ def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _from_config(checkpoint: Checkpoint, asked: _Asked, here: Here) -> dict[str, Any]:
-    """What the config says of the network's size; of a family that this version does not open also what it would need."""
+def _from_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the config says of the network's size."""
     try:
         census = take_census(checkpoint.config)
     except ModelError:
         return {}  # a family that nobody has counted; opening it says which there are
-    found: dict[str, Any] = {"parameters": census.parameters, "active_parameters": census.active}
-    if census.family in FAMILIES:
-        return found
-    return found | planned(checkpoint, census, asked.context or DEFAULT_CONTEXT, here)
+    return {"parameters": census.parameters, "active_parameters": census.active}
 
 
 def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget) -> tuple[bool, str]:

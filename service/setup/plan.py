@@ -18,7 +18,6 @@ from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
 from ..loader.files import exists, read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
-from ..model.families import FAMILIES
 from ..peers.cluster import Share, cluster, cluster_text
 from ..quant.published import KEY
 from .census import Census, take_census
@@ -227,8 +226,8 @@ def _row(
         "context": shown if fits else reached,
         "needs": wanted,
         "images": max(0, machine.memory - machine.settings.floor - load.wanted(context or least, headroom)),
-        "opens": engine != "onedesk" or (_opens(form, census) and not resident),
-        "why": _why(shown, reached, wanted, machine) + _run_by(form, census, machine, resident),
+        "opens": engine != "onedesk" or (_opens(form) and not resident),
+        "why": _why(shown, reached, wanted, machine) + _run_by(form, machine, resident),
     }
 
 
@@ -291,17 +290,17 @@ def _why(shown: int, reached: int, wanted: int, machine: Machine) -> str:
     return f"{needs} leave {show(left)} for images" + raised
 
 
-def _opens(form: Form | Sized, census: Census) -> bool:
-    return isinstance(form, Form) and form.readable() and any(name.removesuffix("_text") == census.family for name in FAMILIES)
+def _opens(form: Form | Sized) -> bool:
+    return isinstance(form, Form) and form.readable()
 
 
-def _run_by(form: Form | Sized, census: Census, machine: Machine, resident: bool) -> str:
+def _run_by(form: Form | Sized, machine: Machine, resident: bool) -> str:
     """Who runs it, where that is not this version."""
     engine = _engine(form, machine)
     share = f", a node's share of {machine.nodes}" if machine.nodes > 1 else ""
     if engine != "onedesk":
         return f"; by {engine}{share}"
-    if not _opens(form, census):
+    if not _opens(form):
         return "; this version does not open it yet"
     return "; this version reads the table from its file" if resident else ""
 
