@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from onedesk.service.bench import soak as module
 from onedesk.service.bench.soak import ACTS, Crowd, Load, main, soak
-from onedesk.service.config import load_config
+from onedesk.service.config import Config
 from onedesk.service.errors import PeerError
 from onedesk.service.peers.peer import Address
 from serving import MODEL, THINKER, Server, write_tree
@@ -41,7 +41,7 @@ def test_texts_that_are_mixed_up_would_be_found() -> None:
 
 def test_it_needs_a_service_of_its_own_and_tells_one_that_does_not_start(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PeerError, match=r"there is no onedesk.toml; name one with --config"):
-        soak(Load((MODEL,), 1.0), load_config(None))
+        soak(Load((MODEL,), 1.0), Config(tree=tree))
     server = Server(tree).start()
     try:
         assert main(["--config", str(tree / "onedesk.toml"), "--minutes", "0.01"]) == 1
