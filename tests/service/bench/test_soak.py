@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from onedesk.service.bench import soak as module
 from onedesk.service.bench.soak import ACTS, Crowd, Load, main, soak
-from onedesk.service.config import Config
+from onedesk.service.config import Config, load_config
 from onedesk.service.errors import PeerError
 from onedesk.service.peers.peer import Address
 from serving import MODEL, THINKER, Server, write_tree
