@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -281,21 +280,30 @@ class ChildEngine(Peer):
             child, entrusted = self._child, self._entrusted
             if child is None or entrusted is None or entrusted.in_use or time.monotonic() - self._reached < _ABOUT_TO_ASK:
                 return ()
-            if self._launch is not None and self._launch.sleeps and child.running:
-                released = entrusted.release(lambda: self._post("/sleep?level=1"))
-            else:
-                released = entrusted.release(child.stop)
-                self._child = self._address = None
+            released = entrusted.release(lambda: self._quiet(child))
             self._entrusted = None
             return (released,)
         finally:
             self._lock.release()
 
+    def _quiet(self, child: Child) -> None:
+        """Let it sleep where it can; one that does not is ended, as all others are."""
+        if self._launch is not None and self._launch.sleeps and child.running:
+            try:
+                return self._post("/sleep?level=1")
+            except PeerError as error:
+                log.warning("%s; it is ended", error)
+        child.stop()
+        self._child = self._address = None
+        return None
+
     def _post(self, route: str) -> None:
         if self._address is None:
             raise PeerError(f"{self.title} has no address")
-        with Exchange(replace(self._address, path=""), "POST", route, {}, silence=_SLEEP_SECONDS) as exchange:
-            exchange.document()
+        # Versions differ in whether they answer with a document.
+        said = _probe(self._address, route, "POST", _SLEEP_SECONDS)
+        if said != "200":
+            raise PeerError(f"{self.title} does not do as it is asked: {said}{self._child.last_words() if self._child else ''}")
 
 
 def _check(cancel: CancelCheck | None, title: str) -> None:
@@ -314,11 +322,11 @@ def _free_port(asked: int, title: str) -> int:
         return probe.getsockname()[1]
 
 
-def _probe(address: Address, route: str) -> str:
+def _probe(address: Address, route: str, method: str = "GET", seconds: float = _PROBE_SECONDS) -> str:
     """The status of a route as text, or why there is none."""
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=_PROBE_SECONDS)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
     try:
-        connection.request("GET", route)
+        connection.request(method, route)
         response = connection.getresponse()
         response.read(_PROBE_LIMIT)
     except TimeoutError:

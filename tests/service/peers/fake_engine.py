@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/sleep"):
             BALLAST.clear()
             ASLEEP.set()
-            return self.answer(200, {"status": "sleeping"})
+            return self.answer(500 if FAULT == "sleepless" else 200, {"status": "sleeping"})
         if self.path == "/wake_up":
             load()
             ASLEEP.clear()

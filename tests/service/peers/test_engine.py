@@ -267,6 +267,17 @@ def test_the_registry_opens_it_by_its_entry_and_ends_it(desk, tmp_path):
     assert not alive(pid)
 
 
+def test_one_that_cannot_sleep_is_ended(desk, monkeypatch, caplog):
+    desk.model = desk.model.rename(desk.model.with_name("m.safetensors"))
+    monkeypatch.setattr("onedesk.service.peers.launch.Machine.one_pool", False)
+    engine = desk.engine("sleepless", kind="vllm", sleep=True)
+    engine.reach()
+    [released] = engine.release(WANTED)
+    assert released.measured == released.asked
+    assert (engine.pid, desk.pool.used()) == (None, 0)
+    assert "the engine writer does not do as it is asked: /sleep?level=1 says 500; the end of" in caplog.text
+
+
 def test_one_that_sleeps_keeps_its_process(desk, monkeypatch):
     desk.model = desk.model.rename(desk.model.with_name("m.safetensors"))
     monkeypatch.setattr("onedesk.service.peers.launch.Machine.one_pool", False)
