@@ -11,19 +11,22 @@ from .spec import Destination
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """A table that stays in its file: where its rows lie, and the one number that all are multiplied by, if there is one."""
+    """A table that stays in its file: where its rows lie, the one number that all are multiplied by, and the scales of each part's groups
+    of columns, if there are such.
+    """
 
     destination: Destination
     parts: tuple[TensorInfo, ...]
     scale: TensorInfo | None
+    groups: tuple[TensorInfo, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes in the files."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in (*self.parts, *self.groups))
 
     def open(self) -> FileTable:
-        return FileTable(self.parts, self.scale)
+        return FileTable(self.parts, self.scale, self.groups)
 
 
 def scale_name(name: str) -> str:

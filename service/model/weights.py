@@ -16,6 +16,7 @@ from ..loader.checkpoint import Checkpoint
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
 from ..quant.formats import CHOICES, INT8, Carve, aligned_bytes, title, weight_of
+from ..quant.microscaled import Nvfp4
 from ..quant.mixed import Packings
 from ..quant.packings import Packing, StoredPart
 from ..quant.published import KEY, read_packings
@@ -161,7 +162,7 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     planned = tuple(tensor for tensor in found if isinstance(tensor, PlannedTensor))
     tables = tuple(table for table in found if isinstance(table, PlannedTable))
     known = {info.name for tensor in found for info in tensor.parts} | set(_ignored(planned, packings))
-    known |= {table.scale.name for table in tables if table.scale is not None}
+    known |= {info.name for table in tables for info in (*table.groups, table.scale) if info is not None}
     unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(
@@ -172,14 +173,29 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
 
 
 def _planned_table(destination: Destination, checkpoint: Checkpoint) -> PlannedTable:
-    """Its rows in a floating type, or in FP8 with one scale for all."""
+    """Its rows in a floating type, in FP8 with one scale for all, or in NVFP4."""
     destination = _as_stored(destination, checkpoint)
-    scale = checkpoint.tensors.get(scale_name(destination.sources[0].name))
-    kinds = STORED if scale is None else {"F8_E4M3": torch.float8_e4m3fn}
-    parts = tuple(_part(source, checkpoint, kinds) for source in destination.sources)
+    name, groups = scale_name(destination.sources[0].name), ()
+    scale = checkpoint.tensors.get(f"{name}_2")
+    if scale is not None:
+        parts, groups = (_table_parts(destination, checkpoint, which) for which in (0, 1))
+    else:
+        scale = checkpoint.tensors.get(name)
+        kinds = STORED if scale is None else {"F8_E4M3": torch.float8_e4m3fn}
+        parts = tuple(_part(source, checkpoint, kinds) for source in destination.sources)
     if scale is not None and (scale.elements != 1 or scale.dtype not in STORED):
         raise ModelError(f"{checkpoint.name}: tensor {scale.name} is {scale.dtype} {list(scale.shape)}; one floating number is needed")
-    return PlannedTable(destination, parts, None if scale is None else replace(scale, shape=(1,)))
+    return PlannedTable(destination, parts, None if scale is None else replace(scale, shape=(1,)), groups)
+
+
+def _table_parts(destination: Destination, checkpoint: Checkpoint, which: int) -> tuple[TensorInfo, ...]:
+    """Of a table in NVFP4 the numbers (0) or the scales (1) of every part."""
+    packing = Nvfp4("NVFP4")
+    found = (
+        _packed_part(source, packing.layout(source.shape[0], source.shape[1]).parts[which], checkpoint, packing)
+        for source in destination.sources
+    )
+    return tuple(info for info in found if info is not None)
 
 
 def _packing(destination: Destination, packings: Packings | None) -> Packing | None:

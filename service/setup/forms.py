@@ -61,7 +61,6 @@ STORES: Mapping[str, Store] = {
     "fp8": _packed(Fp8Blocks("FP8", "weight_scale_inv")),
     "fp8 scalar": Store(lambda rows, cols: rows * cols, lambda rows, cols: rows * cols),
     "nvfp4": _packed(Nvfp4("NVFP4")),
-    "nvfp4 rows": replace(_packed(Nvfp4("NVFP4")), reads=False),
     "mxfp8": _packed(Mxfp8("MXFP8")),
     "int8": _of(INT8),
     "int4": _of(int4()),
@@ -158,10 +157,10 @@ WITH_TABLE = (
     Form("NVFP4 experts, BF16 table", _all(_EXPERTS, "nvfp4")),
     Form("NVFP4 experts, FP8 table", {"experts": "nvfp4", "table": "fp8 scalar"}),
     Form("NVFP4 experts, FP8 table and draft", {"experts": "nvfp4", "table": "fp8 scalar"}, _all(_EXPERTS, "fp8")),
-    Form("NVFP4 experts, 4-bit table", {"experts": "nvfp4", "table": "nvfp4 rows"}, _all(_EXPERTS, "nvfp4")),
+    Form("NVFP4 experts, 4-bit table", {"experts": "nvfp4", "table": "nvfp4"}, _all(_EXPERTS, "nvfp4")),
     Form(
         "NVFP4 experts, MXFP8 layers, 4-bit table",
-        _all(_MXFP8_LAYERS, "mxfp8") | {"experts": "nvfp4", "table": "nvfp4 rows"},
+        _all(_MXFP8_LAYERS, "mxfp8") | {"experts": "nvfp4", "table": "nvfp4"},
         _all(_EXPERTS, "nvfp4"),
     ),
     Form("INT8, made on load", _INT8, _INT8, made=True),
@@ -230,5 +229,5 @@ def _said(packings: Packings, prefix: str, layers: int, own: dict[str, Store]) -
 
 
 def _table_store(packing: Packing) -> Store:
-    """Rows that are read where they lie: in FP8 with one scale for all, or in what cannot be read so yet."""
-    return STORES["fp8 scalar"] if isinstance(packing, Rows8) else replace(_packed(packing), reads=False)
+    """Rows that are read where they lie: in FP8 with one scale for all, in NVFP4, or in what cannot be read so."""
+    return STORES["fp8 scalar"] if isinstance(packing, Rows8) else replace(_packed(packing), reads=isinstance(packing, Nvfp4))
