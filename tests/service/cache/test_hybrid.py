@@ -196,7 +196,7 @@ class HybridMachine(RuleBasedStateMachine):
         assert self.pages.borders == 0
 
 
-HybridMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+HybridMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestHybrid = HybridMachine.TestCase
 
 
