@@ -229,8 +229,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage (load, prefetch, prefill, decode, speculation, sample, release) cost: seconds, bytes read, moved or returned, page
-    faults, pool allocations and the seconds they took.
+    """What one stage (load, prefetch, prefill, decode, table, speculation, sample, release) cost: seconds, bytes read, moved or returned,
+    page faults, pool allocations and the seconds they took.
 
     `bandwidth_share` is bytes a second over the machine's measured read ceiling, None where none was measured or it says nothing.
     `proposed` and `accepted` are guessed tokens, of the stage "speculation" alone.

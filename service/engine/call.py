@@ -55,6 +55,7 @@ class Call:
         self._rows: dict[Ticket, Row] = {}
         self._numbered = 0
         self._stopped = False
+        self.runner.table_cost()  # what others read before is not of this call
         self.join(requests)
 
     def start(self, when: float) -> None:
@@ -74,6 +75,13 @@ class Call:
             for row in job.rows:
                 self._rows[row.ticket] = row
                 self.scheduler.add(row.ticket)
+
+    def count_pass(self, stage: str) -> None:
+        """Write down that a pass of `stage` has read the weights, and what the rows of tables in files cost it."""
+        self.books.meter.add_bytes(stage, self.books.pass_bytes)
+        cost = self.runner.table_cost()
+        if cost.bytes:
+            self.books.meter.add("table", cost)
 
     def row(self, ticket: Ticket) -> Row:
         """The row of a ticket."""

@@ -145,7 +145,7 @@ class Generation:
             yield from self._has_read(row, kv, scores)
 
     def _tell_read(self, row: Row, done: int) -> None:
-        self._meter.add_bytes("prefill", self._call.books.pass_bytes)
+        self._call.count_pass("prefill")
         if self._call.orders.progress is not None:
             self._call.orders.progress(Progress("prefill", done, len(row.prepared.ids)))
 
@@ -188,7 +188,7 @@ class Generation:
             if not search.done:
                 with self._meter.measure("decode"):
                     search.step()
-                self._meter.add_bytes("decode", self._call.books.pass_bytes)
+                self._call.count_pass("decode")
             if row.first_token is None:
                 row.first_token = time.perf_counter() - self._call.job(row).joined
             yield self._call.event(row, Event(progress=Progress("decode", search.length, row.prepared.limits.room)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV
-from ..core import CancelCheck, Logprobs
+from ..core import CancelCheck, Logprobs, Stage
 from ..kernels.rows import BLOCK, FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.layers import BetweenLayers, Decoder, Scratch
@@ -68,6 +68,7 @@ class Runner:
         self.kv = kv
         self.scratch = scratch
         self.chunk, self.buffers = buffers
+        self._table_cost = (0.0, 0)
 
     @property
     def chunk_rows(self) -> int:
@@ -148,6 +149,13 @@ class Runner:
             for at in range(0, len(ids), self.chunk_rows):
                 state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
             return self.network.final(state[-1:], self.scratch)[0].float().to("cpu", copy=True)
+
+    def table_cost(self) -> Stage:
+        """What reading rows of tables in files has cost since this was last asked."""
+        seconds, nbytes = self.network.table_cost()
+        cost = Stage(seconds - self._table_cost[0], nbytes - self._table_cost[1])
+        self._table_cost = seconds, nbytes
+        return cost
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:

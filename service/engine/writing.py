@@ -54,7 +54,7 @@ class Writing:
     def _launch(self, rows: Sequence[Row]) -> None:
         with self._meter.measure("decode"):
             self._call.flights.launch(rows)
-        self._meter.add_bytes("decode", self._call.books.pass_bytes)
+        self._call.count_pass("decode")
 
     def _can_run_ahead(self, rows: Sequence[Row]) -> bool:
         """Whether the step after the one under way can begin: with all rows that go on, unless a prompt waits to be read.
@@ -106,7 +106,7 @@ class Writing:
         began, right = time.perf_counter(), 0
         with meter.measure("decode"):
             scores = self._call.runner.extend(kv, [row.feed.popleft(), *guess])
-        meter.add_bytes("decode", self._call.books.pass_bytes)
+        self._call.count_pass("decode")
         events: list[Event] = []
         for place, expected in enumerate([*guess, None]):
             with meter.measure("sample"):

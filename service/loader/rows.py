@@ -16,6 +16,19 @@ _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
 
 
+def announce_rows(info: TensorInfo, rows: Sequence[int]) -> None:
+    """Have the system begin to read `rows` of the matrix `info`; returns without them. Raises FileError."""
+    width = info.nbytes // info.shape[0]
+    with open_regular(info.source.path, info.source.shown) as (fd, _):
+        _announce(fd, info, width, rows)
+
+
+def _announce(fd: int, info: TensorInfo, width: int, rows: Sequence[int]) -> None:
+    advise_file(fd, 0, 0, _RANDOM)  # no read-ahead around a row of a few KiB
+    for row in rows:
+        advise_file(fd, info.start + row * width, width, _WILLNEED)
+
+
 def read_rows(info: TensorInfo, rows: Sequence[int]) -> torch.Tensor:
     """`rows` of the matrix `info`, in this order: [len(rows), ...] of its dtype, on the CPU.
 
@@ -26,8 +39,6 @@ def read_rows(info: TensorInfo, rows: Sequence[int]) -> torch.Tensor:
         return torch.empty((0, *info.shape[1:]), dtype=torch_dtype(info.dtype))
     with open_regular(info.source.path, info.source.shown) as (fd, _):
         check_unchanged(info.source, fd)
-        advise_file(fd, 0, 0, _RANDOM)  # no read-ahead around a row of a few KiB
-        for row in rows:
-            advise_file(fd, info.start + row * width, width, _WILLNEED)
+        _announce(fd, info, width, rows)
         raw = bytearray().join(read_exactly(fd, width, info.start + row * width, info.source.shown) for row in rows)
     return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(info.dtype)).view(len(rows), *info.shape[1:])

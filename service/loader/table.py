@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,7 +14,7 @@ from ..errors import ModelError
 from ..quant.formats import NVFP4
 from ..quant.weight import E2M1
 from .header import TensorInfo
-from .rows import read_rows
+from .rows import announce_rows, read_rows
 
 
 class FileTable:
@@ -27,25 +28,44 @@ class FileTable:
         self._groups = tuple(groups)
         self._ends = tuple(accumulate(part.shape[0] for part in self.parts))
         self._scale_info = scale
+        # What reading has cost so far: seconds that a pass waited, and bytes of rows.
+        self.seconds, self.bytes = 0.0, 0
         self._scale: float | None = None if scale is not None else 1.0
 
     @property
     def shape(self) -> tuple[int, int]:
         return self._ends[-1], self.parts[0].shape[1] * (2 if self._groups else 1)
 
+    def announce(self, rows: torch.Tensor) -> None:
+        """Say that the rows [n] int64 on the CPU will be read soon: the system brings their pages in. Raises FileError, IndexError."""
+        for part, own in self._by_part(rows.unique()).items():
+            for info in self._infos(part):
+                announce_rows(info, own)
+
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows [n] int64 on the CPU, in this order: [n, width] fp32. Each is read once. Raises FileError, ModelError, IndexError."""
+        started = time.perf_counter()
         wanted, places = rows.unique(return_inverse=True)
+        found: list[torch.Tensor] = []
+        for part, own in self._by_part(wanted).items():
+            found.append(self._part_rows(part, own))
+            self.bytes += sum(info.nbytes // info.shape[0] * len(own) for info in self._infos(part))
+        values = torch.cat(found)[places] * self._factor()
+        self.seconds += time.perf_counter() - started
+        return values
+
+    def _by_part(self, wanted: torch.Tensor) -> dict[int, list[int]]:
+        """Where rows, in rising order, lie: part and rows there."""
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.shape[0]:
             raise IndexError(f"row {int(wanted[-1])} is not in a table of {self.shape[0]}")
-        found: list[torch.Tensor] = []
-        by_part: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
         for row in wanted.tolist():
             part = bisect_right(self._ends, row)
-            by_part.setdefault(part, []).append(row - (self._ends[part] - self.parts[part].shape[0]))
-        for part, own in by_part.items():
-            found.append(self._part_rows(part, own))
-        return torch.cat(found)[places] * self._factor()
+            found.setdefault(part, []).append(row - (self._ends[part] - self.parts[part].shape[0]))
+        return found
+
+    def _infos(self, part: int) -> tuple[TensorInfo, ...]:
+        return (self.parts[part], self._groups[part]) if self._groups else (self.parts[part],)
 
     def _part_rows(self, part: int, rows: Sequence[int]) -> torch.Tensor:
         """Rows of one part, fp32, without the one scale."""

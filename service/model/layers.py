@@ -11,6 +11,7 @@ import torch
 from ..cache.paged import PagedKV
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, Rows
+from ..loader.table import FileTable
 from ..memory.lease import Lease, carved_bytes
 from ..quant.weight import Weight
 
@@ -139,6 +140,15 @@ class Layer(Protocol):
     def run(self, at: Pass, /) -> None: ...
 
 
+class EarlyLayer(Layer, Protocol):
+    """A layer that is told of a pass before the first layer of all computes, and counts what reading from files cost it."""
+
+    @property
+    def table(self) -> FileTable: ...
+
+    def begin(self, at: Pass, /) -> None: ...
+
+
 class Mixer(Protocol):
     """What reads the residual streams [T, streams * hidden] of a decoder that has several."""
 
@@ -151,7 +161,7 @@ class Block:
 
     mixer: Layer
     forward: Layer
-    before: Layer | None = None
+    before: EarlyLayer | None = None
 
 
 BetweenLayers = Callable[[int, torch.Tensor], None]
@@ -182,6 +192,8 @@ class Decoder:
             streams = views["streams"]
             streams.view(x.shape[0], -1, x.shape[1]).copy_(x[:, None])
             x = streams
+        for early in self._early:
+            early.begin(at)
         for index, block in enumerate(self.blocks):
             if between is not None:
                 between(index, x)
@@ -207,6 +219,15 @@ class Decoder:
         if isinstance(self.norm, NormWeight):
             return self.kernels.rms_norm(state, self.norm, views["normed"])
         return self.norm.mix(state, views, self.kernels)
+
+    @property
+    def _early(self) -> list[EarlyLayer]:
+        return [block.before for block in self.blocks if block.before is not None]
+
+    def table_cost(self) -> tuple[float, int]:
+        """Seconds that passes have waited for rows of tables in files, and bytes of those, since the network was made."""
+        tables = [layer.table for layer in self._early]
+        return sum(table.seconds for table in tables), sum(table.bytes for table in tables)
 
     @property
     def captured(self) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.recurrent import RecurrentStates
 from ..kernels.delta import convolve_chunk, convolve_step
-from ..kernels.rows import NormWeight
+from ..kernels.rows import NormWeight, Slots
 from ..loader.table import FileTable
 from ..quant.weight import Weight
 from .layers import Pass
@@ -138,17 +139,27 @@ class NgramBlock:
     conv_norm: NormWeight
     taps: torch.Tensor
     captured: bool = False
+    # The rows of the pass under way [T, rows a token], and what is kept of its ids.
+    coming: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
         return self.key, self.value
 
+    def begin(self, at: Pass, /) -> None:
+        """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
+        slots, states = self._states(at)
+        _, pasts = states.read(self.index, slots.source)
+        self.coming = self._rows(at.ids.cpu(), pasts.cpu(), chunk=at.rows.start is not None)
+        self.table.announce(self.coming[0])
+
     def run(self, at: Pass, /) -> None:
-        kernels, views, slots, states = at.kernels, at.views, at.rows.slots, at.cache.states
-        if states is None or slots is None:
-            raise ValueError("the session's cache has no recurrent states")
-        windows, pasts = states.read(self.index, slots.source)
-        rows, pasts = self._rows(at.ids.cpu(), pasts.cpu(), chunk=at.rows.start is not None)
+        kernels, views = at.kernels, at.views
+        if self.coming is None:
+            raise ValueError("the pass was not begun")
+        (rows, pasts), self.coming = self.coming, None
+        slots, states = self._states(at)
+        windows, _ = states.read(self.index, slots.source)
         embedded = views["ngram"].copy_(self.table.read(rows.view(-1)).view(views["ngram"].shape))
         added = self._gated(at, embedded)
         normed = kernels.rms_norm(added, self.conv_norm, torch.empty_like(added)).flatten(1).float()
@@ -159,6 +170,12 @@ class NgramBlock:
             windows = window[None]
         states.write(self.index, slots.target, (windows, pasts.to(windows.device)))
         views["streams"].add_(added.flatten(1)).add_(convolved)
+
+    @staticmethod
+    def _states(at: Pass) -> tuple[Slots, RecurrentStates]:
+        if at.cache.states is None or at.rows.slots is None:
+            raise ValueError("the session's cache has no recurrent states")
+        return at.rows.slots, at.cache.states
 
     def _gated(self, at: Pass, embedded: torch.Tensor) -> torch.Tensor:
         """The value of the rows for each stream, [T, streams, hidden]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,59 @@ def test_a_scale_that_is_nan_is_named_when_its_row_is_read(file: tuple[Path, tor
     assert torch.equal(table.read(torch.tensor([20])), file[1][[20]])
     with pytest.raises(ModelError, match=r"tensor table\.shard_2\.weight_scale has scales that are NaN; the checkpoint is damaged"):
         table.read(torch.tensor([0, 21]))
+
+
+LARGE_ROWS, LARGE_WIDTH = 200_000, 160
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 MB of BF16 rows as wide as those of Qwen3.8-Flash-Next; on a disk, or nothing would be read from it."""
+    path = tmp_path_factory.mktemp("large") / "table.safetensors"
+    save_file({"table": torch.arange(LARGE_ROWS * LARGE_WIDTH).view(LARGE_ROWS, LARGE_WIDTH).to(torch.bfloat16)}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path
+
+
+def read_from_disk() -> int:
+    """Bytes that this process has fetched from storage."""
+    return int(re.findall(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)[0])
+
+
+def evict(path: Path) -> None:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_token_costs_its_sixteen_pages_of_the_file_and_a_repeated_one_nothing(large: Path, announced: bool) -> None:
+    info = read_header(large, shown="table").tensors["table"]
+    table = FileTable([info])
+    table.read(torch.tensor([0]))
+    rows = torch.randint(0, LARGE_ROWS, (16,), generator=torch.Generator().manual_seed(1 + announced))
+    evict(large)
+    before = read_from_disk()
+    if announced:
+        table.announce(rows)
+    found = table.read(rows)
+    # A row of 320 bytes may lie on a border of two pages; two more for what else this process may read.
+    places = [info.start + int(row) * 2 * LARGE_WIDTH for row in rows]
+    pages = {page for place in places for page in (place // PAGE, (place + 2 * LARGE_WIDTH - 1) // PAGE)}
+    assert len(pages) * PAGE <= read_from_disk() - before <= (len(pages) + 2) * PAGE
+    assert torch.equal(found, (rows[:, None] * LARGE_WIDTH + torch.arange(LARGE_WIDTH)).to(torch.bfloat16).float())
+    again = read_from_disk()
+    assert torch.equal(table.read(rows), found)
+    assert read_from_disk() == again
+
+
+def test_what_was_read_is_counted(file: tuple[Path, torch.Tensor]) -> None:
+    table = opened(file[0])
+    table.read(torch.tensor([3, 3, 30]))
+    assert table.bytes == 2 * (WIDTH // 2 + WIDTH // 16)
+    assert table.seconds > 0
+    table.announce(torch.tensor([5, 1]))
+    assert table.bytes == 2 * (WIDTH // 2 + WIDTH // 16)
+    with pytest.raises(IndexError, match="row 40 is not in a table of 40"):
+        table.announce(torch.tensor([ROWS]))
