@@ -9,6 +9,7 @@ coarser.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ import torch
 
 from ..quant.weight import QuantizedWeight, Weight
 from .delta import DeltaHeads, DeltaStep
-from .native import ADD, GATE, KINDS, STORE, Attention, Delta, Native, Product, StoredWeight, describe
+from .native import ADD, GATE, KINDS, STORE, Attention, Delta, Joint, Native, Product, SparseExperts, StoredWeight, describe
+from .parts import ExpertRows, ExpertWeights, JointRows, StreamJoint
 from .reference import Buffer, ReferenceKernels
 from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
+
+log = logging.getLogger(__name__)
 
 # What gemm.c and attention.c take at once at most (widest vectors): rows of x, columns and rows of a panel, query rows of a tile.
 MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
@@ -26,6 +30,8 @@ MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
 MOST_GROUP, HEAD_STEP = 64, 16
 # What delta.c takes: widths of heads are a multiple of this, and at most these.
 DELTA_STEP, DELTA_KEY, DELTA_VALUES, DELTA_TAPS = 16, 256, 2048, 8
+# What streams.c takes: hidden widths are a multiple of this. What experts.c takes: so many experts of a token at most.
+STREAM_STEP, MOST_ACTIVE = 16, 32
 ALIGNMENT = 64
 # Calls are kept of so many places: a decode step has some hundred for each batch, and each expert of a sparse layer two (about 1 KB each).
 KEPT = 1 << 15
@@ -40,7 +46,7 @@ class _Call:
     """
 
     run: Callable[[int], None]
-    structure: Product | Attention | Delta
+    structure: Product | Attention | Delta | Joint | SparseExperts
     address: int
     held: tuple[object, ...]
 
@@ -58,6 +64,7 @@ class CpuKernels(ReferenceKernels):
         self.compiled = self.plain = 0
         self._weights: dict[int, tuple[StoredWeight, Weight]] = {}
         self._calls: dict[tuple[int, ...], _Call] = {}
+        self._declined: dict[int, StreamJoint | ExpertWeights] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._shared = self._each = 0
 
@@ -170,6 +177,77 @@ class CpuKernels(ReferenceKernels):
         d.sources, d.targets = step.slots.source.data_ptr(), step.slots.target.data_ptr()
         return _Call(self._native.delta_rows, d, ctypes.addressof(d), (*held, heads, step.slots))
 
+    def read_streams(self, joint: StreamJoint, at: JointRows) -> bool:
+        key = (id(joint), id(at.streams), id(at.normed), id(at.read))
+        return at.streams.shape[0] <= FEW_ROWS and self._at_once(key, joint, lambda: self._joint(joint, at))
+
+    def inject(self, at: JointRows) -> None:
+        rows, count = at.weights.shape
+        hidden = at.found.shape[1]
+        if hidden % STREAM_STEP or not (_plain_rows(at.streams) and _plain_rows(at.weights) and _plain_rows(at.found)):
+            super().inject(at)
+            return
+        self._native.inject_rows(at.streams.data_ptr(), at.weights.data_ptr(), at.found.data_ptr(), rows, count, hidden)
+
+    def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
+        key = (id(experts), id(at.x), id(at.out), id(at.scores), id(at.routed))
+        return at.x.shape[0] <= FEW_ROWS and self._at_once(key, experts, lambda: self._experts(experts, at))
+
+    def _at_once(self, key: tuple[int, ...], part: StreamJoint | ExpertWeights, make: Callable[[], _Call | None]) -> bool:
+        """Whether the call under `key` could be made; a part that there is none for is remembered, and the first of its type told of."""
+        call = self._calls.get(key)
+        if call is None:
+            call = None if id(part) in self._declined else make()
+            if call is None:
+                if not any(type(other) is type(part) for other in self._declined.values()):
+                    log.info("%s of this network run operation by operation: their formats or widths are not compiled", type(part).__name__)
+                self._declined[id(part)] = part
+                self.plain += 1
+                return False
+            self._keep(key, call)
+        call.run(call.address)
+        self.compiled += 1
+        return True
+
+    def _joint(self, joint: StreamJoint, at: JointRows) -> _Call | None:
+        stored = self._all_stored(joint.down, joint.up, *([joint.inject] if joint.inject is not None else []))
+        held = (at.streams, joint.norm.weight, at.normed, at.low, at.mixed, at.read, at.weights, at.found)
+        rows, hidden = at.read.shape
+        if stored is None or hidden % STREAM_STEP or not all(map(_plain_rows, held)):
+            return None
+        scratch = self._scratch_of(stored)
+        j = Joint(rows=rows, count=joint.count, hidden=hidden, rank=joint.down.shape[0], threads=self.threads, eps=joint.norm.eps)
+        j.streams, j.norm, j.normed, j.low, j.mixed, j.read, j.weights, j.found = (tensor.data_ptr() for tensor in held)
+        j.down = self._fill(STORE, at.normed, stored[0], at.low, scratch)
+        j.up = self._fill(STORE, at.low, stored[1], at.mixed, scratch)
+        if joint.inject is None:
+            j.found = None
+        else:
+            j.inject = self._fill(STORE, at.normed, stored[2], at.weights, scratch)
+        return _Call(self._native.joint_rows, j, ctypes.addressof(j), (*held, joint))
+
+    def _experts(self, experts: ExpertWeights, at: ExpertRows) -> _Call | None:
+        shared, count = experts.shared, len(experts.gate_up)
+        weights = (shared.gate, shared.gate_up, shared.down) if shared else ()
+        stored = self._all_stored(experts.router, *weights, *experts.gate_up, *experts.down)
+        held = (at.x, at.out, at.scores, at.routed, at.gated, *((at.shared_gate, at.shared_gated) if shared else ()))
+        if stored is None or experts.active > min(MOST_ACTIVE, count) or not all(map(_plain_rows, held)):
+            return None
+        ups, downs = ((StoredWeight * count)(*part) for part in (stored[-2 * count : -count], stored[-count:]))
+        scratch = self._scratch_of([*stored[: -2 * count], ups[0], downs[0]])
+        e = SparseExperts(count=count, active=experts.active, normalized=experts.normalized, shared=shared is not None)
+        e.rows, e.hidden, e.width = *at.x.shape, at.gated.shape[1]
+        e.gate_ups, e.downs = ctypes.addressof(ups), ctypes.addressof(downs)
+        e.x, e.out, e.scores, e.routed, e.gated = (tensor.data_ptr() for tensor in held[:5])
+        e.router = self._fill(STORE, at.x, stored[0], at.scores, scratch)
+        e.gate_up = self._fill(GATE, at.x, ups[0], at.gated, scratch)
+        e.down = self._fill(STORE, at.gated, downs[0], at.routed, scratch)
+        if shared:
+            e.shared_gate = self._fill(STORE, at.x, stored[1], at.shared_gate, scratch)
+            e.shared_gate_up = self._fill(GATE, at.x, stored[2], at.shared_gated, scratch)
+            e.shared_down = self._fill(ADD, at.shared_gated, stored[3], at.out, scratch)
+        return _Call(self._native.expert_rows, e, ctypes.addressof(e), (*held, ups, downs, experts))
+
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
         weight = norm.weight
         if (
@@ -228,16 +306,21 @@ class CpuKernels(ReferenceKernels):
         stored = self._stored(weight)
         if stored is None or not (_plain_rows(x) and _plain_rows(out)):
             return None
+        product, count = self._fill(mode, x, stored, out, self._scratch(*self._needs(stored))), x.shape[0]
+        if norm is not None:
+            product.norm, product.eps = norm.weight.data_ptr(), norm.eps
+        run = self._native.gemv if count <= FEW_ROWS else self._native.gemm
+        return _Call(run, product, ctypes.addressof(product), (x, norm, weight, out))
+
+    def _fill(self, mode: int, x: torch.Tensor, stored: StoredWeight, out: torch.Tensor, scratch: tuple[int, int]) -> Product:
         count, cols = x.shape
         outputs = stored.rows // 2 if mode == GATE else stored.rows
         if cols != stored.cols or out.numel() != count * outputs:
-            raise ValueError(f"{tuple(x.shape)} times a weight {tuple(weight.shape)} does not give {tuple(out.shape)}")
+            weight = f"({stored.rows}, {stored.cols})"
+            raise ValueError(f"{tuple(x.shape)} times a weight {weight} does not give {tuple(out.shape)}")
         product = Product(w=stored, mode=mode, x=x.data_ptr(), out=out.data_ptr(), tokens=count, threads=self.threads)
-        if norm is not None:
-            product.norm, product.eps = norm.weight.data_ptr(), norm.eps
-        product.scratch, product.stride = self._scratch(*self._needs(stored))
-        run = self._native.gemv if count <= FEW_ROWS else self._native.gemm
-        return _Call(run, product, ctypes.addressof(product), (x, norm, weight, out))
+        product.scratch, product.stride = scratch
+        return product
 
     def _keep(self, key: tuple[int, ...], call: _Call) -> None:
         if len(self._calls) >= KEPT:
@@ -255,6 +338,17 @@ class CpuKernels(ReferenceKernels):
                 self._weights.clear()
             found = self._weights[id(weight)] = stored, weight
         return found[0]
+
+    def _all_stored(self, *weights: Weight) -> list[StoredWeight] | None:
+        """`_stored` of each; None where there is nothing for one of them."""
+        found = [self._stored(weight) for weight in weights]
+        known = [stored for stored in found if stored is not None]
+        return known if len(known) == len(found) else None
+
+    def _scratch_of(self, stored: Sequence[StoredWeight]) -> tuple[int, int]:
+        """`_scratch` for products with any of the weights."""
+        needs = [self._needs(one) for one in stored]
+        return self._scratch(max(shared for shared, _ in needs), max(each for _, each in needs))
 
     def _needs(self, stored: StoredWeight) -> tuple[int, int]:
         """Bytes that any product with this weight takes: shared by all threads, and of each."""

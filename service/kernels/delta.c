@@ -1,6 +1,6 @@
 /* Decode through a gated delta net between its projections, one region: convolution, states and gates of every row and key head. And RMS norms. */
 #include <math.h>
-#include "simd.h"
+#include "calls.h"
 
 /* What delta_rows takes of a key head: widths are multiples of 16, see cpu.py. */
 #define MOST_KEY 256
@@ -20,8 +20,6 @@ struct delta {
     int64_t rows, key_heads, group, key_dim, value_dim, taps_count, fused, sigmoid, threads;
     double eps;
 };
-
-INLINE vf squashed(vf v) { return 1.0f / (1.0f + exponential(-v)); }
 
 static long channels_of(const struct delta *d) { return d->key_heads * (2 * d->key_dim + d->group * d->value_dim); }
 

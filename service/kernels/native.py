@@ -70,6 +70,33 @@ class Delta(ctypes.Structure):
     )
 
 
+class Joint(ctypes.Structure):
+    """struct joint of streams.c."""
+
+    _fields_ = [
+        *((name, Product) for name in ("down", "up", "inject")),
+        *_structure(
+            "streams norm normed low mixed read weights found rows count hidden rank threads eps",
+            pointers="streams norm normed low mixed read weights found",
+            integers="rows count hidden rank threads",
+            doubles="eps",
+        ),
+    ]
+
+
+class SparseExperts(ctypes.Structure):
+    """struct experts of experts.c."""
+
+    _fields_ = [
+        *((name, Product) for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")),
+        *_structure(
+            "gate_ups downs x out scores routed gated rows count active hidden width shared normalized",
+            pointers="gate_ups downs x out scores routed gated",
+            integers="rows count active hidden width shared normalized",
+        ),
+    ]
+
+
 class Native:
     """The library's functions, bound once. Those that take a structure take its address."""
 
@@ -80,6 +107,9 @@ class Native:
         self.attend_rows = _bind(library, "attend_rows", address)
         self.attend_chunk = _bind(library, "attend_chunk", address)
         self.delta_rows = _bind(library, "delta_rows", address)
+        self.joint_rows = _bind(library, "joint_rows", address)
+        self.inject_rows = _bind(library, "inject_rows", address, address, address, whole, whole, whole)
+        self.expert_rows = _bind(library, "expert_rows", address)
         self.norm_rows = _bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
         self.pack_rows = _bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = _bind(library, "embed_rows", address, address, whole, address, result=whole)

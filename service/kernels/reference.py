@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
 from .delta import DeltaHeads, DeltaStep
+from .parts import ExpertRows, ExpertWeights, JointRows, StreamJoint
 from .rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
@@ -142,6 +143,19 @@ class ReferenceKernels:
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
         """Take a decode step through a gated delta net between its projections; False where there is no faster way than its parts."""
+        return False
+
+    def read_streams(self, joint: StreamJoint, at: JointRows) -> bool:
+        """What a layer reads of residual streams, and how what it finds is let in; False where there is no faster way than its parts."""
+        return False
+
+    def inject(self, at: JointRows) -> None:
+        """streams += weights * found, each stream by its weight."""
+        rows, count = at.weights.shape
+        at.streams.view(rows, count, -1).addcmul_(at.weights[:, :, None], at.found[:, None])
+
+    def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
+        """Rows through the experts that are chosen for them; False where there is no faster way than its parts."""
         return False
 
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:

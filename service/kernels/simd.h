@@ -74,6 +74,9 @@ INLINE vf exponential(vf v) {
     return as_float(as_bits(p) + (whole << 23));
 }
 
+/* The sigmoid. */
+INLINE vf squashed(vf v) { return 1.0f / (1.0f + exponential(-v)); }
+
 INLINE vf load_f32(const void *p) { return load(p); }
 
 #if VL == 16

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.parts import ExpertRows, ExpertWeights, SharedWeights
 from ..kernels.rows import NormWeight
 from ..quant.weight import Weight
 from .layers import Pass
@@ -55,8 +56,8 @@ def build(config: DecoderConfig, weights: Named, layer: int) -> FeedForward | Ex
         return FeedForward(at.norm("forward_norm", config.eps), at["gate_up"], at["down"])
     norm = None if config.streams else at.norm("forward_norm", config.eps)
     gate_up, down = at.parts("experts_gate_up", shape.count), at.parts("experts_down", shape.count)
-    shared = SharedExpert(at["shared_gate"], at["shared_gate_up"], at["shared_down"]) if shape.shared else None
-    return Experts(shape, norm, at["router"], gate_up, down, shared)
+    shared = SharedWeights(at["shared_gate"], at["shared_gate_up"], at["shared_down"]) if shape.shared else None
+    return Experts(norm, ExpertWeights(shape.active, shape.normalized, at["router"], gate_up, down, shared))
 
 
 @dataclass(slots=True)
@@ -80,62 +81,54 @@ class FeedForward:
 
 
 @dataclass(slots=True)
-class SharedExpert:
-    """The expert that every token meets, weighed by the sigmoid of `gate` [1, hidden]."""
-
-    gate: Weight
-    gate_up: Weight
-    down: Weight
-
-    def run(self, at: Pass, normed: torch.Tensor, /) -> None:
-        kernels, views = at.kernels, at.views
-        gated = views["shared_gated"]
-        kernels.gate_up(normed, self.gate_up, gated, views["shared_both"])
-        gated.mul_(torch.sigmoid(kernels.linear(normed, self.gate, views["shared_gate"])))
-        kernels.linear_add(gated, self.down, at.target, views["routed"])
-
-
-@dataclass(slots=True)
 class Experts:
-    """Sparse experts: a token goes through the likeliest few of them (softmax over all in fp32), weighed by how likely they are.
+    """Sparse experts behind their norm. Who is chosen is looked at on the host."""
 
-    router [count, hidden]; of each expert gate_up [2 * width, hidden] and down [hidden, width]. Who is chosen is looked at on the host.
-    """
-
-    shape: ExpertShape
     norm: NormWeight | None
-    router: Weight
-    gate_up: list[Weight]
-    down: list[Weight]
-    shared: SharedExpert | None
+    weights: ExpertWeights
     captured: bool = False
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        shared = (self.shared.gate_up, self.shared.down) if self.shared else ()
-        return self.gate_up[0], self.down[0], *shared
+        w = self.weights
+        shared = (w.shared.gate_up, w.shared.down) if w.shared else ()
+        return w.gate_up[0], w.down[0], *shared
 
     def run(self, at: Pass, /) -> None:
-        normed = at.normed(self.norm)
+        normed, views = at.normed(self.norm), at.views
+        router, spare = views["router"], (views["shared_gate"], views["shared_gated"]) if self.weights.shared else (normed, normed)
+        rows = ExpertRows(normed, at.target, router, views["routed"], views["expert_gated"], *spare)
+        if not at.kernels.run_experts(self.weights, rows):
+            self._run_parts(at, normed)
+
+    def _run_parts(self, at: Pass, normed: torch.Tensor) -> None:
         chosen, weights = self._choose(at, normed)
-        if self.shared is not None:
-            self.shared.run(at, normed)
+        if self.weights.shared is not None:
+            self._run_shared(at, normed, self.weights.shared)
         # The choices in the order of the experts, so that each one's weights are read once.
         order = chosen.argsort(stable=True)
-        rows, weights = order // self.shape.active, weights[order][:, None]
+        rows, weights = order // self.weights.active, weights[order][:, None]
         done = 0
-        for expert, count in enumerate(chosen.bincount(minlength=self.shape.count).tolist()):
+        for expert, count in enumerate(chosen.bincount(minlength=len(self.weights.gate_up)).tolist()):
             if count:
                 self._run_expert(at, normed, expert, rows[done : done + count], weights[done : done + count])
                 done += count
 
     def _choose(self, at: Pass, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row and their weights in fp32, [rows * active] each."""
-        likely = at.kernels.linear(normed, self.router, at.views["router"]).float().softmax(-1)
-        weights, chosen = likely.topk(self.shape.active, dim=-1)
-        if self.shape.normalized:
+        likely = at.kernels.linear(normed, self.weights.router, at.views["router"]).float().softmax(-1)
+        weights, chosen = likely.topk(self.weights.active, dim=-1)
+        if self.weights.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return chosen.view(-1), weights.view(-1)
+
+    @staticmethod
+    def _run_shared(at: Pass, normed: torch.Tensor, shared: SharedWeights) -> None:
+        kernels, views = at.kernels, at.views
+        gated = views["shared_gated"]
+        kernels.gate_up(normed, shared.gate_up, gated, views["shared_both"])
+        gated.mul_(torch.sigmoid(kernels.linear(normed, shared.gate, views["shared_gate"])))
+        kernels.linear_add(gated, shared.down, at.target, views["routed"])
 
     def _run_expert(self, at: Pass, normed: torch.Tensor, expert: int, rows: torch.Tensor, weights: torch.Tensor) -> None:
         """The rows [n] of the pass through one expert, each by its weight [n, 1]."""
@@ -144,9 +137,9 @@ class Experts:
         gated, routed = views["expert_gated"], views["routed"]
         every = count == normed.shape[0]
         mine = normed if every else torch.index_select(normed, 0, rows, out=routed)
-        kernels.gate_up(mine, self.gate_up[expert], gated, views["expert_both"])
+        kernels.gate_up(mine, self.weights.gate_up[expert], gated, views["expert_both"])
         gated.mul_(weights)
         if every:
-            kernels.linear_add(gated, self.down[expert], at.target, routed)
+            kernels.linear_add(gated, self.weights.down[expert], at.target, routed)
         else:
-            at.target.index_add_(0, rows, kernels.linear(gated, self.down[expert], routed))
+            at.target.index_add_(0, rows, kernels.linear(gated, self.weights.down[expert], routed))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..kernels.parts import JointRows, StreamJoint
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import NormWeight
 from ..quant.weight import Weight
@@ -34,7 +35,7 @@ def build(config: DecoderConfig, at: Named, key: str, *, inject: bool) -> GatedR
     """The joint over its weights."""
     shape = _shape(config)
     norm = NormWeight(at.plain(key + "_norm").view(shape.count, config.widths.hidden), config.eps)
-    return GatedResidual(shape, norm, at[key + "_down"], at[key + "_up"], at[key + "_inject"] if inject else None)
+    return GatedResidual(StreamJoint(shape.count, norm, at[key + "_down"], at[key + "_up"], at[key + "_inject"] if inject else None))
 
 
 def _shape(config: DecoderConfig) -> StreamShape:
@@ -45,47 +46,52 @@ def _shape(config: DecoderConfig) -> StreamShape:
 
 @dataclass(slots=True)
 class GatedResidual:
-    """norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject [streams, ..]."""
+    """What a layer, or the head, reads of residual streams."""
 
-    shape: StreamShape
-    norm: NormWeight
-    down: Weight
-    up: Weight
-    inject: Weight | None
+    joint: StreamJoint
 
     def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor:
-        """views["read"] [T, hidden]: the mix of streams [T, streams * hidden]; views["streams_normed"] is left for `weights`."""
-        count = streams.shape[0]
-        normed, mixed = views["streams_normed"], views["streams_mix"]
-        heads = (count, *self.norm.weight.shape)
-        kernels.rms_norm(streams.view(heads), self.norm, normed.view(heads))
-        low = kernels.linear(normed, self.down, views["streams_low"])
-        F.silu(low.div_(self.shape.count), inplace=True)
-        kernels.linear(low, self.up, mixed).sigmoid_().mul_(normed)
-        return torch.mean(mixed.view(heads), dim=1, out=views["read"])
+        """views["read"] [T, hidden]: the mix of streams [T, streams * hidden]."""
+        return self.read(_rows(streams, views), kernels).read
 
-    def weights(self, at: Pass, inject: Weight) -> torch.Tensor:
-        """By which each stream takes what a layer found, [T, streams], behind `mix`."""
-        return at.kernels.linear(at.views["streams_normed"], inject, at.views["inject"]).div_(self.shape.count).sigmoid_().mul_(2)
+    def read(self, at: JointRows, kernels: ReferenceKernels, /) -> JointRows:
+        """Fills `at` in as JointRows says."""
+        joint = self.joint
+        if kernels.read_streams(joint, at):
+            return at
+        heads = (at.streams.shape[0], *joint.norm.weight.shape)
+        kernels.rms_norm(at.streams.view(heads), joint.norm, at.normed.view(heads))
+        low = kernels.linear(at.normed, joint.down, at.low)
+        F.silu(low.div_(joint.count), inplace=True)
+        kernels.linear(low, joint.up, at.mixed).sigmoid_().mul_(at.normed)
+        torch.mean(at.mixed.view(heads), dim=1, out=at.read)
+        if joint.inject is not None:
+            kernels.linear(at.normed, joint.inject, at.weights).div_(joint.count).sigmoid_().mul_(2)
+            at.found.zero_()
+        return at
+
+
+def _rows(streams: torch.Tensor, views: PassRows) -> JointRows:
+    names = ("streams_normed", "streams_low", "streams_mix", "read", "inject", "found")
+    return JointRows(streams, *(views[name] for name in names))
 
 
 @dataclass(slots=True)
 class Streamed:
     """A layer that reads a mix of the streams and adds to all of them."""
 
-    joint: GatedResidual
+    residual: GatedResidual
     layer: Layer
     captured: bool = False
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        return self.joint.down, self.joint.up, *self.layer.matrices
+        return self.residual.joint.down, self.residual.joint.up, *self.layer.matrices
 
     def run(self, at: Pass, /) -> None:
-        if self.joint.inject is None:
+        if self.residual.joint.inject is None:
             raise ValueError("a joint without weights to inject by cannot take what a layer finds")
-        streams, found = at.views["streams"], at.views["found"]
-        at.source, at.target = self.joint.mix(streams, at.views, at.kernels), found.zero_()
-        weights = self.joint.weights(at, self.joint.inject)
+        rows = self.residual.read(_rows(at.views["streams"], at.views), at.kernels)
+        at.source, at.target = rows.read, rows.found
         self.layer.run(at)
-        streams.view(found.shape[0], self.joint.shape.count, -1).addcmul_(weights[:, :, None], found[:, None])
+        at.kernels.inject(rows)

@@ -1,0 +1,8 @@
+/* What several of the sources call of each other. */
+#pragma once
+#include "weight.h"
+
+/* gemv.c: a product of 1 to 8 rows of x. */
+void gemv(const struct product *p);
+/* delta.c: RMS norms of rows. */
+void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps, long threads);

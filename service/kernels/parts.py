@@ -1,0 +1,78 @@
+"""What kernels may take in one call between a network's small operations: joints of residual streams, and sparse experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..quant.weight import Weight
+from .rows import NormWeight
+
+
+@dataclass(slots=True)
+class StreamJoint:
+    """norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject [streams, ..]."""
+
+    count: int
+    norm: NormWeight
+    down: Weight
+    up: Weight
+    inject: Weight | None
+
+
+@dataclass(slots=True)
+class JointRows:
+    """streams [T, streams * hidden] give out `read` [T, hidden]; a joint that injects also `weights` [T, streams], and clears `found`.
+
+    Room: normed and mixed [T, streams * hidden], low [T, rank]. found [T, hidden] takes what the layer adds.
+    """
+
+    streams: torch.Tensor
+    normed: torch.Tensor
+    low: torch.Tensor
+    mixed: torch.Tensor
+    read: torch.Tensor
+    weights: torch.Tensor
+    found: torch.Tensor
+
+
+@dataclass(slots=True)
+class SharedWeights:
+    """The expert that every token meets, by the sigmoid of `gate` [1, hidden]; gate_up [2 * width, hidden], down [hidden, width]."""
+
+    gate: Weight
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """router [count, hidden]; of each expert gate_up [2 * width, hidden] and down [hidden, width].
+
+    A token goes through the `active` likeliest (softmax over all in fp32), weighed by how likely they are; `normalized`: to a sum of 1.
+    """
+
+    active: int
+    normalized: bool
+    router: Weight
+    gate_up: list[Weight]
+    down: list[Weight]
+    shared: SharedWeights | None
+
+
+@dataclass(slots=True)
+class ExpertRows:
+    """x [T, hidden] goes through experts, what they find is added to out [T, hidden].
+
+    Room: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared width]; the last two are any
+    tensor where no expert is shared.
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    scores: torch.Tensor
+    routed: torch.Tensor
+    gated: torch.Tensor
+    shared_gate: torch.Tensor
+    shared_gated: torch.Tensor

@@ -1,0 +1,53 @@
+/* Between residual streams and a layer, for 1 to 8 rows: what the layer reads of them, and what it found let into each. */
+#include "calls.h"
+
+/* One joint; the products lie behind each other: x of `down` and `inject` is what is normed, x of `up` what `down` gives. */
+struct joint {
+    struct product down, up, inject;
+    const float *streams, *norm; /* [rows][count][hidden], [count][hidden] */
+    float *normed, *low, *mixed; /* [rows][count][hidden], [rows][rank], [rows][count][hidden] */
+    float *read;                 /* [rows][hidden] */
+    float *weights, *found;      /* [rows][count], [rows][hidden], which is cleared; NULL: nothing is let in */
+    int64_t rows, count, hidden, rank, threads;
+    double eps;
+};
+
+/* `count` numbers by `divided`, through a sigmoid that is weighed by `by`, or by the number itself. */
+INLINE void squash(float *x, long count, float divided, const int itself, float by) {
+    for (long c = 0; c < count; c += VL) {
+        const long left = (count - c < VL ? count - c : VL) * (long)sizeof *x;
+        vf v = {0};
+        memcpy(&v, x + c, left);
+        v = v / divided;
+        v = squashed(v) * (itself ? v : spread(by));
+        memcpy(x + c, &v, left);
+    }
+}
+
+void joint_rows(const struct joint *j) {
+    const long hidden = j->hidden, wide = j->count * hidden;
+    const float count = (float)j->count;
+    norm_rows(j->streams, j->norm, j->normed, j->rows * j->count, hidden, j->count, j->eps, j->threads);
+    gemv(&j->down);
+    for (long t = 0; t < j->rows; t++) squash(j->low + t * j->rank, j->rank, count, 1, 0.0f);
+    gemv(&j->up);
+    for (long t = 0; t < j->rows; t++)
+        for (long c = 0; c < hidden; c += VL) {
+            vf sum = {0};
+            for (long s = t * wide + c; s < (t + 1) * wide; s += hidden) sum += squashed(load(j->mixed + s)) * load(j->normed + s);
+            store(j->read + t * hidden + c, sum / count);
+        }
+    if (!j->found) return;
+    gemv(&j->inject);
+    for (long t = 0; t < j->rows; t++) squash(j->weights + t * j->count, j->count, count, 0, 2.0f);
+    memset(j->found, 0, j->rows * hidden * sizeof *j->found);
+}
+
+/* streams [rows][count][hidden] += weights [rows][count] * found [rows][hidden]. */
+void inject_rows(float *streams, const float *weights, const float *found, long rows, long count, long hidden) {
+    for (long s = 0; s < rows * count; s++)
+        for (long c = 0; c < hidden; c += VL) {
+            float *to = streams + s * hidden + c;
+            store(to, load(to) + load(found + s / count * hidden + c) * weights[s]);
+        }
+}
