@@ -144,7 +144,8 @@ def _score(args: argparse.Namespace) -> int:
     if args.json:
         write_json(score)
     else:
-        print(f"perplexity {score['perplexity']} over {score['tokens']} tokens in {windows} windows")
+        told = f"perplexity {score['perplexity']}" if logprobs else "no perplexity, since the first token has nothing before it,"
+        print(f"{told} over {score['tokens']} tokens in {windows} windows")
     return SUCCESS
 
 

@@ -13,11 +13,12 @@ from ..config import Config, load_config
 from ..engine.buffers import MAX_BATCH
 from ..engine.runner import SCORED_ROWS, chunk_rows
 from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
-from ..errors import ModelError, RequestError
+from ..errors import FileError, ModelError, RequestError
 from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
 from ..loader.files import exists, read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
+from ..model.families import describe
 from ..peers.cluster import Share, cluster, cluster_text
 from ..quant.published import KEY
 from .census import Census, take_census
@@ -127,13 +128,16 @@ def plan_model(
     values: dict[str, Any] = dict(config.memory)
     place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
     machine = Machine(read_truth(place).available if memory is None else memory, images, MemorySettings(**values), place, nodes)
-    if machine.memory < 1 or (images or 0) > machine.memory:
+    if machine.memory < 1:
+        raise RequestError("--memory is 0 B; name what the machine can give, such as 24GiB")
+    if (images or 0) > machine.memory:
         raise RequestError(f"--images is {show(images or 0)} of {show(machine.memory)}; name less, or a larger --memory")
     if context is not None and context > census.max_position:
         raise RequestError(f"context is {context}, but the model's config allows {census.max_position}; use at most that")
     if census.heads % nodes:
         raise RequestError(f"--nodes is {nodes}, and {census.heads} attention heads do not divide by it; use a divisor of {census.heads}")
     rows = [row for form in _forms(title, described, census, nodes) for row in _rows(form, census, machine, context)]
+    _tell_refusal(rows, described)
     several = {"cluster": _cluster(title, rows, census, machine)} if nodes > 1 else {}
     return several | {
         "model": title,
@@ -154,11 +158,15 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
     """The name and config.json of a published model, of a listed one, or of a folder. Raises ModelError, FileError."""
     from .inventory import model_roots
 
+    if not name.strip():
+        raise ModelError(f"the name of a model is empty; known are {', '.join(PUBLISHED)}, or name a folder with a config.json")
     folder = Path(name).expanduser()
     listed = {entry.name: entry.path for entry in model_roots(config).list()}
     if name in listed and listed[name].is_dir():
         folder = listed[name]
     if folder.is_dir():
+        if not exists(folder / CONFIG):
+            raise FileError(f"the folder {folder.resolve().name!r} has no config.json; name a model's own folder, or a published model")
         described = read_json_object(folder / CONFIG, CONFIG)
         if described.get(KEY) is None and exists(folder / HF_QUANT):
             described[KEY] = modelopt_settings(read_json_object(folder / HF_QUANT, HF_QUANT))
@@ -182,6 +190,17 @@ def _forms(title: str, described: dict[str, Any], census: Census, nodes: int) ->
         return forms
     # Several machines are vLLM's: it makes no weights of BF16 files, and reads no GGUF.
     return tuple(form for form in forms if (form.engine == "vllm" if isinstance(form, Sized) else not form.made))
+
+
+def _tell_refusal(rows: Sequence[dict[str, Any]], described: dict[str, Any]) -> None:
+    """What can be counted need not be what this version computes: say of each form that it would open itself what the family refuses."""
+    try:
+        describe(described)
+    except ModelError as error:
+        for row in rows:
+            if row["opens"] and row["engine"] == "onedesk":
+                row["opens"] = False
+                row["why"] += f"; this version does not open it: {error}"
 
 
 def _rows(form: Form | Sized, census: Census, machine: Machine, context: int | None) -> list[dict[str, Any]]:

@@ -48,6 +48,11 @@ def test_chat_goes_on_after_a_message_that_is_too_long(tree, capsys, monkeypatch
     assert "[length: " in err
 
 
+def test_score_of_one_token_says_why_there_is_no_figure(tree, capsys):
+    assert cli.main(["score", "--ids", "7", "--model", "tiny", "--config", str(tree / "onedesk.toml")]) == 0
+    assert capsys.readouterr().out == "no perplexity, since the first token has nothing before it, over 1 tokens in 1 windows\n"
+
+
 def test_score_of_ids_and_of_a_text_in_windows(run, tree, tmp_path):
     status, by_ids = run("score", "--ids", "1,2,3,4", "--model", "tiny")
     assert (status, by_ids["tokens"], len(by_ids["logprobs"]), by_ids["windows"]) == (0, 4, 3, 1)

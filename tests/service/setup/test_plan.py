@@ -168,8 +168,12 @@ def test_a_folder_that_is_quantized_is_planned_as_what_it_is(tmp_path: Path):
 def test_what_cannot_be_planned_is_told_with_the_figures(tmp_path: Path):
     with pytest.raises(ModelError, match=r"known are Qwen3-0\.6B, .*Qwen3\.8-Flash-Next; a folder with the model's config.json"):
         plan_model("nope", Config())
-    with pytest.raises(FileError, match=r"config\.json"):
+    with pytest.raises(ModelError, match="the name of a model is empty"):
+        plan_model("", Config())
+    with pytest.raises(FileError, match=rf"the folder '{tmp_path.name}' has no config\.json"):
         plan_model(str(tmp_path), Config())
+    with pytest.raises(RequestError, match="--memory is 0 B; name what the machine can give"):
+        plan_model("Qwen3-8B", Config(), memory=0)
     with pytest.raises(RequestError, match="--images is 25 GiB of 24 GiB"):
         plan_model("Qwen3-8B", Config(), memory=24 * GIB, images=25 * GIB)
     with pytest.raises(RequestError, match="context is 50000, but the model's config allows 40960"):
@@ -177,6 +181,17 @@ def test_what_cannot_be_planned_is_told_with_the_figures(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match="num_hidden_layers = None"):
         plan_model(str(tmp_path), Config())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [({"num_experts_per_tok": 999}, "num_experts_per_tok = 999"), ({"rope_scaling": {"rope_type": "yarn"}}, "rotary scaling")],
+)
+def test_a_form_that_the_family_would_refuse_is_not_said_to_open(tmp_path: Path, wrong: dict[str, Any], told: str):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-30B-A3B"] | wrong))
+    rows = plan_model(str(tmp_path), Config(), memory=SPARK)["forms"]
+    assert not any(row["opens"] for row in rows)
+    assert all("; this version does not open it: config.json" in row["why"] and told in row["why"] for row in rows)
 
 
 def test_the_command_answers_as_a_table_or_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
