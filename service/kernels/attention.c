@@ -28,6 +28,8 @@ struct attention {
     int64_t threads;
     char *scratch;             /* threads * stride bytes: attention_scratch() */
     int64_t stride;
+    const int64_t *chosen;     /* [tokens][most]: each row sees these stretches of `ratio` tokens, in order, -1 behind the last, and the tokens */
+    int64_t most, ratio;       /* behind the last whole stretch; ratio divides BLOCK. NULL: each row sees everything. attend_rows alone */
 };
 
 static const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_ahead); }
@@ -137,7 +139,30 @@ static void finish(const struct running *run, const float *mixed, float *out, lo
     for (long d = 0; d < dim; d += VL) store(out + d, load(mixed + d) / run->sum);
 }
 
-/* All queries of row t that share a key head, over the row's whole past. */
+/* `count` tokens from `from` on, of one block; `at` of the chosen stretches are behind them. */
+struct piece { long from, count, at; };
+
+/* The piece after `p` of what row t sees of its `length` tokens; 0 where there is none. */
+static int next_piece(const struct attention *a, long t, long length, struct piece *p) {
+    const int64_t *chosen = a->chosen + t * a->most;
+    const long ratio = a->ratio;
+    if (!a->chosen) {
+        p->from += p->count;
+        p->count = length - p->from < BLOCK ? length - p->from : BLOCK;
+        return p->from < length;
+    }
+    if (p->at < a->most && chosen[p->at] >= 0) {
+        p->from = chosen[p->at++] * ratio;
+        for (p->count = ratio; (p->from + p->count) % BLOCK && p->at < a->most && chosen[p->at] * ratio == p->from + p->count; p->at++)
+            p->count += ratio;
+        return 1;
+    }
+    if (p->at > a->most) return 0;
+    *p = (struct piece){length / ratio * ratio, length % ratio, a->most + 1};
+    return p->count > 0;
+}
+
+/* All queries of row t that share a key head, over what the row sees. */
 static void attend_row(const struct attention *a, long t, long head) {
     const long group = a->heads / a->kv_heads, dim = a->dim, length = a->positions[t] + 1;
     const int32_t *table = table_of(a, t);
@@ -146,9 +171,10 @@ static void attend_row(const struct attention *a, long t, long head) {
     struct running run[MOST_GROUP];
     for (long g = 0; g < group; g++) run[g] = (struct running){-INFINITY, 0.0f};
     memset(out, 0, group * dim * sizeof *out);
-    for (long from = 0; from < length; from += BLOCK) {
-        const long count = length - from < BLOCK ? length - from : BLOCK;
-        const float *k = slot_of(a, a->keys, table[from / BLOCK], head, 0), *v = slot_of(a, a->values, table[from / BLOCK], head, 0);
+    for (struct piece p = {0, 0, 0}; next_piece(a, t, length, &p);) {
+        const long count = p.count, slot = p.from % BLOCK;
+        const int32_t block = table[p.from / BLOCK];
+        const float *k = slot_of(a, a->keys, block, head, slot), *v = slot_of(a, a->values, block, head, slot);
         long g = 0;
         for (; g + 2 <= group; g += 2) block_scores(2, q + g * dim, k, dim, count, scores + g * BLOCK);
         if (g < group) block_scores(1, q + g * dim, k, dim, count, scores + g * BLOCK);

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..quant.weight import QuantizedWeight, Weight
+from .cpu_limits import ALIGNMENT, HEAD_STEP, MANY_ROWS, MOST_ACTIVE, PANEL, STREAM_STEP, fits, fits_delta, shared_bytes, thread_bytes
 from .delta import DeltaHeads, DeltaStep
 from .native import ADD, GATE, KINDS, STORE, Attention, Delta, Joint, Native, Product, SparseExperts, StoredWeight, describe
 from .parts import ExpertRows, ExpertWeights, JointRows, StreamJoint
@@ -24,15 +25,6 @@ from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
 
 log = logging.getLogger(__name__)
 
-# What gemm.c and attention.c take at once at most (widest vectors): rows of x, columns and rows of a panel, query rows of a tile.
-MANY_ROWS, DEPTH, PANEL, TILE_ROWS = 264, 256, 32, 60
-# The most queries that share a key head in attention.c, and what its head widths are a multiple of on any processor.
-MOST_GROUP, HEAD_STEP = 64, 16
-# What delta.c takes: widths of heads are a multiple of this, and at most these.
-DELTA_STEP, DELTA_KEY, DELTA_VALUES, DELTA_TAPS = 16, 256, 2048, 8
-# What streams.c takes: hidden widths are a multiple of this. What experts.c takes: so many experts of a token at most.
-STREAM_STEP, MOST_ACTIVE = 16, 32
-ALIGNMENT = 64
 # Calls are kept of so many places: a decode step has some hundred for each batch, and each expert of a sparse layer two (about 1 KB each).
 KEPT = 1 << 15
 
@@ -72,8 +64,8 @@ class CpuKernels(ReferenceKernels):
     def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
         """Room for x of a product and for each thread; where attention.c has nothing for the heads, the reference's keys and values too."""
         threads = torch.get_num_threads()
-        room: tuple[Buffer, ...] = (((_shared_bytes(columns) + threads * _thread_bytes(columns, heads) + ALIGNMENT,), torch.uint8),)
-        return room if _fits(heads, HEAD_STEP) else (*room, *super().workspace(heads, positions, activation, columns))
+        room: tuple[Buffer, ...] = (((shared_bytes(columns) + threads * thread_bytes(columns, heads) + ALIGNMENT,), torch.uint8),)
+        return room if fits(heads, HEAD_STEP) else (*room, *super().workspace(heads, positions, activation, columns))
 
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
         self._room, *rest = buffers
@@ -137,20 +129,39 @@ class CpuKernels(ReferenceKernels):
         rows: Rows,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        key = (id(qkv), id(q_norm), id(k_norm), id(rotary), id(keys), id(values), id(rows), id(out))
-        call = self._calls.get(key)
+        parts = (qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
+        call = self._attend_call(*parts)
         if call is None:
-            call = self._attention(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
-            if call is None:
-                self.plain += 1
-                return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
-            if rows.start is None:
-                self._keep(key, call)
-        if isinstance(call.structure, Attention):
-            call.structure.longest = rows.longest
+            self.plain += 1
+            return super().attend(*parts)
         call.run(call.address)
         self.compiled += 1
         return out
+
+    def attend_chosen(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+        chosen: torch.Tensor,
+        ratio: int,
+    ) -> bool:
+        call = self._attend_call(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out) if len(chosen) <= FEW_ROWS else None
+        if call is None or not isinstance(call.structure, Attention):
+            self.plain += 1
+            return False
+        a = call.structure
+        a.chosen, a.most, a.ratio = chosen.data_ptr(), chosen.shape[1], ratio
+        call.run(call.address)
+        a.chosen = None
+        self.compiled += 1
+        return True
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
         key = (id(heads), id(step.projected), id(step.rates), id(step.windows), id(step.slots), id(step.out))
@@ -167,8 +178,7 @@ class CpuKernels(ReferenceKernels):
 
     def _delta(self, heads: DeltaHeads, step: DeltaStep) -> _Call | None:
         held = (step.projected, step.rates, step.windows, step.states, heads.taps, heads.decay, heads.bias, heads.norm.weight, step.out)
-        fits = not (heads.key_dim % DELTA_STEP or heads.value_dim % DELTA_STEP or heads.key_dim > DELTA_KEY)
-        if not fits or heads.group * heads.value_dim > DELTA_VALUES or heads.taps.shape[0] > DELTA_TAPS or not all(map(_plain_rows, held)):
+        if not fits_delta(heads) or not all(map(_plain_rows, held)):
             return None
         d = Delta(rows=step.out.shape[0], taps_count=heads.taps.shape[0], eps=heads.norm.eps, threads=self.threads)
         d.key_heads, d.group, d.key_dim, d.value_dim = heads.key_heads, heads.group, heads.key_dim, heads.value_dim
@@ -261,7 +271,7 @@ class CpuKernels(ReferenceKernels):
         self._native.norm_rows(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, cols, period, norm.eps, self.threads)
         return out
 
-    def _attention(
+    def _attend_call(
         self,
         qkv: torch.Tensor,
         heads: HeadShape,
@@ -273,8 +283,14 @@ class CpuKernels(ReferenceKernels):
         rows: Rows,
         out: torch.Tensor,
     ) -> _Call | None:
+        key = (id(qkv), id(q_norm), id(k_norm), id(rotary), id(keys), id(values), id(rows), id(out))
+        call = self._calls.get(key)
+        if call is not None:
+            if isinstance(call.structure, Attention):
+                call.structure.longest = rows.longest
+            return call
         ready = _plain_rows(qkv) and _plain_rows(out) and keys.dtype == values.dtype == torch.float32
-        if not ready or not _fits(heads, self._native.attention_width):
+        if not ready or not fits(heads, self._native.attention_width):
             return None
         count = qkv.shape[0]
         a = Attention(q_eps=q_norm.eps, k_eps=k_norm.eps, half=rotary.cos.shape[1], block_ahead=keys.stride(0), threads=self.threads)
@@ -284,8 +300,12 @@ class CpuKernels(ReferenceKernels):
         a.positions, a.tables, a.table_ahead = rows.positions.data_ptr(), rows.tables.data_ptr(), rows.tables.stride(0)
         a.chunk = rows.start is not None
         a.scratch, a.stride = self._scratch(0, self._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
+        a.longest = rows.longest
         run = self._native.attend_rows if rows.start is None or count <= FEW_ROWS else self._native.attend_chunk
-        return _Call(run, a, ctypes.addressof(a), (qkv, q_norm, k_norm, rotary, keys, values, rows, out))
+        call = _Call(run, a, ctypes.addressof(a), (qkv, q_norm, k_norm, rotary, keys, values, rows, out))
+        if rows.start is None:
+            self._keep(key, call)
+        return call
 
     def _product(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> bool:
         """Whether the product could be done; plain torch must do it otherwise."""
@@ -368,19 +388,3 @@ class CpuKernels(ReferenceKernels):
 
 def _plain_rows(rows: torch.Tensor) -> bool:
     return rows.dtype == torch.float32 and rows.is_contiguous()
-
-
-def _fits(heads: HeadShape, step: int) -> bool:
-    return heads.head_dim % step == 0 and heads.heads // heads.kv_heads <= MOST_GROUP
-
-
-def _shared_bytes(columns: int) -> int:
-    return MANY_ROWS * -(-columns // DEPTH) * DEPTH * 4 + 4 * ALIGNMENT
-
-
-def _thread_bytes(columns: int, heads: HeadShape) -> int:
-    row = -(-columns // DEPTH) * DEPTH * 4
-    panels = 2 * PANEL * DEPTH * 4 + 2 * MANY_ROWS * PANEL * 4
-    tile = max(TILE_ROWS, heads.heads // heads.kv_heads + TILE_ROWS - 48)
-    mixing = (2 * heads.head_dim + 34) * tile * 4 + 32 * heads.head_dim * 4
-    return max((FEW_ROWS + 1) * row, 2 * row + panels, mixing) + 16 * ALIGNMENT

@@ -51,9 +51,9 @@ class Attention(ctypes.Structure):
 
     _fields_ = _structure(
         "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_ahead positions tables table_ahead out "
-        "tokens heads kv_heads dim chunk longest threads scratch stride",
-        pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch",
-        integers="half block_ahead table_ahead tokens heads kv_heads dim chunk longest threads stride",
+        "tokens heads kv_heads dim chunk longest threads scratch stride chosen most ratio",
+        pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch chosen",
+        integers="half block_ahead table_ahead tokens heads kv_heads dim chunk longest threads stride most ratio",
         doubles="q_eps k_eps",
     )
 

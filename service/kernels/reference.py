@@ -121,6 +121,27 @@ class ReferenceKernels:
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return out
 
+    def attend_chosen(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+        chosen: torch.Tensor,
+        ratio: int,
+    ) -> bool:
+        """As `attend`, each row to the stretches of `ratio` tokens that are chosen for it and to the tokens behind the last whole one.
+
+        chosen int64 [T, most]: numbers of stretches in order, -1 behind the last; ratio divides BLOCK. False, and nothing is done, where
+        there is no faster way than `place` and `attention` of what is gathered.
+        """
+        return False
+
     def place(
         self,
         qkv: torch.Tensor,

@@ -85,18 +85,31 @@ class IndexedAttention(GatedAttention):
         if max(places) < shape.budget + shape.ratio - 1:
             GatedAttention._attend(self, at, qkv, mixed)
             return
-        paged = at.cache.keys[self.index], at.cache.values[self.index]
-        queries = at.kernels.place(qkv, self.shape, self.q_norm, self.k_norm, self.rotary, *paged, rows)
-        count = len(places)
+        parts = qkv, self.shape, self.q_norm, self.k_norm, self.rotary, at.cache.keys[self.index], at.cache.values[self.index], rows
+        chosen = self._chosen(at, indexed, pieces, places)
+        if at.kernels.attend_chosen(*parts, mixed, chosen, shape.ratio):
+            return
+        queries = at.kernels.place(*parts)
+        heads = mixed.view(len(places), self.shape.heads, self.shape.head_dim)
+        for sequence, (first, last) in enumerate(pieces):
+            for row in range(first, last):
+                self._attend_to(at, queries[row], self._tokens(chosen[row], places[row] + 1), sequence, heads[row])
+
+    def _chosen(self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]) -> torch.Tensor:
+        """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
+        shape, rows, count = self.indexer, at.rows, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, self.index_q_norm, wanted)
         at.kernels.rotate(wanted, self.rotary.cos[rows.positions], self.rotary.sin[rows.positions])
-        heads = mixed.view(count, self.shape.heads, self.shape.head_dim)
+        chosen = torch.full((count, shape.budget // shape.ratio), -1, dtype=torch.int64, device=indexed.device)
         for sequence, (first, last) in enumerate(pieces):
             scored = at.cache.pooled[self.index][rows.tables[sequence].long()].flatten(0, 1)
             for row in range(first, last):
-                tokens = self._choose(wanted[row], scored, places[row] + 1)
-                self._attend_to(at, queries[row], tokens, sequence, heads[row])
+                full = (places[row] + 1) // shape.ratio
+                scores = (wanted[row] @ scored[:full].t()).relu_().sum(0)
+                best = scores.topk(min(chosen.shape[1], full)).indices
+                chosen[row, : len(best)] = best.sort().values
+        return chosen
 
     def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, start: int) -> None:
         """Let new raw keys [T, dim] at `start` in: the mean of each full block is kept, normed and rotated to its first token's place.
@@ -117,14 +130,11 @@ class IndexedAttention(GatedAttention):
         blocks = at.rows.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 
-    def _choose(self, wanted: torch.Tensor, scored: torch.Tensor, length: int) -> torch.Tensor:
-        """The places that a row attends to, of the `length` that it sees: wanted [heads, dim], scored [blocks, dim]."""
-        shape = self.indexer
-        full = length // shape.ratio
-        scores = (wanted @ scored[:full].t()).relu_().sum(0)
-        best = scores.topk(min(shape.budget // shape.ratio, full)).indices.sort().values
-        inside = (best[:, None] * shape.ratio + torch.arange(shape.ratio, device=best.device)).view(-1)
-        return torch.cat((inside, torch.arange(full * shape.ratio, length, device=best.device)))
+    def _tokens(self, chosen: torch.Tensor, length: int) -> torch.Tensor:
+        """The places that a row attends to, of the `length` that it sees: in its chosen blocks, and behind the last full one."""
+        ratio, blocks = self.indexer.ratio, chosen[chosen >= 0]
+        inside = (blocks[:, None] * ratio + torch.arange(ratio, device=blocks.device)).view(-1)
+        return torch.cat((inside, torch.arange(length // ratio * ratio, length, device=blocks.device)))
 
     def _attend_to(self, at: Pass, query: torch.Tensor, tokens: torch.Tensor, sequence: int, out: torch.Tensor) -> None:
         """out [heads, head_dim] of one row's queries over the places `tokens` of its sequence."""
