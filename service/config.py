@@ -35,7 +35,8 @@ FILE_NAME = "onedesk.toml"
 FILE_LIMIT = 1 << 20  # bytes
 
 _Kind = Literal["text", "texts", "whole", "number", "bytes", "flag"]
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE | re.ASCII)
+_LARGEST_SIZE = 2**60  # bytes; more than that is a slip of the hand
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNITS: Mapping[str, int] = {"": 1, **{p: 1000**i for i, p in enumerate("KMGT", 1)}, **{p + "I": 1024**i for i, p in enumerate("KMGT", 1)}}
 
@@ -230,9 +231,10 @@ def own_version() -> str:
 def parse_bytes(text: str) -> int:
     """Bytes from "4GiB", "512 MiB", "2G" or "1000"; ValueError when it is none of these. KiB is 1024, KB is 1000."""
     match = _SIZE.fullmatch(text)
-    if not match:
-        raise ValueError(f"{text!r} is no size; write for example 4GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+    size = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else math.inf
+    if size > _LARGEST_SIZE:
+        raise ValueError(f"{text[:40]!r} is no size; write for example 4GiB, 512MiB or a number of bytes")
+    return int(size)
 
 
 def installed_file() -> Path | None:
@@ -366,14 +368,16 @@ def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
 def _value(where: str, kind: _Kind, value: Any, bounds: tuple[float, float] | None) -> Any:
     if kind == "bytes" and isinstance(value, str):
         try:
-            return parse_bytes(value)
+            read: Any = parse_bytes(value)
         except ValueError as error:
             raise FileError(f"{where}: {error}") from error
-    if not _fits_kind(kind, value):
+    elif _fits_kind(kind, value):
+        read = value
+    else:
         raise FileError(f"{where} is {value!r}; use {_WORDS[kind]}")
-    if bounds and not bounds[0] <= value <= bounds[1]:
+    if bounds and not bounds[0] <= read <= bounds[1]:
         raise FileError(f"{where} is {value!r}; use {bounds[0]} to {bounds[1]}")
-    return value
+    return read
 
 
 def _fits_kind(kind: _Kind, value: Any) -> bool:

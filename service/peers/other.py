@@ -26,7 +26,7 @@ class OtherServer(Peer):
             host, port = url.hostname, url.port
         except ValueError:
             host, port, url = None, None, urlsplit("")
-        if url.scheme not in ("http", "https") or not host or url.username or url.query or url.fragment or not _is_host(host):
+        if url.scheme not in ("http", "https") or not host or "@" in url.netloc or url.query or url.fragment or not _is_host(host):
             raise FileError(f"url in {entry} is no address of a server; write it as http://HOST:PORT/v1")
         key_file = self._settings.key_file
         tls = url.scheme == "https"
@@ -36,7 +36,7 @@ class OtherServer(Peer):
             port=port or (443 if tls else 80),
             path=url.path.rstrip("/"),
             tls=tls,
-            key=None if key_file is None else read_token(key_file, advice=f"correct key_file in {entry}"),
+            key=None if key_file is None else read_token(key_file, shortest=1, advice=f"correct key_file in {entry}"),
         )
 
     def close(self) -> None:

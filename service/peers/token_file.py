@@ -36,11 +36,14 @@ def load_token(path: Path) -> str:
     return token
 
 
-_ADVICE = "name another with --token-file"
+_ADVICE = "delete it to have one made, or name another with --token-file"
 
 
-def read_token(path: Path, *, advice: str = _ADVICE) -> str:
-    """The token in `path`. Raises FileError as `load_token` does, and where there is no file; it ends with `advice`."""
+def read_token(path: Path, *, shortest: int = SHORTEST, advice: str = _ADVICE) -> str:
+    """The token in `path`, of at least `shortest` characters.
+
+    Raises FileError as `load_token` does, and where there is no file; it ends with `advice`.
+    """
     try:
         # O_NONBLOCK: a FIFO in place of the file must not block for ever
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -53,8 +56,8 @@ def read_token(path: Path, *, advice: str = _ADVICE) -> str:
     if found.st_mode & 0o077:
         raise FileError(f"the token file {path.name} can be read by others (mode {found.st_mode & 0o777:o}); chmod 600 it")
     text = content.decode("latin-1").strip()
-    if len(content) > FILE_LIMIT or len(text) < SHORTEST or not text.isascii() or not text.isprintable() or " " in text:
-        raise FileError(f"the token file {path.name} holds no token: {SHORTEST} or more printable characters; delete it to have one made")
+    if len(content) > FILE_LIMIT or len(text) < shortest or not text.isascii() or not text.isprintable() or " " in text:
+        raise FileError(f"the token file {path.name} holds no token: {shortest} or more printable characters; {advice}")
     return text
 
 

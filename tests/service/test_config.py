@@ -140,7 +140,7 @@ def test_sizes(text, wanted):
     assert parse_bytes(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1GiBs", "1e9", "4 PiB", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1GiBs", "1e9", "4 PiB", "nan", "9" * 400 + "GiB", "1 \N{KELVIN SIGN}iB", "١GiB"])
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="is no size"):
         parse_bytes(text)
@@ -224,6 +224,7 @@ def test_other_engines_are_read(tmp_path):
         ('[peers."a b"]\nkind = "openai"\n', "a peer is called 'a b'; use up to 64 letters"),
         ("[peers.a]\n", "kind in [peers.a] is None; use one of openai, vllm, llama-server"),
         ('[peers.a]\nkind = "ollama"\n', "kind in [peers.a] is 'ollama'; use one of openai, vllm, llama-server"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "0GiB"\n', "memory in [peers.a] is '0GiB'; use 1 to"),
         ('[peers.a]\nkind = "openai"\n', "[peers.a] is of kind openai and lacks url; write url = ..."),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\n', "[peers.a] is of kind vllm and lacks memory"),
         ('[peers.a]\nkind = "vllm"\nmodle = "m"\n', "unknown key 'modle' in [peers.a]; known keys: kind, url, key_file"),

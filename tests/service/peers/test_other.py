@@ -340,7 +340,8 @@ def test_what_a_foreign_server_cannot_be_asked(model: RemoteModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "nowhere", "ftp://h/v1", "http:///v", "http://u:p@h/v1", "http://h:x/v1", "http://h/v1?key=1", "http://a b/"]
+    "url",
+    ["", "nowhere", "ftp://h/v1", "http:///v", "http://u:p@h/v1", "http://:p@h/v1", "http://h:x/v1", "http://h/v1?key=1", "http://a b/"],
 )
 def test_a_url_that_is_none_is_told_without_it(url: str) -> None:
     with pytest.raises(FileError, match=r"url in \[peers.big\] in onedesk.toml is no address of a server") as caught:
@@ -354,6 +355,17 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(FileError, match="can be read by others"):
         OtherServer(PeerSettings("big", "openai", url="http://h/v1", key_file=path)).reach()
+
+
+def test_a_key_of_another_server_is_as_long_as_that_server_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    settings = PeerSettings("big", "openai", url="http://h/v1", key_file=path)
+    path.write_text("token-abc123\n")
+    path.chmod(0o600)
+    assert OtherServer(settings).reach().key == "token-abc123"
+    path.write_text("\n")
+    with pytest.raises(FileError, match=r"1 or more printable characters; correct key_file in \[peers.big\]"):
+        OtherServer(settings).reach()
 
 
 def test_nothing_secret_is_in_what_is_printed_of_an_address() -> None:
