@@ -272,8 +272,7 @@ def read_delta(read: ConfigReader, *, fused: bool) -> DeltaShape:
 
 def read_experts(read: ConfigReader, *, shared: bool, normalized: bool | None = None) -> ExpertShape:
     """The experts of a config; `normalized` where the family fixes it, else norm_topk_prob must say it."""
-    # transformers 5 writes qwen3_moe's as num_local_experts
-    count = read.integer("num_local_experts" if read.has("num_local_experts") else "num_experts")
+    count = read.experts()
     active = read.integer("num_experts_per_tok")
     if active > count:
         raise ModelError(f"config.json has num_experts_per_tok = {active} of num_experts = {count}")

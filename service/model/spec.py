@@ -79,6 +79,16 @@ class ConfigReader:
             raise ModelError(f"config.json has {key} = {value!r}; a whole number from 1 is needed")
         return value
 
+    def experts(self) -> int:
+        """How many experts there are. transformers 5 writes qwen3_moe's as num_local_experts; two names must agree."""
+        local = "num_local_experts"
+        count = self.integer("num_experts" if self.has("num_experts") else local)
+        if self.has(local) and self.integer(local) != count:
+            raise ModelError(
+                f"config.json has num_experts = {count} and {local} = {self.integer(local)}; get the one that belongs to the weights"
+            )
+        return count
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._config.get(key)
         if value is None and default is not None:

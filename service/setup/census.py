@@ -250,8 +250,7 @@ class _Network:
 
     @property
     def experts(self) -> int:
-        # transformers 5 writes qwen3_moe's as num_local_experts.
-        return self.read.integer("num_experts" if self.read.has("num_experts") else "num_local_experts")
+        return self.read.experts()
 
     @property
     def _value_heads(self) -> int:

@@ -154,6 +154,7 @@ def cut(name: str, *place: slice) -> Callable[[Tensors], None]:
         ),
         (lambda t: None, {"num_local_experts": 9}, r"gate\.weight: wanted \[9, 64\] by config\.json, found \[8, 64\]"),
         (lambda t: None, {"num_local_experts": 6}, r"gate\.weight: wanted \[6, 64\] by config\.json, found \[8, 64\]"),
+        (lambda t: None, {"num_experts": 7, "num_local_experts": 8}, r"has num_experts = 7 and num_local_experts = 8; get the one"),
         (drop(f"{LAYER}.experts.7.down_proj.weight"), {}, r"lacks the tensor .*experts\.7\.down_proj\.weight, wanted \[64, 32\]"),
         (
             lambda t: t.update({f"{LAYER}.experts.8.up_proj.weight": torch.zeros(WIDTH, HIDDEN).bfloat16()}),
