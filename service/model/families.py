@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
+from .ngram import check_stored
 from .shape import DecoderConfig
 
 FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")}
@@ -66,7 +67,10 @@ def read_family(checkpoint: Checkpoint) -> tuple[ModuleType, DecoderConfig, Chec
     known_config = dict(text)
     if QUANTIZATION in known_config:
         known_config[QUANTIZATION] = _known_names(known_config[QUANTIZATION], prefix)
-    return family, config, replace(checkpoint, config=MappingProxyType(known_config), tensors=MappingProxyType(tensors))
+    text_network = replace(checkpoint, config=MappingProxyType(known_config), tensors=MappingProxyType(tensors))
+    if config.ngrams is not None:
+        check_stored(config, text_network)
+    return family, config, text_network
 
 
 def _known_names(value: Any, prefix: str) -> Any:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from ..cache.recurrent import RecurrentStates
+from ..errors import ModelError
 from ..kernels.delta import convolve_chunk, convolve_step
 from ..kernels.rows import NormWeight, Slots
+from ..loader.checkpoint import Checkpoint
+from ..loader.rows import read_rows
 from ..loader.table import FileTable
 from ..quant.weight import Weight
 from .layers import Pass
@@ -46,6 +50,29 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     yield Destination(key + "ngram_table", parts, part, bits=FLOATING, joined=whole, used=0.0, in_file=True)
 
 
+def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Compare what a checkpoint has stored of its hashes with what is computed here. ModelError where they differ: rows would be others."""
+    shape = _shape(config)
+    for place, layer in enumerate(shape.layers):
+        sizes = head_sizes(shape, place)
+        computed = {
+            "layer_multipliers": multipliers(shape, config.widths.vocab, place),
+            "ngram_heads_vocab_sizes": sizes,
+            "ngram_heads_offsets": [0, *accumulate(sizes)][:-1],
+        }
+        for name, numbers in computed.items():
+            info = checkpoint.tensors.get(f"model.layers.{layer}.ple.ple_embedding.{name}")
+            if info is None:
+                continue
+            stored = read_rows(info, range(info.shape[0])).tolist() if len(info.shape) == 1 and info.shape[0] == len(numbers) else None
+            if stored != numbers:
+                told = f"{info.dtype} {list(info.shape)}" if stored is None else f"{stored[:3]} and so on"
+                raise ModelError(
+                    f"tensor {info.name} has {told}, and the hashes that config.json describes have {numbers[:3]} and so on: other rows of "
+                    "the table would be read; the config and the weights belong to different models"
+                )
+
+
 def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> NgramBlock:
     """The block before `layer`; `index` is its place among the layers that leave states."""
     at, shape, streams = weights.of(layer), _shape(config), config.streams.count if config.streams else 1
@@ -60,7 +87,7 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> Ngra
         index=index,
         factors=multipliers(shape, config.widths.vocab, place),
         sizes=torch.tensor(sizes),
-        offsets=torch.tensor([sum(sizes[:head]) for head in range(len(sizes))]),
+        offsets=torch.tensor([0, *accumulate(sizes)][:-1]),
         table=at.table("ngram_table"),
         key=at["ngram_key"],
         value=at["ngram_value"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -323,6 +324,17 @@ def test_the_table_stays_in_its_file_in_parts_whole_or_in_fp8(hashed: Path, tmp_
     torch.testing.assert_close(found["scaled"], found["rounded"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"])
+def test_stored_hashes_that_are_others_are_refused(hashed: Path, tmp_path: Path, name: str) -> None:
+    folder, key = copied(hashed, tmp_path / "other"), f"{TABLE.removesuffix('ngram_embedding.')}{name}"
+    change(folder, lambda tensors: tensors | {key: tensors[key] + torch.eye(len(tensors[key]), dtype=torch.int64)[-1]})
+    with pytest.raises(ModelError, match=rf"tensor {re.escape(key)} has .*: other rows of the table would be read"):
+        read_family(open_checkpoint(folder))
+    change(folder, lambda tensors: tensors | {key: tensors[key][:2]})
+    with pytest.raises(ModelError, match=rf"tensor {re.escape(key)} has I64 \[2\], and the hashes"):
+        read_family(open_checkpoint(folder))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -354,7 +366,7 @@ def test_a_table_that_does_not_fit_is_refused(hashed: Path, tmp_path: Path, edit
         ({"indexer_head_dim": None}, r"indexer_head_dim = None"),
         ({"output_gate_type": "tanh"}, r"output_gate_type = 'tanh'; supported are 'silu' and 'sigmoid'"),
         ({"hc_count": 3}, r"norm_key\.weight: wanted \[192\] by config.json, found \[256\]"),
-        ({"ngram_vocab_size_base": 2000}, r"shard_0\.weight: wanted \[\d+, 16\] by config.json, found \[1024, 16\]"),
+        ({"ngram_vocab_size_base": 2000}, r"ngram_heads_vocab_sizes has \[1009, 1013, 1019\] and so on, and the hashes"),
     ],
 )
 def test_a_config_of_streams_and_tables_that_does_not_fit_is_refused(
