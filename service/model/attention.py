@@ -70,25 +70,13 @@ class Attention:
 
 
 @dataclass(slots=True)
-class GatedAttention:
+class GatedAttention(Attention):
     """As Attention, with gates beside the queries that weigh what was mixed, each number through a sigmoid (Qwen3-Next).
 
     qkv [2 * q + k + v rows, hidden]: of each head its queries, then its gates.
     """
 
-    shape: HeadShape
-    index: int
-    norm: NormWeight | None
-    qkv: Weight
-    q_norm: NormWeight
-    k_norm: NormWeight
-    output: Weight
-    rotary: RotaryTable
     captured: bool = False
-
-    @property
-    def matrices(self) -> tuple[Weight, ...]:
-        return self.qkv, self.output
 
     def run(self, at: Pass, /) -> None:
         views, shape = at.views, self.shape

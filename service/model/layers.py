@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -177,6 +177,10 @@ class Decoder:
     norm: NormWeight | Mixer
     head: Weight
     kernels: ReferenceKernels
+    early: tuple[EarlyLayer, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.early = tuple(block.before for block in self.blocks if block.before is not None)
 
     def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
         """Read ids [T] int64 that stand at `rows`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
@@ -192,7 +196,7 @@ class Decoder:
             streams = views["streams"]
             streams.view(x.shape[0], -1, x.shape[1]).copy_(x[:, None])
             x = streams
-        for early in self._early:
+        for early in self.early:
             early.begin(at)
         for index, block in enumerate(self.blocks):
             if between is not None:
@@ -220,14 +224,9 @@ class Decoder:
             return self.kernels.rms_norm(state, self.norm, views["normed"])
         return self.norm.mix(state, views, self.kernels)
 
-    @property
-    def _early(self) -> list[EarlyLayer]:
-        return [block.before for block in self.blocks if block.before is not None]
-
     def table_cost(self) -> tuple[float, int]:
         """Seconds that passes have waited for rows of tables in files, and bytes of those, since the network was made."""
-        tables = [layer.table for layer in self._early]
-        return sum(table.seconds for table in tables), sum(table.bytes for table in tables)
+        return sum(layer.table.seconds for layer in self.early), sum(layer.table.bytes for layer in self.early)
 
     @property
     def captured(self) -> bool:
