@@ -286,7 +286,7 @@ def pieces(path: Path) -> int:
     return -(-path.stat().st_size // chunks.CHUNK_BYTES)
 
 
-def test_a_file_that_another_process_maps_is_dropped_once_and_then_let_be(large: Path, dropped: list[tuple[int, int]]) -> None:
+def test_a_file_that_another_process_maps_is_soon_let_be(large: Path, dropped: list[tuple[int, int]]) -> None:
     jobs = empty_jobs(large)
     stream_tensors(jobs, readers=1)
     assert len(dropped) == pieces(large) + 1
@@ -295,7 +295,7 @@ def test_a_file_that_another_process_maps_is_dropped_once_and_then_let_be(large:
         stream_tensors(jobs, readers=1)
     assert_same(jobs, large)
     # The first chunk is cut short by the header, so the second is the first that can tell; the last is the whole file, at the end.
-    assert [begin for begin, _ in dropped] == [0, chunks.CHUNK_BYTES, 0]
+    assert [begin // chunks.CHUNK_BYTES for begin, _ in dropped] == [0, *range(1, 1 + readers_module.LOOKS_TO_BELIEVE), 0]
 
 
 def test_of_two_files_the_one_that_nobody_maps_is_still_dropped(large: Path, tmp_path: Path, dropped: list[tuple[int, int]]) -> None:
@@ -303,17 +303,27 @@ def test_of_two_files_the_one_that_nobody_maps_is_still_dropped(large: Path, tmp
     sync(other)
     with mapped(large):
         stream_tensors(empty_jobs(large) + empty_jobs(other), readers=1)
-    assert len(dropped) == 2 + 1 + pieces(other) + 1
+    assert len(dropped) == 1 + readers_module.LOOKS_TO_BELIEVE + 1 + pieces(other) + 1
 
 
 def test_dropping_ends_when_the_file_begins_to_be_used_by_another(
     large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([False, True])
+    answers = iter([False, True, True])
     monkeypatch.setattr(readers_module, "cached", lambda source, offset: next(answers))
     monkeypatch.setattr(readers_module, "LOOK_EVERY", 2)
+    monkeypatch.setattr(readers_module, "LOOKS_TO_BELIEVE", 2)
     stream_tensors(empty_jobs(large), readers=1)
-    assert len(dropped) == 1 + 2 + 1 + 1  # the cut one, two until the second look, the one that stays, the file at the end
+    assert len(dropped) == 1 + 2 + 2 + 1  # the cut one, two until the second look, the two that stay, the file at the end
+
+
+def test_a_page_that_somebody_holds_for_a_moment_does_not_end_dropping(
+    large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([True, True, False])
+    monkeypatch.setattr(readers_module, "cached", lambda source, offset: next(answers))
+    stream_tensors(empty_jobs(large), readers=1)
+    assert len(dropped) == pieces(large) + 1
 
 
 def test_where_nobody_can_say_what_is_cached_everything_is_dropped(
