@@ -115,6 +115,11 @@ class Writer(ABC):
         latest = {event.progress.stage: event.progress for _, event in events if event.progress is not None} if self.detail else {}
         return [self._head | {"choices": [], "onedesk": {"progress": asdict(progress)}} for progress in latest.values()]
 
+    def only_adds(self, index: int) -> bool:
+        """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is looked for in it."""
+        choice = self._choices.get(index)
+        return choice is not None and choice.begun and choice.calls is None
+
     def usage_chunk(self, total: Document) -> Document:
         """The chunk behind all others, where it was asked for."""
         return self._head | {"choices": [], "usage": total}

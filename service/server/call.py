@@ -14,6 +14,8 @@ from ..engine.answer import Prepared
 
 # What a call does that is no generation, such as an embedding: in the model's thread, told how to ask whether to stop.
 Work = Callable[[OpenModel, Callable[[], bool]], Any]
+# What may take events the moment they come, on the event loop; whether it has.
+Sink = Callable[[Sequence[Event]], bool]
 
 
 class Call:
@@ -31,12 +33,14 @@ class Call:
         self.first_token: float | None = None
         self.outcome: Any = None  # what other work found
         self.results = 0  # that the model's thread has handed over
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._ended = False
-        self._woken = False
-        self._signal = asyncio.Event()
+        self._woken = False  # whether the loop is going to look
+        self._news = False  # whether the reader has something to look at
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
 
     @property
     def choices(self) -> int:
@@ -60,12 +64,13 @@ class Call:
         self.entered = time.perf_counter()
         self.wake()
 
-    def put(self, event: Event) -> None:
-        """Hand over what came."""
-        if event.token is not None and self.first_token is None:
+    def put(self, event: Event) -> bool:
+        """Take what came; whether its reader should look at once. Otherwise they may look when the step is over, see `hand_over`."""
+        first = event.token is not None and self.first_token is None
+        if first:
             self.first_token = time.perf_counter()
         self._events.append(event)
-        self.wake()
+        return first or event.token is None
 
     # Any thread
 
@@ -81,30 +86,63 @@ class Call:
 
     def wake(self) -> None:
         """Let the reader look again. One call on the loop serves all that came until the reader looks."""
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._signal.set)
+        hand_over([self])
 
     # The event loop
 
-    async def take(self, seconds: float) -> Sequence[Event] | None:
+    async def take(self, seconds: float, sink: Sink | None = None) -> Sequence[Event] | None:
         """What came since the last look, perhaps nothing where only a place has changed or `seconds` went by; None at the end.
 
+        While this waits, `sink` is offered what comes and may take it there and then; a token then costs no turn of a task.
         Raises what the model failed with, once everything before it was taken.
         """
-        if not self._woken and not self._ended:
-            # Cheaper than wait_for, which makes a task: this is awaited once a token.
-            alarm = self._loop.call_later(seconds, self._signal.set)
+        if not self._news and not self._events and not self._ended:
+            self._waiter, self._sink = self.loop.create_future(), sink
+            alarm = self.loop.call_later(seconds, _release, self._waiter)
             try:
-                await self._signal.wait()
+                await self._waiter
             finally:
                 alarm.cancel()
-        ended = self._ended
-        self._woken = False
-        self._signal.clear()
+                self._waiter = self._sink = None
+        ended, self._news = self._ended, False
         events = [self._events.popleft() for _ in range(len(self._events))]
         if events or not ended:
             return events
         if self._error is not None:
             raise self._error
         return None
+
+    def look(self) -> None:
+        """Something came: offer it to the sink, else let the reader have it."""
+        self._woken = False
+        if self._sink is not None and self._events and not self._ended:
+            count = len(self._events)
+            if self._sink([self._events[at] for at in range(count)]):
+                for _ in range(count):
+                    self._events.popleft()
+                return
+        self._news = True
+        if self._waiter is not None:
+            _release(self._waiter)
+
+    def pending(self) -> bool:
+        """Whether its reader has yet to be told; from then on it counts as told."""
+        told, self._woken = self._woken, True
+        return not told
+
+
+def hand_over(calls: Sequence[Call]) -> None:
+    """Let the readers of `calls`, all on one loop, look: one wake-up of the loop for all of them. From any thread."""
+    untold = [call for call in calls if call.pending()]
+    if untold:
+        untold[0].loop.call_soon_threadsafe(_look, untold)
+
+
+def _look(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.look()
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from .answers import ChatWriter, CompletionWriter, Document, Echo, Writer, added
 from .asks import Ask, chat_ask, completion_ask, form_of, policy_of
 from .body import read_json
 from .call import Call
+from .frames import Frames
 from .problems import ApiError, as_api_error, to_json
 from .schemas import CHAT, COMPLETION
 from .service import TICK, Service
@@ -83,6 +85,13 @@ def _scored(model: OpenModel, ids: Sequence[int], top: int, cancel: CancelCheck)
     return [(ids[0], None), *zip(ids[1:], model.scored(ids, top, cancel=cancel), strict=True)]
 
 
+_Sink = Callable[[Sequence[tuple[int, Event]]], bool]
+
+
+def _offer(sink: _Sink, first: int, events: Sequence[Event]) -> bool:
+    return sink([(first + event.choice, event) for event in events])
+
+
 @dataclass(slots=True)
 class _Answering:
     """An answer on its way: its model, the calls that it is made of (one a prompt), who writes it down, and the calls' results."""
@@ -92,18 +101,31 @@ class _Answering:
     writer: Writer
     results: list[list[Result]] = field(default_factory=list)
 
-    async def events(self, service: Service) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
-        """What comes, prompt by prompt, each event with the index of its choice in the whole answer."""
+    async def events(self, service: Service, sink: _Sink | None = None) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
+        """What comes, prompt by prompt, each event with the index of its choice in the whole answer; `sink` may take it before."""
         first = 0
         for call in self.calls:
             results: dict[int, Result] = {}
-            async for events in service.follow(self.name, call):
+            taking = None if sink is None else partial(_offer, sink, first)
+            async for events in service.follow(self.name, call, taking):
                 results |= {event.choice: event.result for event in events if event.result is not None}
                 yield call, [(first + event.choice, event) for event in events]
             if len(results) < call.choices:
                 raise ApiError(503, "the service stopped before the answer was there", code="stopped")
             self.results.append([results[choice] for choice in sorted(results)])
             first += call.choices
+
+    def collect(self, events: Sequence[tuple[int, Event]]) -> None:
+        """Take events for the whole document."""
+        for index, event in events:
+            self.writer.collect(index, event)
+
+    def collect_now(self, events: Sequence[tuple[int, Event]]) -> bool:
+        """Take events unless one ends a choice: its result is wanted elsewhere too."""
+        if any(event.result is not None for _, event in events):
+            return False
+        self.collect(events)
+        return True
 
     @property
     def usage(self) -> Document:
@@ -115,26 +137,32 @@ async def _answer(service: Service, request: web.Request, ask: Ask, answering: _
     async with service.waiting_for(answering.name, answering.calls):
         if ask.stream:
             return await _stream(service, request, answering, include_usage=ask.include_usage)
-        async for _, events in answering.events(service):
-            for index, event in events:
-                answering.writer.collect(index, event)
+        async for _, events in answering.events(service, answering.collect_now):
+            answering.collect(events)
         return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
 
 
 async def _stream(service: Service, request: web.Request, answering: _Answering, *, include_usage: bool) -> web.StreamResponse:
     """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its own."""
-    out = EventStream(request)
+    out, frames = EventStream(request), Frames(answering.writer)
     told: int | None = None
+    sent = 0
+
+    def send_now(events: Sequence[tuple[int, Event]]) -> bool:
+        written = frames.of(events)
+        return written is not None and out.send_now(written)
+
     try:
-        async for call, events in answering.events(service):
+        async for call, events in answering.events(service, send_now):
             place = service.place(answering.name, call) if call.entered is None else None
             if place is not None and place != told:
                 told = place
                 await out.comment(f"waiting, place {place}")
-            elif not events and (out.response is not None or time.perf_counter() - call.made >= TICK):
+            elif not events and out.sent == sent and (sent or time.perf_counter() - call.made >= TICK):
                 await out.comment("working")
             visible = [(index, event) for index, event in events if event.progress is None]
             await out.send([*answering.writer.progress(events), *answering.writer.chunks(visible)])
+            sent = out.sent
         if include_usage:
             await out.send([answering.writer.usage_chunk(answering.usage)])
     except (OnedeskError, RuntimeError, MemoryError) as error:

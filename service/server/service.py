@@ -16,7 +16,7 @@ from ..core import Event
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
 from .asks import Form
-from .call import Call, Work
+from .call import Call, Sink, Work
 from .figures import Figures
 from .models import Models
 from .places import Places
@@ -122,13 +122,14 @@ class Service:
         """How many turns until a call's own; None if it does not wait."""
         return self._workers[name].line.place(call)
 
-    async def follow(self, name: str, call: Call) -> AsyncIterator[Sequence[Event]]:
-        """What comes of a call, in parts; empty ones where its place has changed, after HESITATION, and every TICK seconds.
+    async def follow(self, name: str, call: Call, sink: Sink | None = None) -> AsyncIterator[Sequence[Event]]:
+        """What comes of a call, in parts; empty ones where its place has changed, after HESITATION, and every TICK seconds. What `sink`
+        takes does not come here.
 
         Raises ApiError 503 where it waits for its turn longer than it may, and whatever its model fails with.
         """
         patience = HESITATION
-        while (events := await call.take(self._patience(call, patience))) is not None:
+        while (events := await call.take(self._patience(call, patience), sink)) is not None:
             self._check_deadline(name, call)
             yield events
             patience = TICK

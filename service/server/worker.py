@@ -11,7 +11,7 @@ from functools import partial
 from ..api import OpenModel
 from ..core import Event, Progress
 from ..engine.answer import Prepared
-from .call import Call
+from .call import Call, hand_over
 from .figures import Figures, Times
 from .line import Line
 
@@ -21,7 +21,7 @@ class Worker:
 
     def __init__(self, name: str, places: Callable[[OpenModel], int], figures: Figures) -> None:
         self.name = name
-        self.line: Line[Call] = Line(_wake)
+        self.line: Line[Call] = Line(hand_over)
         self.working: list[Call] = []
         self.aborting = False
         self._last_used = time.monotonic()
@@ -29,6 +29,7 @@ class Worker:
         self._figures = figures
         self._thread = ThreadPoolExecutor(1, "onedesk-serve")
         self._called = asyncio.Event()
+        self._came: list[Call] = []  # that have something to look at
         self._task = asyncio.get_running_loop().create_task(self._serve())
 
     @property
@@ -108,6 +109,7 @@ class Worker:
 
         def arrivals() -> Sequence[Prepared]:
             nonlocal count
+            self._hand_over()
             came: list[Prepared] = []
             while (call := coming.pop() if coming else self._joining(model)) is not None:
                 numbered[count], count = call, count + 1
@@ -121,14 +123,22 @@ class Worker:
         def report(progress: Progress) -> None:
             if progress.stage == "load":
                 first.put(Event(progress=progress))
+                first.wake()
 
         for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report):
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()
-            call.put(event)
+            self._came.append(call)
+            if call.put(event):
+                self._hand_over()
             if event.result is not None and self._told(call, event):
                 del numbered[event.request]
+
+    def _hand_over(self) -> None:
+        """Let all who have got something look. Tokens of one step go together: the engine asks for arrivals before the next."""
+        came, self._came = self._came, []
+        hand_over(came)
 
     def _joining(self, model: OpenModel) -> Call | None:
         """The next in line, if it can be written beside those that are."""
@@ -156,8 +166,3 @@ class Worker:
         self._last_used = time.monotonic()
         self._figures.finished(self.name, Times(call.made, call.entered, call.first_token, time.perf_counter()))
         call.end(error)
-
-
-def _wake(calls: Sequence[Call]) -> None:
-    for call in calls:
-        call.wake()

@@ -6,13 +6,17 @@ import json
 from typing import Any
 
 import pytest
-from onedesk.service.core import Event, Finish, Logprobs, Message, Result, Usage
+from hypothesis import given
+from hypothesis import strategies as st
+from onedesk.service.core import Event, Finish, Logprobs, Message, Progress, Result, Usage
 from onedesk.service.server.answers import ChatWriter, CompletionWriter, Echo, added, usage
 from onedesk.service.server.asks import chat_ask, completion_ask
 from onedesk.service.server.check import check
 from onedesk.service.server.figures import BOUNDS, Figures, Histogram, Times
+from onedesk.service.server.frames import Frames
 from onedesk.service.server.problems import ApiError, as_api_error, to_json
 from onedesk.service.server.schemas import CHAT
+from onedesk.service.server.sse import as_events
 from onedesk.service.text.tokenizer import Tokenizer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -180,3 +184,38 @@ def test_figures() -> None:
         figures.finished("m", Times(0.0, 1.0, 1.5, 11.0))
     assert figures.wait_seconds("m", 4, 2) == 20
     assert figures.wait_seconds("m", 10_000, 1) == 600
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a", 'say "\\"', "猫\n", "\ud83d"]), st.booleans(), st.integers(0, 1)), max_size=12),
+    st.booleans(),
+)
+def test_what_is_sent_at_once_is_what_documents_would_say(pieces: list[tuple[str, bool, int]], detail: bool) -> None:
+    """Pieces of two choices, thoughts or text or neither, each with its token."""
+    for writer in (
+        ChatWriter("m", None, stream=True, with_logprobs=False, tools=()),
+        CompletionWriter("m", None, with_logprobs=False, echoes={}),
+    ):
+        writer.detail = detail
+        frames = Frames(writer)
+        assert frames.of([(0, Event("a", token=1))]) is None  # its role has not been told
+        writer.chunks([(0, Event("a")), (1, Event("b"))])
+        events = [
+            (index, Event("" if thought else text, text if thought else "", token=at)) for at, (text, thought, index) in enumerate(pieces)
+        ]
+        assert frames.of(events) == b"".join(as_events(writer.chunks([event])) for event in events)
+
+
+def test_what_does_more_than_add_a_piece_is_not_sent_at_once() -> None:
+    writer = ChatWriter("m", None, stream=True, with_logprobs=False, tools=(TOOL,))
+    writer.chunks([(0, Event("a"))])
+    assert Frames(writer).of([(0, Event("b", token=1))]) is None  # it may be a call's beginning
+    writer = ChatWriter("m", None, stream=True, with_logprobs=True, tools=())
+    writer.chunks([(0, Event("a"))])
+    for event in (
+        Event(result=result()),
+        Event("b", token=1, logprobs=Logprobs(-0.5)),
+        Event(progress=Progress("prefill", 1, 2)),
+        Event("b", "c", 1),
+    ):
+        assert Frames(writer).of([(0, event)]) is None

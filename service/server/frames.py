@@ -1,0 +1,56 @@
+"""The usual event of a stream, a piece of text, as the bytes of a server-sent event: all but the piece is the same each time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from ..core import Event
+from .answers import Writer
+from .sse import as_events
+
+Channel: TypeAlias = Literal["text", "reasoning", ""]
+Pattern: TypeAlias = tuple[bytes, bytes, bytes]
+# Stand where the text and the token come; no id, name or number of a chunk can hold them.
+_TEXT, _TOKEN = "\x00text\x00", -9_007_199_254_740_991
+_QUOTED, _NUMBER = json.dumps(_TEXT).encode(), str(_TOKEN).encode()
+
+
+class Frames:
+    """Writes what `writer` would write for events that only add to choices which have begun; 15 us less a token than by documents."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._patterns: dict[tuple[int, Channel], Pattern] = {}
+
+    def of(self, events: Sequence[tuple[int, Event]]) -> bytes | None:
+        """The bytes of the events with the indexes of their choices, perhaps none; None where one of them does more than add a piece."""
+        frames: list[bytes] = []
+        for index, event in events:
+            if not _plain(event) or not self._writer.only_adds(index):
+                return None
+            frames.append(self._frame(index, event))
+        return b"".join(frames)
+
+    def _frame(self, index: int, event: Event) -> bytes:
+        channel: Channel = "text" if event.text else "reasoning" if event.reasoning else ""
+        pattern = self._patterns.get((index, channel))
+        if pattern is None:
+            pattern = self._patterns[index, channel] = self._cut(index, channel)
+        head, middle, tail = pattern
+        piece = json.dumps(event.text or event.reasoning).encode() if channel else b""
+        return b"".join((head, piece, middle, str(event.token).encode() if tail else b"", tail))
+
+    def _cut(self, index: int, channel: Channel) -> Pattern:
+        """Up to the text, up to the token, and the rest; without a place for the token the rest is empty, and without a text the head."""
+        text, reasoning = (_TEXT if channel == name else "" for name in ("text", "reasoning"))
+        whole = as_events(self._writer.chunks([(index, Event(text, reasoning, _TOKEN))]))
+        head, _, rest = whole.partition(_QUOTED) if channel else (b"", b"", whole)
+        middle, _, tail = rest.partition(_NUMBER)
+        return head, middle, tail
+
+
+def _plain(event: Event) -> bool:
+    more = (event.result, event.progress, event.logprobs)
+    return event.token is not None and more == (None, None, None) and not (event.text and event.reasoning)
