@@ -1,62 +1,17 @@
 /* Attention of a layer over its paged fp32 keys and values: head norms, rotary embedding and the cache's new rows in the same region. */
 #include <stdatomic.h>
+#include "attention.h"
 #include "prepare.h"
 #include "tile.h"
 
-#define BLOCK 32
 #define MOST_GROUP 64
 /* Rows of queries that share a turned block of keys: they and their results stay in L2. */
 #define QUERIES 48
 /* Keys and values of less than so many bytes are read before a second thread has woken up. */
 #define ALONE (1 << 18)
 
-struct attention {
-    float *qkv;                /* [tokens][heads + 2 * kv_heads][dim], overwritten */
-    const float *q_norm, *k_norm;
-    double q_eps, k_eps;
-    const float *cos, *sin;    /* [positions][half] */
-    int64_t half;
-    float *keys, *values;      /* [blocks][kv_heads][BLOCK][dim], blocks block_ahead floats apart */
-    int64_t block_ahead;
-    const int32_t *positions;  /* [tokens] */
-    const int32_t *tables;     /* block ids of each sequence, table_ahead apart */
-    int64_t table_ahead;
-    float *out;                /* [tokens][heads][dim] */
-    int64_t tokens, heads, kv_heads, dim;
-    int64_t chunk;             /* whether all rows are of the first sequence; else row i is of sequence i */
-    int64_t longest;           /* positions + 1 at most */
-    int64_t threads;
-    char *scratch;             /* threads * stride bytes: attention_scratch() */
-    int64_t stride;
-    const int64_t *chosen;     /* [tokens][most]: each row sees these stretches of `ratio` tokens, in order, -1 behind the last, and the tokens */
-    int64_t most, ratio;       /* behind the last whole stretch; ratio divides BLOCK. NULL: each row sees everything. attend_rows alone */
-};
-
-static const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_ahead); }
-
 static float *slot_of(const struct attention *a, float *cache, int32_t block, long head, long slot) {
     return cache + block * a->block_ahead + (head * BLOCK + slot) * a->dim;
-}
-
-/* One head in place: RMS norm, then halves turned against each other (Su et al. 2021), then times `factor`. */
-static void turn_head(const struct attention *a, float *head, const float *norm, double eps, long position, float factor) {
-    const long dim = a->dim, half = a->half;
-    const float *cos = a->cos + position * half, *sin = a->sin + position * half;
-    vf squares = {0};
-    for (long d = 0; d < dim; d += VL) squares += load(head + d) * load(head + d);
-    float scale = factor / sqrtf(sum_lanes(squares) / (float)dim + (float)eps);
-    for (long d = 0; d < dim; d += VL) store(head + d, load(head + d) * scale * load(norm + d));
-    long d = 0;
-    for (; d + VL <= half; d += VL) {
-        const vf low = load(head + d), high = load(head + d + half), c = load(cos + d), s = load(sin + d);
-        store(head + d, low * c - high * s);
-        store(head + d + half, high * c + low * s);
-    }
-    for (; d < half; d++) {
-        float low = head[d], high = head[d + half];
-        head[d] = low * cos[d] - high * sin[d];
-        head[d + half] = high * cos[d] + low * sin[d];
-    }
 }
 
 static float *query(const struct attention *a, long t, long head) { return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim; }
@@ -66,11 +21,11 @@ static void place(const struct attention *a, long t, long head) {
     const long position = a->positions[t], group = a->heads / a->kv_heads, slot = position % BLOCK;
     const int32_t block = table_of(a, t)[position / BLOCK];
     float *key = query(a, t, a->heads + head);
-    turn_head(a, key, a->k_norm, a->k_eps, position, 1.0f);
+    turn_head(a, key, a->dim, a->k_norm, a->k_eps, position, 1.0f);
     memcpy(slot_of(a, a->keys, block, head, slot), key, a->dim * sizeof *key);
     memcpy(slot_of(a, a->values, block, head, slot), query(a, t, a->heads + a->kv_heads + head), a->dim * sizeof *key);
     const float factor = 1.0f / sqrtf((float)a->dim);
-    for (long g = 0; g < group; g++) turn_head(a, query(a, t, head * group + g), a->q_norm, a->q_eps, position, factor);
+    for (long g = 0; g < group; g++) turn_head(a, query(a, t, head * group + g), a->dim, a->q_norm, a->q_eps, position, factor);
 }
 
 /* scores[g * BLOCK + j] = query g times key j, for J keys and G queries. */
@@ -194,10 +149,11 @@ static void share_rows(const struct attention *a, atomic_long *next) {
     }
 }
 
-/* A few rows: each as if it were alone. */
 void attend_rows(const struct attention *a) {
     atomic_long next = 0;
-    if (a->threads == 1 || 8 * a->dim * a->kv_heads * a->longest * a->tokens < ALONE) {
+    long seen = 0;
+    for (long t = 0; t < a->tokens; t++) seen += a->chosen ? a->most * a->ratio : a->positions[t] + 1;
+    if (a->threads == 1 || 8 * a->dim * a->kv_heads * seen < ALONE) {
         share_rows(a, &next);
         return;
     }
@@ -273,8 +229,23 @@ static void attend_tile(const struct attention *a, const struct desk *d, long he
         finish(&d->run[r], d->mixed + r * dim, a->out + ((t + r / group) * a->heads + head * group + r % group) * dim, dim);
 }
 
-/* Many rows of one sequence, at consecutive positions. */
+/* attend_chunk where each row sees what is chosen for it. */
+static void attend_chosen(const struct attention *a) {
+    atomic_long placed = 0, next = 0;
+#pragma omp parallel num_threads((int)a->threads)
+    {
+        for (long t; (t = atomic_fetch_add(&placed, 1)) < a->tokens;)
+            for (long head = 0; head < a->kv_heads; head++) place(a, t, head);
+#pragma omp barrier
+        for (long item; (item = atomic_fetch_add(&next, 1)) < a->tokens * a->kv_heads;) attend_row(a, item / a->kv_heads, item % a->kv_heads);
+    }
+}
+
 void attend_chunk(const struct attention *a) {
+    if (a->chosen) {
+        attend_chosen(a);
+        return;
+    }
     const long step = tile_tokens(a->heads / a->kv_heads), tiles = (a->tokens + step - 1) / step;
     atomic_long placed = 0, next = 0;
 #pragma omp parallel num_threads((int)a->threads)

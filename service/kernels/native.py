@@ -47,13 +47,13 @@ class Product(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """struct attention of attention.c."""
+    """struct attention of attention.h."""
 
     _fields_ = _structure(
         "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_ahead positions tables table_ahead out "
-        "tokens heads kv_heads dim chunk longest threads scratch stride chosen most ratio",
+        "tokens heads kv_heads dim chunk threads scratch stride chosen most ratio",
         pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch chosen",
-        integers="half block_ahead table_ahead tokens heads kv_heads dim chunk longest threads stride most ratio",
+        integers="half block_ahead table_ahead tokens heads kv_heads dim chunk threads stride most ratio",
         doubles="q_eps k_eps",
     )
 
@@ -97,6 +97,59 @@ class SparseExperts(ctypes.Structure):
     ]
 
 
+class Indexed(ctypes.Structure):
+    """struct indexer of indexer.c."""
+
+    _fields_ = [
+        ("a", Attention),
+        *_structure(
+            "indexed q_norm k_norm tails sources targets pooled queues heads dim queue q_eps k_eps",
+            pointers="indexed q_norm k_norm tails sources targets pooled queues",
+            integers="heads dim queue",
+            doubles="q_eps k_eps",
+        ),
+    ]
+
+
+class Ngram(ctypes.Structure):
+    """struct ngram of ngram.c."""
+
+    _fields_ = [
+        *((name, Product) for name in ("key", "value")),
+        *_structure(
+            "key_norm query_norm conv_norm streams windows taps sources targets "
+            "rows count hidden taps_count apart key_eps query_eps conv_eps",
+            pointers="key_norm query_norm conv_norm streams windows taps sources targets",
+            integers="rows count hidden taps_count apart",
+            doubles="key_eps query_eps conv_eps",
+        ),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """struct norm of step.c."""
+
+    _fields_ = _structure("x weight out rows cols period threads eps", "x weight out", "rows cols period threads", "eps")
+
+
+class Gates(ctypes.Structure):
+    """struct gates of step.c."""
+
+    _fields_ = _structure("projected qkv mixed rows heads dim beside", "projected qkv mixed", "rows heads dim beside")
+
+
+class Injection(ctypes.Structure):
+    """struct injection of streams.c."""
+
+    _fields_ = _structure("streams weights found rows count hidden", "streams weights found", "rows count hidden")
+
+
+class StepCall(ctypes.Structure):
+    """struct call of step.c."""
+
+    _fields_ = _structure("run with", "run with", "")
+
+
 class Native:
     """The library's functions, bound once. Those that take a structure take its address."""
 
@@ -108,7 +161,13 @@ class Native:
         self.attend_chunk = _bind(library, "attend_chunk", address)
         self.delta_rows = _bind(library, "delta_rows", address)
         self.joint_rows = _bind(library, "joint_rows", address)
-        self.inject_rows = _bind(library, "inject_rows", address, address, address, whole, whole, whole)
+        self.inject_rows = _bind(library, "inject_rows", address)
+        self.attend_indexed = _bind(library, "attend_indexed", address)
+        self.ngram_rows = _bind(library, "ngram_rows", address)
+        self.norm_call = _bind(library, "norm_call", address)
+        self.part_gates = _bind(library, "part_gates", address)
+        self.close_gates = _bind(library, "close_gates", address)
+        self.run_calls = _bind(library, "run_calls", address, whole)
         self.expert_rows = _bind(library, "expert_rows", address)
         self.norm_rows = _bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
         self.pack_rows = _bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)

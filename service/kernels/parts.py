@@ -1,4 +1,4 @@
-"""What kernels may take in one call between a network's small operations: joints of residual streams, and sparse experts."""
+"""What kernels may take in one call between a network's small operations: joints of residual streams, sparse experts, n-grams, indexers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..quant.weight import Weight
-from .rows import NormWeight
+from .rows import NormWeight, Slots
 
 
 @dataclass(slots=True)
@@ -76,3 +76,57 @@ class ExpertRows:
     gated: torch.Tensor
     shared_gate: torch.Tensor
     shared_gated: torch.Tensor
+
+
+@dataclass(slots=True)
+class NgramWeights:
+    """key [streams * hidden, width], value [hidden, width]; norms [streams, hidden].
+
+    taps fp32 [K, streams * hidden], `apart` tokens apart.
+    """
+
+    key: Weight
+    value: Weight
+    key_norm: NormWeight
+    query_norm: NormWeight
+    conv_norm: NormWeight
+    taps: torch.Tensor
+    apart: int
+
+
+@dataclass(slots=True)
+class NgramRows:
+    """embedded [T, width] is let into streams [T, streams * hidden]; windows [slots, (K - 1) * apart, streams * hidden] move on.
+
+    Room: keys [T, streams * hidden], values [T, hidden].
+    """
+
+    embedded: torch.Tensor
+    streams: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    windows: torch.Tensor
+    slots: Slots
+
+
+@dataclass(slots=True)
+class Indexer:
+    """Which stretches of `ratio` tokens a row attends to, `budget` tokens in all; norms of queries and keys [dim]."""
+
+    heads: int
+    dim: int
+    budget: int
+    ratio: int
+    q_norm: NormWeight
+    k_norm: NormWeight
+
+
+@dataclass(slots=True)
+class IndexedRows:
+    """indexed [T, (heads + 1) * dim]: queries, which may be overwritten, then the raw key. tails [slots, ratio - 1, dim]: the raw keys of
+    stretches that are not full, read and written where the pass's slots say. pooled [blocks, BLOCK / ratio, dim]: the mean keys.
+    """
+
+    indexed: torch.Tensor
+    tails: torch.Tensor
+    pooled: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
 from .delta import DeltaHeads, DeltaStep
-from .parts import ExpertRows, ExpertWeights, JointRows, StreamJoint
+from .parts import ExpertRows, ExpertWeights, IndexedRows, Indexer, JointRows, NgramRows, NgramWeights, StreamJoint
 from .rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
@@ -121,7 +121,7 @@ class ReferenceKernels:
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return out
 
-    def attend_chosen(
+    def attend_indexed(
         self,
         qkv: torch.Tensor,
         heads: HeadShape,
@@ -132,15 +132,26 @@ class ReferenceKernels:
         values: torch.Tensor,
         rows: Rows,
         out: torch.Tensor,
-        chosen: torch.Tensor,
-        ratio: int,
+        indexer: Indexer,
+        at: IndexedRows,
     ) -> bool:
-        """As `attend`, each row to the stretches of `ratio` tokens that are chosen for it and to the tokens behind the last whole one.
-
-        chosen int64 [T, most]: numbers of stretches in order, -1 behind the last; ratio divides BLOCK. False, and nothing is done, where
-        there is no faster way than `place` and `attention` of what is gathered.
+        """As `attend`, each row to the stretches that the indexer chooses for it and to the tokens behind the last whole one; its mean
+        keys and tails are brought up to date. False, and nothing is done, where there is no faster way than its parts.
         """
         return False
+
+    def part_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        """qkv [T, heads.qkv] gets what is no gate of projected [T, heads.queries + heads.qkv]: of each head its queries, then its gates."""
+        count, queries = qkv.shape[0], heads.queries
+        wanted = projected[:, : 2 * queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 0]
+        qkv[:, :queries].view(count, heads.heads, heads.head_dim).copy_(wanted)
+        qkv[:, queries:].copy_(projected[:, 2 * queries :])
+
+    def close_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        """mixed [T, heads.queries] is weighed by the gates of `projected`, each number through a sigmoid."""
+        count = mixed.shape[0]
+        gates = projected[:, : 2 * heads.queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 1]
+        mixed.view(count, heads.heads, heads.head_dim).mul_(torch.sigmoid(gates))
 
     def place(
         self,
@@ -166,6 +177,10 @@ class ReferenceKernels:
         """Take a decode step through a gated delta net between its projections; False where there is no faster way than its parts."""
         return False
 
+    def delta_chunk(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+        """As `delta_step` the T rows of a chunk of one sequence, which leaves its state in another slot than it found it in."""
+        return False
+
     def read_streams(self, joint: StreamJoint, at: JointRows) -> bool:
         """What a layer reads of residual streams, and how what it finds is let in; False where there is no faster way than its parts."""
         return False
@@ -178,6 +193,17 @@ class ReferenceKernels:
     def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
         """Rows through the experts that are chosen for them; False where there is no faster way than its parts."""
         return False
+
+    def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
+        """A decode step through the block of n-grams behind its table; False where there is no faster way than its parts."""
+        return False
+
+    def stretch(self, owner: object, place: int, work: Callable[[], None]) -> None:
+        """Do `work`, a part of a decode step that is the same calls at the same addresses whenever `owner` and `place` are the same.
+
+        `work` calls kernels, and does something itself only where one of them has said False: then it may be recorded, and made as one.
+        """
+        work()
 
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
         """out = x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich 2019)."""

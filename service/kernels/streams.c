@@ -43,11 +43,13 @@ void joint_rows(const struct joint *j) {
     memset(j->found, 0, j->rows * hidden * sizeof *j->found);
 }
 
+struct injection { float *streams; const float *weights, *found; int64_t rows, count, hidden; };
+
 /* streams [rows][count][hidden] += weights [rows][count] * found [rows][hidden]. */
-void inject_rows(float *streams, const float *weights, const float *found, long rows, long count, long hidden) {
-    for (long s = 0; s < rows * count; s++)
-        for (long c = 0; c < hidden; c += VL) {
-            float *to = streams + s * hidden + c;
-            store(to, load(to) + load(found + s / count * hidden + c) * weights[s]);
+void inject_rows(const struct injection *j) {
+    for (long s = 0; s < j->rows * j->count; s++)
+        for (long c = 0; c < j->hidden; c += VL) {
+            float *to = j->streams + s * j->hidden + c;
+            store(to, load(to) + load(j->found + s / j->count * j->hidden + c) * j->weights[s]);
         }
 }

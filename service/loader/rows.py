@@ -16,13 +16,6 @@ _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
 
 
-def announce_rows(info: TensorInfo, rows: Sequence[int]) -> None:
-    """Have the system begin to read `rows` of the matrix `info`; returns without them. Raises FileError."""
-    width = info.nbytes // info.shape[0]
-    with open_regular(info.source.path, info.source.shown) as (fd, _):
-        _announce(fd, info, width, rows)
-
-
 def _announce(fd: int, info: TensorInfo, width: int, rows: Sequence[int]) -> None:
     advise_file(fd, 0, 0, _RANDOM)  # no read-ahead around a row of a few KiB
     for row in rows:

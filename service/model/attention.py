@@ -79,16 +79,13 @@ class GatedAttention(Attention):
     captured: bool = False
 
     def run(self, at: Pass, /) -> None:
-        views, shape = at.views, self.shape
+        kernels, views = at.kernels, at.views
         projected, qkv, mixed = views[GATED_ROOM], views["qkv"], views["mixed"]
         at.project(self.norm, self.qkv, projected)
-        count, heads, dim = mixed.shape[0], shape.heads, shape.head_dim
-        queries, gates = projected[:, : 2 * shape.queries].view(count, heads, 2, dim).unbind(2)
-        qkv[:, : shape.queries].view(count, heads, dim).copy_(queries)
-        qkv[:, shape.queries :].copy_(projected[:, 2 * shape.queries :])
+        kernels.part_gates(projected, self.shape, qkv, mixed)
         self._attend(at, qkv, mixed)
-        mixed.view(count, heads, dim).mul_(torch.sigmoid(gates))
-        at.kernels.linear_add(mixed, self.output, at.target, views["normed"])
+        kernels.close_gates(projected, self.shape, qkv, mixed)
+        kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         keys, values = at.cache.keys[self.index], at.cache.values[self.index]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.rows import BLOCK, NormWeight, RotaryTable
+from ..kernels.parts import IndexedRows, Indexer
+from ..kernels.rows import BLOCK, RotaryTable
 from ..quant.weight import Weight
 from .attention import GatedAttention
 from .layers import Pass
@@ -31,7 +32,8 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 
 def build(config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> IndexedAttention:
     """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave states."""
-    at = weights.of(layer)
+    at, shape = weights.of(layer), _shape(config)
+    norms = (at.norm(f"indexer_{which}_norm", config.eps) for which in ("q", "k"))
     return IndexedAttention(
         shape=config.widths.shape,
         index=places[0],
@@ -41,11 +43,9 @@ def build(config: DecoderConfig, weights: Named, layer: int, places: tuple[int, 
         k_norm=at.norm("k_norm", config.eps),
         output=at["output"],
         rotary=rotary,
-        indexer=_shape(config),
+        indexer=Indexer(shape.heads, shape.dim, shape.budget, shape.ratio, *norms),
         place=places[1],
         index_qk=at["indexer"],
-        index_q_norm=at.norm("indexer_q_norm", config.eps),
-        index_k_norm=at.norm("indexer_k_norm", config.eps),
     )
 
 
@@ -59,11 +59,9 @@ def _shape(config: DecoderConfig) -> IndexerShape:
 class IndexedAttention(GatedAttention):
     """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a block wait to be full."""
 
-    indexer: IndexerShape
+    indexer: Indexer
     place: int
     index_qk: Weight
-    index_q_norm: NormWeight
-    index_k_norm: NormWeight
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
@@ -75,6 +73,10 @@ class IndexedAttention(GatedAttention):
             raise ValueError("the session's cache has no recurrent states")
         indexed = at.views["indexed"]
         at.project(self.norm, self.index_qk, indexed)
+        parts = qkv, self.shape, self.q_norm, self.k_norm, self.rotary, at.cache.keys[self.index], at.cache.values[self.index], rows
+        own = IndexedRows(indexed, states.parts(self.place)[0], at.cache.pooled[self.index])
+        if at.kernels.attend_indexed(*parts, mixed, shape, own):
+            return
         keys = indexed[:, shape.heads * shape.dim :].float()
         tails = states.read(self.place, slots.source)[0]
         places = rows.positions.tolist()
@@ -85,10 +87,7 @@ class IndexedAttention(GatedAttention):
         if max(places) < shape.budget + shape.ratio - 1:
             GatedAttention._attend(self, at, qkv, mixed)
             return
-        parts = qkv, self.shape, self.q_norm, self.k_norm, self.rotary, at.cache.keys[self.index], at.cache.values[self.index], rows
         chosen = self._chosen(at, indexed, pieces, places)
-        if at.kernels.attend_chosen(*parts, mixed, chosen, shape.ratio):
-            return
         queries = at.kernels.place(*parts)
         heads = mixed.view(len(places), self.shape.heads, self.shape.head_dim)
         for sequence, (first, last) in enumerate(pieces):
@@ -99,7 +98,7 @@ class IndexedAttention(GatedAttention):
         """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
         shape, rows, count = self.indexer, at.rows, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
-        at.kernels.rms_norm(wanted, self.index_q_norm, wanted)
+        at.kernels.rms_norm(wanted, shape.q_norm, wanted)
         at.kernels.rotate(wanted, self.rotary.cos[rows.positions], self.rotary.sin[rows.positions])
         chosen = torch.full((count, shape.budget // shape.ratio), -1, dtype=torch.int64, device=indexed.device)
         for sequence, (first, last) in enumerate(pieces):
@@ -125,7 +124,7 @@ class IndexedAttention(GatedAttention):
             return
         pooled = raw[: full * shape.ratio].view(full, 1, shape.ratio, shape.dim).mean(2)
         firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
-        at.kernels.rms_norm(pooled, self.index_k_norm, pooled)
+        at.kernels.rms_norm(pooled, shape.k_norm, pooled)
         at.kernels.rotate(pooled, self.rotary.cos[firsts], self.rotary.sin[firsts])
         blocks = at.rows.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -130,6 +131,7 @@ class Layer(Protocol):
     """Half of a block: it reads the source of a pass, computes, and adds what it found to the target.
 
     `matrices` are the weights that it multiplies with. `captured`: a decode step makes no look at values, so that a graph can hold it.
+    A decode step is made of calls of kernels alone, as long as none of these says False (see ReferenceKernels.stretch).
     """
 
     captured: bool
@@ -141,12 +143,14 @@ class Layer(Protocol):
 
 
 class EarlyLayer(Layer, Protocol):
-    """A layer that is told of a pass before the first layer of all computes, and counts what reading from files cost it."""
+    """A layer that is told of a pass before the first layer of all computes, and fetches what it needs of files before it runs."""
 
     @property
     def table(self) -> FileTable: ...
 
     def begin(self, at: Pass, /) -> None: ...
+
+    def fetch(self, at: Pass, /) -> None: ...
 
 
 class Mixer(Protocol):
@@ -178,9 +182,13 @@ class Decoder:
     head: Weight
     kernels: ReferenceKernels
     early: tuple[EarlyLayer, ...] = field(init=False)
+    # Blocks first..last-1 that compute without a look at files in between.
+    stretches: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.early = tuple(block.before for block in self.blocks if block.before is not None)
+        begins = [0, *(index for index, block in enumerate(self.blocks) if block.before is not None and index)]
+        self.stretches = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
     def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
         """Read ids [T] int64 that stand at `rows`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
@@ -198,16 +206,31 @@ class Decoder:
             x = streams
         for early in self.early:
             early.begin(at)
-        for index, block in enumerate(self.blocks):
+        if between is None and rows.start is None:
+            for first, last in self.stretches:
+                self._fetch(at, first)
+                self.kernels.stretch(rows, first, partial(self._run, at, first, last))
+            return x
+        for index in range(len(self.blocks)):
             if between is not None:
                 between(index, x)
+            self._fetch(at, index)
+            self._run(at, index, index + 1)
+        if between is not None:
+            between(len(self.blocks), x)
+        return x
+
+    def _fetch(self, at: Pass, index: int) -> None:
+        before = self.blocks[index].before
+        if before is not None:
+            before.fetch(at)
+
+    def _run(self, at: Pass, first: int, last: int) -> None:
+        for block in self.blocks[first:last]:
             if block.before is not None:
                 block.before.run(at)
             block.mixer.run(at)
             block.forward.run(at)
-        if between is not None:
-            between(len(self.blocks), x)
-        return x
 
     def logits(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call."""

@@ -15,6 +15,7 @@ import torch
 from ..cache.recurrent import RecurrentStates
 from ..errors import ModelError
 from ..kernels.delta import convolve_chunk, convolve_step
+from ..kernels.parts import NgramRows, NgramWeights
 from ..kernels.rows import NormWeight, Slots
 from ..loader.checkpoint import Checkpoint
 from ..loader.rows import read_rows
@@ -81,20 +82,14 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> Ngra
     def norm(which: str) -> NormWeight:
         return NormWeight(at.plain(f"ngram_norm_{which}").view(streams, config.widths.hidden), config.eps)
 
-    sizes = head_sizes(shape, place)
+    sizes, taps = head_sizes(shape, place), at.plain("ngram_taps").view(shape.taps, -1)
     return NgramBlock(
         shape=shape,
         index=index,
         factors=multipliers(shape, config.widths.vocab, place),
-        sizes=torch.tensor(sizes),
-        offsets=torch.tensor([0, *accumulate(sizes)][:-1]),
+        heads=list(zip(sizes, [0, *accumulate(sizes)], strict=False)),
         table=at.table("ngram_table"),
-        key=at["ngram_key"],
-        value=at["ngram_value"],
-        key_norm=norm("key"),
-        query_norm=norm("query"),
-        conv_norm=norm("conv"),
-        taps=at.plain("ngram_taps").view(shape.taps, -1),
+        weights=NgramWeights(at["ngram_key"], at["ngram_value"], norm("key"), norm("query"), norm("conv"), taps, shape.size),
     )
 
 
@@ -150,52 +145,59 @@ def multipliers(shape: NgramShape, vocab: int, place: int) -> list[int]:
 class NgramBlock:
     """Adds to each stream the value of the tokens' rows, as far as their key and the stream agree, and a convolution of that over time.
 
-    key [streams * hidden, width], value [hidden, width]; norms [streams, hidden]; taps fp32 [K, streams * hidden], `size` tokens apart.
+    `heads`: of each row of a token the size of its part of the table, and where that begins.
     """
 
     shape: NgramShape
     index: int
     factors: list[int]
-    sizes: torch.Tensor
-    offsets: torch.Tensor
+    heads: list[tuple[int, int]]
     table: FileTable
-    key: Weight
-    value: Weight
-    key_norm: NormWeight
-    query_norm: NormWeight
-    conv_norm: NormWeight
-    taps: torch.Tensor
+    weights: NgramWeights
     captured: bool = False
-    # The rows of the pass under way [T, rows a token], and what is kept of its ids.
-    coming: tuple[torch.Tensor, torch.Tensor] | None = None
+    # The rows of the pass under way, all of a token one behind the other.
+    coming: list[int] | None = None
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        return self.key, self.value
+        return self.weights.key, self.weights.value
 
     def begin(self, at: Pass, /) -> None:
         """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
         slots, states = self._states(at)
-        _, pasts = states.read(self.index, slots.source)
-        self.coming = self._rows(at.ids.cpu(), pasts.cpu(), chunk=at.rows.start is not None)
-        self.table.announce(self.coming[0])
+        pasts = states.parts(self.index)[1]
+        before = [[int(token) + self.shape.end for token in pasts[slot].tolist()] for slot in slots.source.tolist()]
+        ids = at.ids.tolist()
+        pieces = [[*before[0], *ids]] if at.rows.start is not None else [[*past, token] for past, token in zip(before, ids, strict=True)]
+        self.coming = [row for seen in pieces for row in self._rows(seen)]
+        kept = [[float(token - self.shape.end) for token in seen[1 - self.shape.size :]] for seen in pieces]
+        pasts.index_copy_(0, slots.target, torch.tensor(kept, device=pasts.device))
+        self.table.announce(self.coming)
 
-    def run(self, at: Pass, /) -> None:
-        kernels, views = at.kernels, at.views
+    def fetch(self, at: Pass, /) -> None:
+        """Wait for the rows."""
         if self.coming is None:
             raise ValueError("the pass was not begun")
-        (rows, pasts), self.coming = self.coming, None
+        rows, self.coming = self.coming, None
+        self.table.read(rows, at.views["ngram"].view(len(rows), -1))
+
+    def run(self, at: Pass, /) -> None:
+        kernels, views, weights = at.kernels, at.views, self.weights
         slots, states = self._states(at)
-        windows, _ = states.read(self.index, slots.source)
-        embedded = views["ngram"].copy_(self.table.read(rows.view(-1)).view(views["ngram"].shape))
-        added = self._gated(at, embedded)
-        normed = kernels.rms_norm(added, self.conv_norm, torch.empty_like(added)).flatten(1).float()
+        held = states.parts(self.index)[0]
         if at.rows.start is None:
-            convolved, windows = convolve_step(normed, windows, self.taps, self.shape.size)
+            rows = NgramRows(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots)
+            if kernels.add_ngrams(weights, rows):
+                return
+        windows = states.read(self.index, slots.source)[0]
+        added = self._gated(at)
+        normed = kernels.rms_norm(added, weights.conv_norm, torch.empty_like(added)).flatten(1).float()
+        if at.rows.start is None:
+            convolved, windows = convolve_step(normed, windows, weights.taps, weights.apart)
         else:
-            convolved, window = convolve_chunk(normed, windows[0], self.taps, self.shape.size)
+            convolved, window = convolve_chunk(normed, windows[0], weights.taps, weights.apart)
             windows = window[None]
-        states.write(self.index, slots.target, (windows, pasts.to(windows.device)))
+        held.index_copy_(0, slots.target, windows)
         views["streams"].add_(added.flatten(1)).add_(convolved)
 
     @staticmethod
@@ -204,31 +206,29 @@ class NgramBlock:
             raise ValueError("the session's cache has no recurrent states")
         return at.rows.slots, at.cache.states
 
-    def _gated(self, at: Pass, embedded: torch.Tensor) -> torch.Tensor:
+    def _gated(self, at: Pass) -> torch.Tensor:
         """The value of the rows for each stream, [T, streams, hidden]."""
-        kernels, views = at.kernels, at.views
-        heads = (embedded.shape[0], *self.key_norm.weight.shape)
-        keys = kernels.linear(embedded, self.key, views["ngram_keys"]).view(heads)
-        values = kernels.linear(embedded, self.value, views["ngram_values"])
-        queries = kernels.rms_norm(views["streams"].view(heads), self.query_norm, views["streams_normed"].view(heads))
-        scores = (kernels.rms_norm(keys, self.key_norm, keys) * queries).float().sum(-1) * heads[-1] ** -0.5
+        kernels, views, weights = at.kernels, at.views, self.weights
+        embedded, streams = views["ngram"], views["streams"]
+        heads = (embedded.shape[0], *weights.key_norm.weight.shape)
+        keys = kernels.linear(embedded, weights.key, views["ngram_keys"]).view(heads)
+        values = kernels.linear(embedded, weights.value, views["ngram_values"])
+        queries = kernels.rms_norm(streams.view(heads), weights.query_norm, views["streams_normed"].view(heads))
+        scores = (kernels.rms_norm(keys, weights.key_norm, keys) * queries).float().sum(-1) * heads[-1] ** -0.5
         roots = scores.abs().clamp_min(SMALLEST).sqrt() * scores.sign()
         return roots.sigmoid()[..., None].to(values.dtype) * values[:, None]
 
-    def _rows(self, ids: torch.Tensor, pasts: torch.Tensor, *, chunk: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table's rows for each token [T, rows a token], and what is kept of the ids for the next pass [S, size - 1].
+    def _rows(self, seen: list[int]) -> list[int]:
+        """The table's rows for each token of `seen` but the first size - 1, which only stand before them.
 
         An end, or the beginning, is not reached over: what lies before it counts as ends.
         """
-        end, size = self.shape.end, self.shape.size
-        before = pasts.long() + end
-        seen = torch.cat((before[0], ids)).unfold(0, size, 1) if chunk else torch.cat((before, ids[:, None]), dim=1)
-        mixed, cut, found = seen[:, -1] * self.factors[0], torch.zeros(len(seen), dtype=torch.bool), []
-        for back in range(1, size):
-            token = torch.where(cut, end, seen[:, -1 - back])
-            cut = cut | (token == end)
-            mixed = mixed ^ (token * self.factors[back])
-            heads = slice((back - 1) * self.shape.heads, back * self.shape.heads)
-            found.append(mixed[:, None] % self.sizes[heads] + self.offsets[heads])
-        kept = seen[-1:, 1:] if chunk else seen[:, 1:]
-        return torch.cat(found, dim=1), (kept - end).float()
+        end, size, heads, found = self.shape.end, self.shape.size, self.shape.heads, []
+        for place in range(size - 1, len(seen)):
+            mixed, cut = seen[place] * self.factors[0], False
+            for back in range(1, size):
+                token = end if cut else seen[place - back]
+                cut = token == end
+                mixed ^= token * self.factors[back]
+                found += [mixed % count + first for count, first in self.heads[(back - 1) * heads : back * heads]]
+        return found

@@ -45,7 +45,7 @@ def test_rows_in_four_bits_are_those_of_their_meaning_in_any_order(file: tuple[P
     path, wanted = file
     table = opened(path)
     assert table.shape == (ROWS, WIDTH)
-    assert torch.equal(table.read(torch.tensor(rows)), wanted[rows])
+    assert torch.equal(table.read(rows), wanted[rows])
 
 
 def test_a_scale_that_is_nan_is_named_when_its_row_is_read(file: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_a_scale_that_is_nan_is_named_when_its_row_is_read(file: tuple[Path, tor
     path = tmp_path / "table.safetensors"
     path.write_bytes(raw)
     table = opened(path)
-    assert torch.equal(table.read(torch.tensor([20])), file[1][[20]])
+    assert torch.equal(table.read([20]), file[1][[20]])
     with pytest.raises(ModelError, match=r"tensor table\.shard_2\.weight_scale has scales that are NaN; the checkpoint is damaged"):
-        table.read(torch.tensor([0, 21]))
+        table.read([0, 21])
 
 
 LARGE_ROWS, LARGE_WIDTH = 200_000, 160
@@ -88,18 +88,18 @@ def evict(path: Path) -> None:
 def test_a_token_costs_its_sixteen_pages_of_the_file_and_a_repeated_one_nothing(large: Path, announced: bool) -> None:
     info = read_header(large, shown="table").tensors["table"]
     table = FileTable([info])
-    table.read(torch.tensor([0]))
-    rows = torch.randint(0, LARGE_ROWS, (16,), generator=torch.Generator().manual_seed(1 + announced))
+    table.read([0])
+    rows = torch.randint(0, LARGE_ROWS, (16,), generator=torch.Generator().manual_seed(1 + announced)).tolist()
     evict(large)
     before = read_from_disk()
     if announced:
         table.announce(rows)
     found = table.read(rows)
     # A row of 320 bytes may lie on a border of two pages; two more for what else this process may read.
-    places = [info.start + int(row) * 2 * LARGE_WIDTH for row in rows]
+    places = [info.start + row * 2 * LARGE_WIDTH for row in rows]
     pages = {page for place in places for page in (place // PAGE, (place + 2 * LARGE_WIDTH - 1) // PAGE)}
     assert len(pages) * PAGE <= read_from_disk() - before <= (len(pages) + 2) * PAGE
-    assert torch.equal(found, (rows[:, None] * LARGE_WIDTH + torch.arange(LARGE_WIDTH)).to(torch.bfloat16).float())
+    assert torch.equal(found, (torch.tensor(rows)[:, None] * LARGE_WIDTH + torch.arange(LARGE_WIDTH)).to(torch.bfloat16).float())
     again = read_from_disk()
     assert torch.equal(table.read(rows), found)
     assert read_from_disk() == again
@@ -107,10 +107,10 @@ def test_a_token_costs_its_sixteen_pages_of_the_file_and_a_repeated_one_nothing(
 
 def test_what_was_read_is_counted(file: tuple[Path, torch.Tensor]) -> None:
     table = opened(file[0])
-    table.read(torch.tensor([3, 3, 30]))
+    table.read([3, 3, 30])
     assert table.bytes == 2 * (WIDTH // 2 + WIDTH // 16)
     assert table.seconds > 0
-    table.announce(torch.tensor([5, 1]))
+    table.announce([5, 1])
     assert table.bytes == 2 * (WIDTH // 2 + WIDTH // 16)
     with pytest.raises(IndexError, match="row 40 is not in a table of 40"):
-        table.announce(torch.tensor([ROWS]))
+        table.announce([ROWS])

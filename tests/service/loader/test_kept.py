@@ -1,0 +1,89 @@
+"""Files that stay open: never more than allowed, closed with their owner, and named when they are no longer what they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from onedesk.service.errors import FileError
+from onedesk.service.loader.header import TensorInfo, read_header
+from onedesk.service.loader.kept import KeptFiles
+from onedesk.service.loader.table import FileTable
+from safetensors.torch import save_file
+
+ROWS, WIDTH = 6, 8
+
+
+def part(folder: Path, number: int) -> TensorInfo:
+    path = folder / f"shard-{number}.safetensors"
+    save_file({"table": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH).float() + 1000 * number}, path)
+    return read_header(path, shown=path.name).tensors["table"]
+
+
+def open_here(folder: Path) -> int:
+    """Descriptors of this process that lie in the folder."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            found += str(folder) in str(link.readlink())
+    return found
+
+
+def test_files_stay_open_up_to_a_number_and_are_closed_with_the_table(tmp_path: Path) -> None:
+    parts = [part(tmp_path, number) for number in range(5)]
+    table = FileTable(parts)
+    table._files.most = 3
+    rows = [0, ROWS, 2 * ROWS + 1, 4 * ROWS, 3 * ROWS + 5, 0]
+    wanted = torch.stack([torch.arange(WIDTH) + 1000 * (row // ROWS) + row % ROWS * WIDTH for row in rows]).float()
+    for _ in range(2):
+        table.announce(rows)
+        assert torch.equal(table.read(rows), wanted)
+        assert open_here(tmp_path) == 3
+    table._files.close()
+    assert open_here(tmp_path) == 0
+    assert torch.equal(table.read(rows), wanted)
+    del table
+    gc.collect()
+    assert open_here(tmp_path) == 0
+
+
+def test_at_most_a_share_of_what_may_be_open_is_kept() -> None:
+    assert 1 <= KeptFiles().most <= 160
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def replace(path: Path) -> None:
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (cut, r"shard-1\.safetensors was changed or replaced since its header was read \(it had \d+ bytes, now \d+\)"),
+        (replace, r"shard-1\.safetensors was changed or replaced"),
+        (touch, r"shard-1\.safetensors was changed or replaced"),
+        (Path.unlink, r"shard-1\.safetensors cannot be opened: No such file"),
+    ],
+)
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_file_that_changes_under_an_open_table_is_named(tmp_path: Path, harm: object, message: str, announced: bool) -> None:
+    table = FileTable([part(tmp_path, number) for number in range(2)])
+    table.read([1, ROWS + 1])
+    harm(tmp_path / "shard-1.safetensors")  # pyright: ignore[reportCallIssue]
+    assert table.read([2])[0, 0] == 2 * WIDTH
+    with pytest.raises(FileError, match=message):
+        (table.announce if announced else table.read)([0, ROWS])
+    assert table.read([2])[0, 0] == 2 * WIDTH
