@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..api import OpenModel
 from ..config import ServiceSettings
 from ..core import CancelCheck
+from ..errors import OnedeskError
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -64,5 +65,10 @@ async def renew_when_idle(service: Service) -> None:
 
 
 def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker) -> None:
-    if renewal.renew(model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting):
+    try:
+        renewed = renewal.renew(model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting)
+    except OnedeskError as error:  # its files are gone, or its room: whoever asks next is told
+        log.warning("%s was not loaded anew: %s", model.name, error)
+        return
+    if renewed:
         service.figures.renewed()

@@ -58,6 +58,7 @@ class Tenants:
         self._find_pool = pool
         self._pool: Pool | None = None
         self._lock = threading.Lock()
+        self._taking = threading.Lock()  # two who come at once must not both be promised the same bytes
         self._tenants: dict[str, Tenant] = {}
 
     def __len__(self) -> int:
@@ -74,6 +75,10 @@ class Tenants:
 
         Raises MemoryFull with the figures where the machine has not so much, ApiError 429 where there are too many tenants.
         """
+        with self._taking:
+            return self._take(tenant)
+
+    def _take(self, tenant: Tenant) -> list[Released]:
         with self._lock:
             pool = self._pool
             if pool is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from onedesk.service.core import Event
 from onedesk.service.memory.thermal import Thermal
 from onedesk.service.registry import Registry
 from onedesk.service.server import places as places_module
+from onedesk.service.server import renewal as renewal_module
+from onedesk.service.server.figures import Figures
 from onedesk.service.server.places import Places
-from onedesk.service.server.renewal import IDLE_SECONDS, Renewal
+from onedesk.service.server.renewal import IDLE_SECONDS, Renewal, renew_when_idle
 from tiny_models import write_language_model
 
 
@@ -150,3 +154,31 @@ def test_a_model_is_loaded_anew_when_its_pool_is_in_pieces(model: OpenModel, mon
     assert not renewal.due(model, 1e9)
     monkeypatch.setattr(model.pool, "fragmentation", lambda: 0.6)
     assert renewal.due(model, 1e9)
+
+
+def test_a_model_whose_files_are_gone_does_not_end_the_renewing(
+    model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(renewal_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(Renewal, "due", lambda self, model, idle: True)
+    monkeypatch.setattr(registry, "models", lambda: [model])
+    model.load()
+    aside = model.path.rename(model.path.with_name("aside"))
+    loaded: list[bool] = []
+
+    async def in_turn(work: Callable[[], None]) -> None:
+        work()
+        loaded.append(model.loaded)
+        if len(loaded) == 2:
+            raise asyncio.CancelledError  # as at the end of the service
+        aside.rename(model.path)
+
+    worker = SimpleNamespace(name=model.name, line=(), aborting=False, idle_seconds=1e9, in_turn=in_turn)
+    service = SimpleNamespace(
+        settings=ServiceSettings(), workers=[worker], registry=registry, asleep=False, stopping=False, figures=Figures()
+    )
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(renew_when_idle(service))
+    assert loaded == [False, True]
+    assert service.figures.renewals == 1
+    assert "tiny was not loaded anew: model.safetensors" in caplog.text

@@ -1,0 +1,38 @@
+"""Leases of other processes, without a server: what threads that come at once are promised."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from onedesk.service.errors import MemoryFull
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import Truth, read_truth
+from onedesk.service.server.tenants import HEARTBEAT, Tenant, Tenants
+
+
+def test_two_who_come_at_once_are_not_promised_the_same_bytes() -> None:
+    now = read_truth("cpu")
+
+    def slowly() -> Truth:
+        time.sleep(0.05)  # long enough for the other one to look before this one is written down
+        return now
+
+    pool = Pool("cpu", MemorySettings(), slowly)
+    tenants, nbytes, together = Tenants(lambda: pool), pool.room().machine * 6 // 10, Barrier(2)
+
+    def take(owner: str) -> str:
+        together.wait()
+        try:
+            tenants.take(Tenant(owner, nbytes, 0, HEARTBEAT, False))
+        except MemoryFull as full:
+            return str(full)
+        return "taken"
+
+    with ThreadPoolExecutor(2) as threads:
+        told = sorted(threads.map(take, ("one", "two")))
+    assert told[1] == "taken"
+    assert " asks for " in told[0]
+    assert len(tenants) == 1
