@@ -6,21 +6,25 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import pytest
 from onedesk.service.errors import MemoryFull
-from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.budget import MemorySettings, Room
 from onedesk.service.memory.pool import Pool
-from onedesk.service.memory.truth import Truth, read_truth
+from onedesk.service.memory.truth import read_truth
 from onedesk.service.server.tenants import HEARTBEAT, Tenant, Tenants
 
 
-def test_two_who_come_at_once_are_not_promised_the_same_bytes() -> None:
-    now = read_truth("cpu")
+def test_two_who_come_at_once_are_not_promised_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = read_truth("cpu")
+    pool = Pool("cpu", MemorySettings(), lambda: truth)
+    look = pool.room
 
-    def slowly() -> Truth:
+    def slowly() -> Room:
+        room = look()
         time.sleep(0.05)  # long enough for the other one to look before this one is written down
-        return now
+        return room
 
-    pool = Pool("cpu", MemorySettings(), slowly)
+    monkeypatch.setattr(pool, "room", slowly)
     tenants, nbytes, together = Tenants(lambda: pool), pool.room().machine * 6 // 10, Barrier(2)
 
     def take(owner: str) -> str:
