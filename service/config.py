@@ -16,9 +16,9 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -76,29 +76,19 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
     "comfyui": {"correct_free_memory": "flag"},
 }
 _PEER: Mapping[str, _Kind] = {
-    "kind": "text",
-    "url": "text",
-    "key_file": "text",
-    "model": "text",
-    "command": "texts",
-    "options": "texts",
-    "context": "whole",
+    **dict.fromkeys(("kind", "url", "key_file", "model", "address"), "text"),
+    **dict.fromkeys(("models", "command", "options"), "texts"),
+    **dict.fromkeys(("context", "sequences", "loaded", "gpus", "nodes", "port"), "whole"),
+    **dict.fromkeys(("idle", "start"), "number"),
     "memory": "bytes",
-    "sequences": "whole",
-    "gpus": "whole",
-    "nodes": "whole",
-    "address": "text",
     "sleep": "flag",
-    "idle": "number",
-    "port": "whole",
-    "start": "number",
 }
 # Kind -> the keys that it needs, and the ones that it may have beside them.
 _CHILD_KEYS = ("command", "options", "context", "sequences", "port", "start")
 _PEER_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "openai": (("url",), ("key_file", "model", "context")),
     "vllm": (("model", "memory"), (*_CHILD_KEYS, "gpus", "nodes", "address", "sleep")),
-    "llama-server": (("model", "memory"), (*_CHILD_KEYS, "idle")),
+    "llama-server": (("memory",), (*_CHILD_KEYS, "model", "models", "loaded", "idle")),
 }
 MEMORY_KEYS = tuple(_TABLES["memory"])
 _WORDS: Mapping[_Kind, str] = {
@@ -110,23 +100,20 @@ _WORDS: Mapping[_Kind, str] = {
     "flag": "true or false",
 }
 _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
-    ("models", "context"): (1, 2**31),
-    ("service", "port"): (0, 65535),
+    **dict.fromkeys([("models", "context"), ("peers", "context")], (1, 2**31)),
+    **dict.fromkeys([("service", "port"), ("peers", "port")], (0, 65535)),
     ("service", "concurrency"): (1, 4096),
     ("service", "queue"): (0, 65536),
     ("service", "deadline"): (0, 7 * 86400),
     ("service", "grace"): (0, 86400),
     ("service", "renew_hours"): (0, 8760),
     ("service", "renew_fragmentation"): (0, 1),
-    ("service", "linger"): (1, 86400),
-    ("peers", "context"): (1, 2**31),
+    **dict.fromkeys([("service", "linger"), ("peers", "start")], (1, 86400)),
     ("peers", "memory"): (1, 2**50),
     ("peers", "sequences"): (1, 4096),
-    ("peers", "gpus"): (1, 1024),
-    ("peers", "nodes"): (1, 1024),
+    ("peers", "loaded"): (1, 64),
+    **dict.fromkeys([("peers", "gpus"), ("peers", "nodes")], (1, 1024)),
     ("peers", "idle"): (1, 7 * 86400),
-    ("peers", "port"): (0, 65535),
-    ("peers", "start"): (1, 86400),
 }
 
 
@@ -166,7 +153,8 @@ class PeerSettings:
     processes that we start and end: `model` is a folder or a file on this machine, `memory` the bytes that the process may hold (a
     machine of several: each of them), `command` its argv up to our own words, `options` words behind them. `context` 0 is what the
     model is made for. `port` 0: any free one. `start`: seconds until it must answer. vLLM: `gpus` a machine, `nodes` machines of which
-    this one has `address`, `sleep` to give way without ending. llama-server: `idle` seconds after which it unloads by itself, 0: never.
+    this one has `address`, `sleep` to give way without ending. llama-server: `idle` seconds after which it unloads by itself, 0: never;
+    `models` in place of `model` are several of which `loaded` are in memory at once, and `asked` is the one that this entry asks for.
     """
 
     name: str
@@ -174,6 +162,9 @@ class PeerSettings:
     url: str = ""
     key_file: Path | None = None
     model: str = ""
+    models: tuple[str, ...] = ()
+    loaded: int = 1
+    asked: str = ""
     command: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     context: int = 0
@@ -289,7 +280,23 @@ def _place(where: str, tree: Path, text: str) -> Path:
 def _peers(path: Path, tree: Path, tables: Any) -> dict[str, PeerSettings]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise FileError(f"{path.name}: peers is no table of tables; write each as [peers.NAME]")
-    return {name: _peer(path, tree, name, table) for name, table in tables.items()}
+    return {key: settings for name, table in tables.items() for key, settings in _entries(path, _peer(path, tree, name, table))}
+
+
+def _entries(path: Path, settings: PeerSettings) -> Iterator[tuple[str, PeerSettings]]:
+    """The entries of a table by their names: one, or one for each of its models, NAME/MODEL."""
+    if not settings.models:
+        yield settings.name, settings
+    names = [model_name(model) for model in settings.models]
+    for name in names:
+        if not _PEER_NAME.fullmatch(name) or names.count(name) > 1:
+            raise FileError(f"{path.name}: models in [peers.{settings.name}] has {name!r} twice, or with signs no name has; rename it")
+        yield f"{settings.name}/{name}", replace(settings, asked=name)
+
+
+def model_name(file: str) -> str:
+    """What one of several models is called: as its file or folder, without what says that it is a GGUF or its first part."""
+    return Path(file).name.removesuffix(".gguf").partition("-00001-of-")[0]
 
 
 def _peer(path: Path, tree: Path, name: str, table: Mapping[str, Any]) -> PeerSettings:
@@ -307,18 +314,19 @@ def _peer(path: Path, tree: Path, name: str, table: Mapping[str, Any]) -> PeerSe
         raise FileError(f"{path.name}: {title} is of kind {kind} and lacks {key}; write {key} = ...")
     for key in (key for key in table if key not in ("kind", *needed, *allowed)):
         raise FileError(f"{path.name}: {key} in {title} does not go with kind {kind}; it has {', '.join((*needed, *allowed))}")
+    if kind == "llama-server" and bool(table.get("model")) == bool(table.get("models")):
+        raise FileError(f"{path.name}: {title} needs either model, or models for several of which it loads what is asked for")
     values = {key: _value(f"{path.name}: {key} in {title}", _PEER[key], item, _RANGES.get(("peers", key))) for key, item in table.items()}
     if values.get("nodes", 1) > 1 and not values.get("address"):
         raise FileError(
             f"{path.name}: {title} has nodes = {values['nodes']} and lacks address; write this machine's address on their network"
         )
-    for key in ("command", "options"):
-        if key in values:
-            values[key] = tuple(values[key])
+    values |= {key: tuple(values[key]) for key in ("command", "options", "models") if key in values}
     if "key_file" in values:
         values["key_file"] = _place(f"{path.name}: key_file in {title}", tree, values["key_file"])
-    if kind != "openai":
+    if kind != "openai" and "model" in values:
         values["model"] = str(_place(f"{path.name}: model in {title}", tree, values["model"]))
+    values["models"] = tuple(str(_place(f"{path.name}: models in {title}", tree, one)) for one in values.get("models", ()))
     return PeerSettings(name=name, **values)
 
 

@@ -19,7 +19,7 @@ from .memory.pool import Pool, Released
 from .memory.thermal import merge, read_nvidia, read_zones
 from .memory.truth import read_truth
 from .memory.watch import Watch
-from .peers.choose import make_peer, wanted_of
+from .peers.choose import engine_of, make_peer, wanted_of
 from .peers.peer import Peer, Wanted
 from .peers.remote import RemoteModel
 from .peers.service import LocalService
@@ -118,9 +118,10 @@ class Registry:
     def open_at_peer(self, settings: PeerSettings) -> RemoteModel:
         """The handle of the model of a [peers.NAME]. Starts, loads and asks nothing."""
         with self._lock:
-            if settings not in self._peers:
-                self._peers[settings] = make_peer(settings, self.config.cache, self.pool)
-            return self._remote(self._peers[settings], wanted_of(settings), None)
+            engine = engine_of(settings)
+            if engine not in self._peers:
+                self._peers[engine] = make_peer(engine, self.config.cache, self.pool)
+            return self._remote(self._peers[engine], wanted_of(settings), None)
 
     def service(self, roots: ModelRoots, device: str = "auto") -> LocalService:
         """The local service as a peer; `roots` and `device` are for the case that it must be started."""

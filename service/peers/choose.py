@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import PeerSettings
@@ -11,7 +12,7 @@ from ..memory.budget import show
 from ..memory.pool import Pool
 from . import llama_server, vllm
 from .child import check_program
-from .engine import ChildEngine, served_name
+from .engine import ChildEngine, served_names
 from .launch import weight_bytes
 from .other import OtherServer
 from .peer import Peer, Wanted
@@ -28,7 +29,8 @@ def check_peer(settings: PeerSettings) -> str:
         OtherServer(settings).reach()
         return "a server that runs by itself; its address and key can be read"
     title = f"[peers.{settings.name}]"
-    model, default = Path(settings.model), vllm.COMMAND if settings.kind == "vllm" else llama_server.COMMAND
+    of_this = llama_server.named_models(settings).get(settings.asked, settings.model)
+    model, default = Path(of_this), vllm.COMMAND if settings.kind == "vllm" else llama_server.COMMAND
     program = check_program(title, (settings.command or default)[0], os.environ.get("PATH"))
     file = model if settings.kind == "vllm" else llama_server.model_file(title, model)
     return f"{program} with {model.name}, {show(weight_bytes(title, file))} of weights within {show(settings.memory)}"
@@ -36,4 +38,9 @@ def check_peer(settings: PeerSettings) -> str:
 
 def wanted_of(settings: PeerSettings) -> Wanted:
     """The model of an entry, by its name there; "" where the entry names none."""
-    return Wanted(served_name(settings) if settings.ours else settings.model)
+    return Wanted((settings.asked or served_names(settings)[0]) if settings.ours else settings.model)
+
+
+def engine_of(settings: PeerSettings) -> PeerSettings:
+    """The same for all entries that one engine stands behind."""
+    return replace(settings, asked="")

@@ -199,7 +199,8 @@ class ChildEngine(Peer):
     def _prepared(self, pool: Pool) -> tuple[Launch, Address, Order]:
         settings = self._settings
         key = secrets.token_urlsafe(32)
-        place = Place(_free_port(settings.port, self.title), key, self._key_file(key))
+        preset = self._own_file(f"{settings.name}.ini", "")
+        place = Place(_free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset)
         truth = pool.read_truth()
         self._on_gpu = torch.device(pool.device).type != "cpu"
         machine = Machine(truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete")
@@ -208,19 +209,22 @@ class ChildEngine(Peer):
         else:
             told = self._help()
             launch = llama_server.launch(settings, machine, place, lambda option: option.encode() in told)
+        self._own_file(preset.name, launch.preset)
         address = Address(self.title, port=place.port, key=key)
         log_file = self._cache / "logs" / f"peer-{settings.name}.log"
         return launch, address, Order(self.title, launch.argv, environment(launch, self._cache), log_file, secret=key)
 
-    def _key_file(self, key: str) -> Path:
-        path = self._cache / "peers" / f"{self._settings.name}.key"
+    def _own_file(self, name: str, text: str) -> Path:
+        """A file that only this user can read; where there is nothing to write, only its place."""
+        path = self._cache / "peers" / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.unlink(missing_ok=True)
-            with open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(key + "\n")
+            if text:
+                with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                    file.write(text)
         except OSError as error:
-            raise FileError(f"the key of {self.title} cannot be written in the cache: {error.strerror}; check the rights there") from error
+            raise FileError(f"{name} of {self.title} cannot be written in the cache: {error.strerror}; check the rights there") from error
         return path
 
     def _help(self) -> bytes:
@@ -255,10 +259,11 @@ class ChildEngine(Peer):
             raise PeerError(f"{error}{child.last_words()}") from error
         rows = document.get("data") if isinstance(document, dict) else None
         found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        mine = next((row for row in found if row.get("id") == self._settings.name), None)
-        if mine is None:
-            raise PeerError(f"{self.title} does not offer the model {self._settings.name}; is it the engine that its table says?")
-        told = mine.get("max_model_len") or self._settings.context
+        mine = {row.get("id"): row for row in found}
+        for name in served_names(self._settings):
+            if name not in mine:
+                raise PeerError(f"{self.title} does not offer the model {name}; is it the engine that its table says?")
+        told = mine[served_names(self._settings)[0]].get("max_model_len") or self._settings.context
         return told if isinstance(told, int) else 0
 
     # From any thread
@@ -340,6 +345,6 @@ def _probe(address: Address, route: str, method: str = "GET", seconds: float = _
     return "200" if response.status == 200 else f"{route} says {response.status}"
 
 
-def served_name(settings: PeerSettings) -> str:
-    """What our engines call their model."""
-    return settings.name
+def served_names(settings: PeerSettings) -> tuple[str, ...]:
+    """What our engines call their models."""
+    return (settings.name,) if settings.kind == "vllm" else tuple(llama_server.named_models(settings))

@@ -39,20 +39,24 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the child listens, and its key: in `key_file` (mode 0600) and `key`, never among its words."""
+    """Where the child listens, and its key: in `key_file` (mode 0600) and `key`, never among its words. `preset`: what Launch.preset
+    is written to."""
 
     port: int
     key: str = field(repr=False)
     key_file: Path = field(repr=False)
+    preset: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`argv` and what is put into its environment; `sleeps`: it can give its memory back and take it again without ending."""
+    """`argv` and what is put into its environment; `sleeps`: it can give its memory back and take it again without ending; `preset`: a
+    file that it reads, "" for none."""
 
     argv: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     sleeps: bool = False
+    preset: str = ""
 
 
 def environment(launch: Launch, scratch: Path) -> dict[str, str]:

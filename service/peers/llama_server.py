@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..config import PeerSettings
+from ..config import PeerSettings, model_name
 from ..errors import FileError, PeerError
 from ..memory.budget import show
 from .launch import Launch, Machine, Place, check_options, weight_bytes
@@ -18,7 +18,7 @@ ALL_LAYERS = "999"
 _FIRST_PART = "-00001-of-"
 OURS = ("-m", "--model", "-a", "--alias", "-c", "--ctx-size", "-np", "--parallel", "-ngl", "--gpu-layers", "--n-gpu-layers")
 OURS += ("--host", "--port", "--api-key", "--api-key-file", "--sleep-idle-seconds", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")
-OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode")
+OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-preset", "--models-max")
 # By a variable, because versions that do not know it pass over it.
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
@@ -26,28 +26,66 @@ VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 def launch(settings: PeerSettings, machine: Machine, place: Place, knows: Callable[[str], bool]) -> Launch:
     """Its words. `knows` says whether this version has an option. Raises PeerError, FileError.
 
-    `context` is each sequence's: the server shares one size among its slots.
+    `context` is each sequence's: the server shares one size among its slots. With several models it starts as a router, which runs each of
+    them in a process of its own, loads what is asked for and ends the one that was used the longest time ago.
     """
     title = f"[peers.{settings.name}]"
     check_options(title, settings.options, OURS)
-    file = model_file(title, Path(settings.model))
-    stem, part, _ = file.name.partition(_FIRST_PART)
-    weights = sum(weight_bytes(title, one) for one in (file.parent.glob(f"{glob.escape(stem)}-*-of-*.gguf") if part else [file]))
+    files = {name: model_file(title, Path(model)) for name, model in named_models(settings).items()}
+    _check_room(title, settings, files)
+    if settings.idle and not knows("--sleep-idle-seconds"):
+        raise PeerError(f"{title}: this llama-server has no --sleep-idle-seconds; take idle out of its table, or install a newer one")
+    modes = _modes(settings, machine, knows)
+    words, preset = [*(settings.command or COMMAND)], ""
+    if settings.models:
+        if not knows("--models-preset"):
+            raise PeerError(f"{title}: this llama-server takes one model; write a table for each of them, or install a newer one")
+        words += ["--models-preset", str(place.preset), "--models-max", str(settings.loaded)]
+        preset = _preset(files, modes)
+    else:
+        [(name, file)] = files.items()
+        words += ["-m", str(file), "--alias", name, *(word for key, value in modes.items() for word in (f"--{key}", value) if word)]
+    words += ["--host", "127.0.0.1", "--port", str(place.port), "--api-key-file", str(place.key_file)]
+    return Launch((*words, *settings.options), VARIABLES, preset=preset)
+
+
+def named_models(settings: PeerSettings) -> dict[str, str]:
+    """What it serves, by the names to ask for."""
+    return {model_name(model): model for model in settings.models} or {settings.name: settings.model}
+
+
+def _modes(settings: PeerSettings, machine: Machine, knows: Callable[[str], bool]) -> dict[str, str]:
+    """The options of a model by their long names; "" for one without a value."""
+    modes = {"ctx-size": str(settings.context * settings.sequences), "parallel": str(settings.sequences)}
+    # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's own.
+    modes |= {"load-mode": "none"} if knows("--load-mode") else {"no-mmap": ""}
+    modes["n-gpu-layers"] = "0" if machine.kind == "cpu" else ALL_LAYERS
+    return modes | ({"sleep-idle-seconds": str(max(1, round(settings.idle)))} if settings.idle else {})
+
+
+def _preset(files: Mapping[str, Path], modes: Mapping[str, str]) -> str:
+    """A router's file: a section for each model, its options as keys."""
+    lines = ["version = 1"]
+    for name, file in files.items():
+        lines += [f"[{name}]", f"model = {file}", *(f"{key} = {value or 'true'}" for key, value in modes.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _check_room(title: str, settings: PeerSettings, files: Mapping[str, Path]) -> None:
+    """The weights that are loaded at once must leave something of its memory."""
+    sizes = sorted((_file_bytes(title, file) for file in files.values()), reverse=True)
+    weights = sum(sizes[: settings.loaded] if settings.models else sizes)
     if weights >= settings.memory:
         raise PeerError(
             f"{title}: memory is {show(settings.memory)} and the weights alone take {show(weights)}; use more, or a smaller file"
         )
-    words = [*(settings.command or COMMAND), "-m", str(file), "--alias", settings.name]
-    words += ["-c", str(settings.context * settings.sequences), "-np", str(settings.sequences)]
-    # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's own.
-    words += ["--load-mode", "none"] if knows("--load-mode") else ["--no-mmap"]
-    words += ["-ngl", "0" if machine.kind == "cpu" else ALL_LAYERS]
-    words += ["--host", "127.0.0.1", "--port", str(place.port), "--api-key-file", str(place.key_file)]
-    if settings.idle:
-        if not knows("--sleep-idle-seconds"):
-            raise PeerError(f"{title}: this llama-server has no --sleep-idle-seconds; take idle out of its table, or install a newer one")
-        words += ["--sleep-idle-seconds", str(max(1, round(settings.idle)))]
-    return Launch((*words, *settings.options), VARIABLES)
+    for name in (file.name for file in files.values() if settings.models and not str(file).isprintable()):
+        raise FileError(f"{title}: the path of {name!r} has signs that its list of models cannot hold; rename it")
+
+
+def _file_bytes(title: str, file: Path) -> int:
+    stem, part, _ = file.name.partition(_FIRST_PART)
+    return sum(weight_bytes(title, one) for one in (file.parent.glob(f"{glob.escape(stem)}-*-of-*.gguf") if part else [file]))
 
 
 def model_file(title: str, model: Path) -> Path:

@@ -216,6 +216,18 @@ def test_other_engines_are_read(tmp_path):
     )
 
 
+def test_an_engine_of_several_models_is_an_entry_for_each(tmp_path):
+    table = '[peers.many]\nkind = "llama-server"\nmodels = ["a.gguf", "big/b-00001-of-00003.gguf", "folder"]\nmemory = 9\nloaded = 2\n'
+    peers = load_config(write(tmp_path, table)).peers
+    assert {name: (entry.name, entry.asked) for name, entry in peers.items()} == {
+        f"many/{name}": ("many", name) for name in ("a", "b", "folder")
+    }
+    assert {entry.models for entry in peers.values()} == {
+        (str(tmp_path / "a.gguf"), str(tmp_path / "big/b-00001-of-00003.gguf"), str(tmp_path / "folder"))
+    }
+    assert {entry.loaded for entry in peers.values()} == {2}
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -230,6 +242,10 @@ def test_other_engines_are_read(tmp_path):
         ('[peers.a]\nkind = "vllm"\nmodle = "m"\n', "unknown key 'modle' in [peers.a]; known keys: kind, url, key_file"),
         ('[peers.a]\nkind = "openai"\nurl = "http://x"\nmemory = 1\n', "memory in [peers.a] does not go with kind openai; it has url"),
         ('[peers.a]\nkind = "llama-server"\nmodel = "m"\nmemory = 1\nsleep = true\n', "sleep in [peers.a] does not go with kind llama-"),
+        ('[peers.a]\nkind = "llama-server"\nmemory = 1\n', "[peers.a] needs either model, or models for several"),
+        ('[peers.a]\nkind = "llama-server"\nmemory = 1\nmodel = "m"\nmodels = ["n"]\n', "[peers.a] needs either model, or models"),
+        ('[peers.a]\nkind = "llama-server"\nmemory = 1\nmodels = ["x/n.gguf", "y/n"]\n', "models in [peers.a] has 'n' twice"),
+        ('[peers.a]\nkind = "llama-server"\nmemory = 1\nmodels = ["a]b.gguf"]\n', "has 'a]b' twice, or with signs no name has"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 2\n', "has nodes = 2 and lacks address"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 0\n', "nodes in [peers.a] is 0; use 1 to 1024"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "much"\n', "memory in [peers.a]: 'much' is no size"),

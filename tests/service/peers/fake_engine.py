@@ -5,6 +5,7 @@ python fake_engine.py FAULT [MIB] ARGUMENTS OF THE ENGINE...
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import signal
@@ -24,7 +25,10 @@ def word(*names: str, default: str = "") -> str:
 
 
 PORT = int(word("--port", default="0"))
-NAME = word("--alias", "--served-model-name")
+PRESET = configparser.ConfigParser()
+PRESET.read_string("[DEFAULT]\n" + Path(word("--models-preset", default=os.devnull)).read_text())
+NAMES = PRESET.sections() or [word("--alias", "--served-model-name")]
+LOADED: list[str] = []  # of several models, the latest last
 KEY_FILE = word("--api-key-file")
 KEY = Path(KEY_FILE).read_text().strip() if KEY_FILE else os.environ.get("VLLM_API_KEY", "")
 BALLAST: list[bytearray] = []
@@ -45,8 +49,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(503 if FAULT == "loads-for-ever" else 200, {"status": "ok"})
         if not self.allowed():
             return self.answer(401, {"error": {"message": "no key"}})
-        name = "another" if FAULT == "another-model" else NAME
-        return self.answer(200, {"object": "list", "data": [{"id": name, "object": "model", "max_model_len": 77}]})
+        names = ["another"] if FAULT == "another-model" else NAMES
+        return self.answer(200, {"object": "list", "data": [{"id": name, "object": "model", "max_model_len": 77} for name in names]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or b"{}")
@@ -60,14 +64,25 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, {"status": "awake"})
         if not self.allowed():
             return self.answer(401, {"error": {"message": "no key"}})
+        if PRESET.sections():
+            self.route(body["model"])
         return self.stream(body)
+
+    def route(self, name: str) -> None:
+        """As a router: load what is asked for, and let the one go that was used the longest time ago."""
+        if name in LOADED:
+            LOADED.remove(name)
+        LOADED.append(name)
+        del LOADED[: -int(word("--models-max"))]
+        print("loaded:", *LOADED, file=sys.stderr, flush=True)
 
     def stream(self, body: dict[str, Any]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
-        for at, text in enumerate(["a ", "cat ", "on ", "a ", "mat"]):
+        told = [f"{name} with {PRESET[name]['model']}" for name in PRESET.sections() if name == body["model"]]
+        for at, text in enumerate(told or ["a ", "cat ", "on ", "a ", "mat"]):
             if FAULT == "dies-while-writing" and at == 2:
                 sys.stderr.write("CUDA error: an illegal memory access was encountered\n")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     if "--help" in WORDS:
-        print("usage: --port N" + ("" if FAULT == "old" else " --sleep-idle-seconds N --load-mode MODE"))
+        print("usage: --port N" + ("" if FAULT == "old" else " --sleep-idle-seconds N --load-mode MODE --models-preset PATH"))
         return
     print(f"starting with key {KEY}", file=sys.stderr, flush=True)
     if FAULT == "dies":

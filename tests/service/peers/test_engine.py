@@ -267,6 +267,66 @@ def test_the_registry_opens_it_by_its_entry_and_ends_it(desk, tmp_path):
     assert not alive(pid)
 
 
+def test_a_router_serves_several_models_with_one_process(desk, tmp_path):
+    other = desk.model.with_name("b.gguf")
+    other.write_bytes(b"GGUF" + bytes(2000))
+    entry = f"""
+    [memory]
+    limit_bytes = "512MiB"
+    floor = "64MiB"
+    [peers.many]
+    kind = "llama-server"
+    models = ["m.gguf", "b.gguf"]
+    memory = "128MiB"
+    context = 512
+    idle = 90
+    command = {json.dumps([sys.executable, "-I", "-S", str(FAKE), "none", str(HELD)])}
+    """
+    (tmp_path / "onedesk.toml").write_text(entry)
+    registry = Registry()
+    registry.configure(load_config(tmp_path / "onedesk.toml"))
+    try:
+        peers = registry.config.peers
+        assert list(peers) == ["many/m", "many/b"]
+        first, second = (registry.open_at_peer(peers[name]) for name in peers)
+        assert first.peer is second.peer
+        assert "".join(event.text for event in first.generate(REQUEST)) == f"m with {desk.model}"
+        pid = first.peer.pid
+        assert "".join(event.text for event in second.generate(REQUEST)) == f"b with {other}"
+        assert second.peer.pid == pid
+        [info] = registry.pool().leases()
+        assert (info.owner, info.nbytes) == ("many", 128 * MIB)
+        log = (registry.config.cache / "logs" / "peer-many.log").read_text()
+        assert [line for line in log.splitlines() if line.startswith("loaded")] == ["loaded: m", "loaded: b"]
+        preset = registry.config.cache / "peers" / "many.ini"
+        assert preset.stat().st_mode & 0o777 == 0o600
+        assert preset.read_text().splitlines()[8:] == [
+            *("[b]", f"model = {other}", "ctx-size = 512", "parallel = 1", "load-mode = none", "n-gpu-layers = 0"),
+            "sleep-idle-seconds = 90",
+        ]
+        [released] = second.give_way()
+        assert released.measured == released.asked > HELD * MIB
+        assert not alive(pid)
+    finally:
+        registry.close()
+
+
+def test_what_is_wrong_with_several_models_is_told(desk):
+    other = desk.model.with_name("b.gguf")
+    other.write_bytes(b"GGUF" + bytes(2000))
+    both = {"model": "", "models": (str(desk.model), str(other))}
+    with pytest.raises(PeerError, match="this llama-server takes one model; write a table for each"):
+        desk.engine("old", **both).reach()
+    with pytest.raises(PeerError, match="the engine writer does not offer the model m;"):
+        desk.engine("another-model", **both).reach()
+    with pytest.raises(PeerError, match=r"memory is 2.4 KiB and the weights alone take 2.9 KiB"):
+        desk.engine(**both, memory=2500, loaded=2).reach()
+    other = other.rename(other.with_name("b\n[c].gguf"))
+    with pytest.raises(FileError, match="has signs that its list of models cannot hold; rename it"):
+        desk.engine(**{**both, "models": (str(other),)}).reach()
+    assert desk.pool.used() == 0
+
+
 def test_one_that_cannot_sleep_is_ended(desk, monkeypatch, caplog):
     desk.model = desk.model.rename(desk.model.with_name("m.safetensors"))
     monkeypatch.setattr("onedesk.service.peers.launch.Machine.one_pool", False)

@@ -154,17 +154,17 @@ def test_what_a_gpu_gets_never_exceeds_its_memory(memory, weights, gpus, nodes):
 def test_llama_server_reads_into_memory_that_is_counted(gguf, place):
     launch = llama_server.launch(llama_settings(gguf, context=4096, sequences=2, idle=90.4), CPU, place, knows)
     assert list(launch.argv) == [
-        *("llama-server", "-m", str(gguf), "--alias", "small", "-c", "8192", "-np", "2"),
-        *("--load-mode", "none", "-ngl", "0"),
-        *("--host", "127.0.0.1", "--port", "9001", "--api-key-file", str(place.key_file), "--sleep-idle-seconds", "90"),
+        *("llama-server", "-m", str(gguf), "--alias", "small", "--ctx-size", "8192", "--parallel", "2"),
+        *("--load-mode", "none", "--n-gpu-layers", "0", "--sleep-idle-seconds", "90"),
+        *("--host", "127.0.0.1", "--port", "9001", "--api-key-file", str(place.key_file)),
     ]
     assert dict(launch.variables) == {"LLAMA_ARG_OFFLINE": "1"}
     argv = llama_server.launch(llama_settings(gguf, command=("nice", "llama-server")), SPARK, place, lambda _: False).argv
     assert "--no-mmap" in argv
     assert "--load-mode" not in argv
     assert argv[:3] == ("nice", "llama-server", "-m")
-    assert argv[argv.index("-ngl") + 1] == "999"
-    assert argv[argv.index("-c") + 1] == "0"
+    assert argv[argv.index("--n-gpu-layers") + 1] == "999"
+    assert argv[argv.index("--ctx-size") + 1] == "0"
 
 
 def test_a_folder_must_hold_one_model(gguf, place, tmp_path):
