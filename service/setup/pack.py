@@ -17,7 +17,7 @@ NAME = "onedesk"
 COMMAND = """\
 #!/bin/sh
 here=$(dirname -- "$(readlink -f -- "$0")")
-exec "$here/python" -m onedesk.service.cli "$@"
+exec "$here/python" -m onedesk.service "$@"
 """
 PREFIX_OF_DEMO = "onedesk-demo-"
 
@@ -85,7 +85,7 @@ def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
         record / "METADATA": "\n".join(lines) + "\n",
         record / "INSTALLER": "onedesk\n",
         record / "WHEEL": "Wheel-Version: 1.0\nGenerator: onedesk\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        record / "entry_points.txt": f"[console_scripts]\n{NAME} = onedesk.service.cli:main\n",
+        record / "entry_points.txt": f"[console_scripts]\n{NAME} = onedesk.service.__main__:main\n",
     }
     for path, text in files.items():
         write_if_changed(path, text)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, ENDS_WITHIN, start
 from kept_kernels import keep_kernels
+from onedesk.service import __main__ as door
 from onedesk.service import cli
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -50,6 +51,25 @@ def test_sigint_prints_what_was_written_and_ends_with_130(endless):
     assert out.endswith(b"\n")
     assert b"[cancelled: 2 + " in err
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [("models",), ("models", "--json")], ids=" ".join)
+def test_an_interrupt_before_the_command_is_imported_is_no_traceback(words, monkeypatch, capsys):
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "onedesk.service.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "onedesk.service.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["onedesk", *words])
+    assert door.main() == 130
+    shown = capsys.readouterr()
+    if "--json" in words:
+        assert json.loads(shown.out) == {"error": {"type": "Cancelled", "message": "interrupted"}}
+    else:
+        assert shown == ("", "onedesk: interrupted\n")
 
 
 def test_sigterm_ends_the_command(endless):

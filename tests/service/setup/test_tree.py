@@ -125,7 +125,7 @@ def test_package_is_importable_and_listed_without_a_file_in_the_checkout(tree: T
     package.mkdir()
     (checkout / "__init__.py").touch()
     (package / "__init__.py").touch()
-    (package / "cli.py").write_text("import importlib.metadata, sys\nprint(importlib.metadata.version('onedesk'), sys.argv[1:])\n")
+    (package / "__main__.py").write_text("import importlib.metadata, sys\nprint(importlib.metadata.version('onedesk'), sys.argv[1:])\n")
     before = state(checkout)
     checkout.chmod(0o555)
     add_package(environment, tree, checkout)

@@ -1,0 +1,23 @@
+"""The way into the command: an interrupt while it is still being imported ends it as any other does, without a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the command of sys.argv; returns its exit status."""
+    try:
+        from .cli import main as command
+
+        return command()
+    except KeyboardInterrupt:
+        if "--json" in sys.argv:
+            sys.stdout.write('{"error": {"type": "Cancelled", "message": "interrupted"}}\n')
+        else:
+            sys.stderr.write("onedesk: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
