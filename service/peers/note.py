@@ -46,7 +46,7 @@ def only_one(cache: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(f"the cache folder cannot be written: {error.strerror}; use a tree of your own (--config)") from error
     try:
-        if not any(_locked(lock, wait=attempt > 0) for attempt in range(_TRIES)):
+        if not any(_locked(lock, fcntl.LOCK_EX, wait=attempt > 0) for attempt in range(_TRIES)):
             note = read_note(cache)
             where = "" if note is None else f" (process {note.pid}, {note.where})"
             raise PeerError(f"a service of this tree runs already{where}; use it, or end it first")
@@ -89,17 +89,17 @@ def taken(cache: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _locked(lock)
+        return not _locked(lock, fcntl.LOCK_SH)  # those who only look do not take each other for a service
     finally:
         os.close(lock)
 
 
-def _locked(lock: int, *, wait: bool = False) -> bool:
+def _locked(lock: int, kind: int, *, wait: bool = False) -> bool:
     """Whether the lock could be had, now or after a moment."""
     if wait:
         time.sleep(_TRY_SECONDS)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

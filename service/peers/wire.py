@@ -23,6 +23,7 @@ CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
 DOCUMENT_LIMIT = 64 << 20  # bytes of a whole answer
 LINE_LIMIT = 16 << 20  # bytes of one event
+_PIECE = 1 << 16  # bytes that are read at most at a time
 _SAID_LIMIT = 400  # characters of what a server says of an error
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 # What our own service calls its errors -> ours again. Others' are told by their status.
@@ -94,8 +95,7 @@ class Exchange:
                 f"{self._address.title} answers with {_shown(kind, self._address)} and not with a stream; does it speak OpenAI's API?"
             )
         data: list[bytes] = []
-        while line := self._line(response):
-            line = line.rstrip(b"\r\n")
+        for line in self._lines(response):
             if line.startswith(b"data:"):
                 data.append(line[5:].removeprefix(b" "))
             elif not line and data:
@@ -142,12 +142,20 @@ class Exchange:
             raise failure(address, response.status, response.read(DOCUMENT_LIMIT))
         return response
 
-    def _line(self, response: http.client.HTTPResponse) -> bytes:
-        with self._telling():
-            line = response.readline(LINE_LIMIT + 1)
-        if len(line) > LINE_LIMIT:
-            raise PeerError(f"{self._address.title} sends an event of more than {LINE_LIMIT} bytes; does it speak OpenAI's API?")
-        return line
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """The lines that have come, without their ends: what is there is read at once, as the response's own readline asks for each line
+        and chunk several times. Of a line that the connection's end cuts off nothing is told."""
+        rest = b""
+        while True:
+            with self._telling():
+                came = response.read1(_PIECE)
+            if not came:
+                return
+            *lines, rest = (rest + came).split(b"\n")
+            for line in lines:
+                yield line.removesuffix(b"\r")
+            if len(rest) > LINE_LIMIT:
+                raise PeerError(f"{self._address.title} sends an event of more than {LINE_LIMIT} bytes; does it speak OpenAI's API?")
 
     def _parsed(self, raw: bytes) -> Any:
         try:

@@ -6,16 +6,17 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from ..core import Event, Finish, Logprobs, Result
+from ..core import Event, Finish, Logprobs, Result, Stage
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import ToolCall, ToolCallSplitter
 
 FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
 Document = dict[str, Any]
+_STAGE = tuple(part.name for part in fields(Stage))
 Scored = Sequence[tuple[int, Logprobs]]
 
 
@@ -42,7 +43,7 @@ def added(usages: Iterable[Mapping[str, Any]]) -> Document:
 
 def told(result: Result, *, detail: bool = False) -> Document:
     """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
-    stages = {name: asdict(stage) for name, stage in result.stages.items()}
+    stages = {name: {part: getattr(stage, part) for part in _STAGE} for name, stage in result.stages.items()}
     document: Document = {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
     if detail:
         document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": asdict(result.usage)}

@@ -65,12 +65,14 @@ class Call:
         self.wake()
 
     def put(self, event: Event) -> bool:
-        """Take what came; whether its reader should look at once. Otherwise they may look when the step is over, see `hand_over`."""
+        """Take what came; whether its reader should look at once. Otherwise, as for the end of reading a prompt, which the first token
+        follows, they may look when the step is over, see `hand_over`."""
         first = event.token is not None and self.first_token is None
         if first:
             self.first_token = time.perf_counter()
         self._events.append(event)
-        return first or event.token is None
+        progress = event.progress
+        return first or (event.token is None and (progress is None or progress.done < progress.total))
 
     # Any thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from onedesk.service.errors import Cancelled, ModelError, PeerError, RequestErro
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
 from onedesk.service.peers.dialect import Reader
-from onedesk.service.peers.note import read_note, running, taken
+from onedesk.service.peers.note import LOCK_NAME, only_one, read_note, running, taken
 from onedesk.service.peers.peer import Address, Wanted
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService, find_service
@@ -331,3 +332,14 @@ def test_a_process_that_ends_by_itself_ends_what_it_started(tmp_path: Path) -> N
     )
     assert not alive(int(ended.stdout))
     assert not taken(tmp_path)
+
+
+def test_who_looks_for_a_service_is_not_taken_for_one(tmp_path: Path) -> None:
+    with only_one(tmp_path):
+        assert taken(tmp_path)
+    lock = os.open(tmp_path / LOCK_NAME, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # somebody else is looking
+        assert not taken(tmp_path)
+    finally:
+        os.close(lock)
