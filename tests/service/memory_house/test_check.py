@@ -17,6 +17,7 @@ from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.engine.runner import Runner
 from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.setup.check import check_model
@@ -75,6 +76,7 @@ def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spo
         return gated
 
     monkeypatch.setattr(CpuKernels, "norm_gate_up", wrong)
+    monkeypatch.setattr(CpuKernels, "stretch", ReferenceKernels.stretch)  # a recorded step would not call it again
 
 
 def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypatch):
