@@ -155,4 +155,6 @@ def _ids(tokens: Iterable[int], limit: int) -> torch.Tensor:
 
 def _require_number(best: torch.Tensor) -> None:
     if not torch.isfinite(best):
-        raise ModelError(f"the model computed {float(best)} as its best score; its weights are damaged or do not belong to this config")
+        raise ModelError(
+            f"the model computed {float(best)} as its best score; its weights are damaged, or others than its config; download it again"
+        )

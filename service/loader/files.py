@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -9,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import FileError, ModelError
 
+_OPENING_HELP = MappingProxyType({errno.ENOENT: "; put it back, or download it again", errno.EACCES: "; let this user read it"})
 JSON_LIMIT = 32 << 20  # bytes; the index of a checkpoint with 100,000 tensors has about 12 MB
 # Honest files have far fewer; beyond this a file of some MB would become objects of some GB.
 JSON_CONTAINERS = 200_000
@@ -48,7 +51,8 @@ def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:
         # O_NONBLOCK: a FIFO in place of a model file must not block the caller for ever
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise FileError(f"{shown} cannot be opened: {os.strerror(error.errno or 0)}") from None
+        told = os.strerror(error.errno or 0)
+        raise FileError(f"{shown} cannot be opened: {told}{_OPENING_HELP.get(error.errno or 0, '')}") from None
     except ValueError:
         raise FileError(f"{shown!r} is not a file name") from None
     try:

@@ -76,7 +76,7 @@ class ConfigReader:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise ModelError(f"config.json has {key} = {value!r}; a whole number from 1 is needed")
+            raise ModelError(f"config.json has {key} = {value!r}; a whole number from 1 to 2^31-1 is needed")
         return value
 
     def experts(self) -> int:

@@ -86,7 +86,7 @@ class ChatTemplate:
         if kind == "raised":
             return RequestError(f"the model's chat template refuses these messages: {message}")
         if kind == "syntax":
-            return ModelError(f"{place}: the chat template does not compile: {message}")
+            return ModelError(f"{place}: the chat template does not compile: {message}; take it anew from the model's own repository")
         if kind == "sandbox":
             return ModelError(f"{place}: the chat template reaches out of its sandbox ({message}); use the template of the model's maker")
         if kind == "long":
@@ -98,7 +98,10 @@ class ChatTemplate:
 
     def _limit_message(self, ended: ChildEndedError) -> str:
         if ended.why == "time":
-            return f"{self._origin}: the chat template was not done after {self._limits.seconds:g} s and was ended; does it loop for ever?"
+            return (
+                f"{self._origin}: the chat template was not done after {self._limits.seconds:g} s and was ended; "
+                "if it loops for ever, take the template of the model's maker, else shorten the messages"
+            )
         if ended.why == "memory":
             return f"{self._origin}: {self._memory_message()}"
         return f"{self._origin}: the process that renders the chat template ended by itself (status {ended.status}); repair the template"
