@@ -122,8 +122,12 @@ class FileTable:
             fd = self._files.descriptor(info.source)
             for row in own:
                 place, offset = room[at : at + width], info.start + row * width
-                if os.preadv(fd, [place], offset) != width:
-                    place[:] = read_exactly(fd, width, offset, info.source.shown)  # says where the file ends, or reads on
+                try:
+                    whole = os.preadv(fd, [place], offset) == width
+                except OSError:
+                    whole = False
+                if not whole:  # read_exactly says where the file ends or what the disk answers, or reads on
+                    place[:] = read_exactly(fd, width, offset, info.source.shown)
                 at += width
         dtype = torch_dtype(infos[0].dtype)
         if not at:

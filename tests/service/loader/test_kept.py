@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from contextlib import suppress
@@ -87,3 +88,20 @@ def test_a_file_that_changes_under_an_open_table_is_named(tmp_path: Path, harm: 
     with pytest.raises(FileError, match=message):
         (table.announce if announced else table.read)([0, ROWS])
     assert table.read([2])[0, 0] == 2 * WIDTH
+
+
+def test_a_disk_that_cannot_read_is_told_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = part(tmp_path, 0)
+    table = FileTable([info])
+    wanted = table.read([1])
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "preadv", broken)
+        assert torch.equal(table.read([1]), wanted)  # once is no reason to give up
+        changed.setattr(os, "pread", broken)
+        with pytest.raises(FileError, match=rf"shard-0\.safetensors cannot be read at byte {info.start + 4 * WIDTH}: Input/output error"):
+            table.read([1])
+    assert torch.equal(table.read([1]), wanted)
