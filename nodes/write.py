@@ -53,6 +53,7 @@ class Writing:
         self._view = view
         self._stream: Events | None = None
         self._written: list[_Written] = []
+        self._place = 0  # in the queue of the service, 0 for none
 
     def prepare(self, model: Model, cancel: CancelCheck) -> None:
         """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
@@ -93,7 +94,9 @@ class Writing:
         return answers[0].conversation
 
     def _shown(self) -> list[str]:
-        """The texts that have begun, and the first in any case: they begin in the order of the questions."""
+        """The texts that have begun, and the first in any case: they begin in the order of the questions. While all wait, their place."""
+        if self._place and not any(one.begun or one.result for one in self._written):
+            return [f"(waiting for its turn at the service, place {self._place})"]
         return [one.text for place, one in enumerate(self._written) if one.begun or not place]
 
     def _take(self, event: Event) -> None:
@@ -110,7 +113,10 @@ class Writing:
             raise RequestError(self._named(event.request, _why_empty(event.result, self._questions[event.request].max_tokens)))
 
     def _report(self, progress: Progress) -> None:
-        """Prompts that are read while others write do not move the bar back."""
+        """Prompts that are read while others write do not move the bar back. A place in a queue is told in words."""
+        self._place = progress.done if progress.stage == "queue" else 0
+        if progress.stage == "queue":
+            return
         if progress.stage == "load" or not any(one.tokens for one in self._written):
             self._view.report(progress)
 

@@ -26,9 +26,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a stage has come; `done` and `total` are bytes while loading, tokens while reading a prompt."""
+    """How far a stage has come; `done` and `total` are bytes while loading, tokens while reading a prompt. While it waits in another
+    process's queue `done` is its place, 1 for the next."""
 
-    stage: Literal["load", "prefill", "decode"]
+    stage: Literal["queue", "load", "prefill", "decode"]
     done: int
     total: int
 

@@ -19,7 +19,7 @@ from .wire import failure
 _FOREIGN_SEEDS = 2**31
 UNKNOWN_TOKEN = -1
 _TEXT_LIMIT = 64 << 20  # characters of one answer
-_STAGES = ("load", "prefill", "decode")
+_STAGES = ("queue", "load", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)

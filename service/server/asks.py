@@ -32,6 +32,7 @@ class Ask:
     include_usage: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     echo: bool = False
+    only_prompt: bool = False
     detail: bool = False
 
 
@@ -78,11 +79,15 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
 
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
-    """A body that follows schemas.COMPLETION: a request for each prompt."""
+    """A body that follows schemas.COMPLETION: a request for each prompt. Raises ApiError 400 for one of no tokens that shows no prompt."""
+    echo, only_prompt = bool(body.get("echo")), body.get("max_tokens") == 0
+    if only_prompt and not echo:
+        message = "max_tokens is 0; use a whole number from 1, or echo: true for the prompt alone"
+        raise ApiError(400, message, code="wrong_value", param="max_tokens")
     shared = replace(_shared(body, context), logprobs=whole(body.get("logprobs")), best_of=whole(body.get("best_of")))
     given = prompts(body["prompt"])
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
-    return Ask(requests, *_streaming(body), echo=bool(body.get("echo")), detail=bool(_own(body).get("detail")))
+    return Ask(requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail")))
 
 
 def prompts(value: Any) -> Sequence[str | Sequence[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from ..api import OpenModel
-from ..core import CancelCheck, Event, Logprobs, Request, Result
+from ..core import CancelCheck, Event, Logprobs, Progress, Request, Result, Usage
 from ..engine.answer import Prepared
 from ..errors import OnedeskError
 from .answers import ChatWriter, CompletionWriter, Document, Echo, Writer, added, usage
@@ -45,7 +45,8 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
     echoes = await _echoes(service, name, calls, ask) if ask.echo else {}
     writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
     writer.detail = ask.detail
-    return await _answer(service, request, ask, _Answering(name, calls, writer))
+    answering = _Answering(name, calls, writer)
+    return await (_only_prompts(request, ask, answering) if ask.only_prompt else _answer(service, request, ask, answering))
 
 
 async def _begin(service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask]) -> tuple[str, list[Call], Ask]:
@@ -142,6 +143,22 @@ async def _answer(service: Service, request: web.Request, ask: Ask, answering: _
         return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
 
 
+async def _only_prompts(request: web.Request, ask: Ask, answering: _Answering) -> web.StreamResponse:
+    """The answers of no tokens: each choice is its prompt."""
+    for prepared in (call.task for call in answering.calls if isinstance(call.task, Prepared)):
+        read = Usage(len(prepared.ids), 0, 0)
+        answering.results.append([Result("", "", (), "length", prepared.seed_of(at), read, {}, {}) for at in range(prepared.n)])
+    ends = [(index, Event(result=one)) for index, one in enumerate(one for results in answering.results for one in results)]
+    if not ask.stream:
+        answering.collect(ends)
+        return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
+    out = EventStream(request)
+    await out.send(answering.writer.chunks(ends))
+    if ask.include_usage:
+        await out.send([answering.writer.usage_chunk(answering.usage)])
+    return await out.done()
+
+
 async def _stream(service: Service, request: web.Request, answering: _Answering, *, include_usage: bool) -> web.StreamResponse:
     """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its own."""
     out, frames = EventStream(request), Frames(answering.writer)
@@ -158,6 +175,7 @@ async def _stream(service: Service, request: web.Request, answering: _Answering,
             if place is not None and place != told:
                 told = place
                 await out.comment(f"waiting, place {place}")
+                await out.send(answering.writer.progress([(0, Event(progress=Progress("queue", place, 0)))]))
             elif not events and out.sent == sent and (sent or time.perf_counter() - call.made >= TICK):
                 await out.comment("working")
             visible = [(index, event) for index, event in events if event.progress is None]

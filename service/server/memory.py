@@ -37,18 +37,20 @@ async def release(service: Service, request: web.Request) -> web.Response:
     if (owner is None) == (nbytes is None):
         raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
     if nbytes is not None:
-        return _answer(service, await service.in_thread(_make_room, service, int(nbytes)))
+        return _answer(service, *await service.in_thread(_make_room, service, int(nbytes)))
     form = form_of({"onedesk": body})
     if form != Form():
         _, model = await service.in_thread(service.find, str(owner), form)
         return _answer(service, await service.in_thread(model.give_way), [model])
-    return _answer(service, await service.in_thread(_release, service, str(owner)))
+    models = [model for model in service.registry.models() if model.name == owner]
+    return _answer(service, await service.in_thread(_release, service, str(owner)), models)
 
 
-def _make_room(service: Service, nbytes: int) -> list[Released]:
+def _make_room(service: Service, nbytes: int) -> tuple[list[Released], list[OpenModel]]:
+    """What came back, and who was asked: nobody where there is room already."""
     pool = service.registry.pool(service.models.choice.device)
     lacking = nbytes - max(0, pool.room().now)
-    return pool.make_room(lacking) if lacking > 0 else []
+    return (pool.make_room(lacking), service.registry.models()) if lacking > 0 else ([], [])
 
 
 def _release(service: Service, owner: str) -> list[Released]:
@@ -86,7 +88,7 @@ async def _sleep(service: Service) -> web.Response:
     await asyncio.gather(*(worker.idle() for worker in service.workers))
     loaded = [model for model in service.registry.models() if model.loaded]
     service.slept += [model for model in loaded if model not in service.slept]
-    return _answer(service, await service.in_thread(service.registry.release))
+    return _answer(service, await service.in_thread(service.registry.release), service.registry.models())
 
 
 async def wake(service: Service, request: web.Request) -> web.Response:
@@ -108,10 +110,10 @@ def _load(model: OpenModel) -> dict[str, Any]:
     return {"owner": model.name, "bytes": model.held_bytes(), "seconds": time.perf_counter() - began}
 
 
-def _answer(service: Service, released: Iterable[Released], models: Sequence[OpenModel] | None = None) -> web.Response:
-    """What came back, and which of `models` (all) kept their bytes because they write."""
+def _answer(service: Service, released: Iterable[Released], models: Sequence[OpenModel]) -> web.Response:
+    """What came back, and which of `models`, who were asked, kept their bytes because they write."""
     given = list(released)
     service.figures.returned(given)
     rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in given]
-    busy = sorted({model.name for model in (service.registry.models() if models is None else models) if model.busy})
+    busy = sorted({model.name for model in models if model.busy})
     return web.Response(body=to_json({"released": rows, "busy": busy}), content_type="application/json")

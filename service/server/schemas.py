@@ -153,6 +153,7 @@ COMPLETION: Mapping[str, Any] = {
         "model": _MODEL,
         "prompt": _texts_or_ids(CHOICES_LIMIT),
         **_SAMPLING,
+        "max_tokens": _optional("integer", minimum=0, description="Tokens of the answer; 0, with echo: only the prompt comes back."),
         "logprobs": _optional("integer", minimum=0, maximum=LOGPROBS_LIMIT),
         "best_of": _optional("integer", minimum=1, maximum=CHOICES_LIMIT),
         "echo": _optional("boolean"),

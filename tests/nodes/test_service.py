@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui import Comfy, Message, Outcome
+from comfyui import BoundComfy, Comfy, Message, Outcome
 from kept_kernels import keep_kernels
 from node_graphs import GIVE_WAY, Graph, free, load, node, show, shown, state, writing
 from onedesk.service.peers.note import Note, read_note, running, taken
 from onedesk.service.peers.service import find_service
 from onedesk.service.peers.wire import ask
-from onedesk.service.setup.comfyui import ComfyProcess
 from onedesk.service.setup.tree import Tree
 from serving import alive
 from tiny_models import write_hole, write_language_model
@@ -123,7 +122,7 @@ def desk(comfyui_folder: Path, tmp_path_factory: pytest.TempPathFactory, far: in
     python = tree(base, far)
     words = "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
     arguments = ["--base-directory", str(base), *words.split(), "--whitelist-custom-nodes", "onedesk", "onedesk_tests"]
-    process = ComfyProcess(python, comfyui_folder, arguments, log=base / "comfyui.log", environment=Tree(base).environment())
+    process = BoundComfy(python, comfyui_folder, arguments, log=base / "comfyui.log", environment=Tree(base).environment())
     process.start()
     made = Desk(process, base)
     made.port = far
@@ -162,6 +161,17 @@ def test_stop_keeps_the_text_and_frees_the_place(desk: Desk) -> None:
     assert outcome.end == "execution_interrupted"
     assert "[stopped after" in outcome.texts("write")[-1].data["text"]
     assert shown(desk.writes(SERVICE, seed=4), "text") == shown(desk.writes("in this process", seed=4), "text")
+
+
+def test_a_place_in_the_services_queue_is_shown(desk: Desk) -> None:
+    desk.writes(SERVICE, seed=20)
+    found = find_service(desk.cache)
+    assert found is not None
+    ask(found.address, "POST", "/memory/sleep", {})
+    run = desk.start(writing("a cat", where=SERVICE, seed=21))
+    run.wait_until(lambda message: message.kind == "text" and "its turn at the service, place 1" in message.data["text"])
+    ask(found.address, "POST", "/memory/wake", {})
+    assert run.result().ok
 
 
 def test_a_list_is_written_together_and_gives_way_after_the_last(desk: Desk) -> None:

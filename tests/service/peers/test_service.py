@@ -121,6 +121,19 @@ def test_it_streams_tokens_text_and_progress(desk: Desk) -> None:
     assert result.seconds["load"] > 0
 
 
+def test_a_place_in_its_queue_is_told(desk: Desk) -> None:
+    address, told = desk.service.reach(), []
+    ask(address, "POST", "/memory/sleep", {}, seconds=60)
+
+    def tell(progress: Progress) -> None:
+        told.append(progress)
+        if progress.stage == "queue":
+            ask(address, "POST", "/memory/wake", {}, seconds=60)
+
+    assert answer(desk.remote().generate(request(), progress=tell))[1].finish == "length"
+    assert told[0] == Progress("queue", 1, 0)
+
+
 def test_thoughts_are_apart_and_their_budget_holds(desk: Desk) -> None:
     asked = request(tokens=8, thinking="on", thinking_budget=5)
     _, there = answer(desk.remote(THINKER).generate(asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from onedesk.service.config import load_config
 from onedesk.service.registry import Registry
 from onedesk.service.server.asks import Form
 from onedesk.service.server.models import FORMS_LIMIT, Choice, Models
-from serving import MODEL, Server
+from serving import MODEL, THINKER, Server
 
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
 
@@ -58,6 +59,17 @@ def test_owners_give_way_for_bytes(server: Server) -> None:
     everything = report["budget"]["limit"]
     assert post(server, "release", {"bytes": everything})["released"]
     assert held(server) == 0
+
+
+def test_only_who_was_asked_and_writes_is_busy(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    with closing(server.open_stream({"model": THINKER, "max_tokens": 3500, "temperature": 2.0, "top_p": 1.0, "top_k": 0})) as stream:
+        assert stream.recv(64)  # it writes
+        assert post(server, "release", {"bytes": 1}) == {"released": [], "busy": []}
+        assert post(server, "release", {"owner": MODEL})["busy"] == []
+        assert post(server, "release", {"owner": THINKER}) == {"released": [], "busy": [THINKER]}
+    server.until("onedesk_working", 0)
+    post(server, "release", {"owner": THINKER})
 
 
 def test_wrong_wishes(server: Server) -> None:

@@ -226,6 +226,30 @@ def test_a_prompt_is_shown_with_its_own_log_probabilities(client: OpenAI, stream
         assert all(len(top) == 2 and max(top.values()) >= value for top, value in zip(tops[1:], values[1:], strict=True))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_comes_back_scored_and_nothing_is_written(server: Server, stream: bool) -> None:
+    written = server.figure("onedesk_finishes_total")
+    asked = {"model": MODEL, "prompt": ["a cat", "on a mat"], "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
+    client = server.client()
+    if stream:
+        came = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        choices, usage = [choice for chunk in came for choice in chunk.choices], came[-1].usage
+        ends = [choice for choice in choices if choice.finish_reason]
+        choices = [choice for choice in choices if not choice.finish_reason]
+    else:
+        whole = client.completions.create(**asked)
+        choices, ends, usage = whole.choices, whole.choices, whole.usage
+    assert [(choice.index, choice.text) for choice in choices] == [(0, "a cat"), (1, "a cat"), (2, "on a mat"), (3, "on a mat")]
+    assert [choice.finish_reason for choice in ends] == ["length"] * 4
+    for choice in choices:
+        assert (choice.logprobs.token_logprobs[0], "".join(choice.logprobs.tokens)) == (None, choice.text)
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    assert (usage.completion_tokens, usage.prompt_tokens) == (0, len("a cat") + len("on a mat"))
+    assert server.figure("onedesk_finishes_total") == written
+    with pytest.raises(openai.BadRequestError, match=r"max_tokens is 0; use a whole number from 1, or echo: true"):
+        client.completions.create(model=MODEL, prompt="a cat", max_tokens=0)
+
+
 def test_a_prompt_scores_the_same_as_an_answer(client: OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="a cat", max_tokens=6, seed=1, logprobs=2).choices[0]
     echoed = client.completions.create(model=MODEL, prompt="a cat" + answer.text, max_tokens=1, echo=True, logprobs=2).choices[0]
