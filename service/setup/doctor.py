@@ -119,9 +119,9 @@ def _kernels(config: Config, device: str) -> Iterator[Check]:
 
     chosen = choose_kernels(pick_device(device), torch.bfloat16, config.cache)
     if chosen.reason.startswith("plain torch"):
-        yield Check(
-            "kernels", "warning", chosen.reason, "install a C compiler (Debian, Ubuntu: apt install gcc); until then decode is slow"
-        )
+        missing = "no C compiler" in chosen.reason
+        fix = "install a C compiler (Debian, Ubuntu: apt install gcc)" if missing else "correct what the line names"
+        yield Check("kernels", "warning", chosen.reason, f"{fix}; until then decode is slow")
     else:
         yield Check("kernels", "ok", f"{chosen.name}: {chosen.reason}")
 
