@@ -300,18 +300,35 @@ def test_errors_are_those_of_the_api(client: OpenAI, options: dict[str, Any], ki
     assert failed.value.type == "invalid_request_error"
 
 
-def test_many_streams_at_once_are_not_mixed_up(server: Server) -> None:
+def test_sixty_four_streams_at_once_are_not_mixed_up(server: Server) -> None:
+    """56 of mixed lengths are read to their ends, 8 clients vanish: half of them while they wait, half while they are written."""
     client = server.client()
-    alone = {seed: chat(client, seed=seed, max_tokens=30, temperature=1.0).choices[0].message.content for seed in range(8)}
-    texts = [""] * 64
+    asked = [{"seed": seed, "max_tokens": 10 + 4 * seed, "temperature": 1.0} for seed in range(8)]
+    alone = [chat(client, **options).choices[0].message.content for options in asked]
+    texts = [""] * 56
 
     def run(place: int) -> None:
-        for chunk in chat(client, seed=place % 8, max_tokens=30, temperature=1.0, stream=True):
+        for chunk in chat(client, **asked[place % 8], stream=True):
             texts[place] += chunk.choices[0].delta.content or ""
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(64)]
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(texts))]
+    assert server.ask("POST", "/v1/memory/sleep", {})[0] == 200  # nobody is let in before all are there
     for thread in threads:
         thread.start()
+    server.until("onedesk_waiting", 56)
+    vanishing = [server.open_stream({"model": MODEL, "max_tokens": 400, "temperature": 2.0, "top_p": 1.0, "top_k": 0}) for _ in range(8)]
+    server.until("onedesk_waiting", 64)
+    for connection in vanishing[:4]:
+        connection.close()
+    server.until("onedesk_waiting", 60)
+    assert server.ask("POST", "/v1/memory/wake", {})[0] == 200
+    for connection in vanishing[4:]:
+        received = b""
+        while b"data: " not in received:
+            received += connection.recv(4096)
+        connection.close()
     for thread in threads:
         thread.join(60)
-    assert texts == [alone[place % 8] for place in range(64)]
+    assert texts == [alone[place % 8] for place in range(len(texts))]
+    server.until("onedesk_working", 0)
+    server.until("onedesk_waiting", 0)
