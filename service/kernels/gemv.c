@@ -148,6 +148,59 @@ INLINE void integer_rows(const int64_t kind, const int R, const int T, const str
         UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) + sum_lanes(beside[r][t]);
 }
 
+/* Scales of a row's spans from..from+count-1, with all that an integer product is multiplied by but the activations' own. */
+INLINE void e4m3_scales(const struct weight *w, const struct prepared *x, long row, long from, long count, float *to) {
+    const char *at = (const char *)w->scales + row * x->groups + from;
+    const float factor = FP8_FACTOR * E2M1_FACTOR * w->factors[row];
+    long i = 0;
+    for (; i + VL <= count; i += VL) store(to + i, load_fp8(at + i) * factor);
+    if (i < count) {
+        char tail[VL] = {0};
+        memcpy(tail, at + i, count - i);
+        store(to + i, load_fp8(tail) * factor);
+    }
+}
+
+/* As integer_rows for nvfp4, whose units are two spans. */
+INLINE void e2m1_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, struct choice rows,
+                      long first, float *sums) {
+    const struct weight *w = &p->w;
+    const long bytes = row_bytes(w);
+    const char *at[4];
+    some_floats total[4][MOST];
+    float scales[4][HELD + VL];
+    UNROLL for (int r = 0; r < R; r++) {
+        at[r] = (const char *)w->data + chosen(&rows, r) * bytes;
+        UNROLL for (int t = 0; t < T; t++) total[r][t] = (some_floats){0};
+    }
+    for (long from = 0; from < x->spans; from += HELD) {
+        const long count = x->spans - from < HELD ? x->spans - from : HELD;
+        UNROLL for (int r = 0; r < R; r++) {
+            e4m3_scales(w, x, chosen(&rows, r), from, count, scales[r]);
+            if (T == 1)
+                for (long j = 0; j < count; j += VL) store(scales[r] + j, load(scales[r] + j) * load(x->scales + from + j));
+            scales[r][count] = 0.0f; /* the second half of the last unit, where there is none */
+        }
+        for (long s = 0; s < count; s += 2)
+            UNROLL for (int r = 0; r < R; r++) {
+                const long c = (from + s) * x->span;
+                const unit u = unpack(kind, at[r] + c / 2);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const float *own = x->scales + t * x->ahead + from + s;
+                    UNROLL for (int half = 0; half < 2; half++) {
+                        some_ints part = {0};
+                        UNROLL for (int i = half * PARTS / 2; i < (half + 1) * PARTS / 2; i++)
+                            part = multiply_add(part, u.parts[i], x->words + t * x->width + c + i * PART_WORDS);
+                        const float scale = T == 1 ? scales[r][s + half] : s + half < count ? scales[r][s + half] * own[half] : 0.0f;
+                        total[r][t] += __builtin_convertvector(part, some_floats) * scale;
+                    }
+                }
+            }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]);
+}
+
 typedef void rows_function(const struct product *, const struct prepared *, long, long, float *);
 
 /* `count` weight rows from `row`, R at a time: as many chains as the registers hold. */
@@ -170,7 +223,8 @@ DEFINE_KIND(float_rows, F16)
 DEFINE_KIND(float_rows, FP8)
 DEFINE_KIND(integer_rows, INT8)
 DEFINE_KIND(integer_rows, INT4)
-static rows_function *const ROWS_OF[][MOST] = {ALL(F32), ALL(BF16), ALL(F16), ALL(FP8), ALL(INT8), ALL(INT4)};
+DEFINE_KIND(e2m1_rows, NVFP4)
+static rows_function *const ROWS_OF[][MOST] = {ALL(F32), ALL(BF16), ALL(F16), ALL(FP8), ALL(INT8), ALL(INT4), ALL(NVFP4)};
 
 /* Rows of x that a product of so many computes: there are none for 5 and 7, which get a row of zeros. */
 static long computed(long tokens) { return tokens < 5 ? tokens : round_up(tokens, 2); }

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ..quant.formats import pieces
 from ..quant.weight import QuantizedWeight, Weight
 
 STORE, ADD, GATE = range(3)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5}
+_QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5, "nvfp4": 6}
 # Groups of this many columns, or of a whole row, are what the integer kernels step by.
 _STEP = 32
 
@@ -28,7 +29,7 @@ class StoredWeight(ctypes.Structure):
     """struct weight of weight.h."""
 
     _fields_ = _structure(
-        "data scales offsets rows cols group kind zero", pointers="data scales offsets", integers="rows cols group kind zero"
+        "data scales offsets rows cols group kind zero factors", "data scales offsets factors", "rows cols group kind zero"
     )
 
 
@@ -194,19 +195,22 @@ def describe(weight: Weight) -> StoredWeight | None:
         kind = KINDS.get(weight.dtype)
         if kind is None or not weight.is_contiguous():
             return None
-        return StoredWeight(weight.data_ptr(), None, None, rows, cols, cols, kind, 0)
-    parts = [weight.data, weight.scales, *([weight.offsets] if weight.offsets is not None else [])]
-    scales = torch.float16 if weight.format.bits == 4 else torch.float32
-    stored = all(part.dtype == scales for part in parts[1:]) and all(part.is_contiguous() for part in parts)
-    group = weight.group if weight.scales.shape[1] > 1 else cols
+        return StoredWeight(weight.data_ptr(), None, None, rows, cols, cols, kind, 0, None)
+    held, group = weight.format, weight.group if weight.scales.shape[1] > 1 else cols
+    if held.name not in _QUANTIZED:
+        return None
+    scales = pieces(held, rows, cols)[1].dtype
+    beside = [part for part in (weight.scales, weight.offsets) if part is not None]
     if (
-        not stored
-        or weight.format.name not in _QUANTIZED
-        or (group % _STEP and group < cols)
-        or (weight.offsets is not None and weight.format.bits != 4)
+        any(part.dtype != scales for part in beside)
+        or not all(part.is_contiguous() for part in weight.tensors)
+        or (held.name != "nvfp4" and group % _STEP and group < cols)
+        or (weight.offsets is not None and held.bits != 4)
     ):
         return None
-    zero = 8 if weight.format.bits == 4 and weight.format.symmetric else 0
-    offsets = weight.offsets.data_ptr() if weight.offsets is not None else None
-    kind = _QUANTIZED[weight.format.name]
-    return StoredWeight(weight.data.data_ptr(), weight.scales.data_ptr(), offsets, rows, cols, group, kind, zero)
+    zero = 8 if held.name == "int4" and held.symmetric else 0
+    offsets, factors = (part.data_ptr() if part is not None else None for part in (weight.offsets, weight.factors))
+    # Where a row has 16 columns or less it has one scale: its group is the format's all the same.
+    group = held.group if held.name == "nvfp4" else group
+    addresses = weight.data.data_ptr(), weight.scales.data_ptr(), offsets
+    return StoredWeight(*addresses, rows, cols, group, _QUANTIZED[held.name], zero, factors)

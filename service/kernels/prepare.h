@@ -19,7 +19,7 @@ struct prepared {
     long groups, ratio;  /* of the weight: scales a row, spans a scale */
 };
 
-INLINE int integer_kind(int64_t kind) { return kind == INT8 || kind == INT4; }
+INLINE int integer_kind(int64_t kind) { return kind >= INT8; }
 
 INLINE char *take(char **at, long bytes) {
     char *here = *at;

@@ -150,3 +150,10 @@ INLINE float half_to_float(uint16_t h) {
     return one_half(h);
 #endif
 }
+
+/* An e4m3 as load_fp8 reads it: still without FP8_FACTOR. */
+INLINE float fp8_to_float(uint8_t byte) { return half_to_float((uint16_t)((((int8_t)byte) << 7) & 0xbf80)); }
+
+/* e2m1 numbers are kept as whole numbers that are twice as large. */
+#define E2M1_FACTOR 0.5f
+#define E2M1_WHOLE 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12

@@ -2,16 +2,17 @@
 #pragma once
 #include "simd.h"
 
-enum kind { F32, BF16, F16, FP8, INT8, INT4 };
+enum kind { F32, BF16, F16, FP8, INT8, INT4, NVFP4 };
 
 struct weight {
-    const void *data;     /* row after row, without gaps but for int4, whose rows fill up their last 16 bytes */
-    const void *scales;   /* [rows][groups]: fp16 for int4, else fp32; NULL where numbers stand for themselves */
+    const void *data;     /* row after row, without gaps but for nibbles, whose rows fill up their last 16 bytes */
+    const void *scales;   /* [rows][groups]: fp16 for int4, e4m3 for nvfp4, else fp32; NULL where numbers stand for themselves */
     const void *offsets;  /* [rows][groups] fp16: asymmetric int4; else NULL */
     int64_t rows, cols;
-    int64_t group;        /* columns under one scale, a multiple of 32 or all of them */
+    int64_t group;        /* columns under one scale, a multiple of 32 or all of them; 16 for nvfp4 */
     int64_t kind;
     int64_t zero;         /* what a stored 0 stands for: 8 in symmetric int4 */
+    const float *factors; /* [rows]: nvfp4; else NULL */
 };
 
 enum mode { STORE, ADD, GATE };
@@ -34,6 +35,7 @@ INLINE long outputs_of(const struct product *p) { return p->mode == GATE ? p->w.
 
 /* Activations share a scale over as many columns as divide the weight's group. */
 INLINE long span_of(const struct weight *w) {
+    if (w->kind == NVFP4) return w->group;
     return w->group % 128 == 0 || w->group == w->cols ? 128 : w->group % 64 == 0 ? 64 : 32;
 }
 
@@ -41,7 +43,7 @@ INLINE long row_bytes(const struct weight *w) {
     switch (w->kind) {
         case F32: return 4 * w->cols;
         case BF16: case F16: return 2 * w->cols;
-        case INT4: return round_up(w->cols, 32) / 2;
+        case INT4: case NVFP4: return round_up(w->cols, 32) / 2;
         default: return w->cols;
     }
 }
@@ -50,6 +52,7 @@ INLINE const char *row_of(const struct weight *w, long row) { return (const char
 
 INLINE float scale_at(const struct weight *w, int64_t kind, long at) {
     if (kind == INT4) return half_to_float(((const uint16_t *)w->scales)[at]);
+    if (kind == NVFP4) return fp8_to_float(((const uint8_t *)w->scales)[at]) * (FP8_FACTOR * E2M1_FACTOR) * w->factors[at / groups_of(w)];
     float scale = ((const float *)w->scales)[at];
     return kind == FP8 ? scale * FP8_FACTOR : scale;
 }

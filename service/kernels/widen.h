@@ -1,9 +1,30 @@
 /* Stored numbers as fp32. */
 #pragma once
-#include "weight.h"
+#include "integer.h"
+
+/* widen for nvfp4: whole units; `from` is a multiple of their columns. */
+static inline void widen_units(const struct weight *w, long row, long from, long count, float *to) {
+    const char *at = row_of(w, row);
+    const long groups = groups_of(w);
+    for (long c = 0; c < count; c += UNIT) {
+        const unit u = unpack(NVFP4, at + (from + c) / 2);
+        int16_t words[UNIT];
+        float wide[UNIT];
+        memcpy(words, &u, sizeof words);
+        const long group = row * groups + (from + c) / w->group, both = from + c + w->group < w->cols;
+        const float first = scale_at(w, NVFP4, group), second = both ? scale_at(w, NVFP4, group + 1) : 0.0f;
+        for (int i = 0; i < UNIT / 2; i++) wide[i] = (float)words[i] * first;
+        for (int i = UNIT / 2; i < UNIT; i++) wide[i] = (float)words[i] * second;
+        memcpy(to + c, wide, (count - c < UNIT ? count - c : UNIT) * sizeof *wide);
+    }
+}
 
 /* count floats of row `row` from column `from`, a scale a group included. */
 static inline void widen(const struct weight *w, long row, long from, long count, float *to) {
+    if (w->kind == NVFP4) {
+        widen_units(w, row, from, count, to);
+        return;
+    }
     const char *at = row_of(w, row);
     const long groups = groups_of(w), end = from + count;
     for (long c = from; c < end;) {

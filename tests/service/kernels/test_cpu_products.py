@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onedesk.service.kernels.cpu import CpuKernels
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.kernels.rows import HeadShape, NormWeight
-from onedesk.service.quant.formats import FP8_BLOCKS, FP8_ROWS, INT8, int4
+from onedesk.service.quant.formats import FP8_BLOCKS, FP8_ROWS, INT8, MXFP8, NVFP4, int4
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,6 +27,8 @@ QUANTIZED = {
     "int4-g32-asym": int4(32, symmetric=False),
     "fp8": FP8_ROWS,
     "fp8-blocks": FP8_BLOCKS,
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
 }
 FORMATS = [*FLOATS, *QUANTIZED]
 EPS = 1e-6
@@ -40,6 +42,12 @@ def random_weight(name: str, rows: int, cols: int, generator: torch.Generator) -
     groups = held.groups(cols)
     scales = torch.rand(rows, groups, generator=generator).mul_(0.1)
     scales[torch.rand(rows, groups, generator=generator) < 0.1] = 0
+    if held.name == "nvfp4":
+        data = torch.randint(0, 256, (rows, held.row_bytes(cols)), generator=generator, dtype=torch.uint8)
+        bits = torch.randint(0, 127, scales.shape, generator=generator, dtype=torch.uint8)  # 127 is a NaN
+        bits[scales == 0] = 0
+        factors = torch.rand(rows, 1, generator=generator) * 1e-3
+        return QuantizedWeight(held, rows, cols, data, bits.view(torch.float8_e4m3fn), None, factors)
     if held.bits == 4:
         data = torch.randint(0, 256, (rows, held.row_bytes(cols)), generator=generator, dtype=torch.uint8)
         offsets = None if held.symmetric else torch.randn(rows, groups, generator=generator).half()
@@ -78,11 +86,19 @@ def exact(x: torch.Tensor, weight: Weight) -> Exact:
     # an fp32 sum in at least 4 lanes, each step of which rounds by 2^-24 of what is there
     rounding = (x.shape[1] / 4 + 8) * 2**-24
     bound = rounding * size + 1e-30
-    if isinstance(weight, QuantizedWeight) and weight.format.name.startswith("int"):
-        if weight.format.bits == 4:  # nibbles are summed before their zero is taken off
+    if isinstance(weight, QuantizedWeight) and weight.format.name in ("int8", "int4", "nvfp4"):
+        if weight.format.name == "int4":  # nibbles are summed before their zero is taken off
             shift = weight.offsets if weight.offsets is not None else -8 * weight.scales
             bound += rounding * wide.abs() @ spread(shift, weight).abs().t()
-        span = 128 if weight.group % 128 == 0 or weight.scales.shape[1] == 1 else 64 if weight.group % 64 == 0 else 32
+        span = (
+            16
+            if weight.format.name == "nvfp4"
+            else 128
+            if weight.group % 128 == 0 or weight.scales.shape[1] == 1
+            else 64
+            if weight.group % 64 == 0
+            else 32
+        )
         for from_ in range(0, weight.cols, span):
             largest = wide[:, from_ : from_ + span].abs().amax(1, keepdim=True)
             bound += largest / 65534 * stored[:, from_ : from_ + span].abs().sum(1)
@@ -205,5 +221,5 @@ def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
             weight = random_weight(name, 2, columns, torch.Generator().manual_seed(5))
             for count in (1, 8, 300):
                 kernels.linear(torch.zeros(count, columns), weight, torch.empty(count, 2))
-        kernels._scratch(0, kernels._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
-        assert kernels._room is room
+        kernels._calls.scratch(0, kernels._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
+        assert kernels._calls._room is room

@@ -18,14 +18,14 @@ from onedesk.service.model.feed_forward import Experts
 from onedesk.service.model.layers import Pass, Scratch, Widths
 from onedesk.service.model.shape import ExpertShape
 from onedesk.service.model.streams import GatedResidual
-from onedesk.service.quant.formats import INT8, int4
+from onedesk.service.quant.formats import INT8, NVFP4, int4
 from onedesk.service.quant.quantize import quantize
-from onedesk.service.quant.weight import Format, Weight
+from onedesk.service.quant.weight import Format, QuantizedWeight, Weight
 
 EPS = 1e-6
-FORMATS = ["float32", "bfloat16", "int8", "int4"]
+FORMATS = ["float32", "bfloat16", "int8", "int4", "nvfp4"]
 # Integer formats meet activations of 15 bits: 1 / 65534 of a span's largest, summed over the columns.
-BOUNDS = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 1e-3, "int4": 1e-3}
+BOUNDS = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 1e-3, "int4": 1e-3, "nvfp4": 1e-3}
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,6 +34,10 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def weight(name: str, rows: int, cols: int, seed: int = 0) -> Weight:
     values = numbers(rows, cols, seed=seed) * cols**-0.5
+    if name == "nvfp4":
+        data = torch.randint(0, 256, (rows, NVFP4.row_bytes(cols)), generator=torch.Generator().manual_seed(seed + rows), dtype=torch.uint8)
+        scales = torch.rand(rows, NVFP4.groups(cols)).add_(0.5).to(torch.float8_e4m3fn)
+        return QuantizedWeight(NVFP4, rows, cols, data, scales, None, torch.full((rows, 1), 0.3 * cols**-0.5))
     held = {"int8": INT8, "int4": int4(32), "int8-g16": Format("int8", 8, 16, True)}
     return quantize(values, held[name]) if name in held else values.to(getattr(torch, name))
 

@@ -93,7 +93,7 @@ def test_what_they_take_in_memory():
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_products_are_those_of_the_meaning(tokens: int) -> None:
-    """NVFP4 has no compiled path: plain torch takes tiles of what it means. MXFP8 is FP8 with groups of 32, which is compiled."""
+    """Both are compiled: MXFP8 is FP8 with groups of 32; NVFP4 meets activations of 15 bits in a few rows, and fp32 in many."""
     generator = torch.Generator().manual_seed(tokens)
     library, why_not = compile_library(load_config(None).cache)
     assert library is not None, why_not
@@ -106,13 +106,16 @@ def test_products_are_those_of_the_meaning(tokens: int) -> None:
         largest = (x.abs().double() @ wanted.abs().double().t()).float()
         for kind in (kernels, ReferenceKernels()):
             found = kind.linear(x, weight, torch.empty(tokens, 96))
-            # sums of 512 in fp32
-            assert ((found - truth).abs() <= largest * 512 * 2**-24).all()
-    assert (kernels.plain, kernels.compiled) == (1, 1)
+            bound = largest * 512 * 2**-24  # sums of 512 in fp32
+            if kind is kernels and isinstance(packing, Nvfp4):
+                spans = x.abs().view(tokens, -1, 16).amax(2).repeat_interleave(16, 1)
+                bound += spans @ wanted.abs().t() / 65534
+            assert ((found - truth).abs() <= bound).all()
+    assert (kernels.plain, kernels.compiled) == (0, 2)
 
 
 def test_requantizing_to_int8_would_cost_less_than_the_format_itself_did() -> None:
-    """A way to a compiled path: a factor a row adds 0.7 % to the squared error that rounding to NVFP4 made."""
+    """What `onedesk quantize` makes of it: a factor a row adds 0.7 % to the squared error that rounding to NVFP4 made."""
     from onedesk.service.quant.formats import INT8
     from onedesk.service.quant.quantize import quantize
 
