@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from onedesk.service.config import load_config
+from onedesk.service.core import CancelCheck
 from onedesk.service.kernels.compile import compile_library
 
 
@@ -25,21 +26,21 @@ def kept() -> list[Path]:
     return sorted(here.glob("kernels-*.so"))
 
 
-def building_once(build: Callable[[str, Path], str]) -> Callable[[str, Path], str]:
+def building_once(build: Callable[..., str]) -> Callable[..., str]:
     """`build` of service/kernels/compile.py for this process: what is kept already is copied. Other sources, or a full disk, are built."""
     there = {library.name: library for library in kept()}
 
-    def build_or_copy(compiler: str, target: Path) -> str:
+    def build_or_copy(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
         library = there.get(target.name)
         if library is None or not library.is_file() or library == target:
-            return build(compiler, target)
+            return build(compiler, target, cancel)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(library, target)
         except OSError:
             with suppress(OSError):
                 target.unlink()
-            return build(compiler, target)
+            return build(compiler, target, cancel)
         return ""
 
     return build_or_copy

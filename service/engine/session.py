@@ -259,7 +259,7 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
         if bench is not None:
             undo.callback(lambda: None if bench.released else bench.release())  # whoever reads returns it too
-        kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache)
+        kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache, opening.cancel)
         arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)

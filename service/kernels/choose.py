@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..core import CancelCheck
 from ..memory.lease import carved_bytes
 from .compile import compile_library
 from .cpu import CpuKernels
@@ -17,13 +18,13 @@ from .rows import HeadShape
 log = logging.getLogger(__name__)
 
 
-def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path) -> ReferenceKernels:
-    """The fastest kernels for weights stored as `weights` on `device`; what was compiled is kept in `cache`."""
+def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None) -> ReferenceKernels:
+    """The fastest kernels for weights stored as `weights` on `device`; what was compiled is kept in `cache`. Raises Cancelled."""
     if device.type == "cuda":
         return cuda_kernels(weights)
     if device.type != "cpu":
         return ReferenceKernels()
-    library, why_not = compile_library(cache)
+    library, why_not = compile_library(cache, cancel)
     if library is None:
         log.warning("the CPU runs without compiled kernels: %s", why_not)
         kernels = ReferenceKernels()

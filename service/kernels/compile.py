@@ -5,15 +5,21 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from ..core import CancelCheck
+from ..errors import Cancelled
 from .unfinished import work_folder
 
 log = logging.getLogger(__name__)
@@ -21,20 +27,22 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fwrapv", "-Wno-psabi", "-std=gnu11", "-fPIC", "-fopenmp")
 COMPILE_SECONDS = 120
+LOOK_SECONDS = 0.1  # how often a compiler at work is looked at, and whether to stop is asked
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def compile_library(cache: Path) -> tuple[ctypes.CDLL | None, str]:
+def compile_library(cache: Path, cancel: CancelCheck | None = None) -> tuple[ctypes.CDLL | None, str]:
     """The compiled kernels, built into `cache` where they are not there yet or damaged; or None and the reason why there are none.
 
     A library is followed by its SHA-256 in the same file: loading one that was cut short would end the process, not raise.
+    Raises Cancelled: building takes 10 s and more where the cores are busy.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     target = cache / f"kernels-{_key()}.so"
     if not _whole(target):
         if compiler is None:
             return None, "no C compiler (cc, gcc or clang) was found; install one for the fast kernels"
-        failed = _build(compiler, target)
+        failed = _build(compiler, target, cancel)
         if failed:
             return None, failed
     try:
@@ -76,7 +84,7 @@ def _whole(target: Path) -> bool:
     return whole
 
 
-def _build(compiler: str, target: Path) -> str:
+def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
     """Compile into a temporary folder and move the result into place, so that two builders cannot disturb each other."""
     log.warning("compiling the CPU kernels for this processor, once; a load waits some seconds for that")
     # torch's own OpenMP, where it carries one, so that both share a pool of threads.
@@ -85,8 +93,9 @@ def _build(compiler: str, target: Path) -> str:
         with work_folder(target.parent, "kernels") as folder, ThreadPoolExecutor() as pool:
             linked = folder / "kernels.so"
             commands = [[compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()]
-            failed = next(filter(None, pool.map(lambda command: _run(command, folder), commands)), "")
-            failed = failed or _run([compiler, "-shared", *(command[-1] for command in commands), "-o", str(linked), *openmp], folder)
+            failed = next(filter(None, pool.map(lambda command: _run(command, folder, cancel), commands)), "")
+            link = [compiler, "-shared", *(command[-1] for command in commands), "-o", str(linked), *openmp]
+            failed = failed or _run(link, folder, cancel)
             if failed:
                 return failed
             with linked.open("ab") as file:
@@ -101,10 +110,30 @@ def _build(compiler: str, target: Path) -> str:
     return ""
 
 
-def _run(command: Sequence[str], folder: Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-    if done.returncode == 0:
+def _run(command: Sequence[str], folder: Path, cancel: CancelCheck | None) -> str:
+    status, said = _ended(command, cancel)
+    if status == 0:
         return ""
-    lines = done.stderr.replace(f"{folder}/", "").replace(f"{FOLDER}/", "").strip().splitlines()
-    told = next((line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {done.returncode}")
+    lines = said.replace(f"{folder}/", "").replace(f"{FOLDER}/", "").strip().splitlines()
+    told = next((line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}")
     return f"the C compiler refused the kernels: {told}"
+
+
+def _ended(command: Sequence[str], cancel: CancelCheck | None) -> tuple[int, str]:
+    """Run a compiler to its end; its status and what it said. Raises OSError, TimeoutExpired, and Cancelled, with the compiler ended."""
+    began = time.monotonic()
+    # A session of its own: the driver's children are ended with it, and the driver takes its temporary files away.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+        while True:
+            try:
+                said = child.communicate(timeout=LOOK_SECONDS)[1]
+                return child.returncode, said
+            except subprocess.TimeoutExpired:
+                late = time.monotonic() - began > COMPILE_SECONDS
+                if late or (cancel is not None and cancel()):
+                    with suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGTERM)
+                    child.communicate()
+                    if late:
+                        raise subprocess.TimeoutExpired(command, COMPILE_SECONDS) from None
+                    raise Cancelled("stopped while the kernels were compiled") from None

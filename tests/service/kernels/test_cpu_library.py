@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from onedesk.service.errors import Cancelled
 from onedesk.service.kernels import compile as compiling
 from onedesk.service.kernels.choose import choose_kernels
 from onedesk.service.kernels.compile import compile_library
@@ -50,6 +51,19 @@ def test_a_changed_source_is_compiled_anew(small: Path) -> None:
     (compiling.FOLDER / "tiny.h").write_text("/* changed */")
     assert compile_library(small)[0] is not None
     assert len(list(small.iterdir())) == 2
+
+
+def test_stop_ends_the_compiler_and_its_children(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, begun = tmp_path / "cc", tmp_path / "begun"
+    slow.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {begun}.new && mv {begun}.new {begun}\nwait\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(compiling.shutil, "which", lambda _: str(slow))
+    with pytest.raises(Cancelled, match="compiled"):
+        compile_library(small, begun.exists)
+    assert list(small.iterdir()) == []
+    for pid in begun.read_text().split():
+        state = Path("/proc", pid, "stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize("damage", ["cut short", "emptied", "overwritten", "one bit"])
@@ -124,7 +138,7 @@ def test_without_a_compiler_the_plain_path_runs_and_says_why(
 
 
 def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("onedesk.service.kernels.choose.compile_library", lambda _: (library, ""))
+    monkeypatch.setattr("onedesk.service.kernels.choose.compile_library", lambda *_: (library, ""))
     kernels = choose_kernels(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert isinstance(kernels, CpuKernels)
     assert kernels.reason.startswith("compiled for ")
