@@ -8,6 +8,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NoReturn
 
 import torch
 
@@ -74,6 +75,9 @@ class FileTable:
         out.copy_(values)
         factor = self._factor()
         if factor != 1.0:
+            if factor == 0.0 and bool(values.any()):
+                place = int(values.any(1).nonzero()[0])
+                self._refuse(self.parts, rows[place], "numbers other than 0 under a scale of 0")
             out.mul_(factor)
         self.bytes += sum(self._widths) * len(wanted)
         self.seconds += time.perf_counter() - started
@@ -109,10 +113,19 @@ class FileTable:
             return numbers
         scales = self._read(self._groups, wanted, self._widths[1], room[self._widths[0] * len(wanted) :]).float()
         if not bool(torch.isfinite(scales).all()):
-            bad = self._groups[bisect_right(self._ends, wanted[int(torch.nonzero(~torch.isfinite(scales))[0, 0])])]
-            raise ModelError(f"{bad.source.shown}: tensor {bad.name} has scales that are NaN; the checkpoint is damaged: get it again")
+            self._refuse(self._groups, wanted[int(torch.nonzero(~torch.isfinite(scales))[0, 0])], "scales that are NaN")
         nibbles = torch.stack((numbers & 15, numbers >> 4), dim=2).view(len(wanted), -1)
+        wrong = (scales < 0) | ((scales == 0) & (nibbles & 7).view(*scales.shape, -1).any(2))
+        if bool(wrong.any()):
+            self._refuse(self._groups, wanted[int(wrong.nonzero()[0, 0])], "a scale below 0, or of 0 over other numbers")
         return torch.tensor(E2M1)[nibbles.int()] * scales.repeat_interleave(NVFP4.group, 1)
+
+    def _refuse(self, infos: Sequence[TensorInfo], row: int, what: str) -> NoReturn:
+        """ModelError that names the part in which a row of the table lies."""
+        part = bisect_right(self._ends, row)
+        own = row - self._ends[part] + self.parts[part].shape[0]
+        shown = f"{infos[part].source.shown}: tensor {infos[part].name}"
+        raise ModelError(f"{shown} has {what} in row {own}; the checkpoint is damaged: get it again")
 
     def _read(self, infos: Sequence[TensorInfo], wanted: Sequence[int], width: int, room: memoryview) -> torch.Tensor:
         """Rows in rising order of the parts' own type, in `room`."""
@@ -137,6 +150,6 @@ class FileTable:
     def _factor(self) -> float:
         if self._scale is None and self._scale_info is not None:
             self._scale = float(read_rows(self._scale_info, [0]).float())
-            if not math.isfinite(self._scale):
+            if not (math.isfinite(self._scale) and self._scale >= 0):
                 raise ModelError(f"{self._scale_info.source.shown}: tensor {self._scale_info.name} is {self._scale}; get the model again")
         return self._scale if self._scale is not None else 1.0

@@ -15,6 +15,7 @@ from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
+from ..quant.damage import refuse_zero_scales
 from ..quant.formats import CHOICES, INT8, Carve, aligned_bytes, title, weight_of
 from ..quant.microscaled import Nvfp4
 from ..quant.mixed import Packings
@@ -322,10 +323,14 @@ def _planned_packed(destination: Destination, checkpoint: Checkpoint, packing: P
     finish, name = layout.finish, f"{checkpoint.name}: {destination.sources[0].name}"
 
     def settle(weight: Weight) -> None:
-        if finish is not None and isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, QuantizedWeight):
+            return
+        if finish is not None:
             finish(weight, name)
+        if layout.held.name in ("fp8", "nvfp4"):
+            refuse_zero_scales(weight, [(f"{checkpoint.name}: tensor {source.name}", source.shape[0]) for source in destination.sources])
 
-    return PlannedTensor(destination, layout.held, None, tuple(readings), settle if finish else None)
+    return PlannedTensor(destination, layout.held, None, tuple(readings), settle)
 
 
 def _packed_part(source: Source, part: StoredPart, checkpoint: Checkpoint, packing: Packing) -> TensorInfo | None:

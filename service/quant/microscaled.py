@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from ..errors import ModelError
+from .damage import refuse_negative
 from .formats import MXFP8, NVFP4
 from .layouts import blocks_of_pairs
 from .packings import Layout, StoredPart
@@ -62,8 +63,10 @@ def _take_pairs(values: torch.Tensor, first: int, target: QuantizedWeight, name:
 
 
 def _take_scales(values: torch.Tensor, first: int, target: QuantizedWeight, name: str) -> None:
-    if not bool(torch.isfinite(values.float()).all()):  # E4M3 has no infinity
+    scales = values.float()
+    if not bool(torch.isfinite(scales).all()):  # E4M3 has no infinity
         raise ModelError(f"{name} has scales that are NaN; the checkpoint is damaged: get it again")
+    refuse_negative(scales, first, name)
     target.scales.view(torch.uint8)[first : first + values.shape[0]] = values.view(torch.uint8)
 
 
@@ -75,6 +78,7 @@ def _take_factor(values: torch.Tensor, first: int, target: QuantizedWeight, name
     if not bool(torch.isfinite(factor).all()):
         what = "that is zero, NaN or infinite" if divides else "that is NaN or infinite"
         raise ModelError(f"{name} is a factor {what} ({stored.item():g}); the checkpoint is damaged: get it again")
+    refuse_negative(factor, first, name)
     target.factors[:] = factor
 
 

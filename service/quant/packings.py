@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..errors import ModelError
+from .damage import refuse_negative
 from .formats import DEFAULT_GROUP, FP8_BLOCKS, FP8_ROWS, INT8, int4
 from .layouts import WORD, awq_nibbles, blocks_of_awq, blocks_of_gptq, blocks_of_rows, word_nibbles
 from .weight import BLOCK_BYTES, BLOCK_COLUMNS, Format, QuantizedWeight
@@ -213,17 +214,19 @@ def _take_awq_words(values: torch.Tensor, first: int, target: QuantizedWeight, n
 # Scales
 
 
-def _checked(values: torch.Tensor, target: QuantizedWeight, name: str) -> torch.Tensor:
+def _checked(values: torch.Tensor, target: QuantizedWeight, name: str, first: int = 0) -> torch.Tensor:
     """Scales in the weight's type for them. Raises ModelError for those that it cannot hold."""
     scales = values.to(target.scales.dtype)
     if not bool(torch.isfinite(scales).all()):
         beyond = ", or beyond a 16-bit float's 65,504" if scales.dtype == torch.float16 else ""
         raise ModelError(f"{name} has scales that are NaN or infinite{beyond}; the checkpoint is damaged: get it again")
+    if target.format.name == "fp8":
+        refuse_negative(scales, first, name)
     return scales
 
 
 def _take_block_scales(values: torch.Tensor, first: int, target: QuantizedWeight, name: str) -> None:
-    spread = _checked(values, target, name).repeat_interleave(BLOCK, 0)
+    spread = _checked(values, target, name, first).repeat_interleave(BLOCK, 0)
     target.scales[first * BLOCK : first * BLOCK + spread.shape[0]] = spread[: target.rows - first * BLOCK]
 
 
@@ -232,7 +235,7 @@ def _take_whole_scale(values: torch.Tensor, first: int, target: QuantizedWeight,
 
 
 def _take_row_scales(values: torch.Tensor, first: int, target: QuantizedWeight, name: str) -> None:
-    target.scales[first : first + values.shape[0]] = _checked(values, target, name)
+    target.scales[first : first + values.shape[0]] = _checked(values, target, name, first)
 
 
 def _take_spread_scales(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int) -> None:

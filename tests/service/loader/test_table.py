@@ -56,8 +56,43 @@ def test_a_scale_that_is_nan_is_named_when_its_row_is_read(file: tuple[Path, tor
     path.write_bytes(raw)
     table = opened(path)
     assert torch.equal(table.read([20]), file[1][[20]])
-    with pytest.raises(ModelError, match=r"tensor table\.shard_2\.weight_scale has scales that are NaN; the checkpoint is damaged"):
+    with pytest.raises(
+        ModelError, match=r"tensor table\.shard_2\.weight_scale has scales that are NaN in row 1; the checkpoint is damaged"
+    ):
         table.read([0, 21])
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x80, 0x9A])
+def test_a_scale_of_zero_over_other_numbers_or_below_zero_is_named(file: tuple[Path, torch.Tensor], tmp_path: Path, byte: int) -> None:
+    raw = bytearray(file[0].read_bytes())
+    tensors = read_header(file[0], shown="table").tensors
+    info, numbers = tensors["table.shard_2.weight_scale"], tensors["table.shard_2.weight"]
+    raw[info.start + WIDTH // 16] = byte
+    raw[numbers.start + WIDTH // 2] = 0x21
+    path = tmp_path / "table.safetensors"
+    path.write_bytes(raw)
+    message = r"tensor table\.shard_2\.weight_scale has a scale below 0, or of 0 over other numbers in row 1; the checkpoint is damaged"
+    with pytest.raises(ModelError, match=message):
+        opened(path).read([0, 21])
+    raw[numbers.start + WIDTH // 2 : numbers.start + WIDTH // 2 + 8] = b"\x00\x80" * 4
+    path.write_bytes(raw)
+    if byte != 0x9A:
+        assert opened(path).read([21])[0, :16].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"), [(0.0, "tensor t has numbers other than 0 under a scale of 0 in row 2"), (-1.0, "tensor s is -1")]
+)
+def test_one_scale_that_cannot_be_is_named(tmp_path: Path, scale: float, message: str) -> None:
+    numbers = torch.zeros(4, 8)
+    numbers[2, 5] = 1
+    save_file({"t": numbers.to(torch.float8_e4m3fn), "s": torch.tensor([scale])}, tmp_path / "table.safetensors")
+    found = read_header(tmp_path / "table.safetensors", shown="table").tensors
+    table = FileTable([found["t"]], found["s"])
+    if scale == 0:
+        assert table.read([0, 1]).eq(0).all()
+    with pytest.raises(ModelError, match=message):
+        table.read([1, 2])
 
 
 LARGE_ROWS, LARGE_WIDTH = 200_000, 160
