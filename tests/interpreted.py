@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def results(part: str) -> dict[str, Any]:
-    """What `part` (kernels or sampler) found, from a child process."""
+    """What `part` (kernels, layers or sampler) found, from a child process."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     child = subprocess.run(
         [sys.executable, __file__, part], capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=ROOT / "tests"
@@ -48,24 +48,62 @@ def kernels() -> dict[str, Any]:
 
     import torch
     from onedesk.service.bench import cuda_kernels as cases
+    from onedesk.service.bench import cuda_places as places
+    from onedesk.service.bench.cuda_cases import Maker
     from onedesk.service.kernels.cuda_fused import FusedCudaKernels
     from onedesk.service.kernels.cuda_plan import Device
     from onedesk.service.kernels.rows import HeadShape
     from onedesk.service.quant.formats import INT8, int4
 
-    cases.CONTEXT = 96
+    places.CONTEXT = 96
     fused = FusedCudaKernels(torch.float16, Device(2, 100_000, early=False), asm=False)
-    heads, make = HeadShape(6, 2, 64), cases.Maker("cpu", torch.float16)
+    heads, make = HeadShape(6, 2, 64), Maker("cpu", torch.float16)
     fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace(heads, 96, torch.float16, 160)])
     found = [*cases.embedding_findings(fused, make)]
-    cases.STEPS, cases.CHUNKS = ([0], [31, 70]), ((33, 20),)
-    found += cases.attention_findings(fused, make, heads)
+    places.STEPS, places.CHUNKS = ([0], [31, 70]), ((33, 20),)
+    found += places.attention_findings(fused, make, heads, 64)
     for held in cases.FORMATS:
         for rows, outputs in ((1, 4), (3, 18), (20, 18)):
             cases.ROWS = (rows,)
             # 160 columns fill neither a group of 128 nor a tile. Where only scales differ, the first product shows it.
             several = held in (None, INT8, int4(128))
             found += islice(cases.product_findings(fused, make, held, outputs, 160), 4 if several else 1)
+    return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}
+
+
+def layers() -> dict[str, Any]:
+    """As `kernels` the kernels of whole layers; see bench/cuda_layers."""
+    import torch
+    from onedesk.service.bench import cuda_layers as cases
+    from onedesk.service.bench import cuda_places as places
+    from onedesk.service.bench.cuda_cases import Maker
+    from onedesk.service.kernels.cuda_fused import FusedCudaKernels
+    from onedesk.service.kernels.cuda_plan import Device
+    from onedesk.service.kernels.rows import HeadShape
+    from onedesk.service.quant.formats import NVFP4, int4
+
+    fused, make = FusedCudaKernels(torch.float16, Device(2, 100_000, early=False), asm=False), Maker("cpu", torch.float16)
+    fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace(HeadShape(6, 2, 64), 96, torch.float16, 160)])
+    small, grouped = cases.ExpertCase(32, 16, 5, 2, 16, normalized=True), cases.ExpertCase(64, 64, 6, 1, 0, normalized=False)
+    found = []
+    for held, case, rows in ((None, small, (2,)), (NVFP4, grouped, (1, 20)), (int4(32), grouped, (20,)), (None, small, (40,))):
+        cases.EXPERT_ROWS = rows
+        found += cases.expert_findings(fused, make, held, case)
+    cases.DELTA_STEPS, cases.DELTA_CHUNKS = (2,), (2, 66)
+    found += cases.delta_findings(fused, make, cases.delta_heads(make, 1, 2, 16, 24, False, "silu"))
+    cases.STREAM_ROWS = (1, 2, 20)
+    found += cases.stream_findings(fused, make, 32, 16, 4, injects=True)
+    heads, places.CONTEXT, places.INDEXER = HeadShape(3, 1, 64), 96, (2, 24, 16, 4)
+    places.STEPS, places.CHUNKS, places.INDEXED_STEPS, places.INDEXED_CHUNKS = (
+        ([31, 70],),
+        ((33, 5),),
+        ([3, 66], [18, 19]),
+        ((0, 2), (17, 9)),
+    )
+    found += [*places.attention_findings(fused, make, heads, 16), *places.gate_findings(fused, make, heads)]
+    found += places.indexed_findings(fused, make, heads, 16)
+    cases.DELTA_CHUNKS = (5,)
+    found += cases.delta_findings(fused, make, cases.delta_heads(make, 2, 2, 8, 16, True, "sigmoid"))
     return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}
 
 
@@ -115,4 +153,4 @@ def sampler() -> dict[str, Any]:
 
 if __name__ == "__main__":
     let_loops_run()
-    print(json.dumps({"kernels": kernels, "sampler": sampler}[sys.argv[1]]()))
+    print(json.dumps({"kernels": kernels, "layers": layers, "sampler": sampler}[sys.argv[1]]()))

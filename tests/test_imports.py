@@ -131,11 +131,10 @@ def test_service_knows_no_comfyui_and_only_what_is_installed(path: Path):
 
 
 def test_triton_is_imported_only_when_the_fused_kernels_are_chosen():
+    fused = {path.stem for path in sources("service/kernels") if path.stem.startswith(("triton_", "cuda_"))} - {"cuda_plan"}
     for path in sources("service"):
-        written_in_it = path.name.startswith("triton_") or path.name == "cuda_fused.py"
         for module, inside, at_top in imports(path):
-            name = module.rsplit("/", 1)[-1]
-            if inside and at_top and (name == "cuda_fused" or (name.startswith("triton_") and not written_in_it)):
+            if inside and at_top and module.rsplit("/", 1)[-1] in fused and path.stem not in fused:
                 pytest.fail(f"{name_of(path)} imports {module} at its top, and Triton with it")
 
 

@@ -38,11 +38,12 @@ class SlotBuffers:
 class DecodeBuffers:
     """The inputs of a decode step: ids int64 [MAX_BATCH], positions int32 [MAX_BATCH], tables int32 [MAX_BATCH, blocks a sequence].
 
-    `fill` brings in what changes from step to step: all copies from the host are there, none of them waits for the device. `step` is
-    device work only, of shapes that depend on nothing but `batch` (and the bound `longest`, which no shape need depend on), with no look
-    at values: it can be captured as a CUDA graph per batch and bound, and replayed after each `fill`. Rows that a graph has beyond the
-    sequences repeat the first one: they write the same numbers to the same place. Entries of a table beyond a sequence's blocks are
-    those of an earlier sequence or 0: valid blocks, whose content means nothing.
+    `fill` brings in what changes from step to step: all copies from the host are there, none of them waits for the device. `prepare` does
+    what the host must do between them, such as reading rows of a table. `step` that is `prepared` is device work only, of shapes that
+    depend on nothing but `batch` (and the bound `longest`, which no shape need depend on), with no look at values: it can be captured as
+    a CUDA graph per batch and bound, and replayed after each `fill`. Rows that a graph has beyond the sequences repeat the first one: they
+    write the same numbers to the same place. Entries of a table beyond a sequence's blocks are those of an earlier sequence or 0: valid
+    blocks, whose content means nothing.
     """
 
     def __init__(self, lease: Lease, network: Decoder, kv: PagedKV, scratch: Scratch) -> None:
@@ -93,11 +94,15 @@ class DecodeBuffers:
             self._hold_table(row, sequences[0])
         return positions + positions[:1] * missing
 
-    def step(self, batch: int, longest: int) -> torch.Tensor:
+    def prepare(self, batch: int) -> None:
+        """What the host does for a step whose ids are there, before its device work: see Decoder.prepare."""
+        self._network.prepare(self._ids[batch], self._rows[batch], self._kv, self._scratch)
+
+    def step(self, batch: int, longest: int, *, prepared: bool = False) -> torch.Tensor:
         """Scores [batch, vocab] behind the tokens that `fill` brought; valid until the next pass."""
         rows = self._rows[batch]
         rows.longest = longest
-        state = self._network.forward(self._ids[batch], rows, self._kv, self._scratch)
+        state = self._network.forward(self._ids[batch], rows, self._kv, self._scratch, prepared=prepared)
         return self._network.logits(state, self._scratch)
 
     def _hold_table(self, row: int, sequence: SequenceKV) -> None:

@@ -1,4 +1,4 @@
-"""Decode steps on a CUDA device as graphs: network and choice of tokens in one launch, one step ahead of the host."""
+"""Decode steps on a CUDA device as graphs: network and choice of tokens in one launch, one step ahead of the host where it can be."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from .stepper import Feed, Picked, pick
 
 # A step with another number of rows is filled up to the next of these.
 BATCHES = (1, 2, 4, 8)
+# Where sequences have recurrent states a row cannot be there twice: both would write the same state.
+EVERY_BATCH = tuple(range(1, MAX_BATCH + 1))
 # Programmatic dependent launch is there from this compute capability on.
 EARLY_FROM = (9, 0)
 
@@ -28,7 +30,7 @@ class _Slot:
 
     def __init__(self) -> None:
         plan = torch.zeros(PLAN_ROWS * MAX_BATCH, dtype=torch.int32).pin_memory()
-        self.plans = {batch: plan[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in BATCHES}
+        self.plans = {batch: plan[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in EVERY_BATCH}
         self.arrays = {batch: view.numpy() for batch, view in self.plans.items()}
         self.chosen = torch.zeros(MAX_BATCH, dtype=torch.int32).pin_memory()
         self.done = torch.cuda.Event()
@@ -44,26 +46,32 @@ class _Step:
 class GraphStepper:
     """See Stepper. A graph is captured when a batch size is first seen, by the step after: the first step itself runs without.
 
+    A network whose sequences have recurrent states is not stepped ahead: where the host decides otherwise (another token is forced), a
+    state cannot be cut back by one token as keys and values can. Nor is one with tables in files: their rows follow from the tokens.
+
     All buffers are reserved before; what a graph itself takes (some MiB of the driver's) goes when the stepper is closed.
     """
 
-    ahead = 1
     stage: Literal["decode", "sample"] = "decode"
 
     def __init__(self, runner: Runner, sampler: DeviceSampler) -> None:
         self._runner: Runner | None = runner
         self._sampler = sampler
+        recurrent = runner.kv.states is not None
+        self._early = bool(runner.network.early)
+        self.ahead = 0 if recurrent or self._early else 1
+        self._batches = EVERY_BATCH if recurrent else BATCHES
         self._slots = deque(_Slot() for _ in range(self.ahead + 2))
         self._under_way: deque[_Step] = deque()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._scores: dict[int, torch.Tensor] = {}
-        self._plans = {batch: sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in BATCHES}
+        self._plans = {batch: sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in self._batches}
 
     def runs_ahead(self, sampler: Sampler, /) -> bool:
-        return sampler.plain
+        return self.ahead > 0 and sampler.plain
 
     def launch(self, feeds: Sequence[Feed], /) -> None:
-        runner, batch = self._runner, next(size for size in BATCHES if size >= len(feeds))
+        runner, batch = self._runner, next(size for size in self._batches if size >= len(feeds))
         if runner is None or len(self._under_way) > self.ahead:
             raise ValueError("too many steps are under way, or the stepper was closed")
         if not self._under_way and any(feed.token is None for feed in feeds):
@@ -72,6 +80,9 @@ class GraphStepper:
         positions = runner.buffers.place([feed.kv for feed in feeds], batch)
         draws = write_plan(slot.arrays[batch], feeds, positions)
         self._plans[batch].copy_(slot.plans[batch], non_blocking=True)
+        if self._early:
+            self._sampler.feed(self._plans[batch], runner.buffers.ids, runner.buffers.positions)
+            runner.buffers.prepare(batch)
         graph = self._graphs.get((batch, draws))
         if graph is not None:
             graph.replay()
@@ -83,6 +94,7 @@ class GraphStepper:
         slot.done.record()
         for feed in feeds:
             feed.kv.advance(1)
+            feed.kv.keep_border(written=True)
         self._under_way.append(_Step(feeds, slot, self._scores[batch]))
 
     def collect(self) -> list[Picked]:
@@ -111,8 +123,9 @@ class GraphStepper:
 
     def _step(self, runner: Runner, batch: int, draws: bool) -> torch.Tensor:
         plan = self._plans[batch]
-        self._sampler.feed(plan, runner.buffers.ids, runner.buffers.positions)
-        scores = runner.buffers.step(batch, runner.kv.context)
+        if not self._early:
+            self._sampler.feed(plan, runner.buffers.ids, runner.buffers.positions)
+        scores = runner.buffers.step(batch, runner.kv.context, prepared=True)
         self._sampler.choose(scores, plan, draws=draws)
         return scores
 

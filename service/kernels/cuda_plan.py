@@ -12,7 +12,7 @@ import torch
 
 from ..quant.weight import QuantizedWeight, Weight
 
-WeightForm = Literal["float", "int8", "int4", "fp8"]
+WeightForm = Literal["float", "int8", "int4", "fp8", "nvfp4"]
 # Rows that a tensor-core tile of activations has; as many a pass may have to be read by the skinny kernel.
 TILE_ROWS = 16
 # Programs that share a row of weights where there are few rows.
@@ -21,7 +21,10 @@ SPLIT = 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels are told of a weight. `group`: columns under one scale. `share`: units of 16 bytes under one, 0: one a row."""
+    """What the kernels are told of a weight. `group`: columns under one scale. `share`: units of 16 bytes under one, 0: one a row.
+
+    nvfp4 has two scales for a unit of 32 columns; they are read as one number, so `groups` counts units.
+    """
 
     form: WeightForm
     rows: int
@@ -33,7 +36,7 @@ class Shape:
 
     @property
     def bits(self) -> int:
-        return {"float": 16, "int8": 8, "fp8": 8, "int4": 4}[self.form]
+        return {"float": 16, "int8": 8, "fp8": 8}.get(self.form, 4)
 
     @property
     def units(self) -> int:
@@ -52,13 +55,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
-    """Tiles of `lanes` rows times `units` units, `rows` of them at once, `grid` programs of `warps` warps."""
+    """Tiles of `lanes` rows times `units` units, `rows` of them at once, `grid` programs of `warps` warps; `most` run at once."""
 
     rows: int
     lanes: int
     units: int
     warps: int
     grid: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ def shape_of(weight: Weight, activation: torch.dtype) -> Shape | str:
 
 def _quantized_shape(weight: QuantizedWeight) -> Shape | str:
     name, cols, group = weight.format.name, weight.cols, weight.group
+    if name == "nvfp4" and group == 16 and weight.factors is not None and cols % 32 == 0:
+        return _aligned(Shape("nvfp4", weight.rows, cols, cols // 32, 32, 1, False), weight.data)
     if name not in ("int8", "int4", "fp8"):
         return f"weights in {name}"
     groups = weight.scales.shape[1]
@@ -101,7 +107,7 @@ def _quantized_shape(weight: QuantizedWeight) -> Shape | str:
 
 
 def _aligned(shape: Shape, data: torch.Tensor) -> Shape | str:
-    columns = {"float": 8, "int8": 16, "fp8": 16, "int4": 32}[shape.form]
+    columns = 128 // shape.bits
     if shape.cols % columns or shape.cols < columns * 2:
         return f"{shape.form} rows of {shape.cols} columns, no multiple of {columns}"
     if not data.is_contiguous() or data.data_ptr() % 16:
@@ -122,8 +128,8 @@ def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
     rows = next((r for r in (8, 4, 2) if r * held <= limit and r * lanes <= 16), 1)
     groups = -(-(shape.rows // 2 if gated else shape.rows) // (rows * lanes))
     # All programs run at once, and leave the registers for the next kernel's first ones.
-    each = {2: 6, 4: 3 if shape.form == "float" else 4, 8: 2}[warps]
-    return GemvPlan(rows, lanes, units, warps, min(device.processors * each, groups))
+    most = device.processors * {2: 6, 4: 3 if shape.form == "float" else 4, 8: 2}[warps]
+    return GemvPlan(rows, lanes, units, warps, min(most, groups), most)
 
 
 def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
@@ -133,13 +139,19 @@ def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
     grouped = shape.groups > 1
     if shape.form == "float":
         rows, cols, warps = (16, 128, 2) if few else (64, 128, 4)
-    elif shape.form == "int4":
-        rows, cols, warps = (32, _step(shape.group), 2) if few else (64, _step(shape.group), 4)
+    elif shape.bits == 4:
+        step = 128 if shape.form == "nvfp4" else _step(shape.group)
+        rows, cols, warps = (32, step, 2) if few else (64, step, 4)
     else:
         rows, cols, warps = 32, _step(shape.group) if grouped else 256, 2 if few else 4
     size = rows * cols * shape.bits // 8 + TILE_ROWS * cols * 2
     stages = max(2, min(6 if shape.form == "float" else 4, device.shared * 9 // 10 // size))
     return SkinnyPlan(rows, cols, split, stages, warps)
+
+
+def grouped_plan(picks: int, count: int) -> int:
+    """Rows of a tile where `picks` rows are shared out among `count` weights: as a rule one tile each."""
+    return 16 if picks <= 12 * count else 32 if picks <= 24 * count else 64
 
 
 def _step(group: int) -> int:

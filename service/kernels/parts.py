@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from ..quant.weight import Weight
+from .delta import DeltaHeads
 from .rows import NormWeight, Slots
 
 
@@ -130,3 +132,7 @@ class IndexedRows:
     indexed: torch.Tensor
     tails: torch.Tensor
     pooled: torch.Tensor
+
+
+# What a layer is made of, as far as kernels take it as a whole.
+Part: TypeAlias = Weight | StreamJoint | ExpertWeights | DeltaHeads

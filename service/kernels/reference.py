@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
 from .delta import DeltaHeads, DeltaStep
-from .parts import ExpertRows, ExpertWeights, IndexedRows, Indexer, JointRows, NgramRows, NgramWeights, StreamJoint
+from .parts import ExpertRows, ExpertWeights, IndexedRows, Indexer, JointRows, NgramRows, NgramWeights, Part, StreamJoint
 from .rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
@@ -47,8 +47,8 @@ class ReferenceKernels:
         """Use `buffers`, as `workspace` states them, for as long as the kernels live. Without, every call takes memory of its own."""
         self._contiguous = tuple(buffers)
 
-    def captures(self, heads: HeadShape, weights: Iterable[Weight]) -> bool:
-        """Whether a decode step over these weights makes no look at values, so that a CUDA graph can hold it."""
+    def captures(self, heads: HeadShape, parts: Iterable[Part]) -> bool:
+        """Whether a decode step over these parts makes no look at values, so that a CUDA graph can hold it."""
         return False
 
     def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:

@@ -52,22 +52,25 @@ def own_heads(qkv, kv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def join_splits(
     positions, parts, tops, sums, out,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, MORE: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The results of all splits of `attend_step` as one: grid (B, KV). Where one split had all the work, its result stands already.
+    """The results of all splits of `attend_step` as one: grid (B, KV, blocks of COLUMNS). Where one split had all the work, its result
+    stands already. What was shared out were positions [B] places and MORE.
 
     A kernel of its own: when the last split to come did it, behind a fence and a counter, it took 4.6 us a layer on an H200, not 2.
     """
     G: tl.constexpr = HEADS // KV
     b = tl.program_id(0)
     kv = tl.program_id(1)
-    pos = tl.load(positions + b)
-    active = tl.maximum(tl.cdiv(pos, split_size(pos, SPLITS)), 1)
+    # Of chosen places it is the kernel before that says how many.
     early(PDL)
+    pos = tl.load(positions + b) + MORE
+    active = tl.maximum(tl.cdiv(pos, split_size(pos, SPLITS)), 1)
     if active > 1:
         q = tl.arange(0, SPLITS)[:, None]
         g = tl.arange(0, GP)
-        d = tl.arange(0, D)
+        d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         row = ((b * KV + kv) * SPLITS + q) * GP + g[None, :]
         m = tl.load(tops + row, mask=q < active, other=-1e30)
         mass = tl.load(sums + row, mask=q < active, other=0.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import dot_int4, dot_int8, early, fixed, fixed_sum, four, fp8_floats, halves, two
+from .triton_parts import dot_int4, dot_int8, e2m1_floats, e4m3, early, fixed, fixed_sum, four, fp8_floats, halves, two
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def group_scales(
     s, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr,
     SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Scales (or offsets) [RL, NB] of the same units, fp32; SHARE units have one."""
+    """Scales (or offsets) [RL, NB] of the same units as they are stored; SHARE units have one. Of nvfp4 both of a unit, as one number."""
     unit = tl.arange(0, NB)[None, :]
     t = ()
     for j in tl.static_range(BR):
@@ -57,7 +57,7 @@ def group_scales(
         p = s + tl.minimum(r, rows - 1).to(tl.int64) * GROUPS
         for k in tl.static_range(T):
             b = k * NB + unit
-            t = t + (tl.load(p + b // SHARE, mask=(row < rows) & (b < UNITS), other=0.0),)
+            t = t + (tl.load(p + b // SHARE, mask=(row < rows) & (b < UNITS), other=0),)
     return t
 
 
@@ -146,12 +146,32 @@ def held_fixed(x, sums, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNI
 
 
 @triton.jit
-def products(w, s, o, xs, BR: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
-             SHARE: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+def nvfp4_sums(w, s, xs, j: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr):
+    """[RL, NB] of `products` for the nvfp4 units of group j."""
+    a = tl.zeros([RL, NB], tl.float32)
+    for k in tl.static_range(T):
+        n = e2m1_floats(w[j * T + k])
+        low = tl.zeros([RL, NB, 4], tl.float32)
+        high = tl.zeros([RL, NB, 4], tl.float32)
+        for i in tl.static_range(4):
+            low = low + n[i] * xs[k][i]
+            high = high + n[4 + i] * xs[k][4 + i]
+        both = s[j * T + k].to(tl.int32)
+        a += tl.sum(low, 2) * e4m3(both & 255) + tl.sum(high, 2) * e4m3((both >> 8) & 255)
+    return a
+
+
+@triton.jit
+def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps one
+    w, s, o, xs, BR: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
+    SHARE: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """BR partial sums [RL, NB] of the rows' products with x. SHARE 0: the scale is the row's, and not applied here."""
     out = ()
     for j in tl.static_range(BR):
-        if FORMAT == "float" or FORMAT == "fp8":
+        if FORMAT == "nvfp4":
+            a = nvfp4_sums(w, s, xs, j, T, RL, NB)
+        elif FORMAT == "float" or FORMAT == "fp8":
             a = tl.zeros([RL, NB], tl.float32)
             run = tl.zeros([RL, NB, 4], tl.float32)
             for k in tl.static_range(T):
@@ -198,29 +218,58 @@ def load_group(w, s, o, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.co
 
 
 @triton.jit
+def folded(y, FOLD: tl.constexpr):
+    """silu(y * FOLD); y itself where FOLD is 0."""
+    if FOLD != 0.0:
+        y = y * FOLD
+        y = y * tl.sigmoid(y)
+    return y
+
+
+@triton.jit
 def gemv(
-    x, norm, w, scales, offsets, out, rows, eps,
+    x, norm, w, scales, offsets, out, picks, rows, eps,
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr,
     BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr,
-    NORM: tl.constexpr, HELD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, HELD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, PICKED: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows] = w [rows, COLS] times x, or out += (ADD), or silu of that times the same with the rows after `rows` (GATED).
+    """out [rows] = w [rows, COLS] times x, or out += (ADD), or silu of that times the same with the rows after `rows` (GATED); FOLD: see
+    `folded`.
 
     w: int32 words. x: words of 16-bit floats, with NORM to be normed (norm: words of fp32), or with HELD what `fixed_point` wrote, its
-    scales and sums in place of `norm`. GROUPS scales a row; SHARE units of 16 bytes under each, 0 for one a row.
+    scales and sums in place of `norm`. GROUPS scales a row; SHARE units of 16 bytes under each, 0 for one a row; of nvfp4 both scales of a
+    unit as one number, and the rows' factors in place of offsets.
+
+    PICKED: grid (programs, picks). Pick i is times weight picks[i] of several that lie one behind the other, and row i // PICKED of x; its
+    result is row i of out [picks, rows].
     """
-    BITS: tl.constexpr = 16 if FORMAT == "float" else 4 if FORMAT == "int4" else 8
+    BITS: tl.constexpr = 16 if FORMAT == "float" else 4 if FORMAT == "int4" or FORMAT == "nvfp4" else 8
     UNITS: tl.constexpr = COLS * BITS // 128
     T: tl.constexpr = (UNITS + NB - 1) // NB
     STEP: tl.constexpr = BR * RL
-    ROW_SCALE: tl.constexpr = BITS == 8 and SHARE == 0
+    # What e2m1 and e4m3 leave out.
+    ROW_UNIT: tl.constexpr = 4194304.0 if FORMAT == "nvfp4" else 1.0
+    ROW_SCALE: tl.constexpr = (BITS == 8 and SHARE == 0) or FORMAT == "nvfp4"
+    if PICKED:
+        early(PDL)
+        pick = tl.program_id(1).to(tl.int64)
+        before_it = tl.load(picks + pick).to(tl.int64) * (rows * 2 if GATED else rows)
+        w += before_it * (UNITS * 4)
+        scales += before_it * GROUPS
+        offsets += before_it * (1 if FORMAT == "nvfp4" else GROUPS)
+        x += (pick // PICKED) * (COLS // 2 if BITS == 16 else COLS // 4)
+        out += pick * rows
     up = w + rows.to(tl.int64) * (UNITS * 4)
     up_scales = scales + rows.to(tl.int64) * GROUPS
-    up_offsets = offsets + rows.to(tl.int64) * GROUPS
+    up_offsets = offsets + rows.to(tl.int64) * (1 if FORMAT == "nvfp4" else GROUPS)
+    row_scales = offsets if FORMAT == "nvfp4" else scales
+    up_row_scales = up_offsets if FORMAT == "nvfp4" else up_scales
     row = tl.program_id(0) * STEP
     a = load_group(w, scales, offsets, row, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS)
     b = load_group(up, up_scales, up_offsets, row, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS) if GATED else a
-    early(PDL)
+    if not PICKED:
+        early(PDL)
     xs = ()
     squares = tl.zeros([RL, NB], tl.float32)
     for k in tl.static_range(T):
@@ -238,11 +287,11 @@ def gemv(
         r = at + tl.arange(0, BR)[None, :] * RL + tl.arange(0, RL)[:, None]
         ok = r < rows
         before = tl.load(out + r, ok, 0.0).to(tl.float32) if ADD else 0.0
-        by = tl.load(scales + r, ok, 0.0) * root if ROW_SCALE else root
+        by = tl.load(row_scales + r, ok, 0.0) * (root * ROW_UNIT) if ROW_SCALE else root
         y = tl.sum(stack(products(a[0], a[1], a[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1) * by
         if GATED:
-            by = tl.load(up_scales + r, ok, 0.0) * root if ROW_SCALE else root
+            by = tl.load(up_row_scales + r, ok, 0.0) * (root * ROW_UNIT) if ROW_SCALE else root
             z = tl.sum(stack(products(b[0], b[1], b[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1) * by
             y = y * tl.sigmoid(y) * z
-        tl.store(out + r, (before + y).to(out.dtype.element_ty), ok)
+        tl.store(out + r, (before + folded(y, FOLD)).to(out.dtype.element_ty), ok)
         a, b = a_next, b_next

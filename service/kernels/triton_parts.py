@@ -223,3 +223,29 @@ def fp8_floats(w):
         bits = ((b & 128) << 8) | ((b & 127) << 7)
         out = out + (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     return out
+
+
+@triton.jit
+def e4m3(b):
+    """float8_e4m3fn, as numbers from 0 to 255, divided by 256 (see fp8_floats), as fp32."""
+    w = b.to(tl.int16)
+    return (((w & 128) << 8) | ((w & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e2m1(n):
+    """Nibbles of nvfp4, as numbers from 0 to 15, divided by 2^14 as fp32: shifted into a half they lack 14 of its exponent's bias."""
+    w = n.to(tl.int16)
+    return (((w & 8) << 12) | ((w & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e2m1_floats(w):
+    """The eight nibbles of a word as `e2m1`: the low one of each byte, then the high ones."""
+    low = ()
+    high = ()
+    for i in tl.static_range(4):
+        b = byte(w, i)
+        low = low + (e2m1(b & 15),)
+        high = high + (e2m1(b >> 4),)
+    return low + high

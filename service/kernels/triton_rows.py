@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early, fixed, fixed_sum, four, two
+from .triton_parts import e2m1, e4m3, early, fixed, fixed_sum, four, two
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def widen(
     w, scales, offsets, out,
     COLS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, COLS] = a quantized weight's numbers; w: its bytes (int8 signed, others not)."""
+    """out [rows, COLS] = a quantized weight's numbers; w: its bytes (int8 signed, others not). Of nvfp4 see `gemv`."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < COLS
@@ -74,12 +74,18 @@ def widen(
         q = tl.where(c % 32 < 16, b & 15, b >> 4).to(tl.float32)
         if not OFFSETS:
             q -= 8.0
+    elif FORMAT == "nvfp4":
+        b = tl.load(w + row * (COLS // 2) + (c // 32) * 16 + c % 16, mask=live, other=0).to(tl.int32)
+        both = tl.load(scales + row * GROUPS + c // 32, mask=live, other=0).to(tl.int32)
+        scale = e4m3(tl.where(c % 32 < 16, both, both >> 8) & 255)
+        q = e2m1(tl.where(c % 32 < 16, b & 15, b >> 4)) * scale * (tl.load(offsets + row) * 4194304.0)
     elif FORMAT == "fp8":
         b = tl.load(w + row * COLS + c, mask=live, other=0).to(tl.int16)
         q = (((b & 128) << 8) | ((b & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
         q = tl.load(w + row * COLS + c, mask=live, other=0).to(tl.float32)
-    q *= tl.load(scales + row * GROUPS + c // GROUP, mask=live, other=0.0).to(tl.float32)
+    if FORMAT != "nvfp4":
+        q *= tl.load(scales + row * GROUPS + c // GROUP, mask=live, other=0.0).to(tl.float32)
     if OFFSETS:
         q += tl.load(offsets + row * GROUPS + c // GROUP, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * COLS + c, q.to(out.dtype.element_ty), live)

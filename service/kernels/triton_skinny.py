@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_gemv import folded
+from .triton_parts import e2m1, e4m3, early
 
 
 @triton.jit
@@ -88,57 +89,81 @@ def fp8_halves(b, HALF: tl.constexpr):
 
 
 @triton.jit
-def tile_sum(
+def nvfp4_halves(q, both, HALF: tl.constexpr):
+    """Low and high nibbles [BN, bytes] times their scales (`both` in one number for 16 bytes), exactly: both have few bits."""
+    low = e2m1(q & 15) * (e4m3(both & 255) * 4194304.0)
+    high = e2m1(q >> 4) * (e4m3((both >> 8) & 255) * 4194304.0)
+    if HALF == "bf16":
+        halves = low.to(tl.bfloat16), high.to(tl.bfloat16)
+    else:
+        halves = low.to(tl.float16), high.to(tl.float16)
+    return halves
+
+
+@triton.jit
+def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps one
+
     x, w, scales, offsets, b, live, n, part,
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """[16, BN] fp32: x times rows n of w, over the PER steps of BK columns that are this part's."""
-    acc = tl.zeros([16, BN], tl.float32)
+    """[BM, BN] fp32: rows b of x times rows n of w, over the PER steps of BK columns that are this part's."""
+    acc = tl.zeros([BM, BN], tl.float32)
+    row = b.to(tl.int64)[:, None] * COLS
+    held = n.to(tl.int64)
     if FORMAT == "float" and BN >= 64:
         # The weight as the left side of the product: from sm_90 on it goes from shared memory into the tensor cores without registers.
-        turned = tl.zeros([BN, 16], tl.float32)
+        turned = tl.zeros([BN, BM], tl.float32)
         k = tl.arange(0, BK)
         for i in tl.range(PER, num_stages=STAGES):
             at = (part * PER + i) * BK
-            t = tl.load(x + b[:, None] * COLS + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
-            q = tl.load(w + n[:, None].to(tl.int64) * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
+            t = tl.load(x + row + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
+            q = tl.load(w + held[:, None] * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
             turned = tl.dot(q, t.T, turned)
         acc = turned.T
-    elif FORMAT == "int4":
+    elif FORMAT == "int4" or FORMAT == "nvfp4":  # two columns in a byte
         bytes_ = tl.arange(0, BK // 2)
         col = (bytes_ // 16) * 32 + bytes_ % 16
         for i in tl.range(PER, num_stages=STAGES):
             at = (part * PER + i) * BK
-            low_x = tl.load(x + b[:, None] * COLS + at + col[None, :], mask=live & (at + col < COLS)[None, :], other=0.0)
-            high_x = tl.load(x + b[:, None] * COLS + at + 16 + col[None, :], mask=live & (at + col < COLS)[None, :], other=0.0)
-            q = tl.load(w + n[:, None].to(tl.int64) * (COLS // 2) + at // 2 + bytes_[None, :], mask=(at + col < COLS)[None, :], other=136)
-            s = tl.load(scales + n * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32)
-            low, high = int4_halves(q, HALF, ASM)
-            d = tl.dot(low_x, low.T)
-            d = tl.dot(high_x, high.T, d)
-            acc += d * s[None, :]
-            if OFFSETS:
-                o = tl.load(offsets + n * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32) + 8.0 * s
-                total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
-                acc += total[:, None] * o[None, :]
+            there = (at + col < COLS)[None, :]
+            low_x = tl.load(x + row + at + col[None, :], mask=live & there, other=0.0)
+            high_x = tl.load(x + row + at + 16 + col[None, :], mask=live & there, other=0.0)
+            q = tl.load(w + held[:, None] * (COLS // 2) + at // 2 + bytes_[None, :], mask=there, other=136)
+            if FORMAT == "nvfp4":
+                both = tl.load(scales + held[:, None] * GROUPS + (at // 32 + bytes_ // 16)[None, :], mask=there, other=0)
+                low, high = nvfp4_halves(q, both.to(tl.int32), HALF)
+                acc = tl.dot(low_x, low.T, acc)
+                acc = tl.dot(high_x, high.T, acc)
+            else:
+                s = tl.load(scales + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32)
+                low, high = int4_halves(q, HALF, ASM)
+                d = tl.dot(low_x, low.T)
+                d = tl.dot(high_x, high.T, d)
+                acc += d * s[None, :]
+                if OFFSETS:
+                    o = tl.load(offsets + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32) + 8.0 * s
+                    total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
+                    acc += total[:, None] * o[None, :]
+        if FORMAT == "nvfp4":
+            acc *= tl.load(offsets + held)[None, :]
     else:
         k = tl.arange(0, BK)
         for i in tl.range(PER, num_stages=STAGES):
             at = (part * PER + i) * BK
-            t = tl.load(x + b[:, None] * COLS + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
-            q = tl.load(w + n[:, None].to(tl.int64) * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
+            t = tl.load(x + row + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
+            q = tl.load(w + held[:, None] * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
             if FORMAT == "float":
                 acc = tl.dot(t, q.T, acc)
             else:
                 q = int8_halves(q, HALF, ASM) if FORMAT == "int8" else fp8_halves(q, HALF)
                 if GROUPS > 1:
-                    s = tl.load(scales + n * GROUPS + at // GROUP, mask=at < COLS, other=0.0)
+                    s = tl.load(scales + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0)
                     acc += tl.dot(t, q.T) * s[None, :]
                 else:
                     acc = tl.dot(t, q.T, acc)
         if FORMAT != "float" and GROUPS == 1:
-            acc *= tl.load(scales + n)[None, :]
+            acc *= tl.load(scales + held)[None, :]
         if FORMAT == "fp8":
             acc *= 256.0
     return acc
@@ -149,10 +174,10 @@ def skinny(
     x, w, scales, offsets, out, parts, rows, count,
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [count, rows] = x [count, COLS] @ w [rows, COLS]^T, count <= 16; or out += it (ADD); or silu of it times the same with the
-    rows after `rows` (GATED). A step of BK columns lies under one scale.
+    rows after `rows` (GATED); FOLD: see `folded`. A step of BK columns lies under one scale, but for nvfp4.
 
     With SPLIT > 1 so many programs share a row of weights; each leaves its sum in `parts` [SPLIT, 16, rows] for `add_parts`.
     """
@@ -164,22 +189,26 @@ def skinny(
     b = tl.arange(0, 16)
     live = (b < count)[:, None]
     early(PDL)
-    acc = tile_sum(x, w, scales, offsets, b, live, n, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, BN, BK, PER, STAGES, ASM)
+    acc = tile_sum(x, w, scales, offsets, b, live, n, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, 16, BN, BK, PER, STAGES, ASM)
     if GATED:
-        up = tile_sum(x, w, scales, offsets, b, live, n + rows, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, BN, BK, PER, STAGES, ASM)
+        n += rows
+        up = tile_sum(x, w, scales, offsets, b, live, n, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, 16, BN, BK, PER, STAGES, ASM)
         acc = acc * tl.sigmoid(acc) * up
     o = b[:, None] * rows + r[None, :]
     ok = live & (r < rows)[None, :]
     if SPLIT > 1:
         tl.store(parts + part * 16 * rows + o, acc, ok)
     else:
+        acc = folded(acc, FOLD)
         if ADD:
             acc += tl.load(out + o, ok, 0.0).to(tl.float32)
         tl.store(out + o, acc.to(out.dtype.element_ty), ok)
 
 
 @triton.jit
-def add_parts(parts, out, rows, SPLIT: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_parts(
+    parts, out, rows, SPLIT: tl.constexpr, ADD: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """out [count, rows] = the sum of parts [SPLIT, 16, rows], always in the same order, or out += it: grid (count, blocks of rows)."""
     b = tl.program_id(0)
     r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -188,6 +217,7 @@ def add_parts(parts, out, rows, SPLIT: tl.constexpr, ADD: tl.constexpr, BLOCK: t
     y = tl.load(parts + o, r < rows, 0.0)
     for j in tl.static_range(1, SPLIT):
         y += tl.load(parts + j * 16 * rows + o, r < rows, 0.0)
+    y = folded(y, FOLD)
     if ADD:
         y += tl.load(out + o, r < rows, 0.0).to(tl.float32)
     tl.store(out + o, y.to(out.dtype.element_ty), r < rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.parts import Part
 from ..kernels.rows import HeadShape, NormWeight, RotaryTable
 from ..quant.weight import Weight
 from .layers import Pass
@@ -54,10 +55,9 @@ class Attention:
     k_norm: NormWeight
     output: Weight
     rotary: RotaryTable
-    captured: bool = True
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return self.qkv, self.output
 
     def run(self, at: Pass, /) -> None:
@@ -75,8 +75,6 @@ class GatedAttention(Attention):
 
     qkv [2 * q + k + v rows, hidden]: of each head its queries, then its gates.
     """
-
-    captured: bool = False
 
     def run(self, at: Pass, /) -> None:
         kernels, views = at.kernels, at.views

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ..cache.recurrent import RecurrentStates
 from ..kernels.delta import DeltaHeads, DeltaStep, convolve_chunk, convolve_step, delta_chunk, delta_step, unit
+from ..kernels.parts import Part
 from ..kernels.rows import NormWeight, Slots
 from ..quant.weight import Weight
 from .layers import Pass
@@ -69,11 +70,10 @@ class GatedDelta:
     projection: Weight
     rates: Weight
     output: Weight
-    captured: bool = False
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        return self.projection, self.rates, self.output
+    def parts(self) -> tuple[Part, ...]:
+        return self.projection, self.rates, self.output, self.heads
 
     def run(self, at: Pass, /) -> None:
         kernels, views, states, slots = at.kernels, at.views, at.cache.states, at.rows.slots
@@ -83,7 +83,8 @@ class GatedDelta:
         at.project(self.norm, self.projection, projected)
         at.project(self.norm, self.rates, rates)
         windows, held = states.parts(self.index)
-        if at.rows.start is not None or not kernels.delta_step(self.heads, DeltaStep(projected, rates, windows, held, slots, mixed)):
+        step = DeltaStep(projected, rates, windows, held, slots, mixed)
+        if not (kernels.delta_step if at.rows.start is None else kernels.delta_chunk)(self.heads, step):
             self._mix(at, states, slots)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
 

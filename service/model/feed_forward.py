@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.parts import ExpertRows, ExpertWeights, SharedWeights
+from ..kernels.parts import ExpertRows, ExpertWeights, Part, SharedWeights
 from ..kernels.rows import NormWeight
 from ..quant.weight import Weight
 from .layers import Pass
@@ -67,10 +67,9 @@ class FeedForward:
     norm: NormWeight
     gate_up: Weight
     down: Weight
-    captured: bool = True
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return self.gate_up, self.down
 
     def run(self, at: Pass, /) -> None:
@@ -82,17 +81,14 @@ class FeedForward:
 
 @dataclass(slots=True)
 class Experts:
-    """Sparse experts behind their norm. Who is chosen is looked at on the host."""
+    """Sparse experts behind their norm. Where kernels do not take them as a whole, who is chosen is looked at on the host."""
 
     norm: NormWeight | None
     weights: ExpertWeights
-    captured: bool = False
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        w = self.weights
-        shared = (w.shared.gate_up, w.shared.down) if w.shared else ()
-        return w.gate_up[0], w.down[0], *shared
+    def parts(self) -> tuple[Part, ...]:
+        return (self.weights,)
 
     def run(self, at: Pass, /) -> None:
         normed, views = at.normed(self.norm), at.views

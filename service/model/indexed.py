@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.parts import IndexedRows, Indexer
+from ..kernels.parts import IndexedRows, Indexer, Part
 from ..kernels.rows import BLOCK, RotaryTable
 from ..quant.weight import Weight
 from .attention import GatedAttention
@@ -64,7 +64,7 @@ class IndexedAttention(GatedAttention):
     index_qk: Weight
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return self.qkv, self.output, self.index_qk
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..cache.paged import PagedKV
+from ..kernels.parts import Part
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, Rows
 from ..loader.table import FileTable
@@ -130,14 +131,13 @@ class Pass:
 class Layer(Protocol):
     """Half of a block: it reads the source of a pass, computes, and adds what it found to the target.
 
-    `matrices` are the weights that it multiplies with. `captured`: a decode step makes no look at values, so that a graph can hold it.
-    A decode step is made of calls of kernels alone, as long as none of these says False (see ReferenceKernels.stretch).
+    `parts` are what it hands to kernels: these say whether they take all of them without a look at values (ReferenceKernels.captures), so
+    that a graph can hold a decode step. That is made of calls of kernels alone, as long as none of these says False (see
+    ReferenceKernels.stretch).
     """
 
-    captured: bool
-
     @property
-    def matrices(self) -> tuple[Weight, ...]: ...
+    def parts(self) -> tuple[Part, ...]: ...
 
     def run(self, at: Pass, /) -> None: ...
 
@@ -155,6 +155,9 @@ class EarlyLayer(Layer, Protocol):
 
 class Mixer(Protocol):
     """What reads the residual streams [T, streams * hidden] of a decoder that has several."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]: ...
 
     def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor: ...
 
@@ -190,7 +193,19 @@ class Decoder:
         begins = [0, *(index for index, block in enumerate(self.blocks) if block.before is not None and index)]
         self.stretches = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
-    def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None) -> torch.Tensor:
+    def prepare(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> None:
+        """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host must see."""
+        if self.early:
+            views = scratch.rows(ids.shape[0])
+            at = Pass(ids, rows, kv, scratch, views, self.kernels, views["x"], views["x"])
+            for early in self.early:
+                early.begin(at)
+            for early in self.early:
+                early.fetch(at)
+
+    def forward(
+        self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None, *, prepared: bool = False
+    ) -> torch.Tensor:
         """Read ids [T] int64 that stand at `rows`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
 
         The blocks that `rows` names must belong to their sequences already; their lengths are the caller's to advance.
@@ -204,11 +219,12 @@ class Decoder:
             streams = views["streams"]
             streams.view(x.shape[0], -1, x.shape[1]).copy_(x[:, None])
             x = streams
-        for early in self.early:
+        for early in () if prepared else self.early:
             early.begin(at)
         if between is None and rows.start is None:
             for first, last in self.stretches:
-                self._fetch(at, first)
+                if not prepared:
+                    self._fetch(at, first)
                 self.kernels.stretch(rows, first, partial(self._run, at, first, last))
             return x
         for index in range(len(self.blocks)):
@@ -253,7 +269,7 @@ class Decoder:
 
     @property
     def captured(self) -> bool:
-        """Whether a decode step can be a CUDA graph: no layer looks at values, and the kernels have nothing that does for its weights."""
+        """Whether a decode step can be a CUDA graph, once `prepare` was called for it: its kernels look at no value."""
         layers = [layer for block in self.blocks for layer in (block.mixer, block.forward, block.before) if layer is not None]
-        matrices = [matrix for layer in layers for matrix in layer.matrices]
-        return all(layer.captured for layer in layers) and self.kernels.captures(self.shape, [*matrices, self.head])
+        mixer = () if isinstance(self.norm, NormWeight) else self.norm.parts
+        return self.kernels.captures(self.shape, [*(part for layer in layers for part in layer.parts), *mixer, self.head])

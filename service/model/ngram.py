@@ -15,12 +15,11 @@ import torch
 from ..cache.recurrent import RecurrentStates
 from ..errors import ModelError
 from ..kernels.delta import convolve_chunk, convolve_step
-from ..kernels.parts import NgramRows, NgramWeights
+from ..kernels.parts import NgramRows, NgramWeights, Part
 from ..kernels.rows import NormWeight, Slots
 from ..loader.checkpoint import Checkpoint
 from ..loader.rows import read_rows
 from ..loader.table import FileTable
-from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
 from .shape import DecoderConfig, NgramShape
@@ -154,12 +153,11 @@ class NgramBlock:
     heads: list[tuple[int, int]]
     table: FileTable
     weights: NgramWeights
-    captured: bool = False
     # The rows of the pass under way, all of a token one behind the other.
     coming: list[int] | None = None
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return self.weights.key, self.weights.value
 
     def begin(self, at: Pass, /) -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..kernels.parts import JointRows, StreamJoint
+from ..kernels.parts import JointRows, Part, StreamJoint
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import NormWeight
-from ..quant.weight import Weight
 from .layers import Layer, Pass, PassRows
 from .named import Named
 from .shape import DecoderConfig, StreamShape
@@ -50,6 +49,10 @@ class GatedResidual:
 
     joint: StreamJoint
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.joint,)
+
     def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor:
         """views["read"] [T, hidden]: the mix of streams [T, streams * hidden]."""
         return self.read(_rows(streams, views), kernels).read
@@ -82,11 +85,10 @@ class Streamed:
 
     residual: GatedResidual
     layer: Layer
-    captured: bool = False
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        return self.residual.joint.down, self.residual.joint.up, *self.layer.matrices
+    def parts(self) -> tuple[Part, ...]:
+        return self.residual.joint, *self.layer.parts
 
     def run(self, at: Pass, /) -> None:
         if self.residual.joint.inject is None:

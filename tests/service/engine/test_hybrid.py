@@ -28,6 +28,7 @@ from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.lease import carved_bytes
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
+from stepping import stepping
 from tiny_families import write_family
 
 CONTEXT = 512
@@ -240,3 +241,18 @@ def test_rows_of_a_table_are_a_stage_of_their_own(model: OpenModel) -> None:
         return
     assert 0 < same.stages["table"].bytes < other.stages["table"].bytes
     assert same.stages["table"].seconds > 0
+
+
+def test_graph_steps_change_no_text(model: OpenModel, monkeypatch: pytest.MonkeyPatch):
+    """Rows of a table are there before a step that a graph does, no row is there twice, and none is stepped ahead of its token."""
+    model.load()
+    ids = [tuple(torch.randint(3, 512, (40 + 9 * row,), generator=torch.Generator().manual_seed(row)).tolist()) for row in range(3)]
+    requests = [Request(ids=row, sampling=Sampling(temperature=0.0), max_tokens=12, prefix_reuse=False) for row in ids]
+    expected = [event.result.ids for request in requests for event in model.generate(request) if event.result is not None]
+    with stepping(model, monkeypatch) as stepper:
+        found = {event.request: event.result.ids for event in model.generate_batch(requests) if event.result is not None}
+        assert stepper.ahead == 0
+        assert max(batch for batch, _ in stepper._graphs) == 3
+    assert [found[row] for row in range(3)] == expected
+    assert model._session is not None
+    model._session.runner.kv.check()

@@ -22,6 +22,13 @@ def test_every_kernel_is_within_its_bound(found: dict[str, Any]):
     assert not off
 
 
+def test_every_kernel_of_a_layer_is_within_its_bound():
+    layers = results("layers")
+    assert not {form: row for form, row in layers.items() if not row["error"] <= row["bound"]}
+    kinds = {"experts", "delta", "streams", "attend", "part_gates", "close_gates", "attend_indexed"}
+    assert {form.partition(" ")[0].rstrip(",") for form in layers} == kinds
+
+
 def test_all_kernels_and_formats_were_compared(found: dict[str, Any]):
     kinds = [("linear", "fp8")]
     kinds += [(k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")]

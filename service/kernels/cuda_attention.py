@@ -1,0 +1,202 @@
+"""Attention on CUDA over paged keys and values: whole heads turned in one kernel a step, others placed first; chosen stretches only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .cuda_plan import on_grid
+from .cuda_products import FusedProducts, power
+from .parts import IndexedRows, Indexer
+from .rows import BLOCK, FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
+from .triton_attend import attend_chunk, attend_step, join_splits
+from .triton_places import attend_places, choose_stretches, close_gates, part_gates, place_turned, pool_keys, score_stretches
+from .triton_rows import place_heads
+
+# Programs that share the positions of a sequence, by the batch: so many that all processors of a large GPU have some.
+SPLITS = {1: 16, 2: 16, 4: 8, 8: 8}
+# Largest group of queries that share a key/value head.
+GROUP = 16
+# Numbers of joined results that a program holds, and columns of a head that it takes where they are more.
+JOINED, JOINED_COLUMNS = 16384, 64
+# Scores of stretches that are held at once when a chunk chooses: 64 MiB.
+SCORES = 1 << 24
+STRETCHES = 64
+
+
+class AttentionKernels(FusedProducts):
+    """A decode step shares the places of each sequence out among programs, a chunk its rows."""
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        if not self.fuses_attention(heads):
+            return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
+        forms, tables = _forms(heads), rows.tables
+        if 2 * rotary.cos.shape[1] != heads.head_dim:
+            self._place(qkv, heads, q_norm, k_norm, rotary, keys, values, rows)
+            if rows.start is None:
+                return self._attend_places(qkv, forms, keys, values, rows, out, rows.positions, rows.positions, 0, 1)
+            return self._attend_chunk(qkv, forms, keys, values, rows, out)
+        parts = qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, tables
+        if rows.start is None:
+            count, room = qkv.shape[0], self.room
+            splits = SPLITS[power(count)]
+            on_grid(attend_step, (count, heads.kv_heads, splits))(
+                *parts, tables.stride(0), room.heads, *room.heads_scores, out, SPLITS=splits, PDL=self.device.early, num_warps=4,
+                **forms, **self.launch,
+            )  # fmt: skip
+            return self._join(rows.positions, out, forms, splits, 0)
+        room = power(heads.heads + 2 * heads.kv_heads)
+        on_grid(place_heads, (qkv.shape[0],))(*parts, HEADS=heads.heads, KV=heads.kv_heads, D=heads.head_dim, ROOM=room, num_warps=8)
+        return self._attend_chunk(qkv, forms, keys, values, rows, out)
+
+    def attend_indexed(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadShape,
+        q_norm: NormWeight,
+        k_norm: NormWeight,
+        rotary: RotaryTable,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+        indexer: Indexer,
+        at: IndexedRows,
+    ) -> bool:
+        if not self.fuses_attention(heads) or rows.slots is None:
+            return False
+        count, decode, forms = qkv.shape[0], rows.start is None, _forms(heads)
+        self._place(qkv, heads, q_norm, k_norm, rotary, keys, values, rows)
+        queries = self._room_for("indexer queries", torch.float32, qkv, decode, count * (indexer.heads + 1) * indexer.dim)
+        early = {"PDL": self.device.early, **self.launch}
+        sizes = {"HEADS": indexer.heads, "DIM": indexer.dim, "DP": power(indexer.dim), "RATIO": indexer.ratio}
+        ahead = rows.tables.stride(0) if decode else 0
+        on_grid(pool_keys, (count, indexer.heads + 1))(
+            at.indexed, at.tails, at.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps, indexer.k_norm.eps,
+            rotary.cos, rotary.sin, rows.positions, rows.tables, ahead, rows.slots.source, rows.slots.target, count,
+            HALF=rotary.cos.shape[1], CHUNK=not decode, num_warps=1, **sizes, **early,
+        )  # fmt: skip
+        seen = indexer.budget + indexer.ratio - 1
+        if rows.start is not None and rows.start + count <= seen:
+            self._attend_chunk(qkv, forms, keys, values, rows, out)
+            return True
+        # A graph must fit every length up to the whole table's; programs behind a row's last stretch end at once.
+        longest = rows.tables.shape[1] * BLOCK if rows.start is None else rows.start + count
+        width, most = longest // indexer.ratio, indexer.budget // indexer.ratio
+        step = count if decode else max(1, min(count, SCORES // max(1, width)))
+        scores = self._room_for("indexer scores", torch.float32, qkv, decode, step * width)
+        chosen = self._room_for("indexer chosen", torch.int32, qkv, decode, step * most)
+        lengths = self._room_for("indexer lengths", torch.int32, qkv, decode, step)
+        for first in range(0, count, step):
+            piece = slice(first, min(first + step, count))
+            some = piece.stop - first
+            positions = rows.positions[piece]
+            asked = queries[first * indexer.heads * indexer.dim :]
+            on_grid(score_stretches, (some, -(-width // STRETCHES)))(
+                asked, at.pooled, positions, rows.tables, ahead, scores, width, BLOCK=STRETCHES, num_warps=4, **sizes, **early
+            )
+            on_grid(choose_stretches, (some,))(
+                scores,
+                positions,
+                chosen,
+                lengths,
+                width,
+                MOST=most,
+                RATIO=indexer.ratio,
+                BLOCK=min(4096, power(width)),
+                num_warps=8,
+                **early,
+            )
+            part = Rows(positions, rows.tables, rows.start, rows.longest)
+            self._attend_places(qkv[piece], forms, keys, values, part, out[piece], chosen, lengths, indexer.ratio, most)
+        return True
+
+    def part_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        sizes = {"HEADS": heads.heads, "KV": heads.kv_heads, "D": heads.head_dim, "BLOCK": 1024, "PDL": self.device.early}
+        on_grid(part_gates, (qkv.shape[0], -(-heads.qkv // 1024)))(projected, qkv, num_warps=4, **sizes, **self.launch)
+
+    def close_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        sizes = {"HEADS": heads.heads, "KV": heads.kv_heads, "D": heads.head_dim, "BLOCK": 1024, "PDL": self.device.early}
+        on_grid(close_gates, (qkv.shape[0], -(-heads.queries // 1024)))(projected, mixed, num_warps=4, **sizes, **self.launch)
+
+    def fuses_attention(self, heads: HeadShape) -> bool:
+        """Whether it runs in fused kernels; what does not is told of once."""
+        group = heads.heads // heads.kv_heads
+        if heads.head_dim in (64, 128, 256) and group <= GROUP:
+            return True
+        self.tell(f"attention with {group} queries of {heads.head_dim} to a key")
+        return False
+
+    def _room_for(self, name: str, dtype: torch.dtype, like: torch.Tensor, decode: bool, size: int) -> torch.Tensor:
+        """Numbers between two kernels: of a step at the same address every time."""
+        return self.kept(name, dtype, like, size) if decode else torch.empty(size, dtype=dtype, device=like.device)
+
+    def _place(
+        self, qkv: torch.Tensor, heads: HeadShape, q_norm: NormWeight, k_norm: NormWeight, rotary: RotaryTable, keys: torch.Tensor,
+        values: torch.Tensor, rows: Rows,
+    ) -> None:  # fmt: skip
+        on_grid(place_turned, (qkv.shape[0], heads.heads + 2 * heads.kv_heads))(
+            qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, rows.tables,
+            rows.tables.stride(0) if rows.start is None else 0, HEADS=heads.heads, KV=heads.kv_heads, D=heads.head_dim,
+            HALF=rotary.cos.shape[1], PDL=self.device.early, num_warps=1, **self.launch,
+        )  # fmt: skip
+
+    def _attend_places(
+        self, qkv: torch.Tensor, forms: dict[str, Any], keys: torch.Tensor, values: torch.Tensor, rows: Rows, out: torch.Tensor,
+        chosen: torch.Tensor, lengths: torch.Tensor, ratio: int, most: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Rows of queries that are turned, over the cache that has their keys."""
+        count, decode, room = qkv.shape[0], rows.start is None, self.room
+        splits = SPLITS[power(count)] if decode and count <= FEW_ROWS else 1
+        on_grid(attend_places, (count, forms["KV"], splits))(
+            qkv, keys, values, rows.positions, rows.tables, rows.tables.stride(0) if decode else 0, chosen, lengths, room.heads,
+            *room.heads_scores, out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4, **forms, **self.launch,
+        )  # fmt: skip
+        return out if splits == 1 else self._join(lengths, out, forms, splits, 0 if ratio else 1)
+
+    def _join(self, lengths: torch.Tensor, out: torch.Tensor, forms: dict[str, Any], splits: int, more: int) -> torch.Tensor:
+        wide = splits * forms["GP"] * forms["D"] > JOINED
+        columns = JOINED_COLUMNS if wide else forms["D"]
+        on_grid(join_splits, (out.shape[0], forms["KV"], forms["D"] // columns))(
+            lengths, self.room.heads, *self.room.heads_scores, out, SPLITS=splits, MORE=more, COLUMNS=columns, PDL=self.device.early,
+            num_warps=4, **forms, **self.launch,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _attend_chunk(
+        qkv: torch.Tensor, forms: dict[str, Any], keys: torch.Tensor, values: torch.Tensor, rows: Rows, out: torch.Tensor
+    ) -> torch.Tensor:
+        count, narrow = qkv.shape[0], forms["D"] <= 128
+        tile = 128 if count * forms["GP"] > 64 and narrow else 64
+        on_grid(attend_chunk, (-(-count * forms["GP"] // tile), forms["KV"]))(
+            qkv,
+            keys,
+            values,
+            rows.tables,
+            out,
+            rows.start,
+            count,
+            BM=tile,
+            BN=64 if narrow else 32,
+            STAGES=2,
+            num_warps=tile // 16,
+            **forms,
+        )
+        return out
+
+
+def _forms(heads: HeadShape) -> dict[str, Any]:
+    return {"HEADS": heads.heads, "KV": heads.kv_heads, "D": heads.head_dim, "GP": power(heads.heads // heads.kv_heads)}

@@ -1,0 +1,80 @@
+"""Joints of residual streams on CUDA: what a layer reads of them, and what it found let in again."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_parts import early
+
+
+@triton.jit
+def norm_streams(
+    streams, norm, inject, normed, parts, found, eps,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """normed [T, STREAMS HIDDEN]: each stream normed for itself. Grid (T, STREAMS).
+
+    INJECT: parts fp32 [T, STREAMS, STREAMS] = what each stream adds to the products with inject [STREAMS, STREAMS HIDDEN]; found
+    [T, HIDDEN] = 0.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    c = tl.arange(0, BLOCK)
+    live = c < HIDDEN
+    weight = tl.load(norm + stream * HIDDEN + c, mask=live, other=0.0)
+    early(PDL)
+    at = t * (STREAMS * HIDDEN) + stream * HIDDEN + c
+    x = tl.load(streams + at, mask=live, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight
+    rounded = x.to(normed.dtype.element_ty)
+    tl.store(normed + at, rounded, live)
+    if INJECT:
+        x = rounded.to(tl.float32)
+        for i in tl.static_range(STREAMS):
+            w = tl.load(inject + i * (STREAMS * HIDDEN) + stream * HIDDEN + c, mask=live, other=0.0).to(tl.float32)
+            tl.store(parts + (t * STREAMS + stream) * STREAMS + i, tl.sum(w * x))
+        if stream == 0:
+            tl.store(found + t * HIDDEN + c, (x * 0.0).to(found.dtype.element_ty), live)
+
+
+@triton.jit
+def mix_streams(
+    mixed, normed, parts, read, weights,
+    STREAMS: tl.constexpr, ROOM: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """read [T, HIDDEN] = the mean over streams of sigmoid(mixed) * normed [T, STREAMS HIDDEN]; with INJECT also weights [T, STREAMS] =
+    2 sigmoid(the sum of `parts` / STREAMS). Grid (T, blocks of HIDDEN); ROOM: a power of two of streams.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < HIDDEN
+    early(PDL)
+    y = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(STREAMS):
+        at = t * (STREAMS * HIDDEN) + i * HIDDEN + c
+        m = tl.load(mixed + at, mask=live, other=0.0).to(tl.float32)
+        y += tl.sigmoid(m) * tl.load(normed + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(read + t * HIDDEN + c, (y / STREAMS).to(read.dtype.element_ty), live)
+    if INJECT:
+        if tl.program_id(1) == 0:
+            into = tl.arange(0, ROOM)
+            total = tl.zeros([ROOM], tl.float32)
+            for stream in tl.static_range(STREAMS):
+                total += tl.load(parts + (t * STREAMS + stream) * STREAMS + into, mask=into < STREAMS, other=0.0)
+            tl.store(weights + t * STREAMS + into, (2.0 * tl.sigmoid(total / STREAMS)).to(weights.dtype.element_ty), into < STREAMS)
+
+
+@triton.jit
+def inject_found(streams, weights, found, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """streams [T, STREAMS, HIDDEN] += weights [T, STREAMS] * found [T, HIDDEN]: grid (T, blocks of HIDDEN)."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < HIDDEN
+    early(PDL)
+    y = tl.load(found + t * HIDDEN + c, mask=live, other=0.0).to(tl.float32)
+    for i in tl.static_range(STREAMS):
+        at = t * (STREAMS * HIDDEN) + i * HIDDEN + c
+        x = tl.load(streams + at, mask=live, other=0.0).to(tl.float32)
+        x += tl.load(weights + t * STREAMS + i).to(tl.float32) * y
+        tl.store(streams + at, x.to(streams.dtype.element_ty), live)
