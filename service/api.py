@@ -66,7 +66,7 @@ class OpenModel:
         self.read_ceiling = known_ceiling(kernel_cache, torch.device(pool.device).type)
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
-        self._language = Language(blueprint.checkpoint.folder)
+        self.language = Language(blueprint.checkpoint.folder)
 
     @property
     def context(self) -> int:
@@ -128,12 +128,12 @@ class OpenModel:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises ModelError when there is none."""
-        return self._language.tokenizer
+        return self.language.tokenizer
 
     @property
     def template(self) -> ChatTemplate:
         """The checkpoint's chat template. Raises ModelError when there is none."""
-        return self._language.template
+        return self.language.template
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, control tokens recognized."""
@@ -197,11 +197,11 @@ class OpenModel:
         a request's place in the list, whether that one is no longer wanted; its blocks are free at once.
         """
         orders = Orders(cancel, cancel_request, progress)
-        return self._run(prepare_all(requests, self._blueprint, self._language), orders)
+        return self._run(prepare_all(requests, self._blueprint, self.language), orders)
 
     def prepared(self, request: Request) -> Prepared:
         """`request` checked, for `serve`. Raises RequestError, ModelError."""
-        return prepare(request, self._blueprint, self._language)
+        return prepare(request, self._blueprint, self.language)
 
     def serve(
         self,
@@ -277,7 +277,7 @@ class OpenModel:
         """Return the model's bytes for good, after a running generation has ended."""
         with self._lock:
             self._closed = True
-            self._language.close()
+            self.language.close()
             return self._release()
 
     def _release(self) -> tuple[Released, ...]:

@@ -105,6 +105,9 @@ class Registry:
                     kernel_cache=self.config.cache,
                     sequences=sequences,
                 )
+                # A template is a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
+                alike = (other for (file, *_), other in self._models.items() if file == key[0] and not other.stale)
+                opened.language = next((other.language for other in alike), opened.language)
                 self._models[key] = opened
         if load:
             opened.load(progress=progress, cancel=cancel)

@@ -9,7 +9,7 @@ import pytest
 from asking import CONTEXT, ask, run
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
-from onedesk.service.core import Progress, Sampling
+from onedesk.service.core import Message, Progress, Sampling
 from onedesk.service.errors import Cancelled, MemoryFull, ModelError, RequestError
 from onedesk.service.memory.policy import Policy
 from onedesk.service.model.arrival import WeightArrival
@@ -25,6 +25,16 @@ def test_one_choice_is_one_model(registry: Registry, checkpoint: Path) -> None:
     assert [model.name for model in registry.models()] == ["tiny", "tiny"]
     with pytest.raises(RequestError, match="no open model is called 'other'; open are: tiny"):
         registry.release("other")
+
+
+def test_handles_of_one_checkpoint_share_its_tokenizer_and_its_templates_process(registry: Registry) -> None:
+    first, second, third = (registry.open("tiny", context=context, load=False) for context in (64, 96, 128))
+    assert first.template is second.template is third.template
+    assert first.tokenizer is second.tokenizer is third.tokenizer
+    asked = [Message("user", "a cat")]
+    shown = first.render(asked)
+    registry.forget(first)  # ends the process; who needs it next starts another
+    assert second.render(asked) == third.render(asked) == shown
 
 
 def test_the_same_seed_gives_the_same_text_also_after_giving_way(model: OpenModel, registry: Registry) -> None:
