@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -17,6 +18,8 @@ def main() -> int:
         else:
             sys.stderr.write("onedesk: interrupted\n")
         return 130
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what Python takes apart at its exit would print tracebacks of its own
 
 
 if __name__ == "__main__":

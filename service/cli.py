@@ -108,6 +108,8 @@ def _chat(args: argparse.Namespace) -> int:
     history = list(start)
     stop = Stop()
     with stop.listening(), _opened(args, load_config(args.config)) as model:
+        if stop.asked:
+            raise Cancelled("interrupted")
         print("Write a message. /reset starts anew, /exit or Ctrl-D ends.", file=sys.stderr)
         while (line := read_line("> ")) is not None and line.strip() != "/exit":
             if line.strip() == "/reset":

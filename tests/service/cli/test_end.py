@@ -15,6 +15,7 @@ from command_line import COMMAND, ENDS_WITHIN, start
 from kept_kernels import keep_kernels
 from onedesk.service import __main__ as door
 from onedesk.service import cli
+from onedesk.service.registry import REGISTRY
 from tiny_qwen3 import write_tiny_qwen3
 
 
@@ -64,7 +65,12 @@ def test_an_interrupt_before_the_command_is_imported_is_no_traceback(words, monk
     monkeypatch.delitem(sys.modules, "onedesk.service.cli")
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     monkeypatch.setattr(sys, "argv", ["onedesk", *words])
-    assert door.main() == 130
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert door.main() == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
     shown = capsys.readouterr()
     if "--json" in words:
         assert json.loads(shown.out) == {"error": {"type": "Cancelled", "message": "interrupted"}}
@@ -116,6 +122,18 @@ def test_a_full_disk_behind_stdout_is_told_without_a_traceback(tree, form):
 def test_a_chat_without_a_standard_input_ends(tree, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert cli.main(["chat", "--model", "tiny", "--config", str(tree / "onedesk.toml")]) == 0
+
+
+def test_a_chat_that_is_interrupted_while_it_opens_ends(tree, capsys, monkeypatch):
+    opened = type(REGISTRY).open
+
+    def interrupted(self, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(type(REGISTRY), "open", interrupted)
+    assert cli.main(["chat", "--model", "tiny", "--config", str(tree / "onedesk.toml")]) == 130
+    assert capsys.readouterr().err == "onedesk: interrupted\n"
 
 
 def test_bytes_that_are_no_text_are_refused(tree):
