@@ -75,7 +75,8 @@ class DecodeBuffers:
         """
         positions = self.place(sequences, batch or len(sequences))
         count = len(positions)
-        self._ids[count].copy_(torch.tensor([*tokens, *[tokens[0]] * (count - len(tokens))], dtype=torch.int64), non_blocking=True)
+        ids = self._rows[count].ids = [*tokens, *[tokens[0]] * (count - len(tokens))]
+        self._ids[count].copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
         self._positions[count].copy_(torch.tensor(positions, dtype=torch.int32), non_blocking=True)
         return max(positions) + 1
 
@@ -94,8 +95,9 @@ class DecodeBuffers:
             self._hold_table(row, sequences[0])
         return positions + positions[:1] * missing
 
-    def prepare(self, batch: int) -> None:
-        """What the host does for a step whose ids are there, before its device work: see Decoder.prepare."""
+    def prepare(self, batch: int, tokens: Sequence[int]) -> None:
+        """What the host does for a step whose ids are there, before its device work: see Decoder.prepare. `tokens`: the ids, if known."""
+        self._rows[batch].ids = tokens
         self._network.prepare(self._ids[batch], self._rows[batch], self._kv, self._scratch)
 
     def step(self, batch: int, longest: int, *, prepared: bool = False) -> torch.Tensor:
@@ -134,10 +136,11 @@ class ChunkBuffers:
             + (SlotBuffers.nbytes(1) if recurrent else 0)
         )
 
-    def fill(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, Rows]:
+    def fill(self, sequence: SequenceKV, ids: Sequence[int], before: Sequence[int] = ()) -> tuple[torch.Tensor, Rows]:
         """Put `ids` behind the sequence, which gets room for them and is not advanced. Raises RequestError beyond its capacity.
 
-        A chunk may be stopped: until it is advanced the sequence is as it was.
+        `before`: those that the sequence ends with, as far as they are known. A chunk may be stopped: until it is advanced the sequence is
+        as it was.
         """
         count, start = len(ids), sequence.length
         sequence.ensure(count, undo=True)
@@ -150,7 +153,7 @@ class ChunkBuffers:
         if self._slots is not None:
             self._slots.fill([sequence.slots])
             slots = self._slots.views(1)
-        return chunk, Rows(self.positions[start : start + count], self.table, start, start + count, slots)
+        return chunk, Rows(self.positions[start : start + count], self.table, start, start + count, slots, ids, before)
 
 
 def copy_table(sequence: SequenceKV, row: torch.Tensor) -> None:

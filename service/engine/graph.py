@@ -82,7 +82,8 @@ class GraphStepper:
         self._plans[batch].copy_(slot.plans[batch], non_blocking=True)
         if self._early:
             self._sampler.feed(self._plans[batch], runner.buffers.ids, runner.buffers.positions)
-            runner.buffers.prepare(batch)
+            tokens = [feed.token for feed in feeds if feed.token is not None]
+            runner.buffers.prepare(batch, tokens if len(tokens) == batch else ())
         graph = self._graphs.get((batch, draws))
         if graph is not None:
             graph.replay()

@@ -98,7 +98,7 @@ class Runner:
             left = len(ids) - done
             border = 0 if sequence.cuts_anywhere else last_border(sequence.length, left)
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
-            state = self._forward(sequence, piece, cancel)
+            state = self._forward(sequence, piece, cancel, before=ids[:done])
             sequence.keep_border()
             done += len(piece)
             report(done)
@@ -163,9 +163,16 @@ class Runner:
         return self.network.logits(state, self.scratch)
 
     def _forward(
-        self, sequence: SequenceKV, ids: Sequence[int], cancel: CancelCheck | None, seen: BetweenLayers | None = None
+        self,
+        sequence: SequenceKV,
+        ids: Sequence[int],
+        cancel: CancelCheck | None,
+        seen: BetweenLayers | None = None,
+        before: Sequence[int] = (),
     ) -> torch.Tensor:
-        """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each."""
+        """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each. `before`: see
+        ChunkBuffers.fill.
+        """
 
         def between(index: int, state: torch.Tensor) -> None:
             if self.gate is not None:
@@ -177,7 +184,7 @@ class Runner:
 
         if self.gate is not None:
             self.gate.fetch_rows(ids)
-        chunk, rows = self.chunk.fill(sequence, ids)
+        chunk, rows = self.chunk.fill(sequence, ids, before)
         state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
         sequence.advance(len(ids))
         return state

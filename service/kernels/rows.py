@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,8 @@ class Rows:
     positions: int32 [T], the position of each row in its sequence. tables: int32 [S, max_blocks], the KV block ids of each sequence.
     start: a chunk (S = 1) has rows start..start+T-1 of one sequence; None is a decode step, where row i belongs to sequence i (S = T).
     longest: upper bound of positions + 1 that the host knows; under a CUDA graph that of its bucket.
-    slots: of networks with recurrent layers, else None.
+    slots: of networks with recurrent layers, else None. ids: those of the rows, and before: those just before a chunk, as far as the host
+    knows them without asking the device, which would wait for all that it does.
     """
 
     positions: torch.Tensor
@@ -64,6 +66,8 @@ class Rows:
     start: int | None
     longest: int
     slots: Slots | None = None
+    ids: Sequence[int] = ()
+    before: Sequence[int] = ()
 
 
 @dataclass(slots=True)

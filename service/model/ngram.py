@@ -164,8 +164,11 @@ class NgramBlock:
         """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
         slots, states = self._states(at)
         pasts = states.parts(self.index)[1]
-        before = [[int(token) + self.shape.end for token in pasts[slot].tolist()] for slot in slots.source.tolist()]
-        ids = at.ids.tolist()
+        ids, back = at.rows.ids or at.ids.tolist(), self.shape.size - 1
+        if len(at.rows.before) >= back:
+            before = [at.rows.before[-back:]]
+        else:
+            before = [[int(token) + self.shape.end for token in pasts[slot].tolist()] for slot in slots.source.tolist()]
         pieces = [[*before[0], *ids]] if at.rows.start is not None else [[*past, token] for past, token in zip(before, ids, strict=True)]
         self.coming = [row for seen in pieces for row in self._rows(seen)]
         kept = [[float(token - self.shape.end) for token in seen[1 - self.shape.size :]] for seen in pieces]
