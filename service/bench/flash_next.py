@@ -1,0 +1,219 @@
+"""Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with experts of 4 bits.
+
+    python -m onedesk.service.bench.flash_next [--model qwen3.8-flash-next] [--experts int4|nvfp4|bf16] [--batch 1,8] [--seconds 240]
+        [--prompt 2048] [--tokens 128] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--json]
+
+Every result is told as soon as it is there (stderr), and no new part begins behind `--seconds`. The first pass of each kind compiles and
+is told apart. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is sparse: it takes no room on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache.paged import SequenceKV
+from ..config import load_config
+from ..core import Sampling
+from ..engine.sampler import Sampler
+from ..engine.session import pick_device
+from ..engine.stepper import Feed
+from ..errors import OnedeskError, RequestError
+from ..memory.budget import MemorySettings
+from ..memory.pool import Pool
+from ..memory.truth import read_truth
+from ..quant.formats import NVFP4, int4
+from ..quant.weight import Format
+from ..setup.console import failure, write_json
+from ..setup.plan import plan_model
+from ..setup.published import PUBLISHED, published_name
+from .ceiling import read_ceiling
+from .made import Made, made_blueprint, make
+
+EXPERTS: Mapping[str, Format | None] = {"int4": int4(128), "int4-g32": int4(32), "nvfp4": NVFP4, "bf16": None}
+# What makes a shape small without leaving out a layer; head_dim and widths are such that the fused kernels take them.
+TINY: Mapping[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 8,
+    "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "hc_lowrank": 32, "ple_embed_dim": 256, "ngram_vocab_size_base": 1009, "eos_token_id": 2,
+    "split_ngram_parts": 4, "indexer_heads": 2, "indexer_head_dim": 32, "indexer_budget": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+class Clock:
+    """What there is to tell, and whether there is time for more."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began = time.perf_counter()
+        self._seconds = seconds
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() - self._began > self._seconds
+
+    def tell(self, what: str) -> None:
+        sys.stderr.write(f"{time.perf_counter() - self._began:7.1f} s  {what}\n")
+        sys.stderr.flush()
+
+
+def shape_of(name: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
+    """The published name and its config, made small where `tiny`. Raises RequestError."""
+    known = published_name(name)
+    if known is None:
+        raise RequestError(f"no published shape is called {name!r}; known are {', '.join(PUBLISHED)}")
+    config = dict(PUBLISHED[known])
+    if tiny:
+        inner = dict(config.get("text_config", config))
+        inner |= {key: value for key, value in TINY.items() if key in inner}
+        inner.pop("layer_types", None)
+        config = {**config, "text_config": inner} if "text_config" in config else inner
+    return known, config
+
+
+def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, Any]:
+    """The document; what there was no time for is not in it. Raises OnedeskError."""
+    name, config = shape_of(args.model, tiny=args.tiny)
+    device, settings = pick_device(args.device), MemorySettings(**load_config(None).memory)
+    context = args.prompt + args.tokens * 4 + 64
+    blueprint = made_blueprint(config, device, context, EXPERTS[args.experts], folder, max(args.batch))
+    need = blueprint.need
+    clock.tell(f"{name}: weights {need.weights / 1e9:.2f} GB, caches {need.kv / 1e9:.2f} GB, scratch {need.scratch / 1e9:.2f} GB")
+    document: dict[str, Any] = {"kind": "flash_next", "model": name, "experts": args.experts, "device": str(device), "tiny": args.tiny}
+    ceiling = read_ceiling(device.type, available=read_truth(device.type).available, repeats=3)
+    before = _held(device)
+    pool = Pool(device.type, settings, lambda: read_truth(device.type))
+    made = make(blueprint, pool, folder)
+    _wait(device)
+    captured = made.runner.network.captured
+    clock.tell(f"made; read ceiling {ceiling / 1e9:.0f} GB/s; {made.kernels.reason}; a step is {'a graph' if captured else 'NOT a graph'}")
+    document |= {"need": need.weights + need.kv + need.scratch, "captured": captured, "read_bytes_per_second": ceiling}
+    try:
+        document["prefill"] = prefill_rows(made, args.prompt, clock)
+        document["decode"] = [row for batch in args.batch if not clock.over for row in [decode_row(made, batch, args, ceiling, clock)]]
+        document["memory"] = memory_row(name, args, document["need"], _held(device) - before, clock)
+    finally:
+        made.release()
+    return document
+
+
+def prefill_rows(made: Made, tokens: int, clock: Clock) -> dict[str, Any]:
+    """A prompt of so many tokens, again and again; the first time compiles."""
+    seconds: list[float] = []
+    for turn in range(4):
+        if turn and clock.over:
+            break
+        with made.runner.kv.open(tokens + 1) as sequence:
+            began = time.perf_counter()
+            made.runner.prefill(sequence, _ids(made, tokens, turn), None, lambda _: None)
+            _wait(made.blueprint.device)
+            seconds.append(time.perf_counter() - began)
+        clock.tell(f"prefill of {tokens}: {seconds[-1]:.3f} s, {tokens / seconds[-1]:,.0f} tokens/s" + ("" if turn else " (compiles)"))
+    best = statistics.median(seconds[1:]) if len(seconds) > 1 else seconds[0]
+    return {"tokens": tokens, "first_seconds": seconds[0], "seconds": seconds[1:], "tokens_per_second": tokens / best}
+
+
+def decode_row(made: Made, batch: int, args: argparse.Namespace, ceiling: float, clock: Clock) -> dict[str, Any]:
+    """So many sequences behind a short prompt: the first steps compile and capture, then all are timed one by one."""
+    sampler = Sampler(Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0), 0, [], made.blueprint.widths.vocab)
+    sequences = [made.runner.kv.open(args.prompt // 8 + 4 * args.tokens) for _ in range(batch)]
+    tokens: list[int] = []
+    for row, sequence in enumerate(sequences):
+        scores = made.runner.prefill(sequence, _ids(made, max(8, args.prompt // 16), 50 + row), None, lambda _: None)
+        tokens.append(int(scores.argmax()))
+    seconds: list[float] = []
+    began = time.perf_counter()
+    for _ in range(3):
+        tokens = _step(made, sequences, tokens, sampler)
+    first = time.perf_counter() - began
+    clock.tell(f"decode, {batch} rows: the first 3 steps {first:.2f} s (compiles, captures)")
+    for _ in range(args.tokens):
+        began = time.perf_counter()
+        tokens = _step(made, sequences, tokens, sampler)
+        seconds.append(time.perf_counter() - began)
+        if clock.over:
+            break
+    for sequence in sequences:
+        sequence.close()
+    rate = batch * len(seconds) / sum(seconds)
+    read = made.blueprint.pass_bytes / statistics.median(seconds)
+    clock.tell(
+        f"decode, {batch} rows: {rate:.1f} tokens/s, a step {statistics.median(seconds) * 1e3:.2f} ms (median; least "
+        f"{min(seconds) * 1e3:.2f}), {read / 1e9:.0f} GB/s at one row's experts, {read / ceiling:.0%} of the ceiling"
+    )
+    return {"batch": batch, "tokens_per_second": rate, "step_seconds": statistics.median(seconds), "share": read / ceiling, "first": first}
+
+
+def _step(made: Made, sequences: Sequence[SequenceKV], tokens: Sequence[int], sampler: Sampler) -> list[int]:
+    made.stepper.launch([Feed(kv, sampler, token, -1, 0, wanted=True) for kv, token in zip(sequences, tokens, strict=True)])
+    return [picked.token for picked in made.stepper.collect()]
+
+
+def memory_row(name: str, args: argparse.Namespace, need: int, held: int, clock: Clock) -> dict[str, Any]:
+    """What the device holds now beside the leases that were asked for and the forms of `doctor --plan`, whose nearest is named."""
+    row: dict[str, Any] = {"need": need, "held": held, "share": held / need}
+    clock.tell(f"memory: the device holds {held / 1e9:.2f} GB, asked for {need / 1e9:.2f} GB ({held / need - 1:+.1%})")
+    if not args.tiny:
+        plan = plan_model(name, load_config(None), memory=1 << 40, context=args.prompt + args.tokens * 4 + 64, device=args.device)
+        sizes = {form["format"]: sum(form["bytes"][part] for part in ("weights", "kv", "scratch")) for form in plan["forms"]}
+        nearest = min(sizes, key=lambda form: abs(sizes[form] - need))
+        row |= {"plan": nearest, "plan_bytes": sizes[nearest], "of_plan": held / sizes[nearest]}
+        clock.tell(f"memory: doctor --plan says {sizes[nearest] / 1e9:.2f} GB for {nearest!r} ({held / sizes[nearest] - 1:+.1%})")
+    return row
+
+
+def _ids(made: Made, count: int, seed: int) -> list[int]:
+    return torch.randint(3, made.blueprint.widths.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _held(device: torch.device) -> int:
+    """Bytes that the device has given, by its driver; of the CPU nobody says."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="flash_next", description="measure a published shape with random weights made on the device")
+    parser.add_argument("--model", default="Qwen3.8-Flash-Next")
+    parser.add_argument("--experts", choices=list(EXPERTS), default="int4")
+    parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where the sparse table and compiled kernels lie")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            document = measure(args, args.folder or Path(folder), Clock(args.seconds))
+    except OnedeskError as error:
+        if args.json:
+            write_json(failure(error))
+        sys.stderr.write(f"flash_next: {error}\n")
+        return 1
+    if args.json:
+        write_json(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
