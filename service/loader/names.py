@@ -83,7 +83,7 @@ class ModelRoots:
         for root in self.roots:
             here: list[tuple[ModelEntry, str]] = []
             # A link comes after what it leads to: the folder's own name counts.
-            for name, path in sorted(_scan_root(root, self.bases), key=lambda pair: (pair[1].is_symlink(), pair[0])):
+            for name, path in sorted(_scan_root(root, self.bases), key=lambda pair: (_by_link(root, pair[1]), pair[0])):
                 real = path.resolve()
                 if real in seen:
                     continue
@@ -94,6 +94,11 @@ class ModelRoots:
                 here.append((ModelEntry(unique, path), qualified))
             found += sorted(here, key=lambda pair: pair[0].name)
         return found
+
+
+def _by_link(root: Path, path: Path) -> bool:
+    """Whether the way from the root to a model goes over a link, as it may to a model of the root itself."""
+    return path.is_symlink() or (path.parent != root and path.parent.is_symlink())
 
 
 def _free(name: str, taken: set[str]) -> str:

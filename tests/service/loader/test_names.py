@@ -63,6 +63,16 @@ def test_a_broken_folder_is_offered_so_that_its_reason_can_be_told(root: Path, f
             open_checkpoint(ModelRoots([root]).resolve(name))
 
 
+def test_a_link_back_to_the_models_does_not_rename_them(root: Path, tmp_path: Path) -> None:
+    make_model(root / "writer")
+    make_model(root / "Qwen" / "small")
+    (root / "all").symlink_to(".")
+    (root / "up").symlink_to(Path("..", root.name))
+    (tmp_path / "linked").symlink_to(root)
+    for where in (root, tmp_path / "linked"):
+        assert names(where) == ["Qwen/small", "writer"]
+
+
 def test_what_is_no_model_is_not_offered(root: Path) -> None:
     for path in (
         "comfyui/vae/x.safetensors",
