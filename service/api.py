@@ -349,7 +349,7 @@ class OpenModel:
                     meter.add("release", self._released)
                     self._released = Stage()
                 with self._session_for(orders.progress, orders.cancel, meter) as session:
-                    books = Books(meter, self._leaks, self._blueprint.pass_bytes)
+                    books = Books(meter, self._leaks, self._blueprint.pass_bytes, self._blueprint.guess_bytes)
                     for event in Generation(requests, session, books, orders).events(started):
                         if event.result is not None:
                             finished.add(event.request)
@@ -378,11 +378,13 @@ def open_model(
     cancel: CancelCheck | None = None,
     kernel_cache: Path | None = None,
     sequences: int = 1,
+    draft: bool = True,
 ) -> OpenModel:
     """Open `model`: a Path is taken as it is, a str is a name among `roots`. With load=False it loads when it is first used.
 
     `quant` is one of core.QUANTIZATIONS: how matrices that are stored in floating types are held; those stored quantized stay so.
-    Keys and values have room for `sequences` of the whole context, or for fewer where the budget has not so much.
+    Keys and values have room for `sequences` of the whole context, or for fewer where the budget has not so much. `draft`: with the layer
+    for multi-token prediction, if the checkpoint has one and the budget has room for it.
     Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()` turns true.
     """
     if quant not in QUANTIZATIONS:
@@ -390,10 +392,8 @@ def open_model(
     path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
     checkpoint = open_checkpoint(path, roots=roots.bases if roots else ())
     cache = kernel_cache or load_config(None).cache
-    draft = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache)
-    blueprint = replace(draft, context=pick_context(context, draft.config.max_position), sequences=sequences)
-    while blueprint.sequences > 1 and blueprint.need.with_headroom(pool.settings.headroom) > pool.budget.spendable:
-        blueprint = replace(blueprint, sequences=blueprint.sequences - 1)
+    sketch = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache, draft=draft)
+    blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(pool)
     opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache)
     if load:
         opened.load(progress=progress, cancel=cancel)

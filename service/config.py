@@ -1,7 +1,7 @@
 """The one configuration: onedesk.toml of the tree, with defaults for everything. Unknown keys are errors.
 
     [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
-    [models]   roots = ["models"], default = "NAME", context = 8192
+    [models]   roots = ["models"], default = "NAME", context = 8192; draft = true: load layers for multi-token prediction
     [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation, linger
     [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
     [peers.NAME]  kind = "openai" | "vllm" | "llama-server"; PeerSettings says what else
@@ -61,7 +61,7 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
         "managed": "flag",
         "oversubscribe": "flag",
     },
-    "models": {"roots": "texts", "default": "text", "context": "whole"},
+    "models": {"roots": "texts", "default": "text", "context": "whole", "draft": "flag"},
     "service": {
         "host": "text",
         "port": "whole",
@@ -193,6 +193,7 @@ class Config:
     model_roots: tuple[Path, ...] = ()
     default_model: str | None = None
     context: int | None = None
+    draft: bool = True
     memory: Mapping[str, int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
     service: ServiceSettings = field(default_factory=ServiceSettings)
     comfyui: ComfyUISettings = field(default_factory=ComfyUISettings)
@@ -253,18 +254,15 @@ def load_config(path: Path | None = None) -> Config:
     return Config(
         tree=tree,
         file=path.resolve(),
-        model_roots=_with_toys([_root(path, tree, root) for root in models.get("roots", ["models"])]),
+        model_roots=_with_toys([_place(f"{path.name}: roots in [models]", tree, root) for root in models.get("roots", ["models"])]),
         default_model=models.get("default"),
         context=models.get("context"),
+        draft=models.get("draft", True),
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
         comfyui=ComfyUISettings(**tables["comfyui"]),
         peers=MappingProxyType(_peers(path, tree, document.get("peers", {}))),
     )
-
-
-def _root(path: Path, tree: Path, text: str) -> Path:
-    return _place(f"{path.name}: roots in [models]", tree, text)
 
 
 def _place(where: str, tree: Path, text: str) -> Path:

@@ -104,6 +104,7 @@ class Registry:
                     load=False,
                     kernel_cache=self.config.cache,
                     sequences=sequences,
+                    draft=self.config.draft,
                 )
                 # A template is a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
                 alike = (other for (file, *_), other in self._models.items() if file == key[0] and not other.stale)

@@ -22,11 +22,12 @@ from .work import Job, Row
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Where a call's costs are written down, and how many bytes of weights one pass reads."""
+    """Where a call's costs are written down, and how many bytes of weights one pass reads, and one drafted token."""
 
     meter: StageMeter
     leaks: LeakWatch
     pass_bytes: int
+    guess_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Generation:
         if row is None or row.kv is None:
             return
         kv, ids, at = row.kv, row.prepared.ids, row.kv.length
-        job = self._call.job(row)
+        job, began = self._call.job(row), time.perf_counter()
         with self._meter.measure("prefill"):
             try:
                 scores = self._call.runner.prefill(
@@ -141,6 +141,7 @@ class Generation:
                 )
             except Stopped:
                 return
+        row.reading += time.perf_counter() - began
         if kv.length == len(ids):
             yield from self._has_read(row, kv, scores)
 

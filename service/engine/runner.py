@@ -10,8 +10,10 @@ from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck, Logprobs, Stage
 from ..kernels.rows import BLOCK, FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
+from ..model.draft import carried, residual
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
+from .drafting import HELD, Drafting
 from .scoring import scored_rows
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
@@ -61,9 +63,11 @@ class Runner:
         scratch: Scratch,
         buffers: tuple[ChunkBuffers, DecodeBuffers],
         gate: WeightArrival | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`gate` is asked for weights before they are used (see Destination.part); None when all are there."""
         self.gate = gate
+        self.drafting = drafting
         self.network = network
         self.kv = kv
         self.scratch = scratch
@@ -77,7 +81,9 @@ class Runner:
 
     def close(self) -> None:
         """Let go of every tensor; the runner cannot be used afterwards."""
-        del self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
+        if self.drafting is not None:
+            self.drafting.close()
+        del self.drafting, self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
 
     def prefill(
         self,
@@ -99,6 +105,7 @@ class Runner:
             border = 0 if sequence.cuts_anywhere else last_border(sequence.length, left)
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
             state = self._forward(sequence, piece, cancel, before=ids[:done])
+            self._see(sequence, piece, state)
             sequence.keep_border()
             done += len(piece)
             report(done)
@@ -113,11 +120,25 @@ class Runner:
         for sequence in sequences:
             sequence.advance(1)
             sequence.keep_border(written=True)
+        if len(sequences) == 1:
+            self._see(sequences[0], tokens, residual(self.network, self.scratch.rows(1)))
         return scores
 
-    def extend(self, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
-        """Read a few ids, up to SCORED_ROWS, in one pass: scores [T, vocab] behind each, as decode steps would give them."""
-        return self._scores(self._forward(sequence, ids, None))
+    def check(self, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
+        """Read a few ids, up to SCORED_ROWS, in one pass: scores [T, vocab] behind each, as decode steps would give them.
+
+        The sequence is as it was until the caller advances it: by as many of them as it wants where it cuts anywhere, else by all.
+        """
+        state = self._forward(sequence, ids, None, advance=False)
+        scores = self._scores(state)
+        self._see(sequence, ids, state, ahead=True)
+        return scores
+
+    def _see(self, sequence: SequenceKV, ids: Sequence[int], state: torch.Tensor, *, ahead: bool = False) -> None:
+        """Let the layer that drafts know what was read, just now or, `ahead`, behind the sequence's end."""
+        if self.drafting is not None:
+            start = sequence.length - (0 if ahead else len(ids))
+            self.drafting.see(sequence, start, ids, carried(self.network, state[-HELD:] if len(ids) > HELD else state, self.scratch))
 
     def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None, *, top: int = 0) -> list[Logprobs]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model, and the `top` likeliest ids there."""
@@ -169,6 +190,8 @@ class Runner:
         cancel: CancelCheck | None,
         seen: BetweenLayers | None = None,
         before: Sequence[int] = (),
+        *,
+        advance: bool = True,
     ) -> torch.Tensor:
         """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each. `before`: see
         ChunkBuffers.fill.
@@ -186,7 +209,8 @@ class Runner:
             self.gate.fetch_rows(ids)
         chunk, rows = self.chunk.fill(sequence, ids, before)
         state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
-        sequence.advance(len(ids))
+        if advance:
+            sequence.advance(len(ids))
         return state
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,22 +23,27 @@ from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import BLOCK, RotaryTable
 from ..loader.checkpoint import Checkpoint
 from ..loader.stream import StreamStats
-from ..memory.budget import Need
+from ..memory.budget import Need, show
 from ..memory.lease import GiveWay
 from ..memory.policy import Kind, Policy
 from ..memory.pool import Lease, Pool, Released
 from ..model.arrival import WeightArrival
 from ..model.converted import plan_form
+from ..model.decoder import build_draft
+from ..model.draft import carried_width, draft_part, without_draft
 from ..model.families import read_family
 from ..model.layers import Scratch, Widths
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
+from .drafting import BESIDE, REACH, Drafting, DraftShape
 from .graph import graph_stepper, graph_stepper_bytes
 from .prefix import PrefixIndex
 from .runner import SCORED_ROWS, Runner, chunk_rows
 from .speculate import PassCosts
 from .stepper import HostStepper, Stepper
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 DEFAULT_CONTEXT = 4096
@@ -78,8 +84,37 @@ class Blueprint:
         return StateShape(layers, 1 + MAX_BATCH + KEPT_STATES, MAX_BATCH) if layers else None
 
     @property
+    def draft_shape(self) -> DraftShape | None:
+        """What guesses of the layer for multi-token prediction take beside its weights; None without it."""
+        if not self.config.draft:
+            return None
+        tail, whole = self.config.indexer.state if self.config.indexer else (), self.kv_shape
+        return DraftShape(replace(whole, layers=1), tail, min(self.context, REACH) + BESIDE, carried_width(self.config), self.rows)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the weights lease that the layer for multi-token prediction takes."""
+        return sum(tensor.nbytes for tensor in self.plan.tensors if tensor.destination.part == draft_part(self.config))
+
+    def without_draft(self) -> Blueprint:
+        """The same without the layer for multi-token prediction."""
+        tensors = tuple(tensor for tensor in self.plan.tensors if tensor.destination.part != draft_part(self.config))
+        return replace(self, config=without_draft(self.config), plan=replace(self.plan, tensors=tensors))
+
+    def fitted(self, pool: Pool) -> Blueprint:
+        """What of it the budget has room for: fewer sequences, then no layer for multi-token prediction. It may still be too much."""
+        if self.need.with_headroom(pool.settings.headroom) <= pool.budget.spendable:
+            return self
+        if self.sequences > 1:
+            return replace(self, sequences=self.sequences - 1).fitted(pool)
+        if not self.config.draft:
+            return self
+        log.info("%s: no room for its layer for multi-token prediction (%s)", self.checkpoint.name, show(self.draft_bytes))
+        return self.without_draft()
+
+    @property
     def need(self) -> Need:
-        widths, context, states = self.widths, self.context, self.state_shape
+        widths, context, states, draft = self.widths, self.context, self.state_shape, self.draft_shape
         parts = (
             RotaryTable.nbytes(context, self.config.rotary_dim),
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
@@ -87,8 +122,9 @@ class Blueprint:
             DecodeBuffers.nbytes(context, recurrent=states is not None),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns),
             graph_stepper_bytes(self.device, widths.vocab),
+            draft.scratch_bytes if draft else 0,
         )
-        kv = self.kv_shape.nbytes(context, self.sequences) + (states.nbytes if states else 0)
+        kv = self.kv_shape.nbytes(context, self.sequences) + (states.nbytes if states else 0) + (draft.kv_bytes if draft else 0)
         return Need(self.plan.nbytes, kv, sum(parts) + self.bench_bytes, context=context, weights_of=self.plan.weights_of)
 
     @property
@@ -105,9 +141,17 @@ class Blueprint:
     def pass_bytes(self) -> int:
         """Bytes of weights that one pass of a row over the network reads: of experts those that are chosen, of an embedding that is not
         the head too only single rows."""
-        keys = {tensor.destination.key for tensor in self.plan.tensors}
-        read = (tensor for tensor in self.plan.tensors if tensor.destination.key != "embedding" or "head" not in keys)
+        every = self.without_draft().plan.tensors
+        keys = {tensor.destination.key for tensor in every}
+        read = (tensor for tensor in every if tensor.destination.key != "embedding" or "head" not in keys)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in read)
+
+    @property
+    def guess_bytes(self) -> int:
+        """Bytes of weights that one guess of the layer for multi-token prediction reads, the head among them; 0 without it."""
+        head = "head" if any(tensor.destination.key == "head" for tensor in self.plan.tensors) else "embedding"
+        own = (t for t in self.plan.tensors if t.destination.part == draft_part(self.config) or t.destination.key == head)
+        return sum(round(tensor.nbytes * tensor.destination.used) for tensor in own) if self.config.draft else 0
 
 
 def pick_device(device: str) -> torch.device:
@@ -130,15 +174,19 @@ def pick_context(context: int | None, allowed: int) -> int:
     return context
 
 
-def draw_blueprint(checkpoint: Checkpoint, device: torch.device, context: int, quant: str = "none", cache: Path | None = None) -> Blueprint:
+def draw_blueprint(
+    checkpoint: Checkpoint, device: torch.device, context: int, quant: str = "none", cache: Path | None = None, *, draft: bool = True
+) -> Blueprint:
     """Check config and tensors against each other, for weights held as `quant`; what was converted before may lie in `cache`.
 
-    Raises ModelError; allocates nothing.
+    With the layer for multi-token prediction where there is one and guesses are made, unless `draft` is false. Raises ModelError; allocates
+    nothing.
     """
-    family, config, checkpoint = read_family(checkpoint)
+    family, config, checkpoint = read_family(checkpoint, draft=draft)
     plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
     activation = plan.dtype if device.type == "cuda" else torch.float32
-    return Blueprint(checkpoint, family, config, plan, context, activation, device)
+    blueprint = Blueprint(checkpoint, family, config, plan, context, activation, device)
+    return blueprint.without_draft() if device.type == "cuda" else blueprint  # steps are graphs there, and go on without the host
 
 
 class Session:
@@ -148,14 +196,20 @@ class Session:
     """
 
     def __init__(
-        self, leases: Sequence[Lease], arrival: WeightArrival, runner: Runner, kernels: ReferenceKernels, stepper: Stepper | None = None
+        self,
+        leases: Sequence[Lease],
+        arrival: WeightArrival,
+        runner: Runner,
+        kernels: ReferenceKernels,
+        stepper: Stepper | None = None,
+        costs: PassCosts | None = None,
     ) -> None:
         self.runner = runner
         # What earlier prompts left in the cache; it gives way block by block.
         self.prefix = PrefixIndex(runner.kv)
         runner.kv.keeper = self.prefix
         self.stepper: Stepper = stepper or HostStepper(runner)
-        self.costs = PassCosts()
+        self.costs = costs or PassCosts()
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival
@@ -265,12 +319,17 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
         tables = {table.destination.key: table.open() for table in blueprint.plan.tables}
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary, tables)
-        pages = _make_cache(kv, blueprint)
+        pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
         passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
         wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)
         kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
-        runner = Runner(network, pages, passes, buffers, arrival)
+        drafting = None
+        if draft_shape is not None:
+            layer = build_draft(blueprint.config, arrival.tensors, network, rotary)
+            drafting = Drafting(layer, draft_shape, passes, (kv, scratch))
+        runner = Runner(network, pages, passes, buffers, arrival, drafting)
         stepper = graph_stepper(runner, scratch, blueprint.widths.vocab)
         undo.pop_all()
-        return Session(leases, arrival, runner, kernels, stepper)
+        costs = PassCosts(guess_share=blueprint.guess_bytes / max(1, blueprint.pass_bytes))
+        return Session(leases, arrival, runner, kernels, stepper, costs)

@@ -1,7 +1,8 @@
-"""Guessing the next tokens from what the text has said before, and deciding whether to check a guess is worth a wider pass.
+"""Guessing the next tokens, and deciding whether to check a guess is worth a wider pass.
 
-A guess is what followed the last occurrence of the text's latest tokens (prompt lookup, Saxena 2023). It is checked in one pass, and each
-position is then chosen from its true scores with the draw that it would have had anyway: what is written is the same, only sooner.
+A guess is what followed the last occurrence of the text's latest tokens (prompt lookup, Saxena 2023), or what a layer for multi-token
+prediction drafts (see drafting.py). It is checked in one pass, and each position is then chosen from its true scores with the draw that it
+would have had anyway: what is written is the same, only sooner.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 
 # Lengths of the latest tokens that are looked up, the longest first.
 LENGTHS: tuple[int, ...] = (4, 3, 2)
-# The share of a run's decode time that wrong guesses may have cost at any moment; the promise is 3 %, the rest is the clock's error.
+# The share of a run's time that wrong guesses may have cost at any moment; the promise is 3 %, the rest is the clock's error.
 RISK = 0.02
 # How fast a measured pass replaces what was known of passes of its size.
 LEARNING = 0.2
+# Rows that the drafting layer reads in the time that it takes for one token: of those the head sees only the last.
+READ_AT_ONCE = 16
 
 
 class Lookup:
@@ -49,14 +52,28 @@ class Lookup:
 
 @dataclass(slots=True)
 class PassCosts:
-    """Seconds of a step by its rows, as measured in this session."""
+    """Seconds of a step by its rows, and of a drafted token, as measured in this session.
+
+    `guess_share`: of the bytes that a pass of one row reads, what one drafted token takes; 0 where nothing drafts.
+    """
 
     measured: dict[int, float] = field(default_factory=dict)
+    guess_share: float = 0.0
+    drafted: float = 0.0
 
     def note(self, rows: int, seconds: float) -> None:
         """A step of so many rows took `seconds`."""
         known = self.measured.get(rows)
         self.measured[rows] = seconds if known is None else known + LEARNING * (seconds - known)
+
+    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+        """To draft so many tokens took `seconds`; the layer had `unread` rows to read first."""
+        each = seconds / (tokens + (unread - 1) / READ_AT_ONCE)
+        self.drafted = each if not self.drafted else self.drafted + LEARNING * (each - self.drafted)
+
+    def draft(self, tokens: int, unread: int) -> float:
+        """What drafting so many tokens is going to take; until it was measured, by the bytes that it reads."""
+        return (self.drafted or self.guess_share * self.at_most(1)) * (tokens + (unread - 1) / READ_AT_ONCE)
 
     def at_most(self, rows: int) -> float:
         """What a step of so many rows takes at most: beyond what was measured, as much for each row. 0 when nothing was measured."""
@@ -77,17 +94,55 @@ class PassCosts:
         return self.measured[below] + share * (self.measured[above] - self.measured[below])
 
 
-class Speculator:
-    """One text's guesses and what came of them. It guesses only where that pays by what was measured, within RISK of the time so far."""
+@dataclass(slots=True)
+class Record:
+    """Tokens of guesses of one kind that were checked, and those that were right; begun with what is believed before anything is known."""
 
-    def __init__(self, prompt: Iterable[int], costs: PassCosts) -> None:
+    tried: float
+    right: float
+
+    @property
+    def chance(self) -> float:
+        """How likely the next one is right, if those before it were."""
+        return self.right / self.tried
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a step may read: `behind` tokens of the text before its latest one, and `most` guessed ones.
+
+    `again`: after a wrong guess the tokens before it are read again by the next pass, for a state cannot be cut shorter. `unread`: rows
+    that the drafting layer would read first, 0 where it cannot guess.
+    """
+
+    most: int
+    behind: int = 0
+    again: bool = False
+    unread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to check: tokens that were looked up, or so many that are to be drafted. Neither: an ordinary step."""
+
+    tokens: tuple[int, ...] = ()
+    drafts: int = 0
+
+
+class Speculator:
+    """One text's guesses and what came of them. It guesses only where that pays by what was measured, within RISK of the time so far.
+
+    `spent`: seconds that the text has taken before the first step.
+    """
+
+    def __init__(self, prompt: Iterable[int], costs: PassCosts, spent: float = 0.0) -> None:
         self._lookup = Lookup(prompt)
         self._costs = costs
-        # By length of what was found again: tokens checked, and those that were right; one of two before anything is known.
-        self._tried = dict.fromkeys(LENGTHS, 2.0)
-        self._right = dict.fromkeys(LENGTHS, 1.0)
-        self._found = 0
-        self._spent = 0.0  # seconds of steps so far
+        # By length of what was found again: before anything is known one of two is right. Of drafts four of five: published are 0.7 to 0.9.
+        self._looked_up = {length: Record(2.0, 1.0) for length in LENGTHS}
+        self._drafted = Record(5.0, 4.0)
+        self._record = self._drafted
+        self._spent = spent
         self._saved = 0.0  # seconds that guesses have saved, less what wrong ones cost
         self.proposed = 0
         self.accepted = 0
@@ -96,33 +151,49 @@ class Speculator:
         """The text goes on with `token`."""
         self._lookup.push(token)
 
-    def guess(self, most: int) -> list[int]:
-        """Tokens that are worth checking now, at most `most`; empty for an ordinary step."""
-        single = self._costs.at_most(1)
-        if most < 1 or not single:
-            return []
-        self._found, tokens = self._lookup.guess(most)
-        if not tokens:
-            return []
-        chance = self._right[self._found] / self._tried[self._found]
-        best, best_gain, expected, power = 0, 0.0, 0.0, 1.0
-        for count in range(1, len(tokens) + 1):
-            power *= chance
-            expected += power
-            gain = expected * single - (self._costs.likely(count + 1) - single)
-            risk = self._costs.at_most(count + 1) - single
-            if gain > best_gain and risk <= self._saved + RISK * self._spent:
-                best, best_gain = count, gain
-        return tokens[:best]
+    def plan(self, room: Room) -> Plan:
+        """What is worth checking now."""
+        if room.most < 1 or not self._costs.at_most(1):
+            return Plan()
+        found, tokens = self._lookup.guess(room.most)
+        looked_up, gain = self._best(self._looked_up[found], len(tokens), room, None) if found else (0, 0.0)
+        unread = room.unread if self._costs.guess_share else 0
+        drafts, drafted_gain = self._best(self._drafted, room.most, room, unread) if unread else (0, 0.0)
+        if drafted_gain > gain:
+            self._record = self._drafted
+            return Plan(drafts=drafts)
+        if looked_up:
+            self._record = self._looked_up[found]
+        return Plan(tokens=tuple(tokens[:looked_up]))
 
-    def note(self, guessed: int, right: int, seconds: float) -> None:
-        """A step took `seconds`; it checked `guessed` tokens (0: none) of which the first `right` were what was chosen."""
-        self._costs.note(guessed + 1, seconds)
+    def _best(self, record: Record, most: int, room: Room, unread: int | None) -> tuple[int, float]:
+        """How many tokens of a kind of guess are the best to check, and the seconds that they save then; `unread` of drafts only."""
+        costs, allowed = self._costs, self._saved + RISK * self._spent
+        single, now = costs.at_most(1), room.behind + 1
+        best, best_gain, expected, power = 0, 0.0, 0.0, 1.0
+        for count in range(1, most + 1):
+            power *= record.chance
+            expected += power
+            draft = costs.draft(count, unread) if unread else 0.0
+            again = costs.likely(now + 1) - single if room.again else 0.0
+            gain = expected * single - (costs.likely(now + count) - costs.likely(now)) - draft - (1 - power) * again
+            risk = costs.at_most(now + count) - single + draft + again
+            if gain > best_gain and risk <= allowed:
+                best, best_gain = count, gain
+        return best, best_gain
+
+    def note(self, guessed: int, right: int, seconds: float, *, rows: int = 0, drafting: float = 0.0) -> None:
+        """A step took `seconds`, `drafting` of them to draft; it read `rows` (0: one more than guessed).
+
+        It checked `guessed` tokens (0: none) of which the first `right` were what was chosen.
+        """
+        self._costs.note(rows or guessed + 1, seconds - drafting)
         self._spent += seconds
+        if guessed or rows > 1:
+            self._saved += (right + 1) * self._costs.at_most(1) - seconds
         if not guessed:
             return
         self.proposed += guessed
         self.accepted += right
-        self._saved += (right + 1) * self._costs.at_most(1) - seconds
-        self._tried[self._found] += min(right + 1, guessed)
-        self._right[self._found] += right
+        self._record.tried += min(right + 1, guessed)
+        self._record.right += right

@@ -35,6 +35,7 @@ class Row:
         self.launched = 0
         self.epoch = 0
         self.speculator: Speculator | None = None
+        self.reading = 0.0  # seconds that its prompt took
         self.first_token: float | None = None
         self.logprob = 0.0
         # What was written and is told of only when the choices were compared.

@@ -12,7 +12,7 @@ from ..errors import MemoryFull
 from ..kernels.rows import BLOCK
 from .buffers import MAX_BATCH
 from .call import Call
-from .speculate import Speculator
+from .speculate import Room, Speculator
 from .stepper import Picked, pick
 from .work import Row
 
@@ -32,13 +32,14 @@ class Writing:
 
     def step(self, rows: Sequence[Row]) -> Iterator[Event]:
         """One token for each of `rows`, or several where one row is all there is and a guess was right."""
-        call = self._call
+        call, began = self._call, time.perf_counter()
         alone = len(rows) == len(call.scheduler.tickets) == 1
-        guess = self._guess(rows[0]) if alone else []
-        if guess:
-            yield from self._check(rows[0], guess)
-            return
-        began = time.perf_counter()
+        room = self._room(rows[0]) if alone else None
+        if room is not None:
+            guess, drafting = self._guess(rows[0], room)
+            if guess or room.behind:
+                yield from self._check(rows[0], guess, began, drafting)
+                return
         if not call.flights:
             rows = self._with_room(rows)
             self._launch(rows)
@@ -87,42 +88,78 @@ class Writing:
         self._call.scheduler.move(victim.ticket, "waiting")
         victim.set_back()
 
-    def _guess(self, row: Row) -> list[int]:
-        """Tokens to check behind the row's latest one, if that pays."""
-        if self._stepper.ahead or not row.prepared.speculation or row.kv is None or self._call.flights or len(row.feed) != 1:
-            return []
-        if not row.kv.cuts_anywhere:  # of a wrong guess the tokens before it would have to be read again
-            return []
-        if row.speculator is None:
-            row.speculator = Speculator((*row.prepared.ids, *row.answer.ids), self._call.session.costs)
-        room = row.kv.capacity - row.kv.length - 1
-        return row.speculator.guess(min(GUESSED, room)) if row.answer.coming is None else []
+    def _room(self, row: Row) -> Room | None:
+        """What a guess behind the row's latest token may take; None where none is made and the row goes one token further.
 
-    def _check(self, row: Row, guess: list[int]) -> Iterator[Event]:
-        """Read the latest token and a guess in one pass, and choose at each place as if it had been read alone, until one differs."""
+        A state cannot be cut shorter: what is read behind it is counted only once all of it is right, and no pass goes over the end of a
+        block, where a state is kept.
+        """
+        kv, behind = row.kv, len(row.feed) - 1
+        if self._stepper.ahead or not row.prepared.speculation or kv is None or self._call.flights or not 0 <= behind < GUESSED:
+            return None
+        left = kv.capacity - kv.length - len(row.feed)
+        if left < 0:
+            return None
+        most = min(GUESSED - behind, left) if row.answer.coming is None else 0
+        if kv.cuts_anywhere:
+            return Room(most, behind)
+        drafting, latest = self._call.runner.drafting, kv.length + behind
+        most = min(most, BLOCK - kv.length % BLOCK - len(row.feed))
+        return Room(most, behind, again=True, unread=drafting.unread(kv, latest) if drafting is not None else 0)
+
+    def _guess(self, row: Row, room: Room) -> tuple[list[int], float]:
+        """Tokens to check behind the row's latest one, if that pays, and the seconds that it took to draft them."""
+        drafting, kv = self._call.runner.drafting, row.kv
+        if row.speculator is None:
+            row.speculator = Speculator((*row.prepared.ids, *row.answer.ids), self._call.session.costs, row.reading)
+        plan = row.speculator.plan(room)
+        if not plan.drafts or drafting is None or kv is None:
+            return list(plan.tokens), 0.0
+        began = time.perf_counter()
+        with self._meter.measure("draft"):
+            guess = drafting.guess(kv, kv.length + room.behind, row.feed[-1], plan.drafts)
+        seconds = time.perf_counter() - began
+        self._meter.add_bytes("draft", plan.drafts * self._call.books.guess_bytes)
+        self._call.session.costs.note_draft(plan.drafts, room.unread, seconds)
+        return guess, seconds
+
+    def _check(self, row: Row, guess: list[int], began: float, drafting: float) -> Iterator[Event]:
+        """Read the latest tokens and a guess in one pass, and choose at each place as if it had been read alone, until one differs."""
         kv, speculator, meter = row.kv, row.speculator, self._meter
         if kv is None or speculator is None:
             raise ValueError("a row without a cache or a speculator has no guess")
-        began, right = time.perf_counter(), 0
+        fed, right = list(row.feed), 0
+        row.feed.clear()
         with meter.measure("decode"):
-            scores = self._call.runner.extend(kv, [row.feed.popleft(), *guess])
+            scores = self._call.runner.check(kv, [*fed, *guess])
         self._call.count_pass("decode")
+        stages = ("speculation", "draft") if drafting else ("speculation",) if guess else ()
+        self._tell(stages, Stage(proposed=len(guess)))
         events: list[Event] = []
         for place, expected in enumerate([*guess, None]):
             with meter.measure("sample"):
-                picked = Picked(-1) if row.answer.coming is not None else pick(row.sampler, scores[place])
+                picked = Picked(-1) if row.answer.coming is not None else pick(row.sampler, scores[len(fed) - 1 + place])
             token = picked.token if row.answer.coming is None else row.answer.coming
             if token == expected:
                 right += 1
-            else:
-                kv.truncate(kv.length - (len(guess) - place))
+                self._tell(stages, Stage(accepted=1))
+            if kv.cuts_anywhere:
+                kv.advance(1 if place else len(fed))
+            elif place == len(guess):
+                kv.advance(len(fed) + place)
+                kv.keep_border(written=True)
             events += self._call.take(row, picked)
             if token != expected or row.answer.finish is not None:
                 break
             row.feed.clear()
-        meter.add("speculation", Stage(proposed=len(guess), accepted=right))
-        speculator.note(len(guess), right, time.perf_counter() - began)
+        if not kv.cuts_anywhere and right < len(guess):
+            row.feed.extendleft(reversed([*fed, *guess[:right]]))
+        speculator.note(len(guess), right, time.perf_counter() - began, rows=len(fed) + len(guess), drafting=drafting)
         yield from events
+
+    def _tell(self, stages: Sequence[str], cost: Stage) -> None:
+        for stage in stages:
+            self._meter.add(stage, cost)
 
 
 def _grown(row: Row, kv: SequenceKV) -> bool:

@@ -9,7 +9,7 @@ from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import RotaryTable
 from ..loader.table import FileTable
 from ..quant.weight import Weight
-from . import attention, delta, feed_forward, indexed, ngram, streams
+from . import attention, delta, draft, feed_forward, indexed, ngram, streams
 from .layers import Block, Decoder, Layer
 from .named import Named
 from .shape import DecoderConfig
@@ -29,6 +29,13 @@ def destinations(config: DecoderConfig) -> Iterator[Destination]:
         yield Destination("norm", (Source("model.norm.weight", (w.hidden,)),), last, wide=True, turn=config.norm_turn)
     if not config.tied:
         yield Destination("head", (Source("lm_head.weight", (w.vocab, w.hidden)),), last, bits=8)
+    if config.draft:
+        yield from drafting(config)
+
+
+def drafting(config: DecoderConfig) -> Iterator[Destination]:
+    """The tensors of the layer that drafts, whether or not it is opened."""
+    yield from draft.wanted(config, _wanted(draft.layer_config(config), config.layers))
 
 
 def _wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
@@ -61,12 +68,9 @@ def build(
         if not config.is_attention(layer):
             mixer = delta.build(config, named, layer, stateful)
             stateful += 1
-        elif config.indexer is None:
-            mixer = attention.build(config, named, layer, paged, rotary)
-            paged += 1
         else:
-            mixer = indexed.build(config, named, layer, (paged, stateful), rotary)
-            paged, stateful = paged + 1, stateful + 1
+            mixer = _attention(config, named, layer, (paged, stateful), rotary)
+            paged, stateful = paged + 1, stateful + (config.indexer is not None)
         mixer, forward = _joined(config, named.of(layer), mixer, feed_forward.build(config, named, layer))
         blocks.append(Block(mixer, forward, before))
     embedding = named["embedding"]
@@ -74,6 +78,26 @@ def build(
     if config.streams is not None:
         return Decoder(shape, embedding, blocks, streams.build(config, named, "mixer", inject=False), head, kernels)
     return Decoder(shape, embedding, blocks, named.norm("norm", config.eps), head, kernels)
+
+
+def build_draft(config: DecoderConfig, weights: Mapping[str, Weight], network: Decoder, rotary: RotaryTable) -> draft.Draft:
+    """The layer that drafts for `network`, over `weights` (keys of `destinations`); its cache is one of its own."""
+    own, named = draft.layer_config(config), Named(weights, {})
+    at = named.of(config.layers)
+    mixer, forward = _attention(own, named, config.layers, (0, 0), rotary), feed_forward.build(own, named, config.layers)
+    mixer, forward = _joined(own, at, mixer, forward)
+    last = streams.build(config, named, "draft_mixer", inject=False) if config.streams else named.norm("draft_norm", config.eps)
+    layer = Decoder(network.shape, network.embedding, [Block(mixer, forward)], last, network.head, network.kernels)
+    joints = ("draft_fc_embedding", "draft_fc_hidden") if config.streams else ("draft_fc",)
+    of_token, of_state = (named.norm(f"draft_{which}_norm", config.eps) for which in ("embedding", "hidden"))
+    return draft.Draft(layer, of_token, of_state, tuple(named[key] for key in joints))
+
+
+def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> Layer:
+    """Attention with an indexer or without; `places` among the layers that leave keys and values, and among those that leave states."""
+    if config.indexer is None:
+        return attention.build(config, named, layer, places[0], rotary)
+    return indexed.build(config, named, layer, places, rotary)
 
 
 def _joined(config: DecoderConfig, at: Named, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:

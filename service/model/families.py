@@ -10,6 +10,8 @@ from typing import Any
 
 from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
+from . import draft as drafts
+from .decoder import drafting
 from .ngram import check_stored
 from .shape import DecoderConfig
 
@@ -53,17 +55,25 @@ def describe(config: Mapping[str, Any]) -> DecoderConfig:
     return described
 
 
-def read_family(checkpoint: Checkpoint) -> tuple[ModuleType, DecoderConfig, Checkpoint]:
-    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module uses."""
+def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleType, DecoderConfig, Checkpoint]:
+    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module uses.
+
+    With the layer for multi-token prediction where the checkpoint has it, unless not even a look at it is wanted (`draft`).
+    """
     family, text = family_of(checkpoint.config), text_config(checkpoint.config)
     config: DecoderConfig = family.read_config(text)
     beside: tuple[str, ...] = getattr(family, "BESIDE", ())
     prefix = next((p for p in PREFIXES if any(name.startswith(f"{p}embed_tokens.") for name in checkpoint.tensors)), "model.")
     tensors = {}
     for name, info in checkpoint.tensors.items():
-        if not name.startswith(beside):
-            known = _known_name(name, prefix)
+        known = _known_name(name, prefix)
+        if known.startswith(drafts.PREFIX) or not name.startswith(beside):
             tensors[known] = info if known == name else replace(info, name=known)
+    if drafts.PREFIX in beside:
+        if draft and drafts.is_there(text, tensors, drafting(config), checkpoint.name):
+            config = drafts.with_draft(config)
+        else:
+            tensors = {name: info for name, info in tensors.items() if not name.startswith(drafts.PREFIX)}
     known_config = dict(text)
     if QUANTIZATION in known_config:
         known_config[QUANTIZATION] = _known_names(known_config[QUANTIZATION], prefix)
@@ -85,6 +95,9 @@ def _known_names(value: Any, prefix: str) -> Any:
 
 
 def _known_name(name: str, prefix: str) -> str:
+    for known in PREFIXES:
+        if name.startswith(known + drafts.PREFIX):
+            return name.removeprefix(known)
     for head in HEADS:
         if name.startswith(head):
             return "lm_head." + name.removeprefix(head)

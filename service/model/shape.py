@@ -161,7 +161,8 @@ class DecoderConfig:
     """A decoder: which of its layers mix tokens how, and which have experts.
 
     `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output gate beside its
-    queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them.
+    queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them. `draft`: there is a
+    layer for multi-token prediction, see draft.py.
     """
 
     widths: Widths
@@ -181,6 +182,7 @@ class DecoderConfig:
     streams: StreamShape | None = None
     ngrams: NgramShape | None = None
     indexer: IndexerShape | None = None
+    draft: bool = False
 
     @property
     def norm_turn(self) -> Turn:

@@ -80,9 +80,8 @@ class _Desk:
     def open(self, quant: str) -> OpenModel:
         """The model, loaded. Raises OnedeskError."""
         path, cache = self._roots.find(self._name), self._config.cache
-        return open_model(
-            path, pool=self.pool, roots=self._roots, context=self._context, quant=quant, device=self.pool.device, kernel_cache=cache
-        )
+        options: dict[str, Any] = {"quant": quant, "device": self.pool.device, "kernel_cache": cache, "draft": self._config.draft}
+        return open_model(path, pool=self.pool, roots=self._roots, context=self._context, **options)
 
 
 def _runs(model: OpenModel, pool: Pool) -> list[Check]:

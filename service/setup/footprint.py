@@ -11,7 +11,7 @@ from ..memory.budget import Budget, MemorySettings, Need
 from .plan import STEP
 
 _TABLE = re.compile(r"(^|\.)ngram_embedding\.")
-# The picture tower and the draft layer, which are not opened.
+# The picture tower, which is not opened, and the layer for multi-token prediction, which may be left out.
 _BESIDE = re.compile(r"(^|\.)visual\.|^mtp\.")
 
 

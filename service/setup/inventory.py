@@ -74,39 +74,42 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
     if model is not None:
         path = roots.find(model)
         entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
-    asked = _Asked(place, context or config.context, quant, config.cache)
+    asked = _Asked(place, context or config.context, quant, config.cache, config.draft)
     return [_row(entry, roots, asked, here) for entry in entries]
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """For which device, context and form of the weights the rows are."""
+    """For which device, context and form of the weights the rows are, and whether layers for multi-token prediction are opened."""
 
     device: torch.device
     context: int | None
     quant: str
     cache: Path
+    draft: bool
 
 
 def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dict[str, Any]:
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
-    row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None}, "fits": False, "reason": ""}
+    row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
     row |= {"context": None, "images": None, "opens": False}
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
         row |= _from_config(checkpoint)
-        draft = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache)
+        sketch = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache, draft=asked.draft)
     except OnedeskError as error:
         return row | {"reason": str(error)}
-    blueprint = replace(draft, context=_context(asked.context, draft.config.max_position))
-    need = blueprint.need
-    row["format"] = blueprint.plan.form
-    row["bytes"] |= {"weights": need.weights, "kv_per_1k": KV_TOKENS * blueprint.kv_shape.token_bytes}
-    row["context"] = longest(lambda context: replace(draft, context=context).need, draft.config.max_position, here)
+    context = _context(asked.context, sketch.config.max_position)
+    if sketch.config.draft and not _verdict(replace(sketch, context=context).need, context, here.settings, here.budget)[0]:
+        sketch = sketch.without_draft()  # as an opening does
+    need = replace(sketch, context=context).need
+    row["format"] = sketch.plan.form
+    row["bytes"] |= {"weights": need.weights, "kv_per_1k": KV_TOKENS * sketch.kv_shape.token_bytes, "draft": sketch.draft_bytes}
+    row["context"] = longest(lambda context: replace(sketch, context=context).need, sketch.config.max_position, here)
     row["images"] = here.beside(need.with_headroom(here.settings.headroom))
-    fits, reason = _verdict(need, blueprint.context, here.settings, here.budget)
+    fits, reason = _verdict(need, context, here.settings, here.budget)
     return row | {"fits": fits, "reason": reason, "opens": True}
 
 
@@ -122,7 +125,7 @@ def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
         "family": str(checkpoint.config["model_type"]).removesuffix("_text"),
         "format": "+".join(census.bytes_by_dtype),
         "parameters": census.parameters,
-        "bytes": {**stored_bytes(checkpoint), "kv_per_1k": None},
+        "bytes": {**stored_bytes(checkpoint), "kv_per_1k": None, "draft": None},
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import Config, load_config
 from ..engine.buffers import MAX_BATCH
+from ..engine.drafting import BESIDE, REACH
 from ..engine.runner import SCORED_ROWS, chunk_rows
 from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
 from ..errors import FileError, ModelError, RequestError
@@ -40,7 +41,8 @@ LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
 class Machine:
     """What a plan is made for: bytes that can be had, and how they may be used. Each of `nodes` machines is so.
 
-    `images`: bytes that image models have beside; then [memory] limit is set as it suits. None: the settings' limit holds.
+    `images`: bytes that image models have beside; then [memory] limit is set as it suits. None: the settings' limit holds. `draft`: layers
+    for multi-token prediction are opened where there is room for them.
     """
 
     memory: int
@@ -48,6 +50,7 @@ class Machine:
     settings: MemorySettings
     device: str
     nodes: int = 1
+    draft: bool = True
 
     @property
     def largest(self) -> int:
@@ -127,7 +130,9 @@ def plan_model(
     census = take_census(described)
     values: dict[str, Any] = dict(config.memory)
     place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
-    machine = Machine(read_truth(place).available if memory is None else memory, images, MemorySettings(**values), place, nodes)
+    machine = Machine(
+        read_truth(place).available if memory is None else memory, images, MemorySettings(**values), place, nodes, config.draft
+    )
     if machine.memory < 1:
         raise RequestError("--memory is 0 B; name what the machine can give, such as 24GiB")
     if (images or 0) > machine.memory:
@@ -220,10 +225,13 @@ def _row(
 ) -> dict[str, Any]:
     """`resident`: all of the n-gram table is in memory."""
     weights = -(-(form.file - form.table) // machine.nodes) if isinstance(form, Sized) else form.held_bytes(census, machine.nodes)
-    load = load_of(weights, table, census, machine)
-    headroom = machine.settings.headroom
-    least = min(DEFAULT_CONTEXT, census.max_position)
-    reached = longest_context(load, census.max_position, headroom, machine.room)
+    headroom, least = machine.settings.headroom, min(DEFAULT_CONTEXT, census.max_position)
+    draft = _draft_bytes(form, census, machine)
+    load, reached = _loaded(weights, table, 0, census, machine)
+    if draft:  # it is left out where there is no room for it, or where it would take some of the longest context
+        other, with_it = _loaded(weights, table, draft, census, machine)
+        draft = draft if with_it >= (max(1, reached) if context is None else context) else 0
+        load, reached = (other, with_it) if draft else (load, reached)
     fits = reached >= (least if context is None else context)
     shown = context or (reached if fits else least)
     wanted = load.wanted(shown, headroom)
@@ -238,7 +246,7 @@ def _row(
             "kv": load.kv(shown),
             "scratch": load.scratch(shown),
             "file": file,
-            "draft": 0 if isinstance(form, Sized) else form.draft_bytes(census, machine.nodes),
+            "draft": draft,
         },
         "kv_per_1k": 1000 * load.kv_token,
         "fits": fits,
@@ -250,8 +258,22 @@ def _row(
     }
 
 
-def load_of(weights: int, table: int, census: Census, machine: Machine) -> Load:
-    """What a model takes of one node's memory with so many bytes of weights and n-gram table there."""
+def _loaded(weights: int, table: int, draft: int, census: Census, machine: Machine) -> tuple[Load, int]:
+    """What a form takes with so many bytes of a layer that drafts, and the longest context that then fits."""
+    load = load_of(weights + draft, table, census, machine, draft=draft > 0)
+    return load, longest_context(load, census.max_position, machine.settings.headroom, machine.room)
+
+
+def _draft_bytes(form: Form | Sized, census: Census, machine: Machine) -> int:
+    """Bytes of a layer for multi-token prediction that is opened."""
+    return form.draft_bytes(census) if isinstance(form, Form) and machine.draft and machine.device == "cpu" and machine.nodes == 1 else 0
+
+
+def load_of(weights: int, table: int, census: Census, machine: Machine, *, draft: bool = False) -> Load:
+    """What a model takes of one node's memory with so many bytes of weights and n-gram table there.
+
+    `draft`: the weights have a layer for multi-token prediction, which has keys and values of its own.
+    """
     nodes, cuda = machine.nodes, machine.device == "cuda"
     number = 2 if cuda else 4
     # Key heads that do not divide are kept by every node.
@@ -264,7 +286,8 @@ def load_of(weights: int, table: int, census: Census, machine: Machine) -> Load:
         token += 2 * census.kv_heads * census.head_dim * number
     # Of every sequence that decodes the states of one layer are worked on beside those that are kept.
     states = STATES * census.state + MAX_BATCH * census.state // max(1, census.layers - census.full)
-    return Load(weights, table, kv, -(-states // nodes), fixed, token)
+    own = (REACH + BESIDE) * kv // census.full if draft else 0  # the keys and values of that layer
+    return Load(weights, table, kv, own - (-states // nodes), fixed, token)
 
 
 def _cluster(title: str, rows: Sequence[dict[str, Any]], census: Census, machine: Machine) -> dict[str, Any] | None:

@@ -142,7 +142,8 @@ def test_a_few_ids_at_once_score_as_one_after_another(runner: Runner, count: int
         for sequence in (stepped, extended):
             read(runner, sequence, prompt(length))
         wanted = torch.stack([runner.decode([stepped], [token])[0].clone() for token in guess])
-        torch.testing.assert_close(runner.extend(extended, guess), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(runner.check(extended, guess), wanted, rtol=1e-4, atol=1e-4)
+        extended.advance(len(guess))
         # A guess that was half right: what was wrong is forgotten, and both go on together.
         for sequence in (stepped, extended):
             sequence.truncate(length + count // 2)

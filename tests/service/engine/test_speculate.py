@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.engine.speculate import LENGTHS, RISK, Lookup, PassCosts, Speculator
+from onedesk.service.engine.speculate import LENGTHS, RISK, Lookup, PassCosts, Room, Speculator
 
 
 def followers(ids: list[int], most: int) -> tuple[int, list[int]]:
@@ -36,7 +36,7 @@ def run(text: list[int], seconds: dict[int, float], prompt: int, most: int = 7) 
     guesser = Speculator(text[:prompt], PassCosts())
     taken, at, worst = 0.0, prompt, 0.0
     while at < len(text):
-        guess = guesser.guess(min(most, len(text) - at - 1))
+        guess = guesser.plan(Room(min(most, len(text) - at - 1))).tokens
         right = 0
         while right < len(guess) and guess[right] == text[at + right]:
             right += 1

@@ -17,6 +17,7 @@ from onedesk.service.engine.session import draw_blueprint
 from onedesk.service.errors import FileError, ModelError, RequestError
 from onedesk.service.loader.checkpoint import Checkpoint, open_checkpoint
 from onedesk.service.memory.budget import MemorySettings, Need
+from onedesk.service.model.draft import with_draft
 from onedesk.service.model.families import family_of, text_config
 from onedesk.service.setup.census import take_census
 from onedesk.service.setup.forms import WITH_TABLE
@@ -35,9 +36,10 @@ def hollow(folder: Path, name: str, layers: int) -> Checkpoint:
     folder.mkdir()
     config = dict(text_config(PUBLISHED[name])) | {"num_hidden_layers": layers}
     family = family_of(config)
-    entries: dict[str, Any] = {}
-    at = 0
-    for wanted in family.destinations(family.read_config(config)):
+    described, entries, at = family.read_config(config), dict[str, Any](), 0
+    if config.get("mtp_num_hidden_layers"):
+        described = with_draft(described)
+    for wanted in family.destinations(described):
         for source in (wanted.joined,) if wanted.joined else wanted.sources:
             end = at + 2 * torch.Size(source.shape).numel()
             entries[source.name] = {"dtype": "BF16", "shape": list(source.in_file), "data_offsets": [at, end]}

@@ -1,0 +1,182 @@
+"""Multi-token prediction: a layer behind the last one that guesses, of the state that chose a token and of that token, the one after it.
+
+At place i it reads what the network's head read there and the embedding of token i + 1, each normed, joins them to a residual, and sends
+that through one attention layer with feed-forward, a norm of its own (or mixer of streams) and the network's head: scores for token i + 2.
+What its own head reads stands in for the state of place i + 1 where more is to be guessed. Of residual streams it reads and hands on all,
+before they are mixed. Source of the maths: DeepSeek-V3 (2024) and the published checkpoints' tensors `mtp.*`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..cache.paged import PagedKV
+from ..errors import ModelError
+from ..kernels.rows import NormWeight, Rows
+from ..quant.weight import Weight
+from . import streams
+from .layers import Decoder, Pass, PassRows, Room, Scratch
+from .shape import DecoderConfig
+from .spec import ConfigReader, Destination, Source
+
+log = logging.getLogger(__name__)
+
+PREFIX = "mtp."
+# How configs say how many such layers there are.
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+def with_draft(config: DecoderConfig) -> DecoderConfig:
+    """The decoder with the layer that drafts."""
+    hidden = config.widths.hidden
+    rooms = (Room("draft_hidden", carried_width(config)), *(() if config.streams else (Room("draft_both", 2 * hidden, read=True),)))
+    return replace(config, draft=True, widths=replace(config.widths, more=(*config.widths.more, *rooms)))
+
+
+def without_draft(config: DecoderConfig) -> DecoderConfig:
+    """The decoder alone."""
+    rooms = tuple(room for room in config.widths.more if not room.name.startswith("draft_"))
+    return replace(config, draft=False, widths=replace(config.widths, more=rooms))
+
+
+def carried_width(config: DecoderConfig) -> int:
+    """Numbers of a row that the layer goes on from."""
+    return config.widths.hidden * (config.streams.count if config.streams else 1)
+
+
+def draft_part(config: DecoderConfig) -> int:
+    """Where the layer stands in the order of reading, see Destination.part: behind the head."""
+    return config.layers + 2
+
+
+def layer_config(config: DecoderConfig) -> DecoderConfig:
+    """A decoder whose layer number `config.layers` is the one that drafts."""
+    whole = replace(config, layers=config.layers + 1, kinds=(), interval=1, dense=frozenset(), sparse_step=1)
+    return replace(whole, ngrams=None, draft=False)
+
+
+def wanted(config: DecoderConfig, block: Iterable[Destination]) -> Iterator[Destination]:
+    """Every tensor of the layer; `block` are those of attention and feed-forward by the names of the layer `config.layers`."""
+    part, hidden = draft_part(config), config.widths.hidden
+    norms = (("draft_embedding_norm", "pre_fc_norm_embedding", hidden), ("draft_hidden_norm", "pre_fc_norm_hidden", carried_width(config)))
+    for key, name, width in norms:
+        yield Destination(key, (Source(f"{PREFIX}{name}.weight", (width,)),), part, wide=True, turn=config.norm_turn)
+    joints = (("fc_embedding", hidden), ("fc_hidden", hidden)) if config.streams else (("fc", 2 * hidden),)
+    for name, width in joints:
+        yield Destination(f"draft_{name}", (Source(f"{PREFIX}{name}.weight", (hidden, width)),), part)
+    for destination in block:
+        sources = tuple(_renamed(source, config.layers) for source in destination.sources)
+        joined = None if destination.joined is None else _renamed(destination.joined, config.layers)
+        yield replace(destination, sources=sources, joined=joined, part=part)
+    if config.streams is not None:
+        yield from streams.wanted(config, "draft_mixer", f"{PREFIX}hyper_connection_mixer", part, inject=False)
+    else:
+        yield Destination("draft_norm", (Source(f"{PREFIX}norm.weight", (hidden,)),), part, wide=True, turn=config.norm_turn)
+
+
+def _renamed(source: Source, layer: int) -> Source:
+    return replace(source, name=source.name.replace(f"model.layers.{layer}.", f"{PREFIX}layers.0.", 1))
+
+
+def is_there(described: Mapping[str, Any], names: Iterable[str], needed: Iterable[Destination], model: str) -> bool:
+    """Whether a checkpoint with tensors `names` has the whole layer, whose tensors are `needed`, and its config does not say otherwise.
+
+    Raises ModelError where the config says that there is one and only some of its tensors are there; where there is none of them the
+    checkpoint came without.
+    """
+    own = {name for name in names if name.startswith(PREFIX)}
+    read = ConfigReader(described)
+    said = [described[key] for key in COUNTS if read.has(key)]
+    if not own or 0 in said:
+        return False
+    count = max((read.integer(key) for key in COUNTS if read.has(key)), default=None)
+    if (count or 1) > 1 or read.flag("mtp_use_dedicated_embeddings", False):
+        log.warning("%s: its %s layers for multi-token prediction are not used; one, with the model's embedding, is known", model, count)
+        return False
+    modules = own | {name.rpartition(".")[0] for name in own}
+    missing, every = [], 0
+    for destination in needed:
+        joined = destination.joined is not None and destination.joined.name in own
+        every += len(destination.sources)
+        missing += [] if joined else [s.name for s in destination.sources if s.name.removesuffix(".weight") not in modules]
+    if missing and count is not None:
+        raise ModelError(
+            f"{model} has {every - len(missing)} of the {every} tensors of its layer for multi-token prediction, the first that is missing "
+            f"is {missing[0]}; get the model again, or open it without that layer ([models] draft = false in onedesk.toml)"
+        )
+    return not missing
+
+
+def carried(network: Decoder, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """What the layer goes on from behind `state` [T, ...], which Decoder.forward returned: what the head reads, or all streams [T, wide].
+
+    Valid until the next pass.
+    """
+    return network.final(state, scratch) if isinstance(network.norm, NormWeight) else state
+
+
+@dataclass(slots=True)
+class Draft:
+    """The layer over its weights, in a network of this one block whose embedding and head are those of the decoder that it drafts for.
+
+    joints: [hidden, 2 * hidden], or one [hidden, hidden] each for embedding and streams.
+    """
+
+    network: Decoder
+    embedding_norm: NormWeight
+    hidden_norm: NormWeight
+    joints: tuple[Weight, ...]
+
+    def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
+        """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until the next pass.
+
+        `rows` are the places in `kv`, which holds the keys and values of this layer alone: a place's is that of the state it goes on from.
+        """
+        network, views = self.network, scratch.rows(ids.shape[0])
+        x = network.kernels.embed(ids, network.embedding, views["x"])
+        at = Pass(ids, rows, kv, scratch, views, network.kernels, x, x)
+        if len(self.joints) > 1:
+            x = self._join_streams(at)
+        else:
+            self._join(at)
+        for block in network.blocks:
+            block.mixer.run(at)
+            block.forward.run(at)
+        return x
+
+    def _join(self, at: Pass) -> None:
+        kernels, views, hidden = at.kernels, at.views, at.target.shape[1]
+        both = views["draft_both"]
+        both[:, :hidden].copy_(kernels.rms_norm(at.target, self.embedding_norm, views["normed"]))
+        both[:, hidden:].copy_(kernels.rms_norm(views["draft_hidden"], self.hidden_norm, views["normed"]))
+        kernels.linear(both, self.joints[0], at.target)
+
+    def _join_streams(self, at: Pass) -> torch.Tensor:
+        """The norm is over all streams together, the product one stream at a time."""
+        kernels, views, (count, hidden) = at.kernels, at.views, at.target.shape
+        of_embedding, of_stream = self.joints
+        normed, found = views["normed"], views["found"]
+        token = kernels.linear(kernels.rms_norm(at.target, self.embedding_norm, normed), of_embedding, at.target)
+        wide = kernels.rms_norm(views["draft_hidden"], self.hidden_norm, views["streams_normed"]).view(count, -1, hidden)
+        streams = views["streams"]
+        for stream, out in zip(wide.unbind(1), streams.view(count, -1, hidden).unbind(1), strict=True):
+            normed.copy_(stream)
+            torch.add(kernels.linear(normed, of_stream, found), token, out=out)
+        return streams
+
+    def last(self, state: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [1, vocab] behind the last row of what `forward` returned, and that row as the layer goes on from it [1, wide]."""
+        row = residual(self.network, scratch.rows(1))
+        if state.shape[0] > 1:
+            row.copy_(state[-1:])
+        return self.network.logits(row, scratch), carried(self.network, row, scratch)
+
+
+def residual(network: Decoder, views: PassRows) -> torch.Tensor:
+    """The rows that Decoder.forward returns, in the buffers of a pass."""
+    return views["x" if isinstance(network.norm, NormWeight) else "streams"]
