@@ -22,6 +22,11 @@ class Finding:
     error: float
     bound: float
 
+    @property
+    def off(self) -> float:
+        """The error in units of its bound."""
+        return self.error / max(self.bound, 1e-9)
+
 
 def apart(found: torch.Tensor, truth: torch.Tensor) -> float:
     """|found - truth| / |truth|; infinite where something is no number."""

@@ -1,16 +1,18 @@
 """Every fused CUDA kernel against plain arithmetic in fp32 on the same numbers, on a CUDA device.
 
-    python -m onedesk.service.bench.cuda_kernels [--json]
+    python -m onedesk.service.bench.cuda_kernels [--parts PART,..] [--json]
 
-Exit 1 if one is further off than its types explain. `error`: |result - truth| / |truth| (Euclidean norms) of the worst form of a kernel.
+Exit 1 if one is further off than its types explain. Each part is told of when it is done. `error`: |result - truth| / |truth| (Euclidean
+norms) of the worst form of a kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,8 +25,11 @@ from ..quant.weight import Format
 from ..setup.console import failure, write_json
 from . import cuda_places
 from .cuda_cases import BOUNDS, Finding, Maker, apart, wide
-from .cuda_layers import layer_findings
+from .cuda_layers import layer_groups
 
+Tell: TypeAlias = Callable[[str], object]
+# The widest row that a product of these cases reads.
+WIDEST = 10240
 # One with many rows, one whose columns fill neither a group nor a tile.
 SHAPES = ((2560, 1024), (96, 2592))
 ROWS: Sequence[int] = (1, 2, 8, 16, 300)
@@ -67,57 +72,82 @@ def embedding_findings(kernels: CudaKernels, make: Maker) -> Iterator[Finding]:
         yield Finding("embed", held.name if held else "float", apart(found, wide(table)[ids]), BOUNDS[make.activation])
 
 
-def findings(device: str, activation: torch.dtype) -> Iterator[Finding]:
-    """Everything, for one type of activations. Raises RequestError where there are no fused kernels."""
+def _groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[Finding]]]:
+    """Everything, for one type of activations: the name of each part, and its findings as they are made."""
+    for heads, turned in HEADS:
+        wanted = kernels.workspace(heads, cuda_places.CONTEXT, make.activation, WIDEST)
+        kernels.reserve([torch.empty(shape, dtype=dtype, device=make.device) for shape, dtype in wanted])
+        yield "attention", cuda_places.attention_findings(kernels, make, heads, turned)
+        if turned < heads.head_dim:
+            yield "attention", cuda_places.gate_findings(kernels, make, heads)
+            yield "indexed", cuda_places.indexed_findings(kernels, make, heads, turned)
+    yield from layer_groups(kernels, make)
+    yield "products", embedding_findings(kernels, make)
+    for held in FORMATS:
+        for rows, cols in SHAPES:
+            yield "products", product_findings(kernels, make, held, rows, cols)
+
+
+def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: Tell) -> Iterator[Finding]:
+    """Those of `parts` (all of them where none is named). A kernel that does not compile is one that is infinitely far off.
+
+    Raises RequestError where there are no fused kernels.
+    """
+    from triton.errors import TritonError
+
     kernels = cuda_kernels(activation)
     if type(kernels) is CudaKernels:
         raise RequestError(f"there is nothing to compare here: {kernels.reason}")
-    make = Maker(device, activation)
-    for heads, turned in HEADS:
-        wanted = kernels.workspace(heads, cuda_places.CONTEXT, activation, max(cols for _, cols in SHAPES))
-        kernels.reserve([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted])
-        yield from cuda_places.attention_findings(kernels, make, heads, turned)
-        if turned < heads.head_dim:
-            yield from cuda_places.gate_findings(kernels, make, heads)
-            yield from cuda_places.indexed_findings(kernels, make, heads, turned)
-    yield from embedding_findings(kernels, make)
-    yield from layer_findings(kernels, make)
-    for held in FORMATS:
-        for rows, cols in SHAPES:
-            yield from product_findings(kernels, make, held, rows, cols)
+    for name, group in _groups(kernels, Maker(device, activation)):
+        if parts and name not in parts:
+            continue
+        began, count = time.perf_counter(), 0
+        try:
+            for finding in group:
+                count += 1
+                yield finding
+        except TritonError as error:
+            yield Finding(name, f"behind {count} of its forms: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0)
+        tell(f"{activation} {name}: {count} forms, {time.perf_counter() - began:.1f} s")
 
 
-def check(device: str = "cuda") -> dict[str, Any]:
+def check(device: str = "cuda", parts: Sequence[str] = (), tell: Tell = lambda _: None) -> dict[str, Any]:
     """The document; `failures` lists what was too far off."""
     if not torch.cuda.is_available():
         raise RequestError("torch sees no CUDA device here; there is nothing to check")
-    found = [(str(a).removeprefix("torch."), finding) for a in BOUNDS for finding in findings(device, a)]
+    found = [(str(a).removeprefix("torch."), finding) for a in BOUNDS for finding in findings(device, a, parts, tell)]
     worst: dict[tuple[str, str], Finding] = {}
     for name, finding in found:
         known = worst.get((name, finding.kernel))
-        if known is None or finding.error / finding.bound > known.error / known.bound:
+        if known is None or finding.off > known.off:
             worst[name, finding.kernel] = finding
     rows = [{"activation": name, "kernel": f.kernel, "worst": f.form, "error": f.error, "bound": f.bound} for (name, _), f in worst.items()]
     bad = [f"{name} {f.kernel}, {f.form}: {f.error:.1e} is more than {f.bound:.1e}" for name, f in found if not f.error <= f.bound]
     return {"kind": "cuda_kernels", "device": torch.cuda.get_device_name(), "forms": len(found), "rows": rows, "failures": bad}
 
 
+def _tell(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="cuda_kernels", description="compare the fused CUDA kernels with plain arithmetic")
+    parser.add_argument("--parts", default="", help="of attention, indexed, experts, delta, streams, products; else all")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    tell: Callable[[str], object] = (sys.stderr if args.json else sys.stdout).write
+    show: Callable[[str], object] = (sys.stderr if args.json else sys.stdout).write
     try:
-        document = check()
+        document = check(parts=[part for part in args.parts.split(",") if part], tell=_tell)
     except OnedeskError as error:
         if args.json:
             write_json(failure(error))
         sys.stderr.write(f"cuda_kernels: {error}\n")
         return 1
     for row in document["rows"]:
-        tell(f"{row['activation']:>9} {row['kernel']:<14} {row['error']:.1e} of {row['bound']:.1e}  ({row['worst']})\n")
-    tell("".join(line + "\n" for line in document["failures"][:40]) or f"{document['forms']} forms, all within their bounds\n")
+        show(f"{row['activation']:>9} {row['kernel']:<14} {row['error']:.1e} of {row['bound']:.1e}  ({row['worst']})\n")
+    show("".join(line + "\n" for line in document["failures"][:40]) or f"{document['forms']} forms, all within their bounds\n")
     if args.json:
         write_json(document)
     return 1 if document["failures"] else 0

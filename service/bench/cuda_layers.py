@@ -43,15 +43,15 @@ DELTA_CHUNKS: Sequence[int] = (1, 2, 63, 64, 65, 500)
 EXPERT_ROWS: Sequence[int] = (1, 3, 8, 16, 40, 700)
 
 
-def layer_findings(kernels: CudaKernels, make: Maker) -> Iterator[Finding]:
-    """Every kind of layer."""
-    for case in EXPERTS:
-        for held in EXPERT_FORMATS:
-            yield from expert_findings(kernels, make, held, case)
+def layer_groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[Finding]]]:
+    """Every kind of layer: its name, and its findings as they are made."""
     for heads in DELTAS:
-        yield from delta_findings(kernels, make, delta_heads(make, *heads))
-    yield from stream_findings(kernels, make, 2560, 320, 4, injects=True)
-    yield from stream_findings(kernels, make, 2560, 320, 4, injects=False)
+        yield "delta", delta_findings(kernels, make, delta_heads(make, *heads))
+    for injects in (True, False):
+        yield "streams", stream_findings(kernels, make, 2560, 320, 4, injects=injects)
+    for held in EXPERT_FORMATS:
+        for case in EXPERTS:
+            yield "experts", expert_findings(kernels, make, held, case)
 
 
 def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case: ExpertCase) -> Iterator[Finding]:

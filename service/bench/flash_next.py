@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
     ceiling = read_ceiling(device.type, available=read_truth(device.type).available, repeats=3)
     before = _held(device)
     pool = Pool(device.type, settings, lambda: read_truth(device.type))
-    made = make(blueprint, pool, folder)
+    made = make(blueprint, pool, load_config(None).cache)
     _wait(device)
     captured = made.runner.network.captured
     clock.tell(f"made; read ceiling {ceiling / 1e9:.0f} GB/s; {made.kernels.reason}; a step is {'a graph' if captured else 'NOT a graph'}")
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--folder", type=Path, help="where the sparse table and compiled kernels lie")
+    parser.add_argument("--folder", type=Path, help="where the sparse table lies")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     try:
