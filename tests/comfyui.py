@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from bound import bound
 from onedesk.service.setup.comfyui import Client, ComfyProcess
 
 Prompt = Mapping[str, Mapping[str, Any]]
@@ -141,6 +142,14 @@ class Outcome:
     def texts(self, node: str) -> list[Message]:
         """The progress texts that the node sent, oldest first."""
         return [m for m in self.messages if m.kind == "text" and m.data["node"] == node]
+
+
+class BoundComfy(ComfyProcess):
+    """A ComfyUI that the kernel ends when the tests are gone."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.argv = bound(self.argv)
 
 
 class Comfy:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui import Comfy
+from comfyui import BoundComfy, Comfy
 from kept_kernels import building_once
 from onedesk.service.config import load_config
 from onedesk.service.errors import PeerError
 from onedesk.service.kernels import compile
 from onedesk.service.registry import REGISTRY
-from onedesk.service.setup.comfyui import ComfyProcess
 from onedesk.service.setup.tree import Tree
 from tiny_models import ENCODER, write_image_models, write_language_model
 
@@ -94,7 +93,7 @@ def comfyui(comfyui_folder: Path, comfyui_base: Path) -> Iterator[Comfy]:
     arguments += ["--disable-all-custom-nodes", "--whitelist-custom-nodes", "onedesk", "onedesk_tests"]
     arguments += [] if torch.cuda.is_available() else ["--cpu"]
     caches = Tree(comfyui_base).environment()
-    process = ComfyProcess(Path(sys.executable), comfyui_folder, arguments, log=comfyui_base / "comfyui.log", environment=caches)
+    process = BoundComfy(Path(sys.executable), comfyui_folder, arguments, log=comfyui_base / "comfyui.log", environment=caches)
     try:
         process.start()
     except PeerError as reason:

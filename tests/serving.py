@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from bound import bound
 from kept_kernels import keep_kernels
 from onedesk.service.peers.note import Note, read_note
 from tiny_models import write_language_model
@@ -69,7 +70,7 @@ class Server:
         """Start it without waiting."""
         command = [sys.executable, "-m", "onedesk.service.cli", "serve", "--config", str(self.tree / "onedesk.toml"), *self.arguments]
         with (self.tree / "serve.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
+            self.process = subprocess.Popen(bound(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
         return self
 
     def wait(self) -> Server:

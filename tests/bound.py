@@ -1,0 +1,24 @@
+"""Children that end with the tests, however those end: python bound.py PARENT ARGV... becomes ARGV. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # kept through exec; follows the thread that started the child, so that must be one that lives as long as it
+
+
+def bound(argv: Sequence[str]) -> list[str]:
+    """The command line that runs `argv`, with the same process id, until this process is gone."""
+    return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *argv]
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == int(sys.argv[1]):
+        os.execv(sys.argv[2], sys.argv[2:])
