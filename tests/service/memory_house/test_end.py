@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -108,18 +109,29 @@ def test_an_end_in_any_stage_is_quick_and_leaves_nothing_stale(tiny, large, kern
 
 
 def test_a_compilation_that_was_cut_off_is_cleared_away_by_the_next_start(tmp_path):
-    script = "import sys; from pathlib import Path; from onedesk.service.kernels.compile import compile_library; "
-    script += "compile_library(Path(sys.argv[1])); print('done')"
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, process_group=0) as process:
-        while not list(tmp_path.glob(".kernels-*")):
+    """One source that is soon compiled; the first time by a compiler that does not end."""
+    cache, sources, slow = (tmp_path / name for name in ("cache", "sources", "bin"))
+    for folder in (sources, slow):
+        folder.mkdir()
+    (sources / "tiny.c").write_text("long attention_width(void) { return 8; }\n")
+    (slow / "cc").write_text(f"#!/bin/sh\necho $$ >{slow}/new && mv {slow}/new {slow}/pid\nexec sleep 600\n")
+    (slow / "cc").chmod(0o755)
+    script = "import sys; from pathlib import Path; from onedesk.service.kernels import compile; compile.FOLDER = Path(sys.argv[1]); "
+    script += "compile.compile_library(Path(sys.argv[2])); print('done')"
+    command = [sys.executable, "-c", script, str(sources), str(cache)]
+    path = {**os.environ, "PATH": f"{slow}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0, env=path) as process:
+        while not (slow / "pid").exists():
             assert process.poll() is None
             time.sleep(0.005)
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.communicate(timeout=SECONDS)[0] == ""
-    assert len(list(tmp_path.glob(f".kernels-{process.pid}-*"))) == 1
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+        with suppress(ProcessLookupError):  # ended with the group, unless it has one of its own
+            os.kill(int((slow / "pid").read_text()), signal.SIGKILL)
+        assert process.communicate(timeout=60)[0] == ""
+    assert len(list(cache.glob(f".kernels-{process.pid}-*"))) == 1
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "done\n"
-    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 def test_the_folder_of_a_process_that_lives_is_left_alone(tmp_path):

@@ -15,6 +15,7 @@ from onedesk.service.api import OpenModel, open_model
 from onedesk.service.bench.shapes import random_checkpoint
 from onedesk.service.core import Request, Result, Sampling
 from onedesk.service.errors import FileError
+from onedesk.service.kernels import compile
 from onedesk.service.loader.files import open_regular
 from onedesk.service.loader.header import TensorInfo
 from onedesk.service.loader.stream import stream_tensors
@@ -154,7 +155,11 @@ def test_a_device_that_cannot_read_is_told_with_the_place():
     assert readers() == []
 
 
-def test_without_room_for_the_compiled_kernel_plain_torch_writes(folder, pool, small_disk, caplog):
+def test_without_room_for_the_compiled_kernel_plain_torch_writes(folder, pool, small_disk, tmp_path, monkeypatch, caplog):
+    """One source in place of the kernels', which take ten seconds to find out: the compiler has no room for what it makes of it."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "large.c").write_text("char room[65536] = {1};\n")
+    monkeypatch.setattr(compile, "FOLDER", tmp_path / "sources")
     with caplog.at_level(logging.WARNING):
         opened = open_model(folder, pool=pool, context=64, device="cpu", kernel_cache=small_disk)
     assert opened.kernels.startswith("reference: plain torch")
