@@ -164,7 +164,7 @@ def test_stop_keeps_the_text_and_frees_the_place(desk: Desk) -> None:
 
 
 def test_a_place_in_the_services_queue_is_shown(desk: Desk) -> None:
-    desk.writes(SERVICE, seed=20)
+    assert desk.writes(SERVICE, seed=20).ok
     found = find_service(desk.cache)
     assert found is not None
     ask(found.address, "POST", "/memory/sleep", {})
