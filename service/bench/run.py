@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,11 @@ def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
     with ExitStack() as ended:
         workers = [ended.enter_context(Worker(engine, task)) for engine in engines]
-        rows = _load_rows(plan, checkpoint, workers) if plan.kind == "load" else _run_rows(plan, checkpoint, workers)
+        rows = (
+            _load_rows(plan, files_of_load(plan, checkpoint, config.cache), workers)
+            if plan.kind == "load"
+            else _run_rows(plan, checkpoint, workers)
+        )
     ceiling = max(ceiling, read_ceiling(device, available=available, cache=config.cache))
     keep_ceiling(config.cache, device, ceiling)
     return {
@@ -193,11 +197,18 @@ def _run_row(engine: str, batch: int, plan: Plan, samples: Sequence[dict[str, An
     }
 
 
-def _load_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+def files_of_load(plan: Plan, checkpoint: Checkpoint, cache: Path) -> Mapping[Path, int]:
+    """The files that we read to open the model, and the bytes of weights in each: where it was converted before, what was made of it."""
+    blueprint = draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, plan.quant, cache)
+    infos = {reading.info for tensor in blueprint.plan.tensors for reading in tensor.readings}
+    return {file: sum(info.nbytes for info in infos if info.file == file) for file in sorted({info.file for info in infos})}
+
+
+def _load_rows(plan: Plan, read: Mapping[Path, int], workers: Sequence[Worker]) -> list[dict[str, Any]]:
     """Cold: the files were evicted just before. Warm: they were read whole just before. Raw reads of the same files beside each, into
     small buffers and (`fresh`) into new memory.
     """
-    files = checkpoint.files
+    files = list(read)
     for worker in workers:  # imports and compiled kernels are not part of a load
         worker.ask("load")
         worker.ask("unload")
@@ -212,9 +223,11 @@ def _load_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) ->
         for worker in workers:
             for state in ("cold", "warm"):
                 cached = make_state(state, files)
-                samples.setdefault((worker.engine, state), []).append(worker.ask("load") | {"cached": cached})
+                samples.setdefault((worker.engine, state), []).append(
+                    worker.ask("load", files=[str(file) for file in files]) | {"cached": cached}
+                )
                 worker.ask("unload")
-    return [_load_row(engine, state, found, raw[state], checkpoint.weight_bytes) for (engine, state), found in samples.items()]
+    return [_load_row(engine, state, found, raw[state], sum(read.values())) for (engine, state), found in samples.items()]
 
 
 def _load_row(
@@ -236,6 +249,7 @@ def _load_row(
         "fresh_seconds": fresh_seconds,
         "fresh_share": fresh_seconds / seconds,
         "cached_before_bytes": max(sample["cached"] for sample in samples),
+        "read_bytes": nbytes,
         "peak_bytes": peak,
         "peak_share": peak / nbytes,
     }

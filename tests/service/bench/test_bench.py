@@ -22,15 +22,17 @@ from onedesk.service.bench.ceiling import read_ceiling
 from onedesk.service.bench.files import Residency, evict, read_whole
 from onedesk.service.bench.kinds import kind_table
 from onedesk.service.bench.probe import PeakWatch
-from onedesk.service.bench.run import Plan, measure
+from onedesk.service.bench.run import Plan, files_of_load, measure
 from onedesk.service.bench.subject import Task
 from onedesk.service.bench.worker import Worker
 from onedesk.service.config import Config
 from onedesk.service.engine.ceiling import known_ceiling
 from onedesk.service.errors import FileError, ModelError, PeerError, RequestError
 from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.loader.header import read_header
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.model.families import family_of
+from onedesk.service.setup.quantize import quantize_model
 from safetensors import safe_open
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -97,8 +99,21 @@ def test_load_has_cold_and_warm_rows_beside_the_raw_read(model, tmp_path):
     for row in document["rows"]:
         assert row["share"] == pytest.approx(row["raw_seconds"] / row["seconds"])
         assert row["fresh_share"] == pytest.approx(row["fresh_seconds"] / row["seconds"])
-        assert row["peak_share"] == pytest.approx(row["peak_bytes"] / document["checkpoint_bytes"])
+        assert row["read_bytes"] == document["checkpoint_bytes"]
+        assert row["peak_share"] == pytest.approx(row["peak_bytes"] / row["read_bytes"])
     assert document["rows"][1]["cached_before_bytes"] >= document["checkpoint_bytes"]
+
+
+def test_a_load_of_a_converted_model_is_held_against_what_was_made_of_it(tmp_path):
+    """Evicting the checkpoint would leave its other form in the page cache, and the raw read would be of twice the bytes."""
+    model = write_tiny_qwen3(tmp_path / "tiny", dtype="bfloat16", tokenizer=False)
+    config, plan, checkpoint = Config(tree=tmp_path), Plan("load", str(model), quant="int8", device="cpu"), open_checkpoint(model)
+    assert files_of_load(plan, checkpoint, config.cache) == dict.fromkeys(checkpoint.files, checkpoint.weight_bytes)
+    keep_kernels(config.cache)
+    made = quantize_model(str(model), "int8", None, True, config)
+    ((file, nbytes),) = files_of_load(plan, checkpoint, config.cache).items()
+    assert file.parent == Path(made.path)
+    assert nbytes == sum(info.nbytes for info in read_header(file).tensors.values()) < 0.6 * checkpoint.weight_bytes
 
 
 def test_a_measurement_that_cannot_fit_the_context_is_refused(model, tmp_path):
