@@ -113,7 +113,7 @@ class OpenModel:
     @property
     def stale(self) -> bool:
         """Whether it can load no more: it was closed, or a file that it loads from has changed since the handle was made."""
-        return self._closed or self._blueprint.checkpoint.changed() or self._blueprint.plan.changed()
+        return self._closed or self.language.changed() or self._blueprint.checkpoint.changed() or self._blueprint.plan.changed()
 
     @property
     def busy(self) -> bool:

@@ -37,6 +37,22 @@ def test_handles_of_one_checkpoint_share_its_tokenizer_and_its_templates_process
     assert second.render(asked) == third.render(asked) == shown
 
 
+def test_a_changed_template_is_used_by_the_next_who_opens(registry: Registry, checkpoint: Path) -> None:
+    asked = [Message("user", "a cat")]
+    first = registry.open("tiny", context=64, load=False)
+    shown = first.render(asked)
+    file = next(path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := checkpoint / name).exists())
+    before = file.read_bytes()
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }} and a dog", encoding="utf-8")
+    try:
+        assert registry.open("tiny", context=64, load=False).render(asked) == "a cat and a dog"
+        assert registry.open("tiny", context=96, load=False).render(asked) == "a cat and a dog"
+    finally:
+        (checkpoint / "chat_template.jinja").unlink()
+        file.write_bytes(before)
+    assert registry.open("tiny", context=64, load=False).render(asked) == shown
+
+
 def test_the_same_seed_gives_the_same_text_also_after_giving_way(model: OpenModel, registry: Registry) -> None:
     first = run(model, ask())[1]
     held = model.held_bytes()
