@@ -52,6 +52,8 @@ class GraphStepper:
     All buffers are reserved before; what a graph itself takes (some MiB of the driver's) goes when the stepper is closed.
     """
 
+    # A pass of several rows of one sequence is no graph: launching its kernels one by one takes several times as long as a step.
+    checks = False
     stage: Literal["decode", "sample"] = "decode"
 
     def __init__(self, runner: Runner, sampler: DeviceSampler) -> None:

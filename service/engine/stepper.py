@@ -48,9 +48,11 @@ class Stepper(Protocol):
     for rows whose token is None. Where the host must see a row's scores (see Sampler.plain), `runs_ahead` is false and nothing is launched
     ahead of that row's step: its scores last until the next launch only. `stage` is what
     collecting is booked to: "sample" where the device is done by then or sampling is the host's, "decode" where it waits for the step.
+    `checks`: whether a pass that checks guessed tokens costs about as much as a step, so that guessing can pay.
     """
 
     ahead: int
+    checks: bool
     stage: Literal["decode", "sample"]
 
     def runs_ahead(self, sampler: Sampler, /) -> bool:
@@ -74,6 +76,7 @@ class HostStepper:
     """Scores from the runner, choices on the host: the path that works everywhere. One step at a time."""
 
     ahead = 0
+    checks = True
     stage: Literal["decode", "sample"] = "sample"
 
     def __init__(self, runner: Runner) -> None:

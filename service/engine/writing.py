@@ -95,7 +95,7 @@ class Writing:
         block, where a state is kept.
         """
         kv, behind = row.kv, len(row.feed) - 1
-        if self._stepper.ahead or not row.prepared.speculation or kv is None or self._call.flights or not 0 <= behind < GUESSED:
+        if not self._stepper.checks or not row.prepared.speculation or kv is None or self._call.flights or not 0 <= behind < GUESSED:
             return None
         left = kv.capacity - kv.length - len(row.feed)
         if left < 0:
