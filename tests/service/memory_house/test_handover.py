@@ -9,6 +9,7 @@ import sys
 
 from kept_kernels import keep_kernels
 from onedesk.service.bench.handover import handover_table, own_bytes
+from onedesk.service.engine.ceiling import keep_ceiling
 from tiny_qwen3 import write_tiny_qwen3
 
 MIB = 1 << 20
@@ -19,6 +20,7 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
     model = write_tiny_qwen3(tmp_path / "writer", hidden=512, intermediate=1536)
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
+    keep_ceiling(tmp_path / "cache", "cpu", 2e10)  # measuring it reads 24 GiB
     command = [
         sys.executable,
         "-m",
