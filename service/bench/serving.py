@@ -2,7 +2,8 @@
 
     python -m onedesk.service.bench.serving [--model NAME] [--quant none|int8|int4] [--tokens 48] [--cycles 9] [--streams 8] [--json]
 
-Both engines hold the model and write the same tokens in turn, through the same handle that nodes use.
+Both engines hold the model and write the same tokens in turn, through the same handle that nodes use. OMP_NUM_THREADS says how many threads
+each of them computes with: with as many as there are cores, the server and the reader have none to themselves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from ..api import OpenModel
 from ..config import Config, load_config
@@ -74,20 +76,27 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
     inside = registry.open(path, roots=roots, context=context, quant=plan.quant, device=plan.device, sequences=plan.streams)
     served = registry.open_in_service(path.name, roots=roots, context=context, quant=plan.quant, device=plan.device)
     samples: dict[str, list[tuple[float, float]]] = {"inside": [], "service": []}
+    spent = dict.fromkeys(samples, 0.0)
     for cycle in range(plan.cycles + 1):  # the first one loads, and does not count
         turns: list[tuple[str, OpenModel | RemoteModel]] = [("inside", inside), ("service", served)]
         for name, model in turns if cycle % 2 else reversed(turns):
+            before = _spent(served) if cycle else 0.0
             sample = _times(model, [_request(checkpoint, plan.tokens, cycle)])
             if cycle:
+                spent[name] += _spent(served) - before
                 samples[name].append((sample[0], (sample[-1] - sample[0]) / (len(sample) - 1)))
     return {
         "kind": "serving",
         "model": checkpoint.name,
         "quant": plan.quant,
         "cycles": plan.cycles,
+        "threads": torch.get_num_threads(),
+        "cores": psutil.cpu_count(),
         "first_token": _beside(samples, 0),
         "token": _beside(samples, 1),
+        "processor_seconds_a_token": {name: seconds / plan.cycles / plan.tokens for name, seconds in spent.items()},
         "streams": _streams(served, checkpoint, plan),
+        "streams_inside": _streams(inside, checkpoint, plan),
         "idle_share_of_a_core": _idle_share(served),
         "release": _released(served, checkpoint),
     }
@@ -115,26 +124,36 @@ def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
     return Request(ids=tuple(random_prompt(checkpoint, PROMPT, seed)), sampling=sampling, max_tokens=tokens, repetition_stop=False)
 
 
-def _streams(served: RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
+def _streams(model: OpenModel | RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
     """Tokens a second from the question to the last token."""
     rates: dict[int, list[float]] = {1: [], plan.streams: []}
     for cycle in range(max(1, plan.cycles // 3)):
         for count, found in rates.items():
             asked = [_request(checkpoint, plan.tokens, 1000 + 100 * cycle + 10 * count + i) for i in range(count)]
-            found.append(plan.tokens * count / _times(served, asked)[-1])
+            found.append(plan.tokens * count / _times(model, asked)[-1])
     one, many = (statistics.median(found) for found in rates.values())
     return {"count": plan.streams, "one": one, "many": many, "ratio": many / one}
 
 
 def _idle_share(served: RemoteModel) -> float:
-    service = served.peer
-    if not isinstance(service, LocalService) or service.pid is None:
-        raise PeerError("the service was not started for this measurement, or has ended; end the one that runs, then measure again")
-    family = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+    family = _family(served)
     time.sleep(SETTLE_SECONDS)
     before = _processor_seconds(family)
     time.sleep(IDLE_SECONDS)
     return (_processor_seconds(family) - before) / IDLE_SECONDS
+
+
+def _family(served: RemoteModel) -> list[psutil.Process]:
+    """The service and its children."""
+    service = served.peer
+    if not isinstance(service, LocalService) or service.pid is None:
+        raise PeerError("the service was not started for this measurement, or has ended; end the one that runs, then measure again")
+    return [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+
+
+def _spent(served: RemoteModel) -> float:
+    """Processor seconds of this process and the service so far."""
+    return _processor_seconds([psutil.Process(), *_family(served)])
 
 
 def _processor_seconds(family: Sequence[psutil.Process]) -> float:
@@ -160,10 +179,15 @@ def summary(document: dict[str, Any]) -> str:
     for name, key in (("first token", "first_token"), ("each further token", "token")):
         found = document[key]
         rows.append((name, *(f"{1000 * found[part]:.2f}" for part in ("inside", "service", "added")), f"{found['added_share']:.1%}"))
-    streams, release = document["streams"], document["release"]
+    release, (inside, service) = document["release"], document["processor_seconds_a_token"].values()
+    streams = "".join(
+        f"{found['count']} streams {where} write {found['many']:.1f} tokens/s, one {found['one']:.1f}: {found['ratio']:.2f}x\n"
+        for where, found in (("through the service", document["streams"]), ("in process", document["streams_inside"]))
+    )
     return (
-        f"the service with {document['model']}, {document['quant']}, medians of {document['cycles']}\n{columns(rows)}\n"
-        f"{streams['count']} streams write {streams['many']:.1f} tokens/s, one {streams['one']:.1f}: {streams['ratio']:.2f}x\n"
+        f"the service with {document['model']}, {document['quant']}, {document['threads']} computing threads on {document['cores']} cores, "
+        f"medians of {document['cycles']}\n{columns(rows)}\nprocessor time a token, of both processes: {1000 * inside:.2f} ms in process, "
+        f"{1000 * service:.2f} ms through the service\n{streams}"
         f"idle it takes {document['idle_share_of_a_core']:.2%} of a core; releases gave back {release['share']:.1%}, "
         f"the longest in {release['seconds']:.2f} s\n"
     )

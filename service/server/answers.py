@@ -6,17 +6,16 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from ..core import Event, Finish, Logprobs, Result, Stage
+from ..core import Event, Finish, Logprobs, Progress, Result, Stage, Usage
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import ToolCall, ToolCallSplitter
 
 FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
 Document = dict[str, Any]
-_STAGE = tuple(part.name for part in fields(Stage))
 Scored = Sequence[tuple[int, Logprobs]]
 
 
@@ -43,10 +42,10 @@ def added(usages: Iterable[Mapping[str, Any]]) -> Document:
 
 def told(result: Result, *, detail: bool = False) -> Document:
     """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
-    stages = {name: {part: getattr(stage, part) for part in _STAGE} for name, stage in result.stages.items()}
+    stages = {name: _parts_of(stage) for name, stage in result.stages.items()}
     document: Document = {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
     if detail:
-        document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": asdict(result.usage)}
+        document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": _parts_of(result.usage)}
     return document
 
 
@@ -114,7 +113,7 @@ class Writer(ABC):
     def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
         """A chunk for the latest progress of each stage among events that came together, where it is wanted."""
         latest = {event.progress.stage: event.progress for _, event in events if event.progress is not None} if self.detail else {}
-        return [self._head | {"choices": [], "onedesk": {"progress": asdict(progress)}} for progress in latest.values()]
+        return [self._head | {"choices": [], "onedesk": {"progress": _parts_of(progress)}} for progress in latest.values()]
 
     def only_adds(self, index: int) -> bool:
         """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is looked for in it."""
@@ -263,6 +262,11 @@ class CompletionWriter(Writer):
 
 
 _NO_ECHO = Echo("")
+
+
+def _parts_of(one: Stage | Usage | Progress) -> Document:
+    """Its fields, which are plain values: asdict copies each of them deeply, 20 us a stage."""
+    return {part.name: getattr(one, part.name) for part in fields(one)}
 
 
 def _joined(events: Sequence[Event]) -> tuple[str, str]:

@@ -21,7 +21,9 @@ def test_every_figure_is_there_and_releases_give_everything_back(tmp_path, capsy
     shown = capsys.readouterr()
     document = json.loads(shown.out)
     assert set(document["first_token"]) == set(document["token"]) == {"inside", "service", "added", "added_share"}
-    assert document["streams"]["count"] == 2
+    assert document["streams"]["count"] == document["streams_inside"]["count"] == 2
+    assert document["threads"] >= 1
+    assert set(document["processor_seconds_a_token"]) == {"inside", "service"}
     assert document["release"]["share"] >= 0.98
     assert document["release"]["asked"] > 0
     assert "each further token" in shown.err
