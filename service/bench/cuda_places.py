@@ -103,8 +103,8 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turned
             sequence = int(sequence_of[row])
             tokens = _chosen(asked[row], pooled[sequence], place + 1, indexer)
             blocks, at = rows.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
-            parts = (part[blocks, :, at].transpose(0, 1) for part in (wide_keys, wide_values))
-            ReferenceKernels().attention(turned_queries[row][None], *parts, len(tokens) - 1, truth[row][None])
+            k, v = (part[blocks, :, at].transpose(0, 1) for part in (wide_keys, wide_values))
+            ReferenceKernels().attention(turned_queries[row][None], k, v, len(tokens) - 1, truth[row][None])
         out = make.empty(count, heads.queries)
         done = kernels.attend_indexed(
             qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out, indexer, IndexedRows(indexed, tails, held)

@@ -82,7 +82,8 @@ def shape_of(name: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
 def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, Any]:
     """The document; what there was no time for is not in it. Raises OnedeskError."""
     name, config = shape_of(args.model, tiny=args.tiny)
-    device, settings = pick_device(args.device), MemorySettings(**load_config(None).memory)
+    stated: dict[str, Any] = dict(load_config(None).memory)
+    device, settings = pick_device(args.device), MemorySettings(**stated)
     context = args.prompt + args.tokens * 4 + 64
     blueprint = made_blueprint(config, device, context, EXPERTS[args.experts], folder, max(args.batch))
     need = blueprint.need

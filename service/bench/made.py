@@ -26,6 +26,7 @@ from ..loader.checkpoint import Checkpoint
 from ..loader.files import open_regular
 from ..loader.header import TensorInfo
 from ..memory.lease import Lease
+from ..memory.policy import Kind
 from ..memory.pool import Pool
 from ..model.families import describe, family_of
 from ..model.layers import Scratch
@@ -86,10 +87,8 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
     """Lease, fill and build. Raises MemoryFull."""
     need, device = blueprint.need, blueprint.device
     pool.check("made", need)
-    leases = tuple(
-        pool.lease("made", kind, nbytes, align=ALIGNMENT)
-        for kind, nbytes in (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch - blueprint.bench_bytes))
-    )
+    sizes: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch - blueprint.bench_bytes))
+    leases = tuple(pool.lease("made", kind, nbytes, align=ALIGNMENT) for kind, nbytes in sizes)
     weights, kv, scratch = leases
     random = torch.Generator(device=device).manual_seed(seed)
     tensors: dict[str, Weight] = {}
