@@ -2,8 +2,10 @@
 
     python -m onedesk.service.bench.guesses [--model NAME] [--quant none|int8|int4] [--tokens 192] [--cycles 5] [--json]
 
-`lost`: any of the vocabulary's tokens, nothing recurs. `misled`: twelve tokens at random, so that every latest pair was there before and
-eleven of twelve guesses are wrong: the worst there is. `copied`: greedy over three tokens, a text that soon repeats itself.
+`lost`: any of the vocabulary's tokens, nothing recurs, and what a random layer for multi-token prediction drafts is wrong. `misled`: twelve
+tokens at random, so that every latest pair was there before and eleven of twelve guesses are wrong: the worst there is. `copied`: greedy
+over three tokens, a text that soon repeats itself. `drafted` (of checkpoints with that layer): as lost, but of a hundred drafted tokens 85
+are replaced by those that come, as published layers guess: its work is done, its guesses are told.
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from ..api import OpenModel, open_model
+from ..cache.paged import SequenceKV
 from ..config import Config, load_config
 from ..core import Request, Sampling
-from ..errors import OnedeskError
+from ..engine.drafting import Drafting
+from ..engine.runner import Runner
+from ..errors import ModelError, OnedeskError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelRoots
 from ..memory.budget import MemorySettings
@@ -43,14 +50,35 @@ ALWAYS = 1e5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of text: of how many different tokens (0: all), and whether the likeliest is chosen."""
+    """A kind of text: of how many different tokens (0: all), whether the likeliest is chosen, and how many of a hundred drafts are right
+    (None: as they come)."""
 
     name: str
     vocabulary: int
     greedy: bool
+    right: int | None = None
 
 
 CASES = (Case("lost", 0, False), Case("misled", 12, False), Case("copied", 3, True))
+DRAFTED = Case("drafted", 0, False, 85)
+
+
+class ToldDrafting:
+    """A Drafting that does its work and says something else: tokens of `written`, the text behind a prompt, or now and then a wrong one."""
+
+    def __init__(self, drafting: Drafting, right: int, prompt: int, written: Sequence[int]) -> None:
+        self._drafting, self._right, self._prompt, self._written = drafting, right / 100, prompt, written
+        self._draw = torch.Generator().manual_seed(prompt)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafting, name)
+
+    def guess(self, text: SequenceKV, latest: int, token: int, count: int) -> list[int]:
+        """See Drafting."""
+        drafted, at = self._drafting.guess(text, latest, token, count), latest + 1 - self._prompt
+        come = [*self._written[at : at + count], *drafted][: len(drafted)]
+        right = (torch.rand(len(come), generator=self._draw) < self._right).tolist()
+        return [token if is_so else (token + 1) % 97 for token, is_so in zip(come, right, strict=True)]
 
 
 def measure_guesses(model: str, quant: str, tokens: int, cycles: int, config: Config, roots: ModelRoots) -> dict[str, Any]:
@@ -64,7 +92,9 @@ def measure_guesses(model: str, quant: str, tokens: int, cycles: int, config: Co
     pool = Pool("cpu", MemorySettings(**values), lambda: read_truth("cpu"))
     opened = open_model(path, pool=pool, roots=roots, context=PROMPT + tokens, quant=quant, device="cpu", kernel_cache=config.cache)
     with closing(opened):
-        rows = [_row(opened, checkpoint, case, tokens, cycles) for case in CASES]
+        opened.load()
+        cases = (*CASES, DRAFTED) if _runner(opened).drafting is not None else CASES
+        rows = [_row(opened, checkpoint, case, tokens, cycles) for case in cases]
     return {"kind": "guesses", "model": checkpoint.name, "quant": quant, "tokens": tokens, "cycles": cycles, "rows": rows}
 
 
@@ -73,8 +103,9 @@ def _row(model: OpenModel, checkpoint: Checkpoint, case: Case, tokens: int, cycl
     differing = 0
     for seed in range(cycles + 1):  # the first one warms up
         written = {}
-        for guess in (False, True) if seed % 2 else (True, False):
-            spent, written[guess] = _write(model, _request(checkpoint, case, tokens, seed, guess=guess))
+        for guess in (False, True) if seed % 2 or case.right is not None else (True, False):
+            with _told(model, case, written.get(False, ())) if guess else nullcontext():
+                spent, written[guess] = _write(model, _request(checkpoint, case, tokens, seed, guess=guess))
             if seed:
                 seconds[guess].append(spent)
         differing += written[True] != written[False]
@@ -88,6 +119,25 @@ def _row(model: OpenModel, checkpoint: Checkpoint, case: Case, tokens: int, cycl
         "worst_ratio": max(ratios),
         "differing_texts": differing,
     }
+
+
+@contextmanager
+def _told(model: OpenModel, case: Case, written: Sequence[int]) -> Iterator[None]:
+    """Let the drafts of a case that says how many are right be so."""
+    runner = _runner(model)
+    drafting = runner.drafting
+    if drafting is not None and case.right is not None:
+        runner.drafting = cast(Drafting, ToldDrafting(drafting, case.right, PROMPT, written))
+    try:
+        yield
+    finally:
+        runner.drafting = drafting
+
+
+def _runner(model: OpenModel) -> Runner:
+    if model._session is None:
+        raise ModelError(f"{model.name} gave way while it was measured; measure it with more memory free")
+    return model._session.runner
 
 
 def _write(model: OpenModel, request: Request) -> tuple[float, tuple[int, ...]]:

@@ -15,7 +15,8 @@ import torch
 
 from ..errors import FileError
 from ..kernels.unfinished import work_folder
-from ..model.families import family_of
+from ..model.draft import with_draft
+from ..model.families import family_of, text_config
 from ..model.spec import Source
 from ..setup.published import PUBLISHED, qwen3
 
@@ -29,6 +30,9 @@ _NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "BF16", torch.float32: "F32
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-toy": qwen3(256, 4, 4, 2, 768, True),  # 0.09 GB, for what is done many times over
     **{name.lower(): PUBLISHED[name] for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")},
+    # with its layer for multi-token prediction
+    "qwen3.5-toy": {**text_config(PUBLISHED["Qwen3.5-0.8B"]), "num_hidden_layers": 8, "vocab_size": 32768},  # 0.3 GB
+    "qwen3.5-0.8b": text_config(PUBLISHED["Qwen3.5-0.8B"]),
 }
 
 
@@ -57,7 +61,9 @@ def random_checkpoint(name: str, cache: Path) -> Path:
 def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors with random weights (normal; norms are 1) of `dtype` into an existing folder."""
     family = family_of(config)
-    sources = [source for wanted in family.destinations(family.read_config(config)) for source in wanted.sources]
+    described = family.read_config(config)
+    described = with_draft(described) if config.get("mtp_num_hidden_layers") else described
+    sources = [source for wanted in family.destinations(described) for source in wanted.sources]
     header = _header(sources, dtype)
     needed = len(header) + sum(dtype.itemsize * math.prod(source.shape) for source in sources)
     free = shutil.disk_usage(folder).free

@@ -19,6 +19,7 @@ from onedesk.service.memory.truth import read_truth
 from onedesk.service.model.draft import carried_width
 from onedesk.service.quant.weight import QuantizedWeight
 from onedesk.service.setup.quantize import quantize_model
+from published import BLOCKS
 from safetensors.torch import load_file
 from tiny_drafts import Tensors, add_draft, change, write_drafter
 from tiny_families import write_family
@@ -43,6 +44,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("models") / "small", "qwen3_5_moe")
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
 
 
 def start(folder: Path, quant: str = "none", cache: Path | None = None) -> Session:
@@ -209,10 +217,7 @@ def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: P
 
 
 def test_half_of_the_layer_is_refused_and_none_of_it_or_no_word_of_it_is_as_before(small: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "half"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((small / name).read_bytes())
+    folder = copied(small, tmp_path / "half")
     whole = draw_blueprint(open_checkpoint(small), CPU, CONTEXT)
     change(
         folder,
@@ -241,10 +246,7 @@ def test_half_of_the_layer_is_refused_and_none_of_it_or_no_word_of_it_is_as_befo
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.", ""])
 def test_it_may_lie_under_other_names_and_its_experts_in_one_tensor(small: Path, tmp_path: Path, prefix: str) -> None:
-    folder = tmp_path / "moved"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((small / name).read_bytes())
+    folder = copied(small, tmp_path / "moved")
 
     def packed(tensors: Tensors) -> Tensors:
         experts = {n: tensors.pop(n) for n in list(tensors) if n.startswith("mtp.layers.0.mlp.experts.")}
@@ -275,3 +277,27 @@ def test_it_is_converted_as_the_other_layers_are_and_quantize_keeps_it(small: Pa
     assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
     for one in (session, fresh):
         one.release()
+
+
+def test_experts_in_fp8_with_a_scale_a_block_mean_what_they_say(small: Path, tmp_path: Path) -> None:
+    """As the published FP8 checkpoint has them: the experts of this layer, and nothing else of it."""
+    folders = [copied(small, tmp_path / name) for name in ("stored", "meant")]
+    config = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
+
+    def stored(tensors: Tensors, *, wide: bool) -> Tensors:
+        found = dict(tensors)
+        for place, name in enumerate(name for name in tensors if name.startswith("mtp.layers.0.mlp.experts.")):
+            scale = torch.full((1, 1), 0.01 + 0.001 * place, dtype=torch.bfloat16)
+            numbers = (tensors[name] / scale.float()).to(torch.float8_e4m3fn)
+            found |= {name: numbers.float() * scale.float()} if wide else {name: numbers, f"{name}_scale_inv": scale}
+        return found
+
+    for folder, wide in zip(folders, (False, True), strict=True):
+        change(folder, lambda tensors, wide=wide: stored(tensors, wide=wide))
+    sessions = [start(folder) for folder in folders]
+    hidden, ids = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), list(range(9, 18))
+    found, meant = (draft_scores(session, hidden, ids, [9]) for session in sessions)
+    torch.testing.assert_close(found, meant, rtol=0, atol=2e-4)
+    for session in sessions:
+        session.release()
