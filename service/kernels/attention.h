@@ -24,7 +24,7 @@ struct attention {
     char *scratch;             /* threads * stride bytes: attention_scratch() */
     int64_t stride;
     const int64_t *chosen;     /* [tokens][most]: each row sees these stretches of `ratio` tokens, in order, -1 behind the last, and the tokens */
-    int64_t most, ratio;       /* behind the last whole stretch; ratio divides BLOCK. NULL: each row sees everything. attend_rows alone */
+    int64_t most, ratio;       /* behind the last whole stretch; ratio divides BLOCK. NULL: each row sees everything */
 };
 
 INLINE const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_ahead); }
