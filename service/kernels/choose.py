@@ -26,7 +26,7 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, canc
         return ReferenceKernels()
     library, why_not = compile_library(cache, cancel)
     if library is None:
-        log.warning("the CPU runs without compiled kernels: %s", why_not)
+        log.warning("the CPU runs plain torch, slower, without compiled kernels: %s", why_not)
         kernels = ReferenceKernels()
         kernels.reason = f"plain torch: {why_not}"
         return kernels

@@ -20,6 +20,7 @@ import torch
 
 from ..core import CancelCheck
 from ..errors import Cancelled
+from ..memory.budget import show
 from .unfinished import work_folder
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fwrapv", "-Wno-psabi", "-std=gnu11", "-fPIC", "-fopenmp")
 COMPILE_SECONDS = 120
 LOOK_SECONDS = 0.1  # how often a compiler at work is looked at, and whether to stop is asked
+BUILD_ROOM = 1 << 20  # bytes in the cache; the objects and the library take 0.44 MB
+UNUSED_SECONDS = 30 * 86400  # a library of other sources that nobody loaded for so long is removed
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -42,9 +45,10 @@ def compile_library(cache: Path, cancel: CancelCheck | None = None) -> tuple[cty
     if not _whole(target):
         if compiler is None:
             return None, "no C compiler (cc, gcc or clang) was found; install one for the fast kernels"
-        failed = _build(compiler, target, cancel)
+        failed = _lacking(cache) or _build(compiler, target, cancel)
         if failed:
             return None, failed
+        _remove_unused(target)
     try:
         return ctypes.CDLL(str(target)), ""
     except OSError as error:
@@ -82,6 +86,29 @@ def _whole(target: Path) -> bool:
     if not whole:
         log.warning("%s in the cache is damaged and is built anew", target.name)
     return whole
+
+
+def _lacking(cache: Path) -> str:
+    """What to say where the cache's disk has no room to build; empty where it has, or cannot be asked."""
+    try:
+        there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free
+    except OSError:
+        return ""
+    if free >= BUILD_ROOM:
+        return ""
+    return f"building them takes {show(BUILD_ROOM)} in the cache folder, whose disk has {show(free)}; free {show(BUILD_ROOM - free)} there"
+
+
+def _remove_unused(target: Path) -> None:
+    """Remove the libraries of other sources or processors that nobody loaded for long. One that is loaded stays mapped where it is."""
+    # A look whether a library is whole reads it, which sets its time of access; where a disk keeps none, its time of building counts.
+    since = time.time() - UNUSED_SECONDS
+    for other in target.parent.glob("kernels-*.so"):
+        with suppress(OSError):
+            state = other.stat()
+            if other != target and max(state.st_atime, state.st_mtime) < since:
+                other.unlink()
 
 
 def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:

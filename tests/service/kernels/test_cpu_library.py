@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +54,38 @@ def test_a_changed_source_is_compiled_anew(small: Path) -> None:
     (compiling.FOLDER / "tiny.h").write_text("/* changed */")
     assert compile_library(small)[0] is not None
     assert len(list(small.iterdir())) == 2
+
+
+def test_a_library_of_other_sources_goes_once_nobody_loaded_it_for_long(small: Path) -> None:
+    assert compile_library(small)[0] is not None
+    first = built_in(small)
+    loaded, lately, kept = small / "kernels-loaded.so", small / "kernels-lately.so", small / "service.token"
+    for other in (loaded, lately, kept):
+        other.touch()
+    long_ago, now = time.time() - compiling.UNUSED_SECONDS - 60, time.time()
+    os.utime(loaded, (now, long_ago))
+    for other in (first, kept):
+        os.utime(other, (long_ago, long_ago))
+    (compiling.FOLDER / "tiny.h").write_text("/* changed */")
+    assert compile_library(small)[0] is not None
+    left = set(small.iterdir())
+    assert first not in left
+    assert left > {loaded, lately, kept}
+    assert len(left) == 4
+
+
+@pytest.mark.parametrize("cache", ["cache", "absent/cache"])
+def test_a_full_disk_is_told_before_anything_is_compiled(
+    small: Path, cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling.shutil, "disk_usage", lambda _: SimpleNamespace(free=300 << 10))
+    monkeypatch.setattr(compiling, "_build", lambda *_: pytest.fail("it compiles"))
+    kernels = choose_kernels(torch.device("cpu"), torch.float32, small.parent / cache)
+    assert type(kernels) is ReferenceKernels
+    assert caplog.messages == [
+        "the CPU runs plain torch, slower, without compiled kernels: building them takes 1 MiB in the cache folder, "
+        "whose disk has 300 KiB; free 724 KiB there"
+    ]
 
 
 def test_stop_ends_the_compiler_and_its_children(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
