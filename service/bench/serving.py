@@ -96,9 +96,10 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
         "token": _beside(samples, 1),
         "processor_seconds_a_token": {name: seconds / plan.cycles / plan.tokens for name, seconds in spent.items()},
         "streams": _streams(served, checkpoint, plan),
-        "streams_inside": _streams(inside, checkpoint, plan),
         "idle_share_of_a_core": _idle_share(served),
         "release": _released(served, checkpoint),
+        # Last: meanwhile a service that nobody asks may end.
+        "streams_inside": _streams(inside, checkpoint, plan),
     }
 
 
