@@ -131,7 +131,7 @@ def test_a_destination_that_does_not_fit_is_refused(tmp_path: Path, target: torc
 def test_readers_follow_the_cores(weights: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, readers: int) -> None:
     """Counted: each waits for the others before its first read."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    meet, met, real = threading.Barrier(readers, timeout=10), threading.local(), os.preadv
+    meet, met, real = threading.Barrier(readers, timeout=60), threading.local(), os.preadv
     names: set[str] = set()
 
     def preadv(fd: int, views: Any, offset: int) -> int:

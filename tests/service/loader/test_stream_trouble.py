@@ -12,6 +12,7 @@ import pytest
 from onedesk.service.core import Progress
 from onedesk.service.errors import Cancelled, FileError
 from onedesk.service.loader import stream
+from onedesk.service.loader.readers import Run
 from onedesk.service.loader.stream import stream_tensors
 from raw_safetensors import write_tensors
 from streaming import CHUNK, LONG_AGO, assert_no_reader_left, assert_same, empty_jobs, intercept
@@ -21,28 +22,30 @@ from streaming import CHUNK, LONG_AGO, assert_no_reader_left, assert_same, empty
 def test_cancel_ends_the_readers(weights: Path, monkeypatch: pytest.MonkeyPatch, readers: int) -> None:
     """Asked at every chunk: once it says yes, each reader ends with the chunk that it has in hand."""
     jobs = empty_jobs(weights)
-    asked: list[int] = []
     allowed = threading.Semaphore(3)
     real = os.preadv
     offsets: list[int] = []
 
     def gated(fd: int, views: Any, offset: int) -> int:
-        allowed.acquire(timeout=1)
+        allowed.acquire(timeout=60)
         offsets.append(offset)
         return real(fd, views, offset)
 
-    def cancel() -> bool:
-        asked.append(len(offsets))
-        if len(offsets) < 3:
-            return False
-        for _ in range(readers):
-            allowed.release()
-        return True
+    class Stop(threading.Event):
+        def set(self) -> None:
+            super().set()
+            allowed.release(readers)
+
+    class Gated(Run):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.stop = Stop()
 
     monkeypatch.setattr(os, "preadv", gated)
+    monkeypatch.setattr(stream, "Run", Gated)
     with pytest.raises(Cancelled, match=r"loading was stopped after \d+ of 160000 bytes"):
-        stream_tensors(jobs, cancel=cancel, readers=readers)
-    assert len(offsets) <= 3 + readers
+        stream_tensors(jobs, cancel=lambda: len(offsets) >= 3, readers=readers)
+    assert 3 <= len(offsets) <= 3 + readers
     assert_no_reader_left()
 
 
