@@ -45,7 +45,7 @@ TINY: Mapping[str, Any] = {
     "intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 8,
     "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32, "hc_lowrank": 32, "ple_embed_dim": 256, "ngram_vocab_size_base": 1009, "eos_token_id": 2,
-    "split_ngram_parts": 4, "indexer_heads": 2, "indexer_head_dim": 32, "indexer_budget": 64, "max_position_embeddings": 4096,
+    "split_ngram_parts": 4, "indexer_head_dim": 32, "indexer_budget": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
