@@ -43,6 +43,15 @@ class SourceFile:
         """Whether `other` describes the same bytes: same file, size and time of change."""
         return (self.size, self.modified_ns, self.inode) == (other.st_size, other.st_mtime_ns, (other.st_dev, other.st_ino))
 
+    def change(self, other: os.stat_result) -> str:
+        """What of `other` is not as it was, in words."""
+        if self.size != other.st_size:
+            return f"it had {self.size} bytes, now {other.st_size}"
+        if self.inode != (other.st_dev, other.st_ino):
+            return f"another file of {self.size} bytes lies in its place"
+        later = (other.st_mtime_ns - self.modified_ns) / 1e9
+        return f"it still has {self.size} bytes, but was written {abs(later):.9g} s {'later' if later > 0 else 'earlier'} than the one read"
+
 
 @contextmanager
 def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:

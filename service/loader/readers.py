@@ -207,10 +207,7 @@ def check_unchanged(source: SourceFile, fd: int) -> None:
     """Raise FileError if the file is not the one whose header was read."""
     now = os.fstat(fd)
     if not source.same_as(now):
-        raise FileError(
-            f"{source.shown} was changed or replaced since its header was read "
-            f"(it had {source.size} bytes, now {now.st_size}); open the model again"
-        )
+        raise FileError(f"{source.shown} was changed or replaced since its header was read ({source.change(now)}); open the model again")
 
 
 def drop(fd: int, offset: int, nbytes: int) -> None:
