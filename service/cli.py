@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], *, as_json: bool) -> int:
     try:
-        args = _parser().parse_args(arguments)
+        args, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         logging.basicConfig(stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], force=True)
         return args.run(args)
     except UsageError as error:
@@ -309,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True, model: str = "store"
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, parser=added)
         words = "the model; a name as `onedesk models` lists it, or a path"
         added.add_argument("--model", action=model, metavar="NAME|FOLDER|FILE", help=words)
         added.add_argument("--quant", choices=QUANTIZATIONS, default="none", help="hold the weights as stored (none), or in 8 or 4 bits")

@@ -100,7 +100,8 @@ _WORDS: Mapping[_Kind, str] = {
     "flag": "true or false",
 }
 _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
-    **dict.fromkeys([("models", "context"), ("peers", "context")], (1, 2**31)),
+    ("models", "context"): (2, 2**31),
+    ("peers", "context"): (1, 2**31),
     **dict.fromkeys([("service", "port"), ("peers", "port")], (0, 65535)),
     ("service", "concurrency"): (1, 4096),
     ("service", "queue"): (0, 65536),

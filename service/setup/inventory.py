@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..api import pick_context, pick_device
-from ..config import Config
+from ..config import FILE_NAME, Config
 from ..engine.session import draw_blueprint
-from ..errors import ModelError, OnedeskError
+from ..errors import FileError, ModelError, OnedeskError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
@@ -33,10 +33,19 @@ def model_roots(config: Config) -> ModelRoots:
 
 
 def default_model(config: Config) -> str | None:
-    """The model to use when none is named: the configured one, else the only one that is no toy, else the only one."""
+    """The model to use when none is named: the configured one, else the only one that is no toy, else the only one.
+
+    Raises ModelError, FileError where the configured one is not there.
+    """
+    roots = model_roots(config)
     if config.default_model:
+        try:
+            roots.find(config.default_model)
+        except (ModelError, FileError) as error:
+            file = config.file.name if config.file else FILE_NAME
+            raise type(error)(f"default in [models] of {file}: {error}") from error
         return config.default_model
-    names = [entry.name for entry in model_roots(config).list()]
+    names = [entry.name for entry in roots.list()]
     real = [name for name in names if not is_toy(name)]
     for candidates in (real, names):
         if len(candidates) == 1:

@@ -83,7 +83,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
         ("[service]\ndeadline = nan\n", "deadline in [service] is nan; use a number"),
         ("[service]\nhost = 1\n", "host in [service] is 1; use a text"),
         ("[models]\nroots = 'models'\n", "roots in [models] is 'models'; use a list of texts"),
-        ("[models]\ncontext = 0\n", "context in [models] is 0; use 1 to"),
+        ("[models]\ncontext = 1\n", "context in [models] is 1; use 2 to 2147483648"),
         ("[memory]\nfloor = '4 potatoes'\n", "floor in [memory]: '4 potatoes' is no size"),
         ("[memory]\nfloor = -1\n", "floor in [memory] is -1; use whole bytes"),
         ("[memory]\ndebug = 1\n", "debug in [memory] is 1; use true or false"),

@@ -160,6 +160,13 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
     assert 0 < len(document["error"]["message"]) < 400
 
 
+@pytest.mark.parametrize("words", [("generate", "a cat"), ("models",), ("demo", "a cat")], ids=lambda words: words[0])
+def test_an_unknown_option_points_to_the_help_of_its_command(run, words):
+    status, document = run(*words, "--frobnicate")
+    wanted = f"unrecognized arguments: --frobnicate; see onedesk {words[0]} --help"
+    assert (status, document["error"]["message"]) == (2, wanted)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
@@ -191,6 +198,17 @@ def test_a_prompt_of_a_megabyte_is_refused_with_both_numbers(run, monkeypatch):
     status, document = run("generate", "-", "--model", "tiny")
     assert (status, document["error"]["type"]) == (1, "RequestError")
     assert "context is 256" in document["error"]["message"]
+
+
+@pytest.mark.parametrize(("default", "kind"), [("nosuch", "ModelError"), ("no\\u0000such", "FileError")])
+def test_a_default_model_that_is_not_there_is_told_with_where_it_was_named(run, tree, tmp_path, default, kind):
+    config = tmp_path / "onedesk.toml"
+    config.write_text(f'[models]\nroots = ["{tree / "models"}"]\ndefault = "{default}"\n', encoding="utf-8")
+    for words in (["generate", "a cat"], ["quantize", "--quant", "int8"]):
+        status, document = run(*words, config=config)
+        assert (status, document["error"]["type"]) == (1, kind)
+        assert document["error"]["message"].startswith("default in [models] of onedesk.toml: ")
+    assert run("generate", "a cat", "--max-tokens", "1", "--model", "tiny", config=config)[0] == 0
 
 
 def test_a_wrong_configuration_is_told(run, tmp_path):
