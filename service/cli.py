@@ -148,7 +148,7 @@ def _score(args: argparse.Namespace) -> int:
     if args.json:
         write_json(score)
     else:
-        told = f"perplexity {score['perplexity']}" if logprobs else "no perplexity, since the first token has nothing before it,"
+        told = f"perplexity {score['perplexity']:.7g}" if logprobs else "no perplexity, since the first token has nothing before it,"
         print(f"{told} over {score['tokens']} tokens in {windows} windows")
     return SUCCESS
 

@@ -179,8 +179,8 @@ def _cache(config: Config) -> Check:
         return Check("cache", "failure", f"{config.cache} cannot be written", "make it writable; compiled kernels are kept there")
     free = shutil.disk_usage(there).free
     if free < LITTLE_DISK:
-        return Check("cache", "warning", f"{free / 1e9:.1f} GB are free on its disk", "free some room; models and pictures need it")
-    return Check("cache", "ok", f"{config.cache}, {free / 1e9:.0f} GB free")
+        return Check("cache", "warning", f"{free / 2**30:.1f} GiB are free on its disk", "free some room; models and pictures need it")
+    return Check("cache", "ok", f"{config.cache}, {free / 2**30:.0f} GiB free")
 
 
 def _models(config: Config, device: str) -> Iterator[Check]:

@@ -57,8 +57,10 @@ def run(args: argparse.Namespace) -> Conversion:
 
 def told(done: Conversion) -> str:
     """The conversion for people."""
+    from ..memory.budget import show
+
     how = f"made in {done.seconds:.1f} s" if done.written else "it was there already"
-    return f"{done.path}\n{done.format}, {done.bytes / 1e6:,.1f} MB, {done.bytes / done.source_bytes:.0%} of the checkpoint; {how}"
+    return f"{done.path}\n{done.format}, {show(done.bytes)}, {done.bytes / done.source_bytes:.0%} of the checkpoint; {how}"
 
 
 def quantize_model(
