@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class Models:
     def entries(self) -> list[ModelEntry]:
         """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
         found = self._roots.list()
+        with self._lock:
+            self._forget_stale({name for name, _, _ in self._open} - {entry.name for entry in found})
         return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
 
     def name_of(self, asked: str | None) -> str:
@@ -52,7 +55,7 @@ class Models:
             if default is None:
                 raise ApiError(400, "model is missing; give a name of /v1/models", code="missing_field", param="model")
             return default
-        if any(name == asked for name, _, _ in list(self._open)):
+        if any(name == asked and not opened.stale for (name, _, _), opened in list(self._open.items())):
             return asked
         names = [entry.name for entry in self.entries()]
         if asked not in names:
@@ -66,9 +69,14 @@ class Models:
         quant = form.quant or self.choice.quant
         with self._lock:
             key = (name, form.context, quant)
-            opened = self._open.pop(key, None)
+            opened = self._open.get(key)
             if opened is None or opened.stale:
-                opened = self._opened(name, form.context, quant)
+                try:
+                    opened = self._opened(name, form.context, quant)
+                except OnedeskError:
+                    self._forget_stale({name})
+                    raise
+            self._open.pop(key, None)
             self._open[key] = opened  # behind all others: the first of them was asked for the longest time ago
             self._forget_forms(name)
             return opened
@@ -84,6 +92,14 @@ class Models:
             load=False,
             sequences=self._config.service.concurrency,
         )
+
+    def _forget_stale(self, names: AbstractSet[str]) -> None:
+        """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later look finds it idle."""
+        for key in [key for key, opened in self._open.items() if key[0] in names and opened.stale]:
+            opened = self._open[key]
+            opened.give_way()
+            if not opened.loaded and not opened.busy:
+                self._registry.forget(self._open.pop(key))
 
     def _forget_forms(self, name: str) -> None:
         """A client may ask for one context after the other: of forms that nobody has loaded only the latest few are kept."""

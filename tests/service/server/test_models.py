@@ -1,0 +1,94 @@
+"""Which models are served by name, and what becomes of one whose files go away."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from asking import ask, run
+from kept_kernels import keep_kernels
+from onedesk.service import config as config_module
+from onedesk.service.api import OpenModel
+from onedesk.service.config import load_config
+from onedesk.service.errors import FileError
+from onedesk.service.registry import Registry
+from onedesk.service.server.asks import Form
+from onedesk.service.server.models import Choice, Models
+from onedesk.service.server.problems import ApiError
+from tiny_models import write_language_model
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    made = Registry()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Models:
+    """The models `other` and `writer` of the tree `tmp_path`, without the toys of the checkout."""
+    monkeypatch.setattr(config_module, "package_folder", lambda: tmp_path / "nowhere")
+    for number, name in enumerate(("other", "writer")):
+        write_language_model(tmp_path / "models" / name, seed=number, context=256)
+    keep_kernels(tmp_path / "cache")
+    (tmp_path / "onedesk.toml").write_text('[models]\ndefault = "writer"\n', encoding="utf-8")
+    config = load_config(tmp_path / "onedesk.toml")
+    registry.configure(config)
+    return Models(config, registry, Choice(device="cpu"))
+
+
+def found(served: Models, asked: str | None, form: Form | None = None) -> OpenModel:
+    """As a request finds its model."""
+    return served.open(served.name_of(asked), form)
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["folder gone", "folder empty"])
+def test_a_model_whose_files_are_gone_is_not_found_and_gives_its_bytes_back(
+    served: Models, registry: Registry, tmp_path: Path, empty: bool
+) -> None:
+    forms = [found(served, "writer"), found(served, "writer", Form(context=64)), found(served, "other")]
+    for model in forms:
+        model.load()
+    used = registry.pool("cpu").used()
+    held = sum(model.held_bytes() for model in forms[:2])
+    assert held > 0
+    shutil.rmtree(tmp_path / "models" / "writer")
+    if empty:
+        (tmp_path / "models" / "writer").mkdir()
+    for _ in range(2):
+        with pytest.raises(ApiError, match="there is no model 'writer'; there are: 'other'") as caught:
+            served.name_of("writer")
+        assert caught.value.status == 404
+    assert registry.models() == [forms[2]]
+    assert registry.pool("cpu").used() == used - held
+    assert found(served, "other") is forms[2]
+
+
+def test_a_model_that_is_gone_while_it_writes_ends_its_answer_first(served: Models, registry: Registry, tmp_path: Path) -> None:
+    model = found(served, "writer")
+    model.load()
+    with closing(model.generate(ask(max_tokens=8))) as events:
+        next(events)
+        shutil.rmtree(tmp_path / "models" / "writer")
+        for _ in range(2):
+            with pytest.raises(ApiError, match="there is no model"):
+                served.name_of("writer")
+        assert [event.result.finish for event in events if event.result] == ["length"]
+    assert registry.models() == [model]
+    assert [entry.name for entry in served.entries()] == ["other"]
+    assert registry.models() == []
+    assert model.held_bytes() == 0
+
+
+def test_a_default_that_is_broken_gives_its_bytes_back_too(served: Models, registry: Registry, tmp_path: Path) -> None:
+    model = found(served, None)
+    run(model, ask(max_tokens=2))
+    (tmp_path / "models" / "writer" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(FileError, match=r"model\.safetensors"):
+        found(served, None)
+    assert registry.models() == []
+    assert model.held_bytes() == 0
