@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import Config, load_config, own_version
+from ..config import FILE_NAME, Config, load_config, own_version
 from ..setup.console import UsageError
 from ..setup.options import whole_from
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .app import Address
     from .models import Choice
     from .service import Service
+
+log = logging.getLogger(__name__)
 
 
 def serve_options(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +61,8 @@ def serve(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan:
     """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError, RequestError."""
-    from ..peers.token_file import FILE_NAME, load_token
+    from ..peers.token_file import FILE_NAME as TOKEN_FILE_NAME
+    from ..peers.token_file import load_token
     from ..setup.inventory import model_roots
     from .app import Address
     from .guard import is_loopback
@@ -66,6 +70,10 @@ def _plan(args: argparse.Namespace) -> Plan:
 
     config = load_config(args.config)
     config = replace(config, model_roots=tuple(dict.fromkeys([*(args.roots or ()), *config.model_roots])))
+    for root in config.model_roots:
+        if not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
+            named = "--roots" if root in (args.roots or ()) else f"roots under [models] in {config.file.name if config.file else FILE_NAME}"
+            log.warning("the model folder %s cannot be read, so none of its models is served; make it, or correct %s", root, named)
     host = config.service.host if args.host is None else args.host
     port = config.service.port if args.port is None else args.port
     if port > 65535:
@@ -80,7 +88,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     roots = model_roots(config)
     for name in names:
         roots.resolve(name)
-    token_file = None if args.no_token else (args.token_file or config.cache / FILE_NAME)
+    token_file = None if args.no_token else (args.token_file or config.cache / TOKEN_FILE_NAME)
     return Plan(
         config=config,
         address=Address(host, port, args.uds),
