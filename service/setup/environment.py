@@ -88,7 +88,7 @@ class Environment:
         key = f"{hashlib.sha256(pins.read_bytes()).hexdigest()} {self.packages.parent.name} {self.folder.name}"
         if self.steps.done(step, key):
             return
-        with self.steps.step(step, f"installing the packages of {pins.name}"):
+        with self.steps.step(step, f"installing the packages of {pins.name} (minutes)"):
             self.pip(step, "--no-deps", "--requirement", pins)
         self.steps.mark(step, key)
 

@@ -160,7 +160,7 @@ def install(tree: Tree, options: argparse.Namespace) -> int:
 
 def run_demo(environment: Environment) -> list[str]:
     """Run `onedesk demo`; returns what failed."""
-    LOG.info("demo      an idea becomes a prompt and a picture")
+    LOG.info("demo      an idea becomes a prompt and a picture (a minute or two) ...")
     sys.stdout.flush()
     argv = [environment.folder / "bin" / NAME, "demo", DEMO_IDEA]
     code = subprocess.run(argv, env=environment.steps.environment(), stdin=subprocess.DEVNULL, check=False).returncode
