@@ -92,6 +92,26 @@ def test_another_format_is_named(comfyui: Comfy, broken: Path, file: str, kind: 
     assert f"holds {kind} files" in failure(comfyui, writing(model=broken.name))
 
 
+def test_a_gguf_file_is_not_offered_and_its_folder_says_what_it_holds(comfyui: Comfy, llm: Path):
+    folder = llm / "gguf-writer"
+    folder.mkdir()
+    files = [llm / "writer-Q4_K_M.gguf", folder / "writer-Q4_K_M.gguf"]
+    try:
+        for file in files:
+            file.write_bytes(b"GGUF\x03\0\0\0" + bytes(64))
+        offered = comfyui.object_info("OnedeskLoadModel")["input"]["required"]["model"][1]["options"]
+        assert files[0].name not in offered
+        assert "is there but is no model: a folder needs config.json and safetensors files" in refusal(
+            comfyui, writing(model=files[0].name)
+        )
+        assert "holds GGUF files, no safetensors: 'writer-Q4_K_M.gguf'; get the safetensors form" in failure(
+            comfyui, writing(model=folder.name)
+        )
+    finally:
+        files[0].unlink()
+        shutil.rmtree(folder)
+
+
 def test_another_architecture_is_named(comfyui: Comfy, broken: Path):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
