@@ -178,7 +178,7 @@ _GB = 10**9
 _GGUF_TABLE = 28_800 * 10**6  # IQ4_NL, 4.5 bits a number
 SIZED: Mapping[str, tuple[Sized, ...]] = {
     "Qwen3.8-Flash-Next": (
-        Sized("MXFP4 and FP8 experts, FP8 table (R12)", 146_600 * 10**6, 51_200 * 10**6, "vllm"),
+        Sized("MXFP4 and FP8 experts, FP8 table", 146_600 * 10**6, 51_200 * 10**6, "vllm"),
         Sized("GGUF 1-bit", 75 * _GB, _GGUF_TABLE),
         Sized("GGUF UD-IQ4_XS", 93_700 * 10**6, _GGUF_TABLE),
         Sized("GGUF UD-Q4_K_XL", 111 * _GB, _GGUF_TABLE),

@@ -35,7 +35,8 @@ def model_roots(config: Config) -> ModelRoots:
 def default_model(config: Config) -> str | None:
     """The model to use when none is named: the configured one, else the only one that is no toy, else the only one.
 
-    Raises ModelError, FileError where the configured one is not there.
+    What cannot be opened, such as half a download, counts only where there is nothing else. Raises ModelError, FileError where the
+    configured one is not there.
     """
     roots = model_roots(config)
     if config.default_model:
@@ -45,12 +46,21 @@ def default_model(config: Config) -> str | None:
             file = config.file.name if config.file else FILE_NAME
             raise type(error)(f"default in [models] of {file}: {error}") from error
         return config.default_model
-    names = [entry.name for entry in roots.list()]
-    real = [name for name in names if not is_toy(name)]
-    for candidates in (real, names):
+    entries = roots.list()
+    names = [entry.name for entry in entries]
+    whole = [entry.name for entry in entries if _opens(entry, roots)]
+    for candidates in ([name for name in whole if not is_toy(name)], whole, names):
         if len(candidates) == 1:
             return candidates[0]
     return None
+
+
+def _opens(entry: ModelEntry, roots: ModelRoots) -> bool:
+    try:
+        describe(open_checkpoint(entry.path, roots=roots.bases).config)
+    except OnedeskError:
+        return False
+    return True
 
 
 def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 from onedesk.service.config import Config
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.setup.census import take_census
-from onedesk.service.setup.inventory import model_rows, model_table
+from onedesk.service.setup.inventory import default_model, model_rows, model_table
 from published import CASES, write_published
 from tiny_families import FAMILIES, write_family
 from tiny_qwen3 import write_tiny_qwen3
@@ -79,3 +79,16 @@ def test_the_table_has_a_column_for_each_figure(models: Path):
     assert " ".join(head.split()) == "NAME FAMILY FORMAT PARAMETERS ACTIVE WEIGHTS TABLE KV / 1000 FITS CONTEXT IMAGES"
     assert len(lines) == len(rows)
     assert "256 KiB" in next(line for line in lines if line.startswith("qwen4_exp"))
+
+
+def test_half_a_download_is_not_the_default_where_there_is_a_whole_model(tmp_path: Path):
+    (tmp_path / "models" / "half").mkdir(parents=True)
+    (tmp_path / "models" / "half" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    config = Config(model_roots=(tmp_path / "models",))
+    assert default_model(config) == "half"  # its error says what is missing
+    write_tiny_qwen3(tmp_path / "models" / "onedesk-demo-toy", tokenizer=False)
+    assert default_model(config) == "onedesk-demo-toy"
+    write_tiny_qwen3(tmp_path / "models" / "first", tokenizer=False)
+    assert default_model(config) == "first"
+    write_tiny_qwen3(tmp_path / "models" / "second", tokenizer=False)
+    assert default_model(config) is None
