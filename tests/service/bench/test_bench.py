@@ -195,6 +195,8 @@ def test_the_published_shapes_have_their_sizes():
         "qwen3-1.7b": 1.72,
         "qwen3-4b": 4.02,
         "qwen3-8b": 8.19,
+        "qwen3.5-toy": 0.20,
+        "qwen3.5-0.8b": 0.75,
     }
 
 
