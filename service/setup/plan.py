@@ -348,7 +348,7 @@ def _run_by(form: Form | Sized, machine: Machine, resident: bool) -> str:
 
 
 def plan_table(document: dict[str, Any]) -> str:
-    """The document for a terminal."""
+    """The document for a terminal, what fits first, and of that what Onedesk runs itself."""
     unit, letter = (1e9, "B") if document["parameters"] >= 1e8 else (1e6, "M")
     kinds = ", ".join(f"{kind} {count / unit:,.2f}" for kind, count in document["kinds"].items() if count >= unit / 200)
     head = (
@@ -359,10 +359,10 @@ def plan_table(document: dict[str, Any]) -> str:
         + f", {show(document['images'])} for images: {show(document['room'])} for a model"
     )
     lines: list[tuple[str, ...]] = [("FORM", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH", "FITS", "CONTEXT", "")]
-    for row in document["forms"]:
+    for row in sorted(document["forms"], key=lambda row: (not row["fits"], row["engine"] != "onedesk")):
         sizes = row["bytes"]
         shown = [show(sizes[part]) for part in ("file", "weights", "table", "kv", "scratch")]
-        answer = ["yes" if row["fits"] else "no", f"{row['context']:,}", row["why"]]
+        answer = ["yes" if row["fits"] else "no", f"{row['context']:,}" if row["context"] else "-", row["why"]]
         lines.append((row["format"], *shown, *answer))
     several = document.get("cluster")
     words = f"\n\n{several['format']}: {cluster_text(several)}" if several else ""
