@@ -179,3 +179,16 @@ def test_scores_that_are_no_numbers_are_the_models_fault(temperature: float, val
     logits[3] = value
     with pytest.raises(ModelError, match="weights are damaged"):
         sampler(temperature=temperature).choose(logits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), vocab=st.sampled_from([1, 50, 1023, 1024, 1025, 3000]), none=st.floats(0.0, 0.999))
+def test_a_draw_among_all_is_the_inverse_of_the_cumulative_distribution(seed: int, vocab: int, none: float) -> None:
+    logits = scores(seed, vocab)
+    logits[1:][torch.rand(vocab - 1, generator=torch.Generator().manual_seed(seed + 1)) < none] = float("-inf")
+    chooser = sampler(seed, vocab=vocab)
+    sums = logits.double().softmax(0).cumsum(0)
+    for place in range(5):
+        token, aim = draw(chooser, logits), chooser.uniform(place)
+        assert torch.isfinite(logits[token])
+        assert (sums[token - 1] if token else 0.0) - 1e-6 <= aim <= sums[token] + 1e-6
