@@ -1,10 +1,11 @@
 """Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with experts of 4 bits.
 
     python -m onedesk.service.bench.flash_next [--model qwen3.8-flash-next] [--experts int4|nvfp4|bf16] [--batch 1,8] [--seconds 240]
-        [--prompt 2048] [--tokens 128] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--json]
+        [--prompt 2048] [--tokens 128] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE] [--json]
 
 Every result is told as soon as it is there (stderr), and no new part begins behind `--seconds`. The first pass of each kind compiles and
 is told apart. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is sparse: it takes no room on the disk.
+`--profile`: where the time of one more prompt and of ten more steps goes, kernel by kernel, in a file of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ TINY: Mapping[str, Any] = {
     "linear_value_head_dim": 32, "hc_lowrank": 32, "ple_embed_dim": 256, "ngram_vocab_size_base": 1009, "eos_token_id": 2,
     "split_ngram_parts": 4, "indexer_head_dim": 32, "indexer_budget": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
+
+
+PROFILED = 10  # steps
 
 
 class Clock:
@@ -98,7 +103,7 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
     clock.tell(f"made; read ceiling {ceiling / 1e9:.0f} GB/s; {made.kernels.reason}; a step is {'a graph' if captured else 'NOT a graph'}")
     document |= {"need": need.weights + need.kv + need.scratch, "captured": captured, "read_bytes_per_second": ceiling}
     try:
-        document["prefill"] = prefill_rows(made, args.prompt, clock)
+        document["prefill"] = prefill_rows(made, args.prompt, clock, args.profile)
         document["decode"] = [row for batch in args.batch if not clock.over for row in [decode_row(made, batch, args, ceiling, clock)]]
         document["memory"] = memory_row(name, args, document["need"], _held(device) - before, clock)
     finally:
@@ -106,7 +111,7 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
     return document
 
 
-def prefill_rows(made: Made, tokens: int, clock: Clock) -> dict[str, Any]:
+def prefill_rows(made: Made, tokens: int, clock: Clock, profile: Path | None) -> dict[str, Any]:
     """A prompt of so many tokens, again and again; the first time compiles."""
     seconds: list[float] = []
     for turn in range(4):
@@ -118,6 +123,9 @@ def prefill_rows(made: Made, tokens: int, clock: Clock) -> dict[str, Any]:
             _wait(made.blueprint.device)
             seconds.append(time.perf_counter() - began)
         clock.tell(f"prefill of {tokens}: {seconds[-1]:.3f} s, {tokens / seconds[-1]:,.0f} tokens/s" + ("" if turn else " (compiles)"))
+    if profile is not None:
+        with made.runner.kv.open(tokens + 1) as sequence, told(profile, f"prefill of {tokens}", made.blueprint.device):
+            made.runner.prefill(sequence, _ids(made, tokens, 9), None, lambda _: None)
     best = statistics.median(seconds[1:]) if len(seconds) > 1 else seconds[0]
     return {"tokens": tokens, "first_seconds": seconds[0], "seconds": seconds[1:], "tokens_per_second": tokens / best}
 
@@ -142,6 +150,10 @@ def decode_row(made: Made, batch: int, args: argparse.Namespace, ceiling: float,
         seconds.append(time.perf_counter() - began)
         if clock.over:
             break
+    if args.profile is not None:
+        with told(args.profile, f"{PROFILED} steps of {batch} rows", made.blueprint.device):
+            for _ in range(PROFILED):
+                tokens = _step(made, sequences, tokens, sampler)
     for sequence in sequences:
         sequence.close()
     rate = batch * len(seconds) / sum(seconds)
@@ -151,6 +163,21 @@ def decode_row(made: Made, batch: int, args: argparse.Namespace, ceiling: float,
         f"{min(seconds) * 1e3:.2f}), {read / 1e9:.0f} GB/s at one row's experts, {read / ceiling:.0%} of the ceiling"
     )
     return {"batch": batch, "tokens_per_second": rate, "step_seconds": statistics.median(seconds), "share": read / ceiling, "first": first}
+
+
+@contextmanager
+def told(path: Path, what: str, device: torch.device) -> Iterator[None]:
+    """Adds to the file which kernels the block ran, how often and how long, the longest first."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        began = time.perf_counter()
+        yield
+        _wait(device)
+        seconds = time.perf_counter() - began
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    with path.open("a") as file:
+        file.write(f"== {what}: {seconds:.4f} s under the profiler\n")
+        file.write(profiler.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=60) + "\n")
 
 
 def _step(made: Made, sequences: Sequence[SequenceKV], tokens: Sequence[int], sampler: Sampler) -> list[int]:
@@ -201,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, help="where the sparse table lies")
+    parser.add_argument("--profile", type=Path, help="a file that takes what each kernel cost")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     try:
