@@ -19,7 +19,7 @@ from ..engine.graph import graph_stepper
 from ..engine.runner import SCORED_ROWS, Runner
 from ..engine.session import ALIGNMENT, Blueprint
 from ..engine.stepper import HostStepper, Stepper
-from ..kernels.choose import choose_kernels
+from ..kernels.choose import choose_kernels, row_reader
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import RotaryTable
 from ..loader.checkpoint import Checkpoint
@@ -96,7 +96,8 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
         tensors[planned.destination.key] = filled(planned.carve(weights.carve), planned.destination, random)
     kernels = choose_kernels(device, blueprint.activation, cache)
     rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
-    tables = {table.destination.key: table.open() for table in blueprint.plan.tables}
+    reader = row_reader(cache) if blueprint.plan.tables else None
+    tables = {table.destination.key: table.open(reader) for table in blueprint.plan.tables}
     network = blueprint.family.build(blueprint.config, tensors, kernels, rotary, tables)
     states = blueprint.state_shape
     parts = kv, blueprint.kv_shape

@@ -18,7 +18,7 @@ from ..cache.paged import KVShape, PagedKV
 from ..cache.recurrent import RecurrentStates, StateShape
 from ..core import CancelCheck, ProgressReport
 from ..errors import RequestError
-from ..kernels.choose import choose_kernels, workspace_bytes
+from ..kernels.choose import choose_kernels, row_reader, workspace_bytes
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import BLOCK, RotaryTable
 from ..loader.checkpoint import Checkpoint
@@ -317,7 +317,8 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
-        tables = {table.destination.key: table.open() for table in blueprint.plan.tables}
+        reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
+        tables = {table.destination.key: table.open(reader) for table in blueprint.plan.tables}
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary, tables)
         pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
         passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)

@@ -12,6 +12,7 @@ from ..memory.lease import carved_bytes
 from .compile import compile_library
 from .cpu import CpuKernels
 from .cuda import cuda_kernels, fused_or_not
+from .file_rows import FileRowReader
 from .reference import ReferenceKernels
 from .rows import HeadShape
 
@@ -31,6 +32,14 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, canc
         kernels.reason = f"plain torch: {why_not}"
         return kernels
     return CpuKernels(library)
+
+
+def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader | None:
+    """What reads many rows of files at once, for a model on any device; None where nothing can be compiled. Raises Cancelled."""
+    library, why_not = compile_library(cache, cancel)
+    if library is None:
+        log.warning("rows of tables are read one by one, which slows prompts down: %s", why_not)
+    return FileRowReader(library) if library is not None else None
 
 
 def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:

@@ -18,7 +18,7 @@ _QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5, "nvfp4": 6}
 _STEP = 32
 
 
-def _structure(name: str, pointers: str, integers: str, doubles: str = "") -> list[tuple[str, type]]:
+def structure(name: str, pointers: str, integers: str, doubles: str = "") -> list[tuple[str, type]]:
     """Field types by name, in the order of `name`."""
     kinds: dict[str, type] = dict.fromkeys(pointers.split(), ctypes.c_void_p)
     kinds |= dict.fromkeys(integers.split(), ctypes.c_int64) | dict.fromkeys(doubles.split(), ctypes.c_double)
@@ -28,7 +28,7 @@ def _structure(name: str, pointers: str, integers: str, doubles: str = "") -> li
 class StoredWeight(ctypes.Structure):
     """struct weight of weight.h."""
 
-    _fields_ = _structure(
+    _fields_ = structure(
         "data scales offsets rows cols group kind zero factors", "data scales offsets factors", "rows cols group kind zero"
     )
 
@@ -38,7 +38,7 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         ("w", StoredWeight),
-        *_structure(
+        *structure(
             "norm eps mode x out tokens threads scratch stride",
             pointers="norm x out scratch",
             integers="mode tokens threads stride",
@@ -50,7 +50,7 @@ class Product(ctypes.Structure):
 class Attention(ctypes.Structure):
     """struct attention of attention.h."""
 
-    _fields_ = _structure(
+    _fields_ = structure(
         "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_ahead positions tables table_ahead out "
         "tokens heads kv_heads dim chunk threads scratch stride chosen most ratio",
         pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch chosen",
@@ -62,7 +62,7 @@ class Attention(ctypes.Structure):
 class Delta(ctypes.Structure):
     """struct delta of delta.c."""
 
-    _fields_ = _structure(
+    _fields_ = structure(
         "projected rates windows states taps decay bias norm out sources targets "
         "rows key_heads group key_dim value_dim taps_count fused sigmoid threads eps",
         pointers="projected rates windows states taps decay bias norm out sources targets",
@@ -76,7 +76,7 @@ class Joint(ctypes.Structure):
 
     _fields_ = [
         *((name, Product) for name in ("down", "up", "inject")),
-        *_structure(
+        *structure(
             "streams norm normed low mixed read weights found rows count hidden rank threads eps",
             pointers="streams norm normed low mixed read weights found",
             integers="rows count hidden rank threads",
@@ -90,7 +90,7 @@ class SparseExperts(ctypes.Structure):
 
     _fields_ = [
         *((name, Product) for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")),
-        *_structure(
+        *structure(
             "gate_ups downs x out scores routed gated rows count active hidden width shared normalized",
             pointers="gate_ups downs x out scores routed gated",
             integers="rows count active hidden width shared normalized",
@@ -103,7 +103,7 @@ class Indexed(ctypes.Structure):
 
     _fields_ = [
         ("a", Attention),
-        *_structure(
+        *structure(
             "indexed q_norm k_norm tails sources targets pooled queues heads dim queue q_eps k_eps",
             pointers="indexed q_norm k_norm tails sources targets pooled queues",
             integers="heads dim queue",
@@ -117,7 +117,7 @@ class Ngram(ctypes.Structure):
 
     _fields_ = [
         *((name, Product) for name in ("key", "value")),
-        *_structure(
+        *structure(
             "key_norm query_norm conv_norm streams windows taps sources targets "
             "rows count hidden taps_count apart key_eps query_eps conv_eps",
             pointers="key_norm query_norm conv_norm streams windows taps sources targets",
@@ -130,25 +130,25 @@ class Ngram(ctypes.Structure):
 class Norm(ctypes.Structure):
     """struct norm of step.c."""
 
-    _fields_ = _structure("x weight out rows cols period threads eps", "x weight out", "rows cols period threads", "eps")
+    _fields_ = structure("x weight out rows cols period threads eps", "x weight out", "rows cols period threads", "eps")
 
 
 class Gates(ctypes.Structure):
     """struct gates of step.c."""
 
-    _fields_ = _structure("projected qkv mixed rows heads dim beside", "projected qkv mixed", "rows heads dim beside")
+    _fields_ = structure("projected qkv mixed rows heads dim beside", "projected qkv mixed", "rows heads dim beside")
 
 
 class Injection(ctypes.Structure):
     """struct injection of streams.c."""
 
-    _fields_ = _structure("streams weights found rows count hidden", "streams weights found", "rows count hidden")
+    _fields_ = structure("streams weights found rows count hidden", "streams weights found", "rows count hidden")
 
 
 class StepCall(ctypes.Structure):
     """struct call of step.c."""
 
-    _fields_ = _structure("run with", "run with", "")
+    _fields_ = structure("run with", "run with", "")
 
 
 class Native:
@@ -156,32 +156,32 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, whole = ctypes.c_void_p, ctypes.c_long
-        self.gemv = _bind(library, "gemv", address)
-        self.gemm = _bind(library, "gemm", address)
-        self.attend_rows = _bind(library, "attend_rows", address)
-        self.attend_chunk = _bind(library, "attend_chunk", address)
-        self.delta_rows = _bind(library, "delta_rows", address)
-        self.joint_rows = _bind(library, "joint_rows", address)
-        self.inject_rows = _bind(library, "inject_rows", address)
-        self.attend_indexed = _bind(library, "attend_indexed", address)
-        self.ngram_rows = _bind(library, "ngram_rows", address)
-        self.norm_call = _bind(library, "norm_call", address)
-        self.part_gates = _bind(library, "part_gates", address)
-        self.close_gates = _bind(library, "close_gates", address)
-        self.run_calls = _bind(library, "run_calls", address, whole)
-        self.expert_rows = _bind(library, "expert_rows", address)
-        self.norm_rows = _bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
-        self.pack_rows = _bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
-        self.embed_rows = _bind(library, "embed_rows", address, address, whole, address, result=whole)
-        self.read_all = _bind(library, "read_all", address, whole, whole, result=whole)
-        self.gemv_scratch = _bind(library, "gemv_scratch", address, whole, result=whole)
-        self.gemm_scratch = _bind(library, "gemm_scratch", address, whole, address)
-        self.attention_scratch = _bind(library, "attention_scratch", whole, whole, whole, result=whole)
-        self.attention_width: int = _bind(library, "attention_width", result=whole)()
-        self.instructions: str = _bind(library, "instructions", result=ctypes.c_char_p)().decode()
+        self.gemv = bind(library, "gemv", address)
+        self.gemm = bind(library, "gemm", address)
+        self.attend_rows = bind(library, "attend_rows", address)
+        self.attend_chunk = bind(library, "attend_chunk", address)
+        self.delta_rows = bind(library, "delta_rows", address)
+        self.joint_rows = bind(library, "joint_rows", address)
+        self.inject_rows = bind(library, "inject_rows", address)
+        self.attend_indexed = bind(library, "attend_indexed", address)
+        self.ngram_rows = bind(library, "ngram_rows", address)
+        self.norm_call = bind(library, "norm_call", address)
+        self.part_gates = bind(library, "part_gates", address)
+        self.close_gates = bind(library, "close_gates", address)
+        self.run_calls = bind(library, "run_calls", address, whole)
+        self.expert_rows = bind(library, "expert_rows", address)
+        self.norm_rows = bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
+        self.pack_rows = bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
+        self.embed_rows = bind(library, "embed_rows", address, address, whole, address, result=whole)
+        self.read_all = bind(library, "read_all", address, whole, whole, result=whole)
+        self.gemv_scratch = bind(library, "gemv_scratch", address, whole, result=whole)
+        self.gemm_scratch = bind(library, "gemm_scratch", address, whole, address)
+        self.attention_scratch = bind(library, "attention_scratch", whole, whole, whole, result=whole)
+        self.attention_width: int = bind(library, "attention_width", result=whole)()
+        self.instructions: str = bind(library, "instructions", result=ctypes.c_char_p)().decode()
 
 
-def _bind(library: ctypes.CDLL, symbol: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
+def bind(library: ctypes.CDLL, symbol: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
     function = getattr(library, symbol)
     function.argtypes = arguments
     function.restype = result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..kernels.file_rows import FileRowReader
 from ..loader.header import TensorInfo
 from ..loader.table import FileTable
 from .spec import Destination
@@ -25,8 +26,8 @@ class PlannedTable:
         """Bytes in the files."""
         return sum(part.nbytes for part in (*self.parts, *self.groups))
 
-    def open(self) -> FileTable:
-        return FileTable(self.parts, self.scale, self.groups)
+    def open(self, reader: FileRowReader | None = None) -> FileTable:
+        return FileTable(self.parts, self.scale, self.groups, reader)
 
 
 def scale_name(name: str) -> str:
