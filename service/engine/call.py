@@ -80,9 +80,9 @@ class Call:
     def count_pass(self, stage: str) -> None:
         """Write down that a pass of `stage` has read the weights, and what the rows of tables in files cost it."""
         self.books.meter.add_bytes(stage, self.books.pass_bytes)
-        cost = self.runner.table_cost()
-        if cost.bytes:
-            self.books.meter.add("table", cost)
+        seconds, nbytes = self.runner.table_cost()
+        if nbytes:
+            self.books.meter.add_bytes("table", nbytes, seconds)
 
     def row(self, ticket: Ticket) -> Row:
         """The row of a ticket."""
@@ -101,7 +101,8 @@ class Call:
 
     def event(self, row: Row, event: Event) -> Event:
         """The event with its place."""
-        return replace(event, request=row.ticket.request, choice=row.ticket.choice)
+        request, choice = row.ticket.request, row.ticket.choice
+        return event if event.request == request and event.choice == choice else replace(event, request=request, choice=choice)
 
     def take(self, row: Row, picked: Picked) -> Iterator[Event]:
         """Take the chosen token in, or the one that must come instead; end the row or let it go on."""
@@ -119,7 +120,7 @@ class Call:
         if event is not None:
             thought = forced or inside or row.answer.in_reasoning
             shown = picked.logprobs if row.prepared.logprobs is not None and not thought else None
-            event = self.event(row, replace(event, logprobs=shown))
+            event = self.event(row, event if shown is None else replace(event, logprobs=shown))
             if self.job(row).ended is None:
                 yield event
             else:

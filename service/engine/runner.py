@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV
-from ..core import CancelCheck, Logprobs, Stage
+from ..core import CancelCheck, Logprobs
 from ..kernels.rows import BLOCK, FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.draft import carried, residual
@@ -171,12 +171,11 @@ class Runner:
                 state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel)
             return self.network.final(state[-1:], self.scratch)[0].float().to("cpu", copy=True)
 
-    def table_cost(self) -> Stage:
-        """What reading rows of tables in files has cost since this was last asked."""
-        seconds, nbytes = self.network.table_cost()
-        cost = Stage(seconds - self._table_cost[0], nbytes - self._table_cost[1])
-        self._table_cost = seconds, nbytes
-        return cost
+    def table_cost(self) -> tuple[float, int]:
+        """Seconds and bytes that reading rows of tables in files has cost since this was last asked."""
+        before, now = self._table_cost, self.network.table_cost()
+        self._table_cost = now
+        return now[0] - before[0], now[1] - before[1]
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:

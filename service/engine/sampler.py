@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -44,7 +45,7 @@ class Sampler:
         self._random = torch.Generator().manual_seed(seed)
         self._uniforms: list[float] = []
         bias = {token: value for token, value in sampling.logit_bias.items() if token < limit}
-        self._bias = (torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)) if bias else None
+        self._bias = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)) if bias else None
 
     @property
     def greedy(self) -> bool:
@@ -58,7 +59,7 @@ class Sampler:
         """
         scores = logits.float().cpu()
         raw = None if self.top is None else scores.log_softmax(0)
-        token = self._chosen(scores[: self.limit])
+        token = self._chosen(scores if self.limit >= len(scores) else scores[: self.limit])
         self.logprobs = None if raw is None else measured(raw, token, self.top or 0)
         return token
 
@@ -84,12 +85,13 @@ class Sampler:
         allowed = self.allowed() if self.allowed is not None else None
         if allowed is not None:
             scores.masked_fill_(~torch.from_numpy(allowed)[: len(scores)], float("-inf"))
+        values = scores.numpy()
         if self._bias is not None:
-            scores.index_add_(0, *self._bias)
+            values[self._bias[0]] += self._bias[1]
         self._penalize(scores)
         if self.greedy:
-            best = int(scores.argmax())
-            _require_number(scores[best])
+            best = int(values.argmax())  # torch's takes 0.4 ms for 152,000 scores, this one 0.02
+            _require_number(float(values[best]))
             return best
         return self._draw(scores)
 
@@ -107,7 +109,7 @@ class Sampler:
 
     def _draw(self, scores: torch.Tensor) -> int:
         s = self.sampling
-        best = scores.max()
+        best = float(scores.max())
         _require_number(best)
         scores.sub_(best).div_(s.temperature or 1.0)
         width = min(s.top_k or self.limit, self.limit)
@@ -170,8 +172,8 @@ def _ids(tokens: Iterable[int], limit: int) -> torch.Tensor:
     return torch.tensor(sorted(token for token in tokens if token < limit), dtype=torch.int64)
 
 
-def _require_number(best: torch.Tensor) -> None:
-    if not torch.isfinite(best):
+def _require_number(best: float) -> None:
+    if not math.isfinite(best):
         raise ModelError(
-            f"the model computed {float(best)} as its best score; its weights are damaged, or others than its config; download it again"
+            f"the model computed {best} as its best score; its weights are damaged, or others than its config; download it again"
         )

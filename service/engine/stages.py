@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
 
 from ..core import Stage
 from ..loader.stream import StreamStats
-from ..memory.meminfo import read_faults
+from ..memory.meminfo import Faults, read_faults
 from ..memory.pool import Pool
 
 # Stages whose speed is that of reading weights. The others wait for a disk, or compute more than they read.
 BOUND_BY_READING = ("decode",)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """A Stage that grows: a token adds to several, and a new Stage each time took more than what is measured in a small model."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    major_faults: int = 0
+    minor_faults: int = 0
+    allocations: int = 0
+    allocator_seconds: float = 0.0
+    proposed: int = 0
+    accepted: int = 0
+    ended: Faults | None = None  # of the process, when it was measured last
+
+    def stage(self) -> Stage:
+        cost = self.seconds, self.bytes, self.major_faults, self.minor_faults, self.allocations, self.allocator_seconds
+        return Stage(*cost, proposed=self.proposed, accepted=self.accepted)
+
+
+class Measure:
+    """Counts a block's seconds, faults of the whole process, pool allocations and their seconds towards a stage."""
+
+    __slots__ = ("_allocated", "_before", "_pool", "_started", "_sums")
+
+    def __init__(self, sums: _Sums, pool: Pool) -> None:
+        self._sums = sums
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        self._before, self._allocated = read_faults(), (self._pool.allocations, self._pool.seconds)
+        self._started = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sums, pool, before, allocated = self._sums, self._pool, self._before, self._allocated
+        sums.seconds += time.perf_counter() - self._started
+        after = sums.ended = read_faults()
+        sums.major_faults += after.major - before.major
+        sums.minor_faults += after.minor - before.minor
+        sums.allocations += pool.allocations - allocated[0]
+        sums.allocator_seconds += pool.seconds - allocated[1]
 
 
 class StageMeter:
@@ -22,75 +64,58 @@ class StageMeter:
     def __init__(self, pool: Pool, ceiling: float | None = None) -> None:
         self._pool = pool
         self._ceiling = ceiling
-        self._stages: dict[str, Stage] = {}
-        self._load_ended = read_faults()
+        self._sums: dict[str, _Sums] = {}
+        self._began = read_faults()
 
     @property
     def stages(self) -> dict[str, Stage]:
         """What each stage cost so far, the bandwidth shares worked out."""
-        return {name: self._with_share(name, stage) for name, stage in self._stages.items()}
+        return {name: self._with_share(name, sums.stage()) for name, sums in self._sums.items()}
 
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Count the block's seconds, faults of the whole process, pool allocations and their seconds towards stage `name`."""
-        before, pool = read_faults(), self._pool.counters()
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds, after, pool_after = time.perf_counter() - started, read_faults(), self._pool.counters()
-            faults = after.since(before)
-            self.add(
-                name,
-                Stage(
-                    seconds,
-                    0,
-                    faults.major,
-                    faults.minor,
-                    pool_after.allocations - pool.allocations,
-                    pool_after.seconds - pool.seconds,
-                ),
-            )
-            if name == "load":
-                self._load_ended = after
+    def measure(self, name: str) -> Measure:
+        """Count what happens in the block towards stage `name`."""
+        return Measure(self._of(name), self._pool)
 
     def add(self, name: str, cost: Stage) -> None:
         """Count `cost` towards stage `name`."""
-        had = self._stages.get(name, Stage())
-        self._stages[name] = Stage(
-            had.seconds + cost.seconds,
-            had.bytes + cost.bytes,
-            had.major_faults + cost.major_faults,
-            had.minor_faults + cost.minor_faults,
-            had.allocations + cost.allocations,
-            had.allocator_seconds + cost.allocator_seconds,
-            proposed=had.proposed + cost.proposed,
-            accepted=had.accepted + cost.accepted,
-        )
+        sums = self._of(name)
+        sums.seconds += cost.seconds
+        sums.bytes += cost.bytes
+        sums.major_faults += cost.major_faults
+        sums.minor_faults += cost.minor_faults
+        sums.allocations += cost.allocations
+        sums.allocator_seconds += cost.allocator_seconds
+        sums.proposed += cost.proposed
+        sums.accepted += cost.accepted
 
     def add_reading(self, stats: StreamStats, waited: float) -> None:
         """Count a reading that began with the end of `load` and ran beside `prefill`, which waited `waited` seconds for it.
 
         The readers' own faults belong to the load; of all others since the load's end the prompt's computation is the cause.
         """
-        faults = read_faults().since(self._load_ended)
+        faults = read_faults().since(self._of("load").ended or self._began)
         self.add("load", Stage(stats.seconds, stats.bytes, stats.major_faults, stats.minor_faults))
         self.add("prefetch", Stage(waited, stats.bytes))
-        self._stages["prefill"] = replace(
-            self._stages.get("prefill", Stage()),
-            major_faults=max(0, faults.major - stats.major_faults),
-            minor_faults=max(0, faults.minor - stats.minor_faults),
-        )
+        prefill = self._of("prefill")
+        prefill.major_faults = max(0, faults.major - stats.major_faults)
+        prefill.minor_faults = max(0, faults.minor - stats.minor_faults)
 
-    def add_bytes(self, name: str, nbytes: int) -> None:
-        """Count bytes read or moved towards stage `name`."""
-        had = self._stages.get(name, Stage())
-        self._stages[name] = replace(had, bytes=had.bytes + nbytes)
+    def add_bytes(self, name: str, nbytes: int, seconds: float = 0.0) -> None:
+        """Count bytes read or moved, and the seconds that they took where nothing else counts them, towards stage `name`."""
+        sums = self._of(name)
+        sums.bytes += nbytes
+        sums.seconds += seconds
 
     def since(self, before: Mapping[str, Stage]) -> dict[str, Stage]:
         """What each stage cost since `stages` was `before`; stages that have cost nothing since are left out."""
-        costs = {name: _difference(stage, before.get(name, Stage())) for name, stage in self._stages.items()}
+        costs = {name: _difference(sums.stage(), before.get(name, Stage())) for name, sums in self._sums.items()}
         return {name: self._with_share(name, cost) for name, cost in costs.items() if cost != Stage()}
+
+    def _of(self, name: str) -> _Sums:
+        sums = self._sums.get(name)
+        if sums is None:
+            sums = self._sums[name] = _Sums()
+        return sums
 
     def _with_share(self, name: str, stage: Stage) -> Stage:
         if self._ceiling is None or name not in BOUND_BY_READING or stage.seconds <= 0:

@@ -73,7 +73,7 @@ class Pool:
         self._loading = threading.RLock()
         self._loaders = 0
         self._counts: dict[str, int] = dict.fromkeys(("releases", "shortfalls", "give_ways", "refusals", "damaged"), 0)
-        self._seconds = 0.0
+        self.seconds = 0.0  # inside lease()
 
     # What there is
 
@@ -102,7 +102,7 @@ class Pool:
     def counters(self) -> Counters:
         """What happened since the pool was made."""
         with self.lock:
-            return Counters(allocations=self.allocations, seconds=self._seconds, **self._counts)
+            return Counters(allocations=self.allocations, seconds=self.seconds, **self._counts)
 
     def holders(self) -> list[Lease]:
         """All leases of memory of this process, oldest first."""
@@ -165,7 +165,7 @@ class Pool:
                     self.make_room(lacking if lacking > 0 else nbytes)
         finally:
             with self.lock:
-                self._seconds += time.perf_counter() - started
+                self.seconds += time.perf_counter() - started
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, kind, nbytes, self.budget, self.room()))
 
