@@ -15,11 +15,20 @@ from ..model.layers import Decoder, Scratch
 MAX_BATCH = FEW_ROWS
 
 
+def _put(target: torch.Tensor, values: Sequence[int] | Sequence[tuple[int, int]]) -> None:
+    """Bring whole numbers into an input of a pass. On the host without a tensor for them, which takes ten times as long."""
+    if target.is_cpu:
+        target.numpy()[...] = values
+    else:
+        target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+
+
 class SlotBuffers:
     """Where a pass of up to `rows` sequences reads and writes recurrent states: int64 [2, rows]."""
 
     def __init__(self, lease: Lease, rows: int) -> None:
         self._places = lease.carve((2, rows), torch.int64).zero_()
+        self._of_sequences = self._places.t()
 
     @staticmethod
     def nbytes(rows: int) -> int:
@@ -32,7 +41,7 @@ class SlotBuffers:
 
     def fill(self, slots: Sequence[tuple[int, int]]) -> None:
         """Bring in source and target of each sequence."""
-        self._places[:, : len(slots)].copy_(torch.tensor(slots, dtype=torch.int64).t(), non_blocking=True)
+        _put(self._of_sequences[: len(slots)], slots)
 
 
 class DecodeBuffers:
@@ -76,8 +85,8 @@ class DecodeBuffers:
         positions = self.place(sequences, batch or len(sequences))
         count = len(positions)
         ids = self._rows[count].ids = [*tokens, *[tokens[0]] * (count - len(tokens))]
-        self._ids[count].copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
-        self._positions[count].copy_(torch.tensor(positions, dtype=torch.int32), non_blocking=True)
+        _put(self._ids[count], ids)
+        _put(self._positions[count], positions)
         return max(positions) + 1
 
     def place(self, sequences: Sequence[SequenceKV], batch: int) -> list[int]:
@@ -105,7 +114,7 @@ class DecodeBuffers:
         rows = self._rows[batch]
         rows.longest = longest
         state = self._network.forward(self._ids[batch], rows, self._kv, self._scratch, prepared=prepared)
-        return self._network.logits(state, self._scratch)
+        return self._network.logits(state, self._scratch, rows)
 
     def _hold_table(self, row: int, sequence: SequenceKV) -> None:
         held, version = self._held[row]
@@ -158,4 +167,4 @@ class ChunkBuffers:
 
 def copy_table(sequence: SequenceKV, row: torch.Tensor) -> None:
     """Put the ids of the sequence's blocks at the front of `row`."""
-    row[: len(sequence.table)].copy_(torch.tensor(sequence.table, dtype=torch.int32), non_blocking=True)
+    _put(row[: len(sequence.table)], sequence.table)

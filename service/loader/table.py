@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NoReturn, TypeAlias
 
@@ -26,12 +28,22 @@ from .readers import advise_file
 from .rows import read_rows
 
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 # Room for rows as they lie in the files that is kept between passes: the rows of a decode step take some KiB.
 KEPT_BYTES = 1 << 20
 # From so many rows on they are read in compiled calls: one by one Python takes 14 us a row, and prompts of Qwen3.8 16 rows a token.
 MANY = 256
 
 Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
+
+
+@dataclass(slots=True)
+class _Few:
+    """Rows on their way into `room`, without those that are `missing` still: their places in it, and where they lie."""
+
+    rows: Sequence[int]
+    room: memoryview
+    missing: list[tuple[memoryview, TensorInfo, int]] = field(default_factory=list)
 
 
 class FileTable:
@@ -51,6 +63,7 @@ class FileTable:
         self.parts = tuple(parts)
         self._groups = tuple(groups)
         self._ends = tuple(accumulate(part.shape[0] for part in self.parts))
+        self._firsts = (0, *self._ends)
         self._scale_info = scale
         # What reading has cost so far: seconds that a pass waited, and bytes of rows.
         self.seconds, self.bytes = 0.0, 0
@@ -59,23 +72,26 @@ class FileTable:
         self._reader = reader
         self._widths = tuple(infos[0].nbytes // infos[0].shape[0] for infos in (self.parts, self._groups) if infos)
         self._room = bytearray()
+        self._coming: _Few | None = None  # what was announced, until the room is used for something else
+        self._may_not_wait = _NOWAIT
 
     @property
     def shape(self) -> tuple[int, int]:
         return self._ends[-1], self.parts[0].shape[1] * (2 if self._groups else 1)
 
     def announce(self, rows: Sequence[int]) -> None:
-        """Say that the rows will be read soon: the system brings their pages in. Raises FileError, IndexError."""
-        wanted = self._sorted(rows)[0]
-        for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
-            if isinstance(wanted, np.ndarray):
+        """Say that the rows will be read soon: the system brings their pages in, and few rows that are in memory are read at once.
+
+        Raises FileError, IndexError.
+        """
+        started = time.perf_counter()
+        self._coming, wanted = None, self._distinct(rows)[0]
+        if isinstance(wanted, np.ndarray):
+            for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
                 self._announce_many(infos, wanted, width)
-                continue
-            for part, own in self._by_part(wanted):
-                info = infos[part]
-                fd = self._files.descriptor(info.source)
-                for row in own:
-                    advise_file(fd, info.start + row * width, width, _WILLNEED)
+        else:
+            self._coming = self._begin(wanted, self._may_not_wait)
+        self.seconds += time.perf_counter() - started
 
     def _announce_many(self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int) -> None:
         if self._reader is not None:
@@ -88,7 +104,7 @@ class FileTable:
         Raises FileError, ModelError, IndexError.
         """
         started = time.perf_counter()
-        wanted, places = self._sorted(rows)
+        wanted, places = self._distinct(rows)
         values = self._values(wanted)
         if places is not None:
             values = values[places]
@@ -104,21 +120,24 @@ class FileTable:
         self.seconds += time.perf_counter() - started
         return out
 
-    def _sorted(self, rows: Sequence[int]) -> tuple[Rows, torch.Tensor | None]:
-        """Each of the rows once, in rising order, and where in it each of `rows` is, unless they are in this order. An array where
-        many are read at once. IndexError for one that is not there."""
-        wanted: Rows
+    def _distinct(self, rows: Sequence[int]) -> tuple[Rows, torch.Tensor | None]:
+        """Each of the rows once, and where in it each of `rows` is, unless that is the same. In rising order, as an array, where many are
+        read at once. IndexError for one that is not there."""
         if self._reader is not None and len(rows) >= MANY:
             wanted, found = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
-            places = torch.from_numpy(found)
-        else:
-            wanted, places = sorted(set(rows)), None
-            if len(wanted) != len(rows) or wanted != list(rows):
-                at = {row: place for place, row in enumerate(wanted)}
-                places = torch.tensor([at[row] for row in rows])
-        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self._ends[-1]:
-            raise IndexError(f"row {wanted[-1]} is not in a table of {self._ends[-1]}")
-        return wanted, places
+            self._require(int(wanted[0]), int(wanted[-1]))
+            return wanted, torch.from_numpy(found)
+        few = list(dict.fromkeys(rows))
+        if few:
+            self._require(min(few), max(few))
+        if len(few) == len(rows):
+            return few, None
+        at = {row: place for place, row in enumerate(few)}
+        return few, torch.tensor([at[row] for row in rows])
+
+    def _require(self, least: int, most: int) -> None:
+        if not 0 <= least <= most < self._ends[-1]:
+            raise IndexError(f"row {most} is not in a table of {self._ends[-1]}")
 
     def _spots(
         self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int
@@ -136,31 +155,22 @@ class FileTable:
                     begun, open_files = int(first), {}
                 open_files[source] = self._files.descriptor(source)
             files[first:end] = open_files[source]
-            offsets[first:end] = info.start + (wanted[first:end] - (self._ends[part] - self.parts[part].shape[0])) * width
+            offsets[first:end] = info.start + (wanted[first:end] - self._firsts[part]) * width
         yield begun, files[begun:], offsets[begun:]
 
-    def _by_part(self, wanted: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Where rows, in rising order, lie: part and rows there."""
-        found: list[tuple[int, list[int]]] = []
-        last = -1
-        for row in wanted:
-            part = bisect_right(self._ends, row)
-            if part != last:
-                found.append((part, []))
-                last = part
-            found[-1][1].append(row - (self._ends[part] - self.parts[part].shape[0]))
-        return found
-
     def _values(self, wanted: Rows) -> torch.Tensor:
-        """Rows in rising order, without the one scale."""
-        size = sum(self._widths) * len(wanted)
-        if len(self._room) < size <= KEPT_BYTES:
-            self._room = bytearray(size)
-        room = memoryview(self._room if size <= KEPT_BYTES else bytearray(size))
-        numbers = self._read(self.parts, wanted, self._widths[0], room)
+        """The rows without the one scale."""
+        coming, self._coming = self._coming, None
+        if isinstance(wanted, np.ndarray):
+            room = self._room_for(len(wanted))
+            for infos, width, behind in zip((self.parts, self._groups), self._widths, (0, self._widths[0] * len(wanted)), strict=False):
+                self._read_many(infos, wanted, width, room[behind:])
+        else:
+            room = self._finish(coming if coming is not None and coming.rows == wanted else self._begin(wanted, 0))
+        numbers = _typed(self.parts[0], len(wanted), room)
         if not self._groups:
             return numbers
-        scales = self._read(self._groups, wanted, self._widths[1], room[self._widths[0] * len(wanted) :]).float()
+        scales = _typed(self._groups[0], len(wanted), room[self._widths[0] * len(wanted) :]).float()
         if not bool(torch.isfinite(scales).all()):
             self._refuse(self._groups, int(wanted[int(torch.nonzero(~torch.isfinite(scales))[0, 0])]), "scales that are NaN")
         nibbles = torch.stack((numbers & 15, numbers >> 4), dim=2).view(len(wanted), -1)
@@ -172,21 +182,15 @@ class FileTable:
     def _refuse(self, infos: Sequence[TensorInfo], row: int, what: str) -> NoReturn:
         """ModelError that names the part in which a row of the table lies."""
         part = bisect_right(self._ends, row)
-        own = row - self._ends[part] + self.parts[part].shape[0]
+        own = row - self._firsts[part]
         shown = f"{infos[part].source.shown}: tensor {infos[part].name}"
         raise ModelError(f"{shown} has {what} in row {own}; the checkpoint is damaged: get it again")
 
-    def _read(self, infos: Sequence[TensorInfo], wanted: Rows, width: int, room: memoryview) -> torch.Tensor:
-        """Rows in rising order of the parts' own type, in `room`."""
-        dtype = torch_dtype(infos[0].dtype)
-        if not len(wanted):
-            return torch.empty((0, infos[0].shape[1]), dtype=dtype)
-        if isinstance(wanted, np.ndarray):
-            self._read_many(infos, wanted, width, room)
-        else:
-            self._read_few(infos, wanted, width, room)
-        numbers = torch.frombuffer(room, dtype=torch.uint8, count=len(wanted) * width)
-        return numbers.view(dtype).view(len(wanted), infos[0].shape[1])
+    def _room_for(self, rows: int) -> memoryview:
+        size = sum(self._widths) * rows
+        if len(self._room) < size <= KEPT_BYTES:
+            self._room = bytearray(size)
+        return memoryview(self._room if size <= KEPT_BYTES else bytearray(size))
 
     def _read_many(self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int, room: memoryview) -> None:
         if self._reader is None:
@@ -201,20 +205,42 @@ class FileTable:
                 done += 1
                 done += self._reader.read(files[done:], offsets[done:], width, places[(first + done) * width :])
 
-    def _read_few(self, infos: Sequence[TensorInfo], wanted: Sequence[int], width: int, room: memoryview) -> None:
-        at = 0
-        for part, own in self._by_part(wanted):
-            info = infos[part]
-            fd = self._files.descriptor(info.source)
-            for row in own:
-                place, offset = room[at : at + width], info.start + row * width
-                try:
-                    whole = os.preadv(fd, [place], offset) == width
-                except OSError:
-                    whole = False
-                if not whole:  # read_exactly says where the file ends or what the disk answers, or reads on
-                    place[:] = read_exactly(fd, width, offset, info.source.shown)
-                at += width
+    def _begin(self, wanted: Sequence[int], flags: int | None) -> _Few:
+        """Read rows, those of a file together. With flags (None: not at all) only what need not be waited for: the system is asked to bring
+        the rest in."""
+        few, at, files = _Few(wanted, self._room_for(len(wanted))), 0, dict[int, int]()
+        order = sorted(range(len(wanted)), key=wanted.__getitem__)
+        for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
+            for place in order:
+                row = wanted[place]
+                part = bisect_right(self._ends, row)
+                info = infos[part]
+                fd = files.get(id(info.source))
+                if fd is None:
+                    if len(files) == self._files.most:
+                        files.clear()
+                    fd = files[id(info.source)] = self._files.descriptor(info.source)
+                to, offset = few.room[at + place * width : at + place * width + width], info.start + (row - self._firsts[part]) * width
+                if not self._brought(fd, to, offset, flags):
+                    few.missing.append((to, info, offset))
+                    if flags != 0:
+                        advise_file(fd, offset, width, _WILLNEED)
+            at += width * len(wanted)
+        return few
+
+    def _brought(self, fd: int, to: memoryview, offset: int, flags: int | None) -> bool:
+        try:
+            return flags is not None and os.preadv(fd, [to], offset, flags) == len(to)
+        except OSError as error:
+            if flags and error.errno != errno.EAGAIN:  # the file system knows no reading without waiting
+                self._may_not_wait = None
+            return False
+
+    def _finish(self, few: _Few) -> memoryview:
+        """Bring what is missing: read_exactly says where the file ends or what the disk answers, or reads on."""
+        for to, info, offset in few.missing:
+            to[:] = read_exactly(self._files.descriptor(info.source), len(to), offset, info.source.shown)
+        return few.room
 
     def _factor(self) -> float:
         if self._scale is None and self._scale_info is not None:
@@ -222,3 +248,11 @@ class FileTable:
             if not (math.isfinite(self._scale) and self._scale >= 0):
                 raise ModelError(f"{self._scale_info.source.shown}: tensor {self._scale_info.name} is {self._scale}; get the model again")
         return self._scale if self._scale is not None else 1.0
+
+
+def _typed(part: TensorInfo, count: int, room: memoryview) -> torch.Tensor:
+    """The first `count` rows of the part's type in `room`."""
+    dtype = torch_dtype(part.dtype)
+    if not count:
+        return torch.empty((0, part.shape[1]), dtype=dtype)
+    return torch.frombuffer(room, dtype=dtype, count=count * part.shape[1]).view(count, part.shape[1])

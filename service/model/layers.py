@@ -248,13 +248,24 @@ class Decoder:
             block.mixer.run(at)
             block.forward.run(at)
 
-    def logits(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call."""
-        count = state.shape[0]
-        views, scores = scratch.rows(count), scratch.logits(count)
+    def logits(self, state: torch.Tensor, scratch: Scratch, rows: Rows | None = None) -> torch.Tensor:
+        """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call.
+
+        `rows`: those of a decode step, if it was one.
+        """
+        scores = scratch.logits(state.shape[0])
+        work = partial(self._score, state, scratch, scores)
+        if rows is None:
+            work()
+        else:
+            self.kernels.stretch(rows, len(self.blocks), work)
+        return scores
+
+    def _score(self, state: torch.Tensor, scratch: Scratch, scores: torch.Tensor) -> None:
         if isinstance(self.norm, NormWeight):
-            return self.kernels.norm_linear(state, self.norm, self.head, scores, views["normed"])
-        return self.kernels.linear(self.norm.mix(state, views, self.kernels), self.head, scores)
+            self.kernels.norm_linear(state, self.norm, self.head, scores, scratch.rows(state.shape[0])["normed"])
+        else:
+            self.kernels.linear(self.final(state, scratch), self.head, scores)
 
     def final(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """What the head reads of what `forward` returned: [rows, hidden], valid until the next call."""

@@ -167,7 +167,8 @@ class NgramBlock:
     def begin(self, at: Pass, /) -> None:
         """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
         slots, states = self._states(at)
-        pasts = states.parts(self.index)[1]
+        held = states.parts(self.index)[1]
+        pasts = held.numpy() if held.is_cpu else held  # on the host without tensors, which take ten times as long
         ids, back = at.rows.ids or at.ids.tolist(), self.shape.size - 1
         if len(at.rows.before) >= back:
             before = [at.rows.before[-back:]]
@@ -176,7 +177,10 @@ class NgramBlock:
         pieces = [[*before[0], *ids]] if at.rows.start is not None else [[*past, token] for past, token in zip(before, ids, strict=True)]
         self.coming = [row for seen in pieces for row in self._rows(seen)]
         kept = [[float(token - self.shape.end) for token in seen[1 - self.shape.size :]] for seen in pieces]
-        pasts.index_copy_(0, slots.target, torch.tensor(kept, device=pasts.device))
+        if held.is_cpu:
+            held.numpy()[slots.target.numpy()] = kept
+        else:
+            held.index_copy_(0, slots.target, torch.tensor(kept, device=held.device))
         self.table.announce(self.coming)
 
     def fetch(self, at: Pass, /) -> None:
