@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..kernels.cuda import CudaKernels
-from ..kernels.parts import IndexedRows, Indexer
+from ..kernels.parts import AttentionHeads, AttentionRows, IndexedRows, Indexer
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import BLOCK, HeadShape, RotaryTable, Rows, Slots
 from .cuda_cases import BOUNDS, Finding, Maker, apart
@@ -39,17 +39,21 @@ def _rows(make: Maker, lengths: Sequence[int]) -> Rows:
     return Rows(positions.int().to(make.device), blocks, lengths[0] if chunk else None, CONTEXT, places)
 
 
+def _layer(make: Maker, heads: HeadShape, turned: int) -> AttentionHeads:
+    return AttentionHeads(heads, make.norm(heads.head_dim), make.norm(heads.head_dim), rotary_table(make, turned))
+
+
 def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turned: int) -> Iterator[Finding]:
     """Decode steps of several batches and lengths, and chunks at several places."""
-    rotary, q_norm, k_norm = rotary_table(make, turned), make.norm(heads.head_dim), make.norm(heads.head_dim)
+    layer = _layer(make, heads, turned)
     for lengths in [*STEPS, *CHUNKS]:
         rows = _rows(make, lengths)
         count = len(rows.positions)
         keys, values = (make.rows(rows.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
         qkv, wide_keys, wide_values = make.rows(count, heads.qkv), keys.float(), values.float()
-        out = torch.empty(count, heads.queries, device=make.device)
-        truth = ReferenceKernels().attend(qkv.float(), heads, q_norm, k_norm, rotary, wide_keys, wide_values, rows, out)
-        found = kernels.attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, make.empty(count, heads.queries))
+        wide = AttentionRows(qkv.float(), wide_keys, wide_values, rows, torch.empty(count, heads.queries, device=make.device))
+        truth = ReferenceKernels().attend(layer, wide)
+        found = kernels.attend(layer, AttentionRows(qkv, keys, values, rows, make.empty(count, heads.queries)))
         form = f"{heads.heads}/{heads.kv_heads} of {turned}/{heads.head_dim}, {'step' if rows.start is None else 'chunk'} {lengths}"
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend", form, apart(found, truth), bound)
@@ -73,7 +77,8 @@ def gate_findings(kernels: CudaKernels, make: Maker, heads: HeadShape) -> Iterat
 def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turned: int) -> Iterator[Finding]:
     """Steps and chunks that choose, and that see no more than they may; in every second one all stretches are worth the same."""
     indexer = Indexer(*INDEXER, make.norm(INDEXER[1]), make.norm(INDEXER[1]))
-    rotary, q_norm, k_norm = rotary_table(make, turned), make.norm(heads.head_dim), make.norm(heads.head_dim)
+    layer = _layer(make, heads, turned)
+    rotary = layer.rotary
     for turn, lengths in enumerate([*INDEXED_STEPS, *INDEXED_CHUNKS]):
         rows = _rows(make, lengths)
         count, sequences, table = len(rows.positions), *rows.tables.shape
@@ -93,8 +98,8 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turned
         sequence_of = torch.arange(count, device=make.device) * (rows.start is None)
         indexed = torch.cat((queries, raw[sequence_of, rows.positions.long()]), dim=1)
         keys, values = (make.rows(rows.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
-        qkv, wide_keys, wide_values = make.rows(count, heads.qkv), keys.float(), values.float()
-        turned_queries = ReferenceKernels().place(qkv.float(), heads, q_norm, k_norm, rotary, wide_keys, wide_values, rows)
+        qkv, out, wide_keys, wide_values = make.rows(count, heads.qkv), make.empty(count, heads.queries), keys.float(), values.float()
+        turned_queries = ReferenceKernels().place(layer, AttentionRows(qkv.float(), wide_keys, wide_values, rows, out))
         asked = queries.float().view(count, indexer.heads, indexer.dim)
         ReferenceKernels().rms_norm(asked, indexer.q_norm, asked)
         ReferenceKernels().rotate(asked, rotary.cos[rows.positions], rotary.sin[rows.positions])
@@ -105,10 +110,8 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turned
             blocks, at = rows.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
             k, v = (part[blocks, :, at].transpose(0, 1) for part in (wide_keys, wide_values))
             ReferenceKernels().attention(turned_queries[row][None], k, v, len(tokens) - 1, truth[row][None])
-        out = make.empty(count, heads.queries)
-        done = kernels.attend_indexed(
-            qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out, indexer, IndexedRows(indexed, tails, held)
-        )
+        own = AttentionRows(qkv, keys, values, rows, out)
+        done = kernels.attend_indexed(layer, own, indexer, IndexedRows(indexed, tails, held))
         form = f"{heads.heads}/{heads.kv_heads} of {turned}/{heads.head_dim}, {'step' if rows.start is None else 'chunk'} {lengths}"
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend_indexed", form, apart(out, truth.flatten(1)) if done else float("inf"), bound)

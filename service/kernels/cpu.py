@@ -20,9 +20,20 @@ from .cpu_calls import Call, Calls, plain_rows
 from .cpu_limits import ALIGNMENT, HEAD_STEP, PANEL, fits, shared_bytes, thread_bytes
 from .delta import DeltaHeads, DeltaStep
 from .native import ADD, GATE, KINDS, STORE, Native, describe
-from .parts import ExpertRows, ExpertWeights, IndexedRows, Indexer, JointRows, NgramRows, NgramWeights, StreamJoint
+from .parts import (
+    AttentionHeads,
+    AttentionRows,
+    ExpertRows,
+    ExpertWeights,
+    IndexedRows,
+    Indexer,
+    JointRows,
+    NgramRows,
+    NgramWeights,
+    StreamJoint,
+)
 from .reference import Buffer, ReferenceKernels
-from .rows import FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
+from .rows import FEW_ROWS, HeadShape, NormWeight
 
 log = logging.getLogger(__name__)
 
@@ -110,50 +121,17 @@ class CpuKernels(ReferenceKernels):
     def gate_up(self, x: torch.Tensor, gate_up: Weight, out: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
         return out if self._product(GATE, x, None, gate_up, out) else super().gate_up(x, gate_up, out, both)
 
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        parts = (qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
-
+    def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
         def build() -> Call | None:
-            a = cpu_parts.attention(self._calls, *parts)
-            few = rows.start is None or qkv.shape[0] <= FEW_ROWS
-            return None if a is None else Call.of(self._native.attend_rows if few else self._native.attend_chunk, a, *parts)
+            a = cpu_parts.attention(self._calls, heads, at)
+            few = at.rows.start is None or at.qkv.shape[0] <= FEW_ROWS
+            return None if a is None else Call.of(self._native.attend_rows if few else self._native.attend_chunk, a, heads, at)
 
-        return out if self._calls.make(_step_key(rows, *parts), build) else super().attend(*parts)
+        return at.out if self._calls.make(_step_key(heads, at), build) else super().attend(heads, at)
 
-    def attend_indexed(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        out: torch.Tensor,
-        indexer: Indexer,
-        at: IndexedRows,
-    ) -> bool:
-        parts = (qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
-
-        def build() -> Call | None:
-            call = cpu_parts.indexed(self._calls, cpu_parts.attention(self._calls, *parts), indexer, at, rows, rotary)
-            if call is not None:
-                call.held += parts
-            return call
-
-        return self._calls.make(_step_key(rows, *parts, indexer, at.indexed, at.tails, at.pooled), build)
+    def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
+        key = _step_key(heads, at, indexer, keyed.indexed, keyed.tails, keyed.pooled)
+        return self._calls.make(key, lambda: cpu_parts.indexed(self._calls, heads, at, indexer, keyed))
 
     def part_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         if not self._gates(self._native.part_gates, projected, heads, qkv, mixed):
@@ -223,9 +201,11 @@ class CpuKernels(ReferenceKernels):
         return Call.of(self._native.gemv if few else self._native.gemm, product, x, norm, weight, out)
 
 
-def _step_key(rows: Rows, *parts: object) -> tuple[int, ...] | None:
+def _step_key(heads: AttentionHeads, at: AttentionRows, *parts: object) -> tuple[int, ...] | None:
     """What a call of a decode step is kept under; chunks are made anew each time."""
-    return None if rows.start is not None else (id(rows), *map(id, parts))
+    if at.rows.start is not None:
+        return None
+    return id(heads), id(at.qkv), id(at.keys), id(at.values), id(at.rows), id(at.out), *map(id, parts)
 
 
 def _few_key(rows: torch.Tensor, *parts: object) -> tuple[int, ...] | None:

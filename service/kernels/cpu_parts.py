@@ -10,54 +10,57 @@ from .cpu_calls import Call, Calls, plain_rows
 from .cpu_limits import HEAD_STEP, MOST_ACTIVE, STREAM_STEP, fits, fits_delta
 from .delta import DeltaHeads, DeltaStep
 from .native import ADD, GATE, STORE, Attention, Delta, Gates, Indexed, Injection, Joint, Ngram, Norm, SparseExperts, StoredWeight
-from .parts import ExpertRows, ExpertWeights, IndexedRows, Indexer, JointRows, NgramRows, NgramWeights, StreamJoint
-from .rows import HeadShape, NormWeight, RotaryTable, Rows
+from .parts import (
+    AttentionHeads,
+    AttentionRows,
+    ExpertRows,
+    ExpertWeights,
+    IndexedRows,
+    Indexer,
+    JointRows,
+    NgramRows,
+    NgramWeights,
+    StreamJoint,
+)
+from .rows import HeadShape, NormWeight
 
 # A score of a stretch and its number, see calls.h.
 SCORED_BYTES = 8
 
 
-def attention(
-    calls: Calls,
-    qkv: torch.Tensor,
-    heads: HeadShape,
-    q_norm: NormWeight,
-    k_norm: NormWeight,
-    rotary: RotaryTable,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rows: Rows,
-    out: torch.Tensor,
-) -> Attention | None:
+def attention(calls: Calls, heads: AttentionHeads, at: AttentionRows) -> Attention | None:
     """Of attend_rows and attend_chunk; holds addresses, not tensors."""
-    ready = plain_rows(qkv) and plain_rows(out) and keys.dtype == values.dtype == torch.float32
-    if not ready or not fits(heads, calls.native.attention_width):
+    shape, rotary, keys, values, rows = heads.shape, heads.rotary, at.keys, at.values, at.rows
+    ready = plain_rows(at.qkv) and plain_rows(at.out) and keys.dtype == values.dtype == torch.float32
+    if not ready or not fits(shape, calls.native.attention_width):
         return None
+    q_norm, k_norm = heads.q_norm, heads.k_norm
     a = Attention(q_eps=q_norm.eps, k_eps=k_norm.eps, half=rotary.cos.shape[1], block_ahead=keys.stride(0), threads=calls.threads)
     a.keys, a.values, a.q_norm, a.k_norm = keys.data_ptr(), values.data_ptr(), q_norm.weight.data_ptr(), k_norm.weight.data_ptr()
-    a.cos, a.sin, a.qkv, a.out = rotary.cos.data_ptr(), rotary.sin.data_ptr(), qkv.data_ptr(), out.data_ptr()
-    a.heads, a.kv_heads, a.dim, a.tokens = heads.heads, heads.kv_heads, heads.head_dim, qkv.shape[0]
+    a.cos, a.sin, a.qkv, a.out = rotary.cos.data_ptr(), rotary.sin.data_ptr(), at.qkv.data_ptr(), at.out.data_ptr()
+    a.heads, a.kv_heads, a.dim, a.tokens = shape.heads, shape.kv_heads, shape.head_dim, at.qkv.shape[0]
     a.positions, a.tables, a.table_ahead = rows.positions.data_ptr(), rows.tables.data_ptr(), rows.tables.stride(0)
     a.chunk = rows.start is not None
-    a.scratch, a.stride = calls.scratch(0, calls.native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
+    a.scratch, a.stride = calls.scratch(0, calls.native.attention_scratch(shape.heads, shape.kv_heads, shape.head_dim))
     return a
 
 
-def indexed(calls: Calls, attends: Attention | None, indexer: Indexer, at: IndexedRows, rows: Rows, rotary: RotaryTable) -> Call | None:
-    """Attention to chosen stretches, over what `attention` gave."""
+def indexed(calls: Calls, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> Call | None:
+    """Attention to chosen stretches."""
+    attends, slots = attention(calls, heads, at), at.rows.slots
     weights = indexer.q_norm.weight, indexer.k_norm.weight
-    held = (at.indexed, *weights, at.tails, at.pooled)
-    if attends is None or rows.slots is None or indexer.dim % HEAD_STEP or not all(map(plain_rows, held)):
+    held = (keyed.indexed, *weights, keyed.tails, keyed.pooled)
+    if attends is None or slots is None or indexer.dim % HEAD_STEP or not all(map(plain_rows, held)):
         return None
     most = indexer.budget // indexer.ratio
-    chosen = torch.empty((at.indexed.shape[0], most), dtype=torch.int64)
-    queue = rotary.cos.shape[0] // indexer.ratio + 1
+    chosen = torch.empty((keyed.indexed.shape[0], most), dtype=torch.int64)
+    queue = heads.rotary.cos.shape[0] // indexer.ratio + 1
     queues = torch.empty((calls.threads, queue * SCORED_BYTES), dtype=torch.uint8)
     x = Indexed(a=attends, heads=indexer.heads, dim=indexer.dim, queue=queue, q_eps=indexer.q_norm.eps, k_eps=indexer.k_norm.eps)
     x.a.chosen, x.a.most, x.a.ratio = chosen.data_ptr(), most, indexer.ratio
     x.indexed, x.q_norm, x.k_norm, x.tails, x.pooled = (tensor.data_ptr() for tensor in held)
-    x.sources, x.targets, x.queues = rows.slots.source.data_ptr(), rows.slots.target.data_ptr(), queues.data_ptr()
-    return Call.of(calls.native.attend_indexed, x, *held, chosen, queues, rows, rotary, indexer)
+    x.sources, x.targets, x.queues = slots.source.data_ptr(), slots.target.data_ptr(), queues.data_ptr()
+    return Call.of(calls.native.attend_indexed, x, *held, chosen, queues, heads, at, indexer)
 
 
 def delta(calls: Calls, heads: DeltaHeads, step: DeltaStep) -> Call | None:

@@ -8,8 +8,8 @@ import torch
 
 from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
-from .parts import IndexedRows, Indexer
-from .rows import BLOCK, FEW_ROWS, HeadShape, NormWeight, RotaryTable, Rows
+from .parts import AttentionHeads, AttentionRows, IndexedRows, Indexer
+from .rows import BLOCK, FEW_ROWS, HeadShape, Rows
 from .triton_attend import attend_chunk, attend_step, join_splits
 from .triton_places import attend_places, choose_stretches, close_gates, part_gates, place_turned, pool_keys, score_stretches
 from .triton_rows import place_heads
@@ -28,69 +28,46 @@ STRETCHES = 64
 class AttentionKernels(FusedProducts):
     """A decode step shares the places of each sequence out among programs, a chunk its rows."""
 
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        if not self.fuses_attention(heads):
-            return super().attend(qkv, heads, q_norm, k_norm, rotary, keys, values, rows, out)
-        forms, tables = _forms(heads), rows.tables
-        if 2 * rotary.cos.shape[1] != heads.head_dim:
-            self._place(qkv, heads, q_norm, k_norm, rotary, keys, values, rows)
+    def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
+        shape, rows, count = heads.shape, at.rows, at.qkv.shape[0]
+        if not self.fuses_attention(shape):
+            return super().attend(heads, at)
+        forms = _forms(shape)
+        if 2 * heads.rotary.cos.shape[1] != shape.head_dim:
+            self._place(heads, at)
             if rows.start is None:
-                return self._attend_places(qkv, forms, keys, values, rows, out, rows.positions, rows.positions, 0, 1)
-            return self._attend_chunk(qkv, forms, keys, values, rows, out)
-        parts = qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, tables
+                return self._attend_places(at, forms, rows.positions, rows.positions, 0, 1)
+            return self._attend_chunk(at, forms)
+        parts = _placing(heads, at)
         if rows.start is None:
-            count, room = qkv.shape[0], self.room
-            splits = SPLITS[power(count)]
-            on_grid(attend_step, (count, heads.kv_heads, splits))(
-                *parts, tables.stride(0), room.heads, *room.heads_scores, out, SPLITS=splits, PDL=self.device.early, num_warps=4,
+            splits, room = SPLITS[power(count)], self.room
+            on_grid(attend_step, (count, shape.kv_heads, splits))(
+                *parts, rows.tables.stride(0), room.heads, *room.heads_scores, at.out, SPLITS=splits, PDL=self.device.early, num_warps=4,
                 **forms, **self.launch,
             )  # fmt: skip
-            return self._join(rows.positions, out, forms, splits, 0)
-        room = power(heads.heads + 2 * heads.kv_heads)
-        on_grid(place_heads, (qkv.shape[0],))(*parts, HEADS=heads.heads, KV=heads.kv_heads, D=heads.head_dim, ROOM=room, num_warps=8)
-        return self._attend_chunk(qkv, forms, keys, values, rows, out)
+            return self._join(rows.positions, at.out, forms, splits, 0)
+        room = power(shape.heads + 2 * shape.kv_heads)
+        on_grid(place_heads, (count,))(*parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, ROOM=room, num_warps=8)
+        return self._attend_chunk(at, forms)
 
-    def attend_indexed(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        out: torch.Tensor,
-        indexer: Indexer,
-        at: IndexedRows,
-    ) -> bool:
-        if not self.fuses_attention(heads) or rows.slots is None:
+    def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
+        qkv, rows, rotary = at.qkv, at.rows, heads.rotary
+        if not self.fuses_attention(heads.shape) or rows.slots is None:
             return False
-        count, decode, forms = qkv.shape[0], rows.start is None, _forms(heads)
-        self._place(qkv, heads, q_norm, k_norm, rotary, keys, values, rows)
+        count, decode, forms = qkv.shape[0], rows.start is None, _forms(heads.shape)
+        self._place(heads, at)
         queries = self._room_for("indexer queries", torch.float32, qkv, decode, count * (indexer.heads + 1) * indexer.dim)
         early = {"PDL": self.device.early, **self.launch}
         sizes = {"HEADS": indexer.heads, "DIM": indexer.dim, "DP": power(indexer.dim), "RATIO": indexer.ratio}
         ahead = rows.tables.stride(0) if decode else 0
         on_grid(pool_keys, (count, indexer.heads + 1))(
-            at.indexed, at.tails, at.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps, indexer.k_norm.eps,
-            rotary.cos, rotary.sin, rows.positions, rows.tables, ahead, rows.slots.source, rows.slots.target, count,
+            keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps,
+            indexer.k_norm.eps, rotary.cos, rotary.sin, rows.positions, rows.tables, ahead, rows.slots.source, rows.slots.target, count,
             HALF=rotary.cos.shape[1], CHUNK=not decode, num_warps=1, **sizes, **early,
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
         if rows.start is not None and rows.start + count <= seen:
-            self._attend_chunk(qkv, forms, keys, values, rows, out)
+            self._attend_chunk(at, forms)
             return True
         # A graph must fit every length up to the whole table's; programs behind a row's last stretch end at once.
         longest = rows.tables.shape[1] * BLOCK if rows.start is None else rows.start + count
@@ -105,7 +82,7 @@ class AttentionKernels(FusedProducts):
             positions = rows.positions[piece]
             asked = queries[first * indexer.heads * indexer.dim :]
             on_grid(score_stretches, (some, -(-width // STRETCHES)))(
-                asked, at.pooled, positions, rows.tables, ahead, scores, width, BLOCK=STRETCHES, num_warps=4, **sizes, **early
+                asked, keyed.pooled, positions, rows.tables, ahead, scores, width, BLOCK=STRETCHES, num_warps=4, **sizes, **early
             )
             on_grid(choose_stretches, (some,))(
                 scores,
@@ -120,7 +97,8 @@ class AttentionKernels(FusedProducts):
                 **early,
             )
             part = Rows(positions, rows.tables, rows.start, rows.longest)
-            self._attend_places(qkv[piece], forms, keys, values, part, out[piece], chosen, lengths, indexer.ratio, most)
+            few = AttentionRows(qkv[piece], at.keys, at.values, part, at.out[piece])
+            self._attend_places(few, forms, chosen, lengths, indexer.ratio, most)
         return True
 
     def part_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
@@ -143,28 +121,24 @@ class AttentionKernels(FusedProducts):
         """Numbers between two kernels: of a step at the same address every time."""
         return self.kept(name, dtype, like, size) if decode else torch.empty(size, dtype=dtype, device=like.device)
 
-    def _place(
-        self, qkv: torch.Tensor, heads: HeadShape, q_norm: NormWeight, k_norm: NormWeight, rotary: RotaryTable, keys: torch.Tensor,
-        values: torch.Tensor, rows: Rows,
-    ) -> None:  # fmt: skip
-        on_grid(place_turned, (qkv.shape[0], heads.heads + 2 * heads.kv_heads))(
-            qkv, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps, rotary.cos, rotary.sin, keys, values, rows.positions, rows.tables,
-            rows.tables.stride(0) if rows.start is None else 0, HEADS=heads.heads, KV=heads.kv_heads, D=heads.head_dim,
-            HALF=rotary.cos.shape[1], PDL=self.device.early, num_warps=1, **self.launch,
+    def _place(self, heads: AttentionHeads, at: AttentionRows) -> None:
+        shape, tables = heads.shape, at.rows.tables
+        on_grid(place_turned, (at.qkv.shape[0], shape.heads + 2 * shape.kv_heads))(
+            *_placing(heads, at), tables.stride(0) if at.rows.start is None else 0, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim,
+            HALF=heads.rotary.cos.shape[1], PDL=self.device.early, num_warps=1, **self.launch,
         )  # fmt: skip
 
     def _attend_places(
-        self, qkv: torch.Tensor, forms: dict[str, Any], keys: torch.Tensor, values: torch.Tensor, rows: Rows, out: torch.Tensor,
-        chosen: torch.Tensor, lengths: torch.Tensor, ratio: int, most: int,
-    ) -> torch.Tensor:  # fmt: skip
+        self, at: AttentionRows, forms: dict[str, Any], chosen: torch.Tensor, lengths: torch.Tensor, ratio: int, most: int
+    ) -> torch.Tensor:
         """Rows of queries that are turned, over the cache that has their keys."""
-        count, decode, room = qkv.shape[0], rows.start is None, self.room
+        count, rows, decode, room = at.qkv.shape[0], at.rows, at.rows.start is None, self.room
         splits = SPLITS[power(count)] if decode and count <= FEW_ROWS else 1
         on_grid(attend_places, (count, forms["KV"], splits))(
-            qkv, keys, values, rows.positions, rows.tables, rows.tables.stride(0) if decode else 0, chosen, lengths, room.heads,
-            *room.heads_scores, out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4, **forms, **self.launch,
+            at.qkv, at.keys, at.values, rows.positions, rows.tables, rows.tables.stride(0) if decode else 0, chosen, lengths, room.heads,
+            *room.heads_scores, at.out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
-        return out if splits == 1 else self._join(lengths, out, forms, splits, 0 if ratio else 1)
+        return at.out if splits == 1 else self._join(lengths, at.out, forms, splits, 0 if ratio else 1)
 
     def _join(self, lengths: torch.Tensor, out: torch.Tensor, forms: dict[str, Any], splits: int, more: int) -> torch.Tensor:
         wide = splits * forms["GP"] * forms["D"] > JOINED
@@ -176,18 +150,16 @@ class AttentionKernels(FusedProducts):
         return out
 
     @staticmethod
-    def _attend_chunk(
-        qkv: torch.Tensor, forms: dict[str, Any], keys: torch.Tensor, values: torch.Tensor, rows: Rows, out: torch.Tensor
-    ) -> torch.Tensor:
-        count, narrow = qkv.shape[0], forms["D"] <= 128
+    def _attend_chunk(at: AttentionRows, forms: dict[str, Any]) -> torch.Tensor:
+        count, narrow = at.qkv.shape[0], forms["D"] <= 128
         tile = 128 if count * forms["GP"] > 64 and narrow else 64
         on_grid(attend_chunk, (-(-count * forms["GP"] // tile), forms["KV"]))(
-            qkv,
-            keys,
-            values,
-            rows.tables,
-            out,
-            rows.start,
+            at.qkv,
+            at.keys,
+            at.values,
+            at.rows.tables,
+            at.out,
+            at.rows.start,
             count,
             BM=tile,
             BN=64 if narrow else 32,
@@ -195,7 +167,14 @@ class AttentionKernels(FusedProducts):
             num_warps=tile // 16,
             **forms,
         )
-        return out
+        return at.out
+
+
+def _placing(heads: AttentionHeads, at: AttentionRows) -> tuple[Any, ...]:
+    """What kernels that norm, turn and write rows begin with."""
+    q_norm, k_norm, rotary, rows = heads.q_norm, heads.k_norm, heads.rotary, at.rows
+    norms = q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps
+    return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, rows.positions, rows.tables
 
 
 def _forms(heads: HeadShape) -> dict[str, Any]:

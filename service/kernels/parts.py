@@ -9,7 +9,7 @@ import torch
 
 from ..quant.weight import Weight
 from .delta import DeltaHeads
-from .rows import NormWeight, Slots
+from .rows import HeadShape, NormWeight, RotaryTable, Rows, Slots
 
 
 @dataclass(slots=True)
@@ -109,6 +109,34 @@ class NgramRows:
     values: torch.Tensor
     windows: torch.Tensor
     slots: Slots
+
+
+@dataclass(slots=True)
+class AttentionHeads:
+    """What attention has between its projections: norms [head_dim] of each head's queries and keys, and the angles that turn them.
+
+    `rotary` may turn less than a head's width: its first numbers only.
+    """
+
+    shape: HeadShape
+    q_norm: NormWeight
+    k_norm: NormWeight
+    rotary: RotaryTable
+
+
+@dataclass(slots=True)
+class AttentionRows:
+    """qkv [T, shape.qkv], which is overwritten, gives out [T, shape.queries] over a layer's paged cache, both of the kernels' activation.
+
+    keys, values [blocks, kv_heads, BLOCK, head_dim] in the cache's type are written at the places of `rows`, then each row reads those of
+    its sequence up to itself.
+    """
+
+    qkv: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: Rows
+    out: torch.Tensor
 
 
 @dataclass(slots=True)

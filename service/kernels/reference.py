@@ -10,8 +10,20 @@ import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
 from .delta import DeltaHeads, DeltaStep
-from .parts import ExpertRows, ExpertWeights, IndexedRows, Indexer, JointRows, NgramRows, NgramWeights, Part, StreamJoint
-from .rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
+from .parts import (
+    AttentionHeads,
+    AttentionRows,
+    ExpertRows,
+    ExpertWeights,
+    IndexedRows,
+    Indexer,
+    JointRows,
+    NgramRows,
+    NgramWeights,
+    Part,
+    StreamJoint,
+)
+from .rows import BLOCK, HeadShape, NormWeight, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
 TILE_ELEMENTS = 1 << 18
@@ -93,48 +105,23 @@ class ReferenceKernels:
         """As `norm_gate_up` of rows that are normed already, for experts."""
         return self.silu_mul(self.linear(x, gate_up, both), out)
 
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of a layer over its paged cache, from projections to mixed values.
+    def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
+        """Attention of a layer over its paged cache, from projections to mixed values. Returns at.out.
 
-        qkv [T, heads.qkv] is overwritten; keys, values [blocks, kv_heads, BLOCK, head_dim]; out [T, heads.queries]. Queries and keys are
-        normed a head and rotated, keys and values written at the rows' places, then every row attends to its sequence up to itself.
+        Queries and keys are normed a head and rotated, keys and values written, then every row attends to its sequence up to itself.
         """
-        count, q = qkv.shape[0], self.place(qkv, heads, q_norm, k_norm, rotary, keys, values, rows)
-        mixed = out.view(count, heads.heads, heads.head_dim)
+        q, rows = self.place(heads, at), at.rows
+        mixed = at.out.view(q.shape)
         if rows.start is not None:
-            held = self.contiguous(keys, values, rows.tables[0], rows.start + count)
+            held = self.contiguous(at.keys, at.values, rows.tables[0], rows.start + q.shape[0])
             self.attention(q, *held, rows.start, mixed)
-            return out
+            return at.out
         for row, position in enumerate(rows.positions.tolist()):
-            held = self.contiguous(keys, values, rows.tables[row], position + 1)
+            held = self.contiguous(at.keys, at.values, rows.tables[row], position + 1)
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
-        return out
+        return at.out
 
-    def attend_indexed(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        out: torch.Tensor,
-        indexer: Indexer,
-        at: IndexedRows,
-    ) -> bool:
+    def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
         """As `attend`, each row to the stretches that the indexer chooses for it and to the tokens behind the last whole one; its mean
         keys and tails are brought up to date. False, and nothing is done, where there is no faster way than its parts.
         """
@@ -153,24 +140,15 @@ class ReferenceKernels:
         gates = projected[:, : 2 * heads.queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 1]
         mixed.view(count, heads.heads, heads.head_dim).mul_(torch.sigmoid(gates))
 
-    def place(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadShape,
-        q_norm: NormWeight,
-        k_norm: NormWeight,
-        rotary: RotaryTable,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-    ) -> torch.Tensor:
+    def place(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
         """The first part of `attend`: queries and keys normed and rotated, keys and values written; returns the queries [T, heads, dim]."""
-        split = qkv.view(qkv.shape[0], heads.heads + 2 * heads.kv_heads, heads.head_dim)
-        q, k, v = split.split((heads.heads, heads.kv_heads, heads.kv_heads), dim=1)
-        cos, sin = rotary.cos[rows.positions], rotary.sin[rows.positions]
-        self.rotate(self.rms_norm(q, q_norm, q), cos, sin)
-        self.rotate(self.rms_norm(k, k_norm, k), cos, sin)
-        write_rows(k, v, keys, values, rows)
+        shape, positions = heads.shape, at.rows.positions
+        split = at.qkv.view(at.qkv.shape[0], shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        q, k, v = split.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        cos, sin = heads.rotary.cos[positions], heads.rotary.sin[positions]
+        self.rotate(self.rms_norm(q, heads.q_norm, q), cos, sin)
+        self.rotate(self.rms_norm(k, heads.k_norm, k), cos, sin)
+        write_rows(k, v, at.keys, at.values, at.rows)
         return q
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.parts import Part
-from ..kernels.rows import HeadShape, NormWeight, RotaryTable
+from ..kernels.parts import AttentionHeads, AttentionRows, Part
+from ..kernels.rows import NormWeight, RotaryTable
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
@@ -36,8 +36,12 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int, rotary:
     at = weights.of(layer)
     kind = GatedAttention if config.gated else Attention
     norm = None if config.streams else at.norm("attention_norm", config.eps)
-    heads = at.norm("q_norm", config.eps), at.norm("k_norm", config.eps)
-    return kind(config.widths.shape, index, norm, at["qkv"], *heads, at["output"], rotary)
+    return kind(heads(config, at, rotary), index, norm, at["qkv"], at["output"])
+
+
+def heads(config: DecoderConfig, at: Named, rotary: RotaryTable) -> AttentionHeads:
+    """What a layer has between its projections; `at`: its weights."""
+    return AttentionHeads(config.widths.shape, at.norm("q_norm", config.eps), at.norm("k_norm", config.eps), rotary)
 
 
 @dataclass(slots=True)
@@ -47,14 +51,11 @@ class Attention:
     qkv [q + k + v rows, hidden], output [hidden, q rows].
     """
 
-    shape: HeadShape
+    heads: AttentionHeads
     index: int
     norm: NormWeight | None
     qkv: Weight
-    q_norm: NormWeight
-    k_norm: NormWeight
     output: Weight
-    rotary: RotaryTable
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -63,10 +64,15 @@ class Attention:
     def run(self, at: Pass, /) -> None:
         kernels, views = at.kernels, at.views
         qkv, mixed = views["qkv"], views["mixed"]
-        keys, values = at.cache.keys[self.index], at.cache.values[self.index]
         at.project(self.norm, self.qkv, qkv)
-        kernels.attend(qkv, self.shape, self.q_norm, self.k_norm, self.rotary, keys, values, at.rows, mixed)
+        self._attend(at, qkv, mixed)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
+
+    def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        at.kernels.attend(self.heads, self._rows(at, qkv, mixed))
+
+    def _rows(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> AttentionRows:
+        return AttentionRows(qkv, at.cache.keys[self.index], at.cache.values[self.index], at.rows, mixed)
 
 
 @dataclass(slots=True)
@@ -80,11 +86,7 @@ class GatedAttention(Attention):
         kernels, views = at.kernels, at.views
         projected, qkv, mixed = views[GATED_ROOM], views["qkv"], views["mixed"]
         at.project(self.norm, self.qkv, projected)
-        kernels.part_gates(projected, self.shape, qkv, mixed)
+        kernels.part_gates(projected, self.heads.shape, qkv, mixed)
         self._attend(at, qkv, mixed)
-        kernels.close_gates(projected, self.shape, qkv, mixed)
+        kernels.close_gates(projected, self.heads.shape, qkv, mixed)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
-
-    def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        keys, values = at.cache.keys[self.index], at.cache.values[self.index]
-        at.kernels.attend(qkv, self.shape, self.q_norm, self.k_norm, self.rotary, keys, values, at.rows, mixed)

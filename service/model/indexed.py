@@ -13,7 +13,7 @@ import torch
 from ..kernels.parts import IndexedRows, Indexer, Part
 from ..kernels.rows import BLOCK, RotaryTable
 from ..quant.weight import Weight
-from .attention import GatedAttention
+from .attention import GatedAttention, heads
 from .layers import Pass
 from .named import Named
 from .shape import DecoderConfig, IndexerShape
@@ -35,14 +35,11 @@ def build(config: DecoderConfig, weights: Named, layer: int, places: tuple[int, 
     at, shape = weights.of(layer), _shape(config)
     norms = (at.norm(f"indexer_{which}_norm", config.eps) for which in ("q", "k"))
     return IndexedAttention(
-        shape=config.widths.shape,
+        heads=heads(config, at, rotary),
         index=places[0],
         norm=None if config.streams else at.norm("attention_norm", config.eps),
         qkv=at["qkv"],
-        q_norm=at.norm("q_norm", config.eps),
-        k_norm=at.norm("k_norm", config.eps),
         output=at["output"],
-        rotary=rotary,
         indexer=Indexer(shape.heads, shape.dim, shape.budget, shape.ratio, *norms),
         place=places[1],
         index_qk=at["indexer"],
@@ -73,9 +70,10 @@ class IndexedAttention(GatedAttention):
             raise ValueError("the session's cache has no recurrent states")
         indexed = at.views["indexed"]
         at.project(self.norm, self.index_qk, indexed)
-        parts = qkv, self.shape, self.q_norm, self.k_norm, self.rotary, at.cache.keys[self.index], at.cache.values[self.index], rows
-        own = IndexedRows(indexed, states.parts(self.place)[0], at.cache.pooled[self.index])
-        if at.kernels.attend_indexed(*parts, mixed, shape, own):
+        own = self._rows(at, qkv, mixed)
+        if at.kernels.attend_indexed(
+            self.heads, own, shape, IndexedRows(indexed, states.parts(self.place)[0], at.cache.pooled[self.index])
+        ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
         tails = states.read(self.place, slots.source)[0]
@@ -85,21 +83,21 @@ class IndexedAttention(GatedAttention):
             self._pool(at, keys[first:last], tails[sequence], sequence, places[first])
         states.write(self.place, slots.target, (tails,))
         if max(places) < shape.budget + shape.ratio - 1:
-            GatedAttention._attend(self, at, qkv, mixed)
+            at.kernels.attend(self.heads, own)
             return
         chosen = self._chosen(at, indexed, pieces, places)
-        queries = at.kernels.place(*parts)
-        heads = mixed.view(len(places), self.shape.heads, self.shape.head_dim)
+        queries = at.kernels.place(self.heads, own)
+        found = mixed.view(queries.shape)
         for sequence, (first, last) in enumerate(pieces):
             for row in range(first, last):
-                self._attend_to(at, queries[row], self._tokens(chosen[row], places[row] + 1), sequence, heads[row])
+                self._attend_to(at, queries[row], self._tokens(chosen[row], places[row] + 1), sequence, found[row])
 
     def _chosen(self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]) -> torch.Tensor:
         """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
-        shape, rows, count = self.indexer, at.rows, len(places)
+        shape, rows, rotary, count = self.indexer, at.rows, self.heads.rotary, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, shape.q_norm, wanted)
-        at.kernels.rotate(wanted, self.rotary.cos[rows.positions], self.rotary.sin[rows.positions])
+        at.kernels.rotate(wanted, rotary.cos[rows.positions], rotary.sin[rows.positions])
         chosen = torch.full((count, shape.budget // shape.ratio), -1, dtype=torch.int64, device=indexed.device)
         for sequence, (first, last) in enumerate(pieces):
             scored = at.cache.pooled[self.index][rows.tables[sequence].long()].flatten(0, 1)
@@ -115,7 +113,7 @@ class IndexedAttention(GatedAttention):
 
         tail [ratio - 1, dim] holds the raw keys of the block that is not full, and is changed.
         """
-        shape, waiting = self.indexer, start % self.indexer.ratio
+        shape, rotary, waiting = self.indexer, self.heads.rotary, start % self.indexer.ratio
         raw = torch.cat((tail[:waiting], keys))
         full = len(raw) // shape.ratio
         left = raw[full * shape.ratio :]
@@ -125,7 +123,7 @@ class IndexedAttention(GatedAttention):
         pooled = raw[: full * shape.ratio].view(full, 1, shape.ratio, shape.dim).mean(2)
         firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
         at.kernels.rms_norm(pooled, shape.k_norm, pooled)
-        at.kernels.rotate(pooled, self.rotary.cos[firsts], self.rotary.sin[firsts])
+        at.kernels.rotate(pooled, rotary.cos[firsts], rotary.sin[firsts])
         blocks = at.rows.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.parts import AttentionHeads, AttentionRows
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.kernels.rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
@@ -20,19 +21,17 @@ SHAPES = [HeadShape(16, 8, 128), HeadShape(4, 2, 16), HeadShape(3, 1, 64), HeadS
 class Layer:
     """What a call of attend is given, and where its results go."""
 
-    heads: HeadShape
+    heads: AttentionHeads
     qkv: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     rows: Rows
-    norms: tuple[NormWeight, NormWeight]
-    rotary: RotaryTable
 
     def run(self, kernels: ReferenceKernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The mixed values, and the cache's keys and values afterwards."""
         keys, values = self.keys.clone(), self.values.clone()
-        out = torch.full((self.qkv.shape[0], self.heads.queries), float("nan"))
-        kernels.attend(self.qkv.clone(), self.heads, *self.norms, self.rotary, keys, values, self.rows, out)
+        out = torch.full((self.qkv.shape[0], self.heads.shape.queries), float("nan"))
+        kernels.attend(self.heads, AttentionRows(self.qkv.clone(), keys, values, self.rows, out))
         return out, keys, values
 
 
@@ -57,7 +56,7 @@ def layer(heads: HeadShape, pasts: list[int], *, chunk: int = 0, seed: int = 0) 
     norms = [NormWeight(torch.rand(heads.head_dim, generator=generator) + 0.5, 1e-6) for _ in range(2)]
     qkv = torch.randn(count, heads.qkv, generator=generator)
     rows = Rows(positions.int(), tables, pasts[0] if chunk else None, longest)
-    return Layer(heads, qkv, cache[0], cache[1], rows, (norms[0], norms[1]), RotaryTable(angles.cos(), angles.sin()))
+    return Layer(AttentionHeads(heads, *norms, RotaryTable(angles.cos(), angles.sin())), qkv, cache[0], cache[1], rows)
 
 
 def agrees(library: ctypes.CDLL, made: Layer) -> None:
@@ -100,7 +99,7 @@ def test_rows_of_a_small_chunk_and_of_a_batch_are_the_bits_of_single_steps(libra
 @pytest.mark.parametrize("chunk", [0, 20])
 def test_large_scores_do_not_overflow(library: ctypes.CDLL, chunk: int) -> None:
     made = layer(HeadShape(4, 2, 32), [60], chunk=chunk)
-    for norm in made.norms:
+    for norm in (made.heads.q_norm, made.heads.k_norm):
         norm.weight *= 200  # scores of many thousands: the softmax is one-hot
     agrees(library, made)
 
@@ -123,9 +122,9 @@ def test_heads_that_the_c_has_not_run_in_plain_torch(library: ctypes.CDLL) -> No
 
 def test_other_norms_over_the_same_cache_are_seen(library: ctypes.CDLL) -> None:
     made, kernels = layer(HeadShape(4, 2, 16), [40]), CpuKernels(library)
-    other = (NormWeight(made.norms[0].weight * 3, 1e-6), made.norms[1])
-    for norms in (made.norms, other):
+    other = replace(made.heads, q_norm=NormWeight(made.heads.q_norm.weight * 3, 1e-6))
+    for heads in (made.heads, other):
         out, wanted = torch.empty(1, 64), torch.empty(1, 64)
-        kernels.attend(made.qkv.clone(), made.heads, *norms, made.rotary, made.keys, made.values, made.rows, out)
-        ReferenceKernels().attend(made.qkv.clone(), made.heads, *norms, made.rotary, made.keys, made.values, made.rows, wanted)
+        kernels.attend(heads, AttentionRows(made.qkv.clone(), made.keys, made.values, made.rows, out))
+        ReferenceKernels().attend(heads, AttentionRows(made.qkv.clone(), made.keys, made.values, made.rows, wanted))
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.cache.recurrent import RecurrentStates, StateShape
 from onedesk.service.kernels.cpu import CpuKernels
-from onedesk.service.kernels.parts import Indexer
+from onedesk.service.kernels.parts import AttentionHeads, Indexer
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.kernels.rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows, Slots
 from onedesk.service.memory.budget import MemorySettings
@@ -46,14 +46,11 @@ class Sequences:
         angles = torch.outer(torch.arange(LONGEST).float(), 1e4 ** (-torch.arange(0, 8, 2) / 8))
         norms = [NormWeight(torch.rand(width, generator=self.generator) + 0.5, 1e-6) for width in (32, 32, DIM, DIM)]
         self.layer = IndexedAttention(
-            shape=HEADS,
+            heads=AttentionHeads(HEADS, norms[0], norms[1], RotaryTable(angles.cos(), angles.sin())),
             index=0,
             norm=None,
             qkv=torch.empty(0),
-            q_norm=norms[0],
-            k_norm=norms[1],
             output=torch.empty(0),
-            rotary=RotaryTable(angles.cos(), angles.sin()),
             indexer=Indexer(2, DIM, budget, ratio, norms[2], norms[3]),
             place=0,
             index_qk=torch.randn(3 * DIM, HIDDEN, generator=self.generator),

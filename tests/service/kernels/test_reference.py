@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onedesk.service.kernels.parts import AttentionHeads, AttentionRows
 from onedesk.service.kernels.reference import TILE_ELEMENTS, ReferenceKernels
 from onedesk.service.kernels.rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize, pack_nibbles
@@ -136,7 +137,8 @@ class Scene:
         qkv = torch.randn(len(positions), shape.qkv, generator=self.generator)
         expected = [self.expected(*place, row) for *place, row in zip(sequences, positions, qkv.clone(), strict=True)]
         out = torch.full((len(positions), shape.queries), float("nan"))
-        assert kernels.attend(qkv, shape, *self.norms, self.rotary, self.keys, self.values, rows, out) is out
+        heads = AttentionHeads(shape, *self.norms, self.rotary)
+        assert kernels.attend(heads, AttentionRows(qkv, self.keys, self.values, rows, out)) is out
         torch.testing.assert_close(out.double(), torch.stack(expected), rtol=1e-4, atol=1e-5)
         for sequence, position in zip(sequences, positions, strict=True):
             block, slot = int(self.tables[sequence, position // BLOCK]), position % BLOCK
