@@ -26,7 +26,7 @@ from ..cache.paged import SequenceKV
 from ..config import load_config
 from ..core import Sampling
 from ..engine.sampler import Sampler
-from ..engine.session import pick_device
+from ..engine.session import Blueprint, pick_device
 from ..engine.stepper import Feed
 from ..errors import OnedeskError, RequestError
 from ..memory.budget import MemorySettings
@@ -34,8 +34,10 @@ from ..memory.pool import Pool
 from ..memory.truth import read_truth
 from ..quant.formats import NVFP4, int4
 from ..quant.weight import Format
+from ..setup.census import take_census
 from ..setup.console import failure, write_json
-from ..setup.plan import plan_model
+from ..setup.forms import STORES, Form
+from ..setup.plan import Machine, load_of
 from ..setup.published import PUBLISHED, published_name
 from .ceiling import read_ceiling
 from .made import Made, made_blueprint, make
@@ -105,7 +107,7 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
     try:
         document["prefill"] = prefill_rows(made, args.prompt, clock, args.profile)
         document["decode"] = [row for batch in args.batch if not clock.over for row in [decode_row(made, batch, args, ceiling, clock)]]
-        document["memory"] = memory_row(name, args, document["need"], _held(device) - before, clock)
+        document["memory"] = memory_row(name, args, blueprint, _held(device) - before, clock)
     finally:
         made.release()
     return document
@@ -185,17 +187,25 @@ def _step(made: Made, sequences: Sequence[SequenceKV], tokens: Sequence[int], sa
     return [picked.token for picked in made.stepper.collect()]
 
 
-def memory_row(name: str, args: argparse.Namespace, need: int, held: int, clock: Clock) -> dict[str, Any]:
-    """What the device holds now beside the leases that were asked for and the forms of `doctor --plan`, whose nearest is named."""
+def memory_row(name: str, args: argparse.Namespace, blueprint: Blueprint, held: int, clock: Clock) -> dict[str, Any]:
+    """What the device holds now beside what was asked for, and beside what `doctor --plan` counts for this form and so many sequences."""
+    need = blueprint.need.weights + blueprint.need.kv + blueprint.need.scratch
     row: dict[str, Any] = {"need": need, "held": held, "share": held / need}
     clock.tell(f"memory: the device holds {held / 1e9:.2f} GB, asked for {need / 1e9:.2f} GB ({held / need - 1:+.1%})")
-    if not args.tiny:
-        plan = plan_model(name, load_config(None), memory=1 << 40, context=args.prompt + args.tokens * 4 + 64, device=args.device)
-        sizes = {form["format"]: sum(form["bytes"][part] for part in ("weights", "kv", "scratch")) for form in plan["forms"]}
-        nearest = min(sizes, key=lambda form: abs(sizes[form] - need))
-        row |= {"plan": nearest, "plan_bytes": sizes[nearest], "of_plan": held / sizes[nearest]}
-        clock.tell(f"memory: doctor --plan says {sizes[nearest] / 1e9:.2f} GB for {nearest!r} ({held / sizes[nearest] - 1:+.1%})")
+    if not args.tiny and args.experts in STORES:
+        form = Form(f"experts {args.experts}", {"experts": args.experts})
+        planned = planned_bytes(PUBLISHED[name], form, blueprint.context, blueprint.sequences, args.device)
+        row |= {"plan_bytes": planned, "of_plan": held / planned}
+        clock.tell(f"memory: the plan of this form counts {planned / 1e9:.2f} GB ({held / planned - 1:+.1%})")
     return row
+
+
+def planned_bytes(config: Mapping[str, Any], form: Form, context: int, sequences: int, device: str) -> int:
+    """Bytes by the arithmetic of `doctor --plan`, with keys and values of several sequences."""
+    census = take_census(config)
+    machine = Machine(1 << 40, None, MemorySettings(), pick_device(device).type, draft=False)
+    load = load_of(form.held_bytes(census), 0, census, machine)
+    return load.weights + load.kv(context) + (sequences - 1) * context * load.kv_token + load.scratch(context)
 
 
 def _ids(made: Made, count: int, seed: int) -> list[int]:

@@ -20,13 +20,17 @@ from .scoring import scored_rows
 CHUNK = 256
 # On a GPU launches must be fewer than what the device does meanwhile, and a chunk is read in some 20 ms.
 CUDA_CHUNK = 1024
+# Some hundred tokens meet nearly all experts: each pass reads all of them, so a prompt should be few passes.
+SPARSE_CUDA_CHUNK = 2048
 # Rows of scores held at once when every position is scored: 16 of 152,000 are 10 MB.
 SCORED_ROWS = 16
 
 
-def chunk_rows(device: torch.device) -> int:
-    """Tokens a chunk on this device."""
-    return CUDA_CHUNK if device.type == "cuda" else CHUNK
+def chunk_rows(device: torch.device, *, sparse: bool) -> int:
+    """Tokens a chunk on this device, of a network with experts (`sparse`) or without."""
+    if device.type != "cuda":
+        return CHUNK
+    return SPARSE_CUDA_CHUNK if sparse else CUDA_CHUNK
 
 
 def first_piece(tokens: int, rows: int, border: int = 0) -> int:
@@ -77,7 +81,7 @@ class Runner:
     @property
     def chunk_rows(self) -> int:
         """Tokens that one pass reads at most."""
-        return chunk_rows(self.kv.keys[0].device)
+        return min(self.scratch.tokens, chunk_rows(self.kv.keys[0].device, sparse=True))
 
     def close(self) -> None:
         """Let go of every tensor; the runner cannot be used afterwards."""

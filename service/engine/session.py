@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 DEFAULT_CONTEXT = 4096
-# Recurrent states beside those of sequences that decode together: a prompt whose other choices wait, and beginnings to go on behind.
+# Recurrent states beside those of sequences that decode together: a prompt whose other choices wait, and beginnings to go on behind. A
+# text that is written alone uses those of the others for the states behind guessed tokens.
 KEPT_STATES = 4
 
 
@@ -135,7 +136,7 @@ class Blueprint:
     @property
     def rows(self) -> int:
         """Rows of the largest pass: a chunk of a prompt, or a step of all sequences that can decode together."""
-        return max(MAX_BATCH, min(chunk_rows(self.device), self.context))
+        return max(MAX_BATCH, min(chunk_rows(self.device, sparse=self.config.experts is not None), self.context * self.sequences))
 
     @property
     def pass_bytes(self) -> int:

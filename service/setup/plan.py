@@ -279,7 +279,8 @@ def load_of(weights: int, table: int, census: Census, machine: Machine, *, draft
     # Key heads that do not divide are kept by every node.
     share = math.gcd(census.kv_heads, nodes)
     kv = census.kv_token * number // share + 4 * census.indexer_token
-    rows = max(MAX_BATCH, chunk_rows(_device(machine.device)))
+    sparse = any(tensors.kind == "experts" for tensors in census.tensors)
+    rows = max(MAX_BATCH, chunk_rows(_device(machine.device), sparse=sparse))
     fixed = rows * census.row * number + SCORED_ROWS * census.vocab * number + KERNEL_ROOM[machine.device]
     token = 4 * census.head_dim + 8  # both rotary tables, fp32; places in the chunk
     if not cuda:
