@@ -1,0 +1,81 @@
+"""Choices and lists: each is what it is alone, whatever runs beside it, ahead of it or takes its room."""
+
+from __future__ import annotations
+
+import pytest
+from asking import ask
+from choices import alone, run, same, thinker
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onedesk.service.api import OpenModel
+from onedesk.service.core import Request, Sampling
+from onedesk.service.engine.work import Row
+
+ASKED = st.builds(
+    lambda text, tokens, seed, n, stop, greedy, penalty: ask(
+        text * 3,
+        max_tokens=tokens,
+        n=n,
+        stop=(stop,) if stop else (),
+        sampling=Sampling(seed=seed, temperature=0 if greedy else None, frequency_penalty=penalty),
+    ),
+    st.text("abc ", min_size=1, max_size=40).filter(str.strip),
+    st.integers(1, 25),
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 3),
+    st.sampled_from(["", "", "e", "\n", "a"]),
+    st.booleans(),
+    st.sampled_from([None, None, 0.5]),
+)
+
+
+def test_choices_are_what_each_seed_writes_alone(stepped: OpenModel) -> None:
+    request = ask(n=5, sampling=Sampling(seed=2**64 - 2))
+    found = run(stepped, request)
+    assert [found[0, choice].seed for choice in range(5)] == [2**64 - 2, 2**64 - 1, 0, 1, 2]
+    assert all(same(found[0, choice], alone(stepped, request, choice)) for choice in range(5))
+    assert len({found[0, choice].ids for choice in range(5)}) == 5
+
+
+def test_more_choices_than_places_follow_when_others_have_ended(stepped: OpenModel) -> None:
+    request = ask(n=20, max_tokens=12)
+    found = run(stepped, request)
+    assert len(found) == 20
+    assert all(same(found[0, choice], alone(stepped, request, choice)) for choice in (0, 7, 8, 19))
+
+
+def test_a_row_that_the_host_chooses_for_ends_beside_rows_that_run_ahead(stepped: OpenModel) -> None:
+    penalized = Sampling(seed=1, frequency_penalty=0.5)
+    requests = [ask("ends first", sampling=penalized, max_tokens=tokens) for tokens in (4, 5, 9)] + [ask("goes on", max_tokens=20)]
+    found = run(stepped, *requests)
+    assert all(same(found[place, 0], alone(stepped, request)) for place, request in enumerate(requests))
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=st.lists(ASKED, min_size=1, max_size=4))
+def test_a_list_is_what_its_items_are_alone(stepped: OpenModel, requests: list[Request]) -> None:
+    found = run(stepped, *requests)
+    assert set(found) == {(place, choice) for place, request in enumerate(requests) for choice in range(request.n)}
+    for (place, choice), result in found.items():
+        assert same(result, alone(stepped, requests[place], choice))
+
+
+def test_a_spent_budget_of_thinking_is_closed_by_force_in_every_row(stepped: OpenModel) -> None:
+    requests = [thinker(seed, thinking_budget=5 + seed) for seed in range(4)]
+    found = run(stepped, *requests, ask())
+    for place, request in enumerate([*requests, ask()]):
+        assert same(found[place, 0], alone(stepped, request))
+    assert all("That is enough thinking" in found[place, 0].reasoning for place in range(4))
+
+
+def test_what_outgrows_its_room_sets_back_the_youngest_and_loses_nothing(narrow: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_back: list[int] = []
+    back = Row.set_back
+    monkeypatch.setattr(Row, "set_back", lambda row: (set_back.append(row.ticket.request), back(row)))
+    requests = [thinker(seed) for seed in range(3)]
+    found = run(narrow, *requests)
+    assert set_back, "nobody was set back"
+    assert 0 not in set_back, "the oldest was set back"
+    assert "length" in {result.finish for result in found.values()}
+    for place, request in enumerate(requests):
+        assert same(found[place, 0], alone(narrow, request)), place
