@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import FileError, ModelError
-from .files import exists, is_inside, plain_parts, read_json_object, short
+from .files import Stamps, exists, is_inside, plain_parts, read_json_object, short, stamps
 from .header import TensorInfo, read_header
 
 SINGLE = "model.safetensors"
@@ -20,6 +20,8 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 # Where exports of ModelOpt before 0.35 say how they are quantized.
 HF_QUANT = "hf_quant_config.json"
+# What says how the tensors are to be taken. Read once, with the headers.
+SETTINGS = (CONFIG, GENERATION, HF_QUANT)
 # Read later, by the text room; where their links lead is checked here, with all the others.
 LANGUAGE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".tmp", ".crdownload", ".aria2", ".download")
@@ -46,7 +48,10 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A validated checkpoint. `folder` holds config.json and the tokenizer; `weight_bytes` is the sum over all tensors."""
+    """A validated checkpoint. `folder` holds config.json and the tokenizer; `weight_bytes` is the sum over all tensors.
+
+    `settings`: the files of SETTINGS as they were when they were read; None where there are none, as of a network that is made up.
+    """
 
     folder: Path
     name: str
@@ -54,13 +59,16 @@ class Checkpoint:
     generation: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     weight_bytes: int
+    settings: Stamps | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({info.file for info in self.tensors.values()}))
 
     def changed(self) -> bool:
-        """Whether a file with tensors is another one than when its header was read, or gone."""
+        """Whether a file with tensors or settings is another one than when it was read, gone, or new."""
+        if self.settings is not None and self.settings != stamps(self.folder, SETTINGS):
+            return True
         sources = {info.source for info in self.tensors.values()}
         return any(not source.unchanged() for source in sources)
 
@@ -86,6 +94,7 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     folder = path if lone is None else path.parent
     bases = (folder.resolve(), *(root.resolve() for root in roots))
     files = _Files(folder, bases)
+    settings = stamps(folder, SETTINGS)
     # A lone file is looked at first: whoever chose a GGUF file must hear that, not that its config.json is missing.
     tensors = {} if lone is None else _read_tensors(files, [lone.name])
     config = _read_config(files, lone)
@@ -98,7 +107,8 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
         files.path(name)
     weight_bytes = sum(info.nbytes for info in tensors.values())
     name = lone.stem if lone is not None else folder.resolve().name
-    return Checkpoint(folder, name, MappingProxyType(config), MappingProxyType(generation), MappingProxyType(tensors), weight_bytes)
+    documents = MappingProxyType(config), MappingProxyType(generation)
+    return Checkpoint(folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings)
 
 
 @dataclass(frozen=True, slots=True)

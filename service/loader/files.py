@@ -7,11 +7,11 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import FileError, ModelError
 
@@ -20,6 +20,9 @@ JSON_LIMIT = 32 << 20  # bytes; the index of a checkpoint with 100,000 tensors h
 # Honest files have far fewer; beyond this a file of some MB would become objects of some GB.
 JSON_CONTAINERS = 200_000
 JSON_QUOTES = 2_000_000
+
+# Of each small file that is there: its name, bytes, and nanoseconds of its last change.
+Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,16 @@ def read_json_object(path: Path, shown: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{shown} holds a JSON {json_kind(value)}; an object with named values is needed")
     return value
+
+
+def stamps(folder: Path, names: Iterable[str]) -> Stamps:
+    """What is there of `names` now; what is read after this may be newer, never older."""
+    found = []
+    for name in names:
+        with suppress(OSError):
+            state = (folder / name).stat()
+            found.append((name, state.st_size, state.st_mtime_ns))
+    return tuple(found)
 
 
 def is_inside(path: Path, bases: Iterable[Path]) -> bool:

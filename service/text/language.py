@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ModelError
+from ..loader.checkpoint import LANGUAGE
+from ..loader.files import stamps
 from .grammar import Grammars
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer, load_tokenizer
-
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 class Language:
@@ -24,11 +23,11 @@ class Language:
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         self._grammars: Grammars | None = None
-        self._stamps = _stamps(folder)
+        self._stamps = stamps(folder, LANGUAGE)
 
     def changed(self) -> bool:
         """Whether one of its files is another one than when this was made."""
-        return self._stamps != _stamps(self._folder)
+        return self._stamps != stamps(self._folder, LANGUAGE)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -68,13 +67,3 @@ class Language:
             template, self._template = self._template, None
         if template is not None:
             template.close()
-
-
-def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """(name, bytes, nanoseconds) of each file that is there."""
-    found = []
-    for name in _FILES:
-        with suppress(OSError):
-            state = (folder / name).stat()
-            found.append((name, state.st_size, state.st_mtime_ns))
-    return tuple(found)

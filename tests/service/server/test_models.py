@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -82,6 +83,23 @@ def test_a_model_that_is_gone_while_it_writes_ends_its_answer_first(served: Mode
     assert [entry.name for entry in served.entries()] == ["other"]
     assert registry.models() == []
     assert model.held_bytes() == 0
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_model_whose_settings_alone_changed_is_opened_anew(served: Models, registry: Registry, tmp_path: Path, file: str) -> None:
+    old, other = found(served, "writer"), found(served, "other")
+    before = run(old, ask(max_tokens=8))[1].ids
+    change = {"rms_norm_eps": 0.5} if file == "config.json" else {"eos_token_id": before[2]}
+    settings = tmp_path / "models" / "writer" / file
+    document = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    settings.write_text(json.dumps(document | change), encoding="utf-8")
+    assert (old.stale, other.stale) == (True, False)
+    new = found(served, "writer")
+    assert new is not old
+    assert not old.loaded
+    assert run(new, ask(max_tokens=8))[1].ids != before
+    assert found(served, "writer") is new
+    assert old not in registry.models()
 
 
 def test_a_default_that_is_broken_gives_its_bytes_back_too(served: Models, registry: Registry, tmp_path: Path) -> None:
