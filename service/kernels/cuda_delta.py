@@ -9,14 +9,20 @@ import torch
 from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
 from .delta import CHUNK, DeltaHeads, DeltaStep
-from .triton_delta import convolve_piece, convolve_rows, gate_answers, scan_pieces, solve_piece, step_states
+from .triton_delta import answer_piece, convolve_piece, convolve_rows, scan_pieces, solve_piece, step_states
 
 # Widest head: one program of a decode step holds a state.
 WIDEST = 128
-# Values of a head that one program takes through a chunk, and rows and channels of a convolution.
-VALUES, PIECE_ROWS, CHANNELS = 32, 16, 256
-# Bytes of shared memory that 64 tokens at once of heads of 128 take, as they are compiled for sm_90.
-LARGE_SHARED = 131072
+# What follows is the fastest of some 40 forms for 2,048 tokens of 48 heads of 128 on an H200: 45, 65, 42 and 70 us for the four kernels.
+# Channels of a convolution, and its rows in a chunk.
+CHANNELS, PIECE_CHANNELS, PIECE_ROWS = 256, 1024, 4
+# Values of a head that one program takes through a chunk: 32 take half as long again, 128 twice as long.
+VALUES = 64
+# Pieces on their way to such a program: two take 75 us and three 46, but many GPUs' shared memory has room for no more than two.
+STAGES = 4
+# Registers of a thread that solves, so that three programs share a processor: 75 us without. Where tensor cores do not read shared memory,
+# as on GPUs with little of it, it would be short of registers.
+SOLVING, LARGE_SHARED = 168, 131072
 
 
 class DeltaKernels(FusedProducts):
@@ -35,7 +41,7 @@ class DeltaKernels(FusedProducts):
         on_grid(step_states, (count, heads.key_heads * heads.group))(
             seen, step.projected, step.rates, heads.decay, heads.bias, heads.norm.weight, heads.norm.eps, step.states, slots.source,
             slots.target, step.out, DP=power(heads.key_dim), EP=power(heads.value_dim), FUSED=heads.fused,
-            SIGMOID=heads.gate == "sigmoid", num_warps=8, **wide, **early,
+            SIGMOID=heads.gate == "sigmoid", num_warps=4, **wide, **early,
         )  # fmt: skip
         return True
 
@@ -43,29 +49,29 @@ class DeltaKernels(FusedProducts):
         if not self.fuses_delta(heads):
             return False
         count, sizes, every = step.projected.shape[0], _sizes(heads), heads.key_heads * heads.group
-        like, slots, piece = step.projected, step.slots, CHUNK if self.device.shared > LARGE_SHARED else CHUNK // 2
+        like, slots, room = step.projected, step.slots, _ChunkRoom(heads, step.projected, self.activation)
         wide: dict[str, Any] = {"WIDTH": step.projected.shape[1], **sizes}
-        seen = torch.empty((count, heads.channels), dtype=self.activation, device=like.device)
-        values, keys, totals = (
-            torch.empty((count, every * width), dtype=torch.float32, device=like.device) for width in (heads.value_dim, heads.key_dim, 1)
-        )
-        on_grid(convolve_piece, (-(-count // PIECE_ROWS), -(-heads.channels // CHANNELS)))(
-            like, step.windows, heads.taps, slots.source, slots.target, seen, count,
-            K=heads.taps.shape[0], FUSED=heads.fused, ROWS=PIECE_ROWS, BLOCK=CHANNELS, num_warps=8, **wide,
+        tiles: dict[str, Any] = {"DP": room.key_dim, "EP": room.value_dim, "N": CHUNK}
+        on_grid(convolve_piece, (-(-count // PIECE_ROWS), -(-heads.channels // PIECE_CHANNELS)))(
+            like, step.windows, heads.taps, slots.source, slots.target, room.seen, count,
+            K=heads.taps.shape[0], FUSED=heads.fused, ROWS=PIECE_ROWS, BLOCK=PIECE_CHANNELS, num_warps=4, **wide,
         )  # fmt: skip
-        on_grid(solve_piece, (-(-count // piece), every))(
-            seen, step.rates, heads.decay, heads.bias, values, keys, totals, count,
-            DP=_tile(heads.key_dim), EP=_tile(heads.value_dim), N=piece, FUSED=heads.fused, num_warps=8, num_stages=1, **sizes,
+        on_grid(solve_piece, (room.pieces, every))(
+            room.seen, step.rates, heads.decay, heads.bias, room.values, room.keys, room.totals, room.kept, count,
+            FUSED=heads.fused, LEVELS=CHUNK.bit_length() - 1, num_warps=4, num_stages=1, **tiles, **sizes,
+            **({"maxnreg": SOLVING} if self.device.shared > LARGE_SHARED else {}),
         )  # fmt: skip
-        block = min(VALUES, _tile(heads.value_dim))
-        # What is not read any more takes the answers: each program reads its own columns before it writes them.
-        on_grid(scan_pieces, (every, -(-heads.value_dim // block)))(
-            seen, values, keys, totals, step.states, slots.source, slots.target, values, count,
-            DP=_tile(heads.key_dim), BE=block, N=piece, num_warps=4, num_stages=1, **sizes,
+        block = min(VALUES, room.value_dim)
+        # A piece is a tile each of keys twice and of values, of 2 bytes a number; results on their way out and rates take 10 KiB more.
+        stages = min(STAGES, max(2, (self.device.shared - 10240) // (2 * CHUNK * (2 * room.key_dim + block))))
+        # What is not read any more takes the corrections: each program reads its own values before it writes them.
+        on_grid(scan_pieces, (room.value_dim // block, every))(
+            room.seen, room.values, room.keys, room.totals, room.kept, step.states, slots.source, slots.target, room.states, room.values,
+            count, BE=block, STAGES=stages, num_warps=4, **tiles, **sizes,
         )  # fmt: skip
-        on_grid(gate_answers, (count, every))(
-            values, like, heads.norm.weight, heads.norm.eps, step.out,
-            EP=power(heads.value_dim), FUSED=heads.fused, SIGMOID=heads.gate == "sigmoid", num_warps=1, **wide,
+        on_grid(answer_piece, (room.pieces, every))(
+            room.seen, room.values, room.totals, room.states, like, heads.norm.weight, heads.norm.eps, step.out, count,
+            FUSED=heads.fused, SIGMOID=heads.gate == "sigmoid", num_warps=4, num_stages=1, **tiles, **wide,
         )  # fmt: skip
         return True
 
@@ -75,6 +81,20 @@ class DeltaKernels(FusedProducts):
             self.tell(f"delta nets with heads of {heads.key_dim} and {heads.value_dim}")
             return False
         return True
+
+
+class _ChunkRoom:
+    """Between the kernels of a chunk: see triton_delta. `key_dim`, `value_dim`: of tiles."""
+
+    def __init__(self, heads: DeltaHeads, projected: torch.Tensor, activation: torch.dtype) -> None:
+        count, device, every = projected.shape[0], projected.device, heads.key_heads * heads.group
+        self.key_dim, self.value_dim, self.pieces = _tile(heads.key_dim), _tile(heads.value_dim), -(-count // CHUNK)
+        self.seen = torch.empty((count, heads.channels), dtype=activation, device=device)
+        self.keys, self.values, self.states = (
+            torch.empty((self.pieces, every, rows, cols), dtype=activation, device=device)
+            for rows, cols in ((CHUNK, self.key_dim), (self.value_dim, CHUNK), (self.value_dim, self.key_dim))
+        )
+        self.totals, self.kept = torch.empty((2, self.pieces, every, CHUNK), dtype=torch.float32, device=device)
 
 
 def _sizes(heads: DeltaHeads) -> dict[str, int]:

@@ -67,18 +67,22 @@ def convolve_rows(
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < CHANNELS
-    last = tl.load(taps + (K - 1) * CHANNELS + c, mask=live, other=0.0)
-    early(PDL)
-    x = tl.load(projected + b * WIDTH + place_of(c, H, R, D, E, FUSED), mask=live, other=0.0).to(tl.float32)
+    # No other kernel of a pass writes windows.
     old = windows + tl.load(source + b) * ((K - 1) * CHANNELS) + c
     new = windows + tl.load(target + b) * ((K - 1) * CHANNELS) + c
-    y = x * last
+    last = tl.load(taps + (K - 1) * CHANNELS + c, mask=live, other=0.0)
+    y = tl.zeros([BLOCK], tl.float32)
+    held = ()
     for i in tl.static_range(K - 1):
         w = tl.load(old + i * CHANNELS, mask=live, other=0.0)
         y += w * tl.load(taps + i * CHANNELS + c, mask=live, other=0.0)
-        if i > 0:
-            tl.store(new + (i - 1) * CHANNELS, w, live)
+        held = held + (w,)
+    early(PDL)
+    x = tl.load(projected + b * WIDTH + place_of(c, H, R, D, E, FUSED), mask=live, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, K - 1):
+        tl.store(new + (i - 1) * CHANNELS, held[i], live)
     tl.store(new + (K - 2) * CHANNELS, x, live)
+    y += x * last
     tl.store(out + b * CHANNELS + c, y * tl.sigmoid(y), live)
 
 
@@ -98,24 +102,26 @@ def step_states(
     e = tl.arange(0, EP)
     C: tl.constexpr = 2 * H * D + H * R * E
     weight = tl.load(norm + e, mask=e < E, other=0.0)
-    early(PDL)
     inside = (d < D)[:, None] & (e < E)[None, :]
     at = j * (D * E) + d[:, None] * E + e[None, :]
+    # No other kernel of a pass writes states.
     s = tl.load(states + tl.load(source + b) * (H * R * D * E) + at, mask=inside, other=0.0)
+    new = states + tl.load(target + b) * (H * R * D * E) + at
+    early(PDL)
     g, beta = head_rates(rates, decay, bias, b, j, j >= 0, H, R, FUSED)
     row = seen + b * C
     q = tl.load(row + (j // R) * D + d, mask=d < D, other=0.0)
     k = tl.load(row + H * D + (j // R) * D + d, mask=d < D, other=0.0)
     v = tl.load(row + 2 * H * D + j * E + e, mask=e < E, other=0.0)
+    z = tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * (1.0 / D**0.5)
     k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
     s *= tl.exp(g)
     correction = beta * (v - tl.sum(s * k[:, None], 0))
     s += k[:, None] * correction[None, :]
-    tl.store(states + tl.load(target + b) * (H * R * D * E) + at, s, inside)
+    tl.store(new, s, inside)
     y = tl.sum(s * q[:, None], 0)
     y *= tl.rsqrt(tl.sum(y * y) / E + eps) * weight
-    z = tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
     gate = tl.sigmoid(z)
     if not SIGMOID:
         gate = gate * z
@@ -131,7 +137,8 @@ def convolve_piece(
     """A chunk of one sequence: out [count, C] = silu of the convolution behind the window of slot source[0]; that of slot target[0], which
     is another one, becomes what stands behind the chunk. Grid (pieces of ROWS rows, blocks of C)."""
     CHANNELS: tl.constexpr = 2 * H * D + H * R * E
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    begin = tl.program_id(0) * ROWS
+    t = (begin + tl.arange(0, ROWS))[:, None]
     c = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     live = (t < count) & (c < CHANNELS)
     place = place_of(c, H, R, D, E, FUSED)
@@ -140,10 +147,11 @@ def convolve_piece(
     for i in tl.static_range(K):
         at = t + i - (K - 1)
         x = tl.load(projected + at.to(tl.int64) * WIDTH + place, mask=live & (at >= 0), other=0.0).to(tl.float32)
-        x += tl.load(old + (at + K - 1) * CHANNELS, mask=live & (at < 0), other=0.0)
+        if begin == 0:
+            x += tl.load(old + (at + K - 1) * CHANNELS, mask=live & (at < 0), other=0.0)
         y += x * tl.load(taps + i * CHANNELS + c, mask=c < CHANNELS, other=0.0)
     tl.store(out + t.to(tl.int64) * CHANNELS + c, (y * tl.sigmoid(y)).to(out.dtype.element_ty), live)
-    if tl.program_id(0) == 0:
+    if begin == 0:
         new = windows + tl.load(target) * ((K - 1) * CHANNELS) + c
         for i in tl.static_range(K - 1):
             last = count - (K - 1) + i + c * 0
@@ -153,23 +161,49 @@ def convolve_piece(
 
 
 @triton.jit
-def unit_rows(p, t, live, STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Rows [N, DP] of length 1, fp32."""
+def rows_of(p, first, count, STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr):
+    """N rows [N, DP] from `first` on; 0 from `count` on."""
     d = tl.arange(0, DP)[None, :]
-    x = tl.load(p + t.to(tl.int64)[:, None] * STRIDE + d, mask=live[:, None] & (d < D), other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+    n = tl.arange(0, N)[:, None]
+    return tl.load(p + tl.cast(first, tl.int64) * STRIDE + n * STRIDE + d, mask=(n < count - first) & (d < D), other=0.0)
+
+
+@triton.jit
+def unit_scale(x):
+    """What rows [N, DP] are multiplied by to length 1, fp32."""
+    y = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
+
+
+@triton.jit
+def inverse_of(system, N: tl.constexpr, LEVELS: tl.constexpr):
+    """Of I + system [N, N], which is strictly lower triangular; N = 2 ** LEVELS.
+
+    The inverse of blocks on the diagonal gives that of blocks twice as large. Every product on the way is one of tokens' updates of a
+    state, which no update makes longer: nothing grows, as powers of the system would where keys repeat, and fp16 holds all of it.
+    """
+    i = tl.arange(0, N)[:, None]
+    j = tl.arange(0, N)[None, :]
+    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
+    for level in range(1, LEVELS):
+        joins = ((i >> level) != (j >> level)) & ((i >> (level + 1)) == (j >> (level + 1)))
+        half = inverse.to(tl.float16)
+        step = tl.dot(tl.where(joins, system, 0.0).to(tl.float16), half)
+        inverse -= tl.dot(half, step.to(tl.float16))
+    return inverse
 
 
 @triton.jit(do_not_specialize=["count"])
 def solve_piece(
-    seen, rates, decay, bias, values, keys, totals, count,
+    seen, rates, decay, bias, values, keys, totals, kept, count,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
-    FUSED: tl.constexpr,
+    FUSED: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Of N tokens of one value head: the triangular system that ties their corrections, solved for both things it is asked of.
 
-    Corrections are values - keys @ (the state before the N tokens): values [T, H R, E], keys [T, H R, D], both fp32. totals [T, H R]: log
-    of what is left of that state at each token. seen [T, C]: of `convolve_piece`. Grid (pieces, H * R).
+    Corrections are values - keys @ (the state before the N tokens): values [pieces, H R, EP, N], keys [pieces, H R, N, DP], activations.
+    totals fp32 [pieces, H R, N]: log of what is left of that state at each token; kept: what the state behind them takes of raw keys.
+    seen [T, C]: of `convolve_piece`. Grid (pieces, H * R).
     """
     piece = tl.program_id(0)
     j = tl.program_id(1)
@@ -179,82 +213,103 @@ def solve_piece(
     live = t < count
     g, beta = head_rates(rates, decay, bias, t, j, live, H, R, FUSED)
     total = tl.cumsum(g, 0)
-    k = unit_rows(seen + H * D + (j // R) * D, t, live, C, D, DP)
+    last = tl.sum(g, 0)
+    k = rows_of(seen + H * D + (j // R) * D, piece * N, count, C, D, DP, N)
+    unit = unit_scale(k)
     earlier = n[:, None] > n[None, :]
     left = tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0))
-    system = tl.where(earlier, tl.dot(k, k.T, input_precision="tf32x3") * left * beta[:, None], 0.0)
-    # Row by row: powers of the system, which could be squared up instead, grow beyond all bounds where keys repeat.
-    inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    for i in range(1, N):
-        mine = tl.sum(tl.where(n[:, None] == i, system, 0.0), 0)
-        row = tl.sum(mine[:, None] * inverse, 0)
-        inverse -= tl.where(n[:, None] == i, row[None, :], 0.0)
-    e = tl.arange(0, EP)[None, :]
-    at = t.to(tl.int64)[:, None] * (H * R) + j
-    v = tl.load(seen + t.to(tl.int64)[:, None] * C + 2 * H * D + j * E + e, mask=live[:, None] & (e < E), other=0.0).to(tl.float32)
-    found = tl.dot(inverse, v * beta[:, None], input_precision="tf32x3")
-    tl.store(values + at * E + e, found, live[:, None] & (e < E))
-    d = tl.arange(0, DP)[None, :]
-    found = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision="tf32x3")
-    tl.store(keys + at * D + d, found, live[:, None] & (d < D))
-    tl.store(totals + t.to(tl.int64) * (H * R) + j, total, live)
+    system = tl.where(earlier, tl.dot(k, k.T) * left * (unit * beta)[:, None] * unit[None, :], 0.0)
+    inverse = inverse_of(system, N, LEVELS)
+    unit_at = (piece * (H * R) + j).to(tl.int64)
+    tl.store(totals + unit_at * N + n, total)
+    tl.store(kept + unit_at * N + n, unit * tl.exp(last - total))
+    d = tl.arange(0, DP)
+    e = tl.arange(0, EP)
+    kind = seen.dtype.element_ty
+    # In two parts: rounded to bf16 alone, states behind repeated keys are off four times as far (4.2e-3, 9.5e-4).
+    wide = inverse * (unit * beta * tl.exp(total))[None, :]
+    part = wide.to(kind)
+    found = tl.dot((wide - part.to(tl.float32)).to(kind), k, tl.dot(part, k))
+    tl.store(keys + unit_at * (N * DP) + n[:, None] * DP + d[None, :], found.to(kind))
+    v = rows_of(seen + 2 * H * D + j * E, piece * N, count, C, E, EP, N)
+    wide = inverse * beta[None, :]
+    part = wide.to(kind)
+    found = tl.dot(v.T, (wide - part.to(tl.float32)).to(kind).T, tl.dot(v.T, part.T))
+    tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], found.to(values.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count"])
 def scan_pieces(
-    seen, values, keys, totals, states, source, target, answers, count,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
+    seen, values, keys, totals, kept, states, source, target, held, corrections, count,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of one sequence behind `solve_piece`: answers fp32 [T, H R, E]; the state goes from slot source[0] to slot target[0].
+    """A chunk of one sequence behind `solve_piece`: the state goes from slot source[0] to slot target[0].
 
-    Grid (H * R, blocks of BE values): each program takes its columns of the state through all pieces of N tokens.
+    held [pieces, H R, EP, DP]: the state before each piece, corrections [pieces, H R, EP, N]: of its tokens, activations. Grid (blocks of
+    BE values, H * R): each program takes its columns of the state, as rows, through all pieces. As the left side of both products it goes
+    from registers into the tensor cores.
     """
-    j = tl.program_id(0)
+    j = tl.program_id(1)
     C: tl.constexpr = 2 * H * D + H * R * E
     n = tl.arange(0, N)
     d = tl.arange(0, DP)
-    e = tl.program_id(1) * BE + tl.arange(0, BE)
-    inside = (d < D)[:, None] & (e < E)[None, :]
-    at = j * (D * E) + d[:, None] * E + e[None, :]
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    inside = (e < E)[:, None] & (d < D)[None, :]
+    at = j * (D * E) + d[None, :] * E + e[:, None]
     s = tl.load(states + tl.load(source) * (H * R * D * E) + at, mask=inside, other=0.0)
-    for first in range(0, count, N):
-        t = first + n
-        live = t < count
-        row = t.to(tl.int64) * (H * R) + j
-        total = tl.load(totals + row, mask=live, other=0.0)
-        end = tl.minimum(first + N, count) - 1
-        last = tl.load(totals + end.to(tl.int64) * (H * R) + j)
-        q = unit_rows(seen + (j // R) * D, t, live, C, D, DP) * (1.0 / D**0.5)
-        k = unit_rows(seen + H * D + (j // R) * D, t, live, C, D, DP)
-        w = tl.load(keys + row[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-        u = tl.load(values + row[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
-        correction = u - tl.dot(w, s)
-        seen_by = n[:, None] >= n[None, :]
-        left = tl.exp(tl.where(seen_by, total[:, None] - total[None, :], 0.0))
-        scores = tl.where(seen_by, tl.dot(q, k.T) * left, 0.0)
-        y = tl.dot(q * tl.exp(total)[:, None], s)
-        y = tl.dot(scores, correction, y)
-        tl.store(answers + row[:, None] * E + e[None, :], y, live[:, None] & (e < E)[None, :])
-        kept = k * tl.where(live, tl.exp(last - total), 0.0)[:, None]
-        s = tl.dot(kept.T, correction, s * tl.exp(last))
+    kind = seen.dtype.element_ty
+    k_at = seen + H * D + (j // R) * D
+    for piece in tl.range(0, tl.cdiv(count, N), num_stages=STAGES):
+        unit_at = (piece * (H * R) + j).to(tl.int64)
+        w = tl.load(keys + unit_at * (N * DP) + n[:, None] * DP + d[None, :])
+        k = rows_of(k_at, piece * N, count, C, D, DP, N)
+        u = tl.load(values + unit_at * (EP * N) + e[:, None] * N + n[None, :]).to(tl.float32)
+        share = tl.load(kept + unit_at * N + n)
+        last = tl.load(totals + unit_at * N + N - 1)
+        part = s.to(kind)
+        tl.store(held + unit_at * (EP * DP) + e[:, None] * DP + d[None, :], part)
+        taken = tl.dot(part, w.T)
+        correction = u - taken
+        tl.store(corrections + unit_at * (EP * N) + e[:, None] * N + n[None, :], correction.to(kind))
+        s *= tl.exp(last)
+        s = tl.dot((correction * share[None, :]).to(kind), k, s)
     tl.store(states + tl.load(target) * (H * R * D * E) + at, s, inside)
 
 
-@triton.jit
-def gate_answers(
-    answers, projected, norm, eps, out,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FUSED: tl.constexpr,
-    SIGMOID: tl.constexpr,
+@triton.jit(do_not_specialize=["count"])
+def answer_piece(
+    seen, corrections, totals, held, projected, norm, eps, out, count,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    N: tl.constexpr, FUSED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H R E] = answers fp32 normed a head, times their gates: grid (T, H * R)."""
-    t = tl.program_id(0).to(tl.int64)
+    """out [T, H R E] = the answers of N tokens of one value head, normed, times their gates. Grid (pieces, H * R)."""
+    piece = tl.program_id(0)
     j = tl.program_id(1)
+    C: tl.constexpr = 2 * H * D + H * R * E
+    n = tl.arange(0, N)
+    d = tl.arange(0, DP)
     e = tl.arange(0, EP)
-    at = t * (H * R * E) + j * E + e
-    y = tl.load(answers + at, mask=e < E, other=0.0)
-    y *= tl.rsqrt(tl.sum(y * y) / E + eps) * tl.load(norm + e, mask=e < E, other=0.0)
-    z = tl.load(projected + t * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
+    t = piece * N + n
+    live = t < count
+    unit_at = (piece * (H * R) + j).to(tl.int64)
+    kind = seen.dtype.element_ty
+    q = rows_of(seen + (j // R) * D, piece * N, count, C, D, DP, N)
+    k = rows_of(seen + H * D + (j // R) * D, piece * N, count, C, D, DP, N)
+    s = tl.load(held + unit_at * (EP * DP) + e[:, None] * DP + d[None, :])
+    correction = tl.load(corrections + unit_at * (EP * N) + e[:, None] * N + n[None, :])
+    total = tl.load(totals + unit_at * N + n)
+    unit = unit_scale(q) * (1.0 / D**0.5)
+    seen_by = n[:, None] >= n[None, :]
+    left = tl.exp(tl.where(seen_by, total[:, None] - total[None, :], 0.0))
+    scores = tl.where(seen_by, tl.dot(q, k.T) * left * unit[:, None] * unit_scale(k)[None, :], 0.0)
+    y = tl.dot(q, s.T) * (unit * tl.exp(total))[:, None]
+    y = tl.dot(scores.to(kind), correction.T, y)
+    y *= tl.rsqrt(tl.sum(y * y, 1) / E + eps)[:, None] * tl.load(norm + e, mask=e < E, other=0.0)[None, :]
+    inside = live[:, None] & (e < E)[None, :]
+    row = t.to(tl.int64)[:, None]
+    z = tl.load(projected + row * WIDTH + gate_place(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = tl.sigmoid(z)
     if not SIGMOID:
         gate = gate * z
-    tl.store(out + at, (y * gate).to(out.dtype.element_ty), e < E)
+    tl.store(out + row * (H * R * E) + j * E + e[None, :], (y * gate).to(out.dtype.element_ty), inside)
