@@ -4,7 +4,9 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: install.sh [--prefix DIR] [--comfyui PATH] [--demo] [--test] [--service] [--python PY] [--torch SPEC] [--uninstall] [--help]
+usage: install.sh [--prefix DIR] [--comfyui PATH [--comfyui-python PY]] [--demo] [--test] [--service]
+                  [--python PY] [--torch SPEC]
+       install.sh --uninstall [--prefix DIR]
 
   --prefix DIR          where everything goes; default ~/dgx-local
   --comfyui PATH        use this ComfyUI: its environment is left as it is, the pack is linked into its custom_nodes

@@ -6,14 +6,14 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import Config, load_config, own_version
-from .core import QUANTIZATIONS, Message, Request, Sampling
+from .core import BEAMS_LIMIT, CHOICES_LIMIT, QUANTIZATIONS, Message, Request, Sampling
 from .errors import Cancelled, OnedeskError, RequestError
 from .server.command import serve, serve_options
 from .setup import quantize
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
 WATCH_SECONDS = 1.0
+# What is meant where no --model is given, unless it is one model; no default is told where none is opened.
+_MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": ""}
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -149,8 +151,12 @@ def _score(args: argparse.Namespace) -> int:
         write_json(score)
     else:
         told = f"perplexity {score['perplexity']:.7g}" if logprobs else "no perplexity, since the first token has nothing before it,"
-        print(f"{told} over {score['tokens']} tokens in {windows} windows")
+        print(f"{told} over {_counted(score['tokens'], 'token')} in {_counted(windows, 'window')}")
     return SUCCESS
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -312,11 +318,13 @@ def _parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(run=run, parser=added)
-        words = "the model; a name as `onedesk models` lists it, or a path"
+        words = "a name as `onedesk models` lists it, or a path" + _MODEL_DEFAULTS.get(name, "; default: the configured or the only one")
         added.add_argument("--model", action=model, metavar="NAME|FOLDER|FILE", help=words)
-        added.add_argument("--quant", choices=QUANTIZATIONS, default="none", help="hold the weights as stored (none), or in 8 or 4 bits")
-        added.add_argument("--context", type=whole_from(2), metavar="N", help="tokens that prompt and answer may have together")
-        added.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        words = "hold the weights as stored (none, the default), or in 8 or 4 bits"
+        added.add_argument("--quant", choices=QUANTIZATIONS, default="none", help=words)
+        words = "tokens that prompt and answer may have together, 2 or more; default: that of the configuration, else 4096"
+        added.add_argument("--context", type=whole_from(2), metavar="N", help=words)
+        added.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto, the default: CUDA where there is one")
         added.add_argument("--config", type=Path, metavar="FILE", help="another onedesk.toml than the installation's")
         added.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice for everything")
         if json:
@@ -326,15 +334,19 @@ def _parser() -> argparse.ArgumentParser:
     generate = command("generate", _generate, "Answer one prompt.")
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - or a pipe reads standard input")
     generate.add_argument("--ids", type=token_ids, metavar="1,2,3", help="raw token ids in place of a prompt: no template, no tokenizer")
-    generate.add_argument("--n", type=whole_from(1), default=1, metavar="N", help="choices, written together; choice i has seed + i")
-    generate.add_argument("--best-of", type=whole_from(1), metavar="N", help="write so many, give the likeliest (--n of them)")
-    generate.add_argument("--beams", type=whole_from(1), metavar="N", help="search for the likeliest text instead of drawing, so many wide")
-    generate.add_argument("--repetition-stop", type=switch, metavar="on|off", help="end when the text runs in a circle")
+    words = f"choices, 1 (the default) to {CHOICES_LIMIT}, written together; choice i has seed + i"
+    generate.add_argument("--n", type=whole_from(1), default=1, metavar="N", help=words)
+    words = f"write so many, --n to {CHOICES_LIMIT}, and give the likeliest --n of them"
+    generate.add_argument("--best-of", type=whole_from(1), metavar="N", help=words)
+    words = f"search for the likeliest text instead of drawing, so many wide: --n to {BEAMS_LIMIT}"
+    generate.add_argument("--beams", type=whole_from(1), metavar="N", help=words)
+    words = "end when the text runs in a circle; default on, with --ids off"
+    generate.add_argument("--repetition-stop", type=switch, metavar="on|off", help=words)
     _add_sampling(generate)
     _add_sampling(command("chat", _chat, "Talk with a model; the conversation is kept until /reset.", json=False))
     score = command("score", _score, "Log-probabilities and perplexity of a text.")
-    score.add_argument("--ids", type=token_ids, metavar="1,2,3")
-    score.add_argument("--text-file", type=Path, metavar="F")
+    score.add_argument("--ids", type=token_ids, metavar="1,2,3", help="raw token ids, no more than the context")
+    score.add_argument("--text-file", type=Path, metavar="F", help="a UTF-8 text; one longer than the context is read in windows")
     command("models", _models, "The models that can be opened, and whether they fit.")
     quantize.add_options(command("quantize", _quantize, "Convert a model once to --quant int8 or int4; later openings find that."))
     memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
@@ -345,34 +357,38 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--plan", metavar="NAME|FOLDER", help="in which form this model would fit, from its config alone")
     doctor.add_argument("--memory", type=size, metavar="SIZE", help="plan for a machine that has so much, such as 121GiB")
     doctor.add_argument("--images", type=size, metavar="SIZE", help="plan beside image models that take so much")
-    doctor.add_argument("--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together")
+    doctor.add_argument("--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1")
     bench = command("bench", _bench, "Measure load, prefill, decode, first token or hand-over, beside the read bandwidth.")
-    bench.add_argument("kind", choices=("load", "prefill", "decode", "ttft", "handover"))
-    bench.add_argument("--batch", type=batches, default=[1], metavar="1,2,4,8", help="rows that decode together")
-    bench.add_argument("--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode (64; handover 16)")
-    bench.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt (512; decode 128)")
-    bench.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help="how often each is measured (5; handover 300)")
+    bench.add_argument("kind", choices=("load", "prefill", "decode", "ttft", "handover"), help="what is measured; ttft: the first token")
+    bench.add_argument("--batch", type=batches, default=[1], metavar="1,2,4,8", help="rows that decode together, 1 (the default) to 8")
+    bench.add_argument("--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode; default 64, handover 16")
+    bench.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt; default 512, decode 128")
+    bench.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help="how often each is measured; default 5, handover 300")
     bench.add_argument("--against", choices=("transformers", "llama.cpp"), help="measure it too, in the same run")
     serve_options(
         command("serve", serve, "Answer over HTTP as OpenAI's API does (--model: names; repeatable).", json=False, model="append")
     )
     demo = command("demo", _demo, "Idea in, written prompt and picture out, with the toy models that come along.")
-    demo.add_argument("idea", metavar="IDEA")
+    demo.add_argument("idea", metavar="IDEA", help="what the picture shall show, in a few words")
     return parser
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="S", help="the system prompt")
-    parser.add_argument("--max-tokens", type=whole, default=512, metavar="N", help="tokens of the answer")
-    parser.add_argument("--temperature", type=number, metavar="T")
-    parser.add_argument("--top-p", type=number, metavar="P")
-    parser.add_argument("--top-k", type=whole, metavar="K")
-    parser.add_argument("--min-p", type=number, metavar="M")
-    parser.add_argument("--seed", type=whole, metavar="S", help="0 to 2^64-1")
+    words = "tokens of the answer, 1 or more; default %(default)s"
+    parser.add_argument("--max-tokens", type=whole, default=512, metavar="N", help=words)
+    own = "default: the model's own"
+    parser.add_argument("--temperature", type=number, metavar="T", help=f"0 (always the likeliest token) or more; {own}")
+    parser.add_argument("--top-p", type=number, metavar="P", help=f"draw among the likeliest that make up so much, above 0 to 1; {own}")
+    parser.add_argument("--top-k", type=whole, metavar="K", help=f"draw among so many, 0: all; {own}")
+    parser.add_argument("--min-p", type=number, metavar="M", help=f"0 to 1: not what is less likely than M times the likeliest; {own}")
+    parser.add_argument("--seed", type=whole, metavar="S", help="0 to 2^64-1; default: drawn anew, and told with --json")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--stop", action="append", default=[], metavar="STR", help="end before this text; may be repeated")
-    parser.add_argument("--thinking", choices=("on", "off", "auto"), default="auto")
-    parser.add_argument("--thinking-budget", type=whole, metavar="N", help="tokens of reasoning")
+    words = "let the model reason first; auto, the default: as its chat template has it"
+    parser.add_argument("--thinking", choices=("on", "off", "auto"), default="auto", help=words)
+    words = "tokens of reasoning, 0 or more; default: what the context leaves beside the answer"
+    parser.add_argument("--thinking-budget", type=whole, metavar="N", help=words)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Conversion:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options beside the common ones."""
-    parser.add_argument("--group", type=int, choices=(128, 32), help="int4: weights that share a scale (128)")
+    parser.add_argument("--group", type=int, choices=(128, 32), help="int4: weights that share a scale; default 128")
     parser.add_argument("--asymmetric", action="store_true", help="int4: an offset beside each scale; a little better, a little larger")
 
 

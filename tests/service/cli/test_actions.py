@@ -50,7 +50,7 @@ def test_chat_goes_on_after_a_message_that_is_too_long(tree, capsys, monkeypatch
 
 def test_score_of_one_token_says_why_there_is_no_figure(tree, capsys):
     assert cli.main(["score", "--ids", "7", "--model", "tiny", "--config", str(tree / "onedesk.toml")]) == 0
-    assert capsys.readouterr().out == "no perplexity, since the first token has nothing before it, over 1 tokens in 1 windows\n"
+    assert capsys.readouterr().out == "no perplexity, since the first token has nothing before it, over 1 token in 1 window\n"
 
 
 def test_score_of_ids_and_of_a_text_in_windows(run, tree, tmp_path):
@@ -167,3 +167,14 @@ def test_version_and_help_are_no_errors(capsys):
             cli.main(arguments)
         assert ended.value.code == 0
     assert "--repetition-stop" in capsys.readouterr().out
+
+
+def test_help_tells_of_every_option_and_of_the_default_of_each_that_has_a_value():
+    (commands,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
+    options = [(name, action) for name, parser in commands.choices.items() for action in parser._actions]
+    told = {(name, action.dest): action.help or "" for name, action in options}
+    assert [key for key, text in told.items() if not text] == []
+    free = {"model", "prompt", "ids", "best_of", "beams", "system", "stop", "text_file", "kind", "idea", "config", "proc", "check", "plan"}
+    free |= {"memory", "images", "against", "uds", "roots"}
+    valued = {(name, action.dest) for name, action in options if action.nargs != 0 and action.dest not in free}
+    assert [key for key in valued if "default" not in told[key]] == []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import pytest
 from onedesk.service.setup import source
 from onedesk.service.setup.comfyui import command, operators_missing
 from onedesk.service.setup.environment import PINS, TEST_PINS, VERSIONS, Environment, pinned
+from onedesk.service.setup.install import parse
 from onedesk.service.setup.steps import SetupError, Steps, locked
 from onedesk.service.setup.tree import Tree
 
@@ -78,14 +82,24 @@ def test_prefix_with_a_foreign_run_script_is_refused(repository: Path, tmp_path:
     assert (tmp_path / "run.sh").read_text() == "echo mine\n"
 
 
-def test_help_needs_no_python(repository: Path) -> None:
+def test_help_needs_no_python_and_tells_what_is_taken(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     answer = subprocess.run(
         [bash, repository / "install.sh", "--help"], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"}, check=True
     )
-    for option in ("--prefix", "--comfyui", "--demo", "--test", "--service", "--python", "--torch", "--uninstall"):
-        assert option in answer.stdout
+    usage, _, listed = answer.stdout.partition("\n\n")
+    taken = {"--python", "--help"}
+
+    def look(parser: argparse.ArgumentParser, _: Sequence[str]) -> None:
+        taken.update(option for action in parser._actions for option in action.option_strings)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", look)
+    with pytest.raises(SystemExit):
+        parse([])
+    assert set(re.findall(r"^  (--[a-z-]+)", listed, re.MULTILINE)) == taken
+    assert set(re.findall(r"--[a-z-]+", usage)) == taken - {"--help"}
 
 
 def test_a_second_installer_is_refused_while_one_works(repository: Path, tmp_path: Path) -> None:
