@@ -148,57 +148,50 @@ INLINE void integer_rows(const int64_t kind, const int R, const int T, const str
         UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) + sum_lanes(beside[r][t]);
 }
 
-/* Scales of a row's spans from..from+count-1, with all that an integer product is multiplied by but the activations' own. */
-INLINE void e4m3_scales(const struct weight *w, const struct prepared *x, long row, long from, long count, float *to) {
-    const char *at = (const char *)w->scales + row * x->groups + from;
-    const float factor = FP8_FACTOR * E2M1_FACTOR * w->factors[row];
-    long i = 0;
-    for (; i + VL <= count; i += VL) store(to + i, load_fp8(at + i) * factor);
-    if (i < count) {
-        char tail[VL] = {0};
-        memcpy(tail, at + i, count - i);
-        store(to + i, load_fp8(tail) * factor);
+/* total[t] of one row over the block whose numbers and scales lie at these addresses. */
+INLINE void add_block(const int T, const struct prepared *x, long which, const char *numbers, const uint8_t *scales, some_floats *total) {
+    const block b = unpack_block(numbers);
+    some_floats of_groups[2];
+    block_scales(scales, of_groups);
+    UNROLL for (int t = 0; t < T; t++) {
+        const int8_t *digits = (const int8_t *)(x->words + t * x->width) + which * BLOCK_DIGITS;
+        const long at = t * x->ahead + which * BLOCK_GROUPS;
+        UNROLL for (int half = 0; half < 2; half++) {
+            some_ints part = half_sums(b.halves[half], digits + half * HALF_DIGITS);
+            if (E2M1_ZERO) part += *(const some_ints_any *)(x->zeros + at + half * LANES);
+            const some_floats scale = of_groups[half] * *(const some_floats_any *)(x->scales + at + half * LANES);
+            total[t] += __builtin_convertvector(part, some_floats) * scale;
+        }
     }
 }
 
-/* As integer_rows for nvfp4, whose units are two spans. */
+/* As integer_rows for nvfp4. */
 INLINE void e2m1_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, struct choice rows,
                       long first, float *sums) {
     const struct weight *w = &p->w;
-    const long bytes = row_bytes(w);
+    const long bytes = row_bytes(w), blocks = x->groups / BLOCK_GROUPS, left = x->groups % BLOCK_GROUPS;
     const char *at[4];
+    const uint8_t *scales[4];
     some_floats total[4][MOST];
-    float scales[4][HELD + VL];
     UNROLL for (int r = 0; r < R; r++) {
         at[r] = (const char *)w->data + chosen(&rows, r) * bytes;
+        scales[r] = (const uint8_t *)w->scales + chosen(&rows, r) * x->groups;
         UNROLL for (int t = 0; t < T; t++) total[r][t] = (some_floats){0};
     }
-    for (long from = 0; from < x->spans; from += HELD) {
-        const long count = x->spans - from < HELD ? x->spans - from : HELD;
+    for (long b = 0; b < blocks; b++)
+        UNROLL for (int r = 0; r < R; r++) add_block(T, x, b, at[r] + b * BLOCK_BYTES, scales[r] + b * BLOCK_GROUPS, total[r]);
+    if (left)
         UNROLL for (int r = 0; r < R; r++) {
-            e4m3_scales(w, x, chosen(&rows, r), from, count, scales[r]);
-            if (T == 1)
-                for (long j = 0; j < count; j += VL) store(scales[r] + j, load(scales[r] + j) * load(x->scales + from + j));
-            scales[r][count] = 0.0f; /* the second half of the last unit, where there is none */
+            char numbers[BLOCK_BYTES] = {0};
+            uint8_t last[BLOCK_GROUPS] = {0};
+            memcpy(numbers, at[r] + blocks * BLOCK_BYTES, bytes - blocks * BLOCK_BYTES);
+            memcpy(last, scales[r] + blocks * BLOCK_GROUPS, left);
+            add_block(T, x, blocks, numbers, last, total[r]);
         }
-        for (long s = 0; s < count; s += 2)
-            UNROLL for (int r = 0; r < R; r++) {
-                const long c = (from + s) * x->span;
-                const unit u = unpack(kind, at[r] + c / 2);
-                UNROLL for (int t = 0; t < T; t++) {
-                    const float *own = x->scales + t * x->ahead + from + s;
-                    UNROLL for (int half = 0; half < 2; half++) {
-                        some_ints part = {0};
-                        UNROLL for (int i = half * PARTS / 2; i < (half + 1) * PARTS / 2; i++)
-                            part = multiply_add(part, u.parts[i], x->words + t * x->width + c + i * PART_WORDS);
-                        const float scale = T == 1 ? scales[r][s + half] : s + half < count ? scales[r][s + half] * own[half] : 0.0f;
-                        total[r][t] += __builtin_convertvector(part, some_floats) * scale;
-                    }
-                }
-            }
+    UNROLL for (int r = 0; r < R; r++) {
+        const float factor = FP8_FACTOR * E2M1_FACTOR * w->factors[chosen(&rows, r)];
+        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) * factor;
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]);
 }
 
 typedef void rows_function(const struct product *, const struct prepared *, long, long, float *);
@@ -237,13 +230,17 @@ static void prepare(const struct product *p, struct prepared *ready, char *scrat
             norm_row(p, p->x + t * p->w.cols, row, ready->width);
         else
             memset(row, 0, ready->width * sizeof *row);
-        if (integer_kind(p->w.kind)) quantize_row(ready, row, t);
+        if (p->w.kind == NVFP4)
+            quantize_digits(ready, row, t);
+        else if (integer_kind(p->w.kind))
+            quantize_row(ready, row, t);
     }
 }
 
 long gemv_scratch(const struct weight *w, long tokens) {
     struct prepared ready;
-    return lay_out(&ready, w, computed(tokens), NULL) - (char *)NULL + round_up(w->cols, 128) * 4;
+    const long bytes = lay_out(&ready, w, computed(tokens), NULL) - (char *)NULL;
+    return bytes + ready.width * 4;
 }
 
 /* Outputs first..first+count-1 of all tokens. */

@@ -24,6 +24,8 @@ typedef int16_t part __attribute__((vector_size(16)));
 typedef float some_floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t some_ints __attribute__((vector_size(LANES * 4)));
 typedef struct { part parts[PARTS]; } unit;
+typedef float some_floats_any __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t some_ints_any __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 INLINE long unit_bytes(const int64_t kind) { return kind == INT8 ? 32 : 16; }
 
@@ -110,3 +112,143 @@ INLINE float sum_of(some_floats v) {
         for (int i = 0; i < half; i++) each[i] += each[i + half];
     return each[0];
 }
+
+/* nvfp4: a block of LANES units, whose 16 columns under a scale meet their activations in one lane of 32 bits: so many groups need one
+ * conversion to float and one sum. Activations of 16 bits are two digits of 8, x = 256 * high + low. */
+#define BLOCK_COLS (LANES * UNIT)
+#define BLOCK_GROUPS (2 * LANES)
+#define BLOCK_BYTES (LANES * UNIT / 2)
+/* Of digits: [halves][high, low][4][LANES][4], where a half are the units' first or second groups. */
+#define HALF_DIGITS (32 * LANES)
+#define BLOCK_DIGITS (2 * HALF_DIGITS)
+/* Both digits of a word are within 8 bits. */
+#define MOST_OF_DIGITS 32639
+
+#ifdef X86_WIDE
+/* Products of bytes have one factor without a sign: e2m1 numbers are kept as whole numbers that are twice as large and 12 more. */
+#define E2M1_ZERO 12
+#define LANE_OF(unit) ((unit) % 2 * 4 + (unit) / 2)
+typedef __m256i four_columns; /* of each group of a half */
+#elif defined(__ARM_NEON)
+#define E2M1_ZERO 0
+#define LANE_OF(unit) (unit)
+typedef int8x16_t four_columns;
+#else
+#define E2M1_ZERO 0
+#define LANE_OF(unit) (unit)
+typedef int8_t four_columns __attribute__((vector_size(LANES * 4)));
+#endif
+typedef struct { four_columns halves[2][4]; } block;
+
+#ifdef X86_WIDE
+INLINE block unpack_block(const char *p) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_add_epi8(_mm_setr_epi8(E2M1_WHOLE), _mm_set1_epi8(E2M1_ZERO)));
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i units[4], pairs[4], columns[4];
+    UNROLL for (int i = 0; i < 4; i++) units[i] = _mm256_loadu_si256((const void *)(p + 32 * i));
+    UNROLL for (int i = 0; i < 2; i++) {
+        pairs[i] = _mm256_unpacklo_epi32(units[2 * i], units[2 * i + 1]);
+        pairs[i + 2] = _mm256_unpackhi_epi32(units[2 * i], units[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        columns[2 * i] = _mm256_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]);
+        columns[2 * i + 1] = _mm256_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]);
+    }
+    block b;
+    UNROLL for (int i = 0; i < 4; i++) {
+        b.halves[0][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(columns[i], low));
+        b.halves[1][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(columns[i], 4), low));
+    }
+    return b;
+}
+/* sums of 16 columns and a digit each, in int16 pairs at first: 4 * 2 * 24 * 128 are within 15 bits. */
+INLINE __m256i digit_sums(const four_columns *w, const int8_t *x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    __m256i sums = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < 4; i++) sums = _mm256_dpbusd_epi32(sums, w[i], _mm256_loadu_si256((const void *)(x + 32 * i)));
+#elif defined(__AVXVNNI__)
+    __m256i sums = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < 4; i++) sums = _mm256_dpbusd_avx_epi32(sums, w[i], _mm256_loadu_si256((const void *)(x + 32 * i)));
+#else
+    __m256i sums = _mm256_maddubs_epi16(w[0], _mm256_loadu_si256((const void *)x));
+    UNROLL for (int i = 1; i < 4; i++)
+        sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w[i], _mm256_loadu_si256((const void *)(x + 32 * i))));
+#endif
+    return sums;
+}
+INLINE some_ints half_sums(const four_columns *w, const int8_t *x) {
+    const __m256i high = digit_sums(w, x), low = digit_sums(w, x + HALF_DIGITS / 2);
+#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+    return (some_ints)_mm256_add_epi32(_mm256_slli_epi32(high, 8), low);
+#else
+    return (some_ints)_mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+#endif
+}
+/* The e4m3 scales of a block's halves, still without FP8_FACTOR. */
+INLINE void block_scales(const uint8_t *p, some_floats *halves) {
+    const __m128i both = _mm_loadu_si128((const void *)p), kept = _mm_set1_epi16((short)0xbf80);
+    const __m128i first = _mm_setr_epi8(-1, 0, -1, 4, -1, 8, -1, 12, -1, 2, -1, 6, -1, 10, -1, 14);
+    const __m128i second = _mm_or_si128(first, _mm_set1_epi16(256));
+    halves[0] = (some_floats)_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(_mm_shuffle_epi8(both, first), 1), kept));
+    halves[1] = (some_floats)_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(_mm_shuffle_epi8(both, second), 1), kept));
+}
+#elif defined(__ARM_NEON)
+INLINE block unpack_block(const char *p) {
+    static const int8_t whole[16] = {E2M1_WHOLE};
+    const int8x16_t table = vld1q_s8(whole);
+    const uint32x4x4_t units = vld4q_u32((const uint32_t *)p); /* column quads of four units, one lane a unit */
+    block b;
+    UNROLL for (int i = 0; i < 4; i++) {
+        const uint8x16_t bytes = vreinterpretq_u8_u32(units.val[i]);
+        b.halves[0][i] = whole_numbers(table, vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))));
+        b.halves[1][i] = whole_numbers(table, vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4)));
+    }
+    return b;
+}
+INLINE int32x4_t digit_sums(const four_columns *w, const int8_t *x) {
+#ifdef __ARM_FEATURE_DOTPROD
+    int32x4_t sums = vdupq_n_s32(0);
+    UNROLL for (int i = 0; i < 4; i++) sums = vdotq_s32(sums, w[i], vld1q_s8(x + 16 * i));
+    return sums;
+#else
+    int32x4_t first = vdupq_n_s32(0), second = vdupq_n_s32(0); /* two lanes each, in two parts */
+    UNROLL for (int i = 0; i < 4; i++) {
+        const int8x16_t v = vld1q_s8(x + 16 * i);
+        first = vpadalq_s16(first, vmull_s8(vget_low_s8(w[i]), vget_low_s8(v)));
+        second = vpadalq_s16(second, vmull_s8(vget_high_s8(w[i]), vget_high_s8(v)));
+    }
+    return vcombine_s32(vpadd_s32(vget_low_s32(first), vget_high_s32(first)), vpadd_s32(vget_low_s32(second), vget_high_s32(second)));
+#endif
+}
+INLINE some_ints half_sums(const four_columns *w, const int8_t *x) {
+    return (some_ints)vaddq_s32(vshlq_n_s32(digit_sums(w, x), 8), digit_sums(w, x + HALF_DIGITS / 2));
+}
+INLINE void block_scales(const uint8_t *p, some_floats *halves) {
+    const int16x8_t both = vreinterpretq_s16_u8(vcombine_u8(vld1_u8(p), vdup_n_u8(0))), kept = vdupq_n_s16((short)0xbf80);
+    const int16x4_t first = vget_low_s16(vandq_s16(vshrq_n_s16(vshlq_n_s16(both, 8), 1), kept));
+    halves[0] = (some_floats)vcvt_f32_f16(vreinterpret_f16_s16(first));
+    halves[1] = (some_floats)vcvt_f32_f16(vreinterpret_f16_s16(vget_low_s16(vandq_s16(vshrq_n_s16(both, 1), kept))));
+}
+#else
+INLINE block unpack_block(const char *p) {
+    static const int8_t whole[16] = {E2M1_WHOLE};
+    block b;
+    for (int i = 0; i < BLOCK_BYTES; i++) {
+        const uint8_t byte = ((const uint8_t *)p)[i];
+        const int quad = i % 16 / 4, at = i / 16 * 4 + i % 4;
+        b.halves[0][quad][at] = whole[byte & 15];
+        b.halves[1][quad][at] = whole[byte >> 4];
+    }
+    return b;
+}
+INLINE some_ints half_sums(const four_columns *w, const int8_t *x) {
+    some_ints sums = {0};
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < LANES * 4; j++)
+            sums[j / 4] += w[i][j] * (256 * x[i * LANES * 4 + j] + x[HALF_DIGITS / 2 + i * LANES * 4 + j]);
+    return sums;
+}
+INLINE void block_scales(const uint8_t *p, some_floats *halves) {
+    for (int i = 0; i < BLOCK_GROUPS; i++) halves[i % 2][i / 2] = fp8_to_float(p[i]);
+}
+#endif

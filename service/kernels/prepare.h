@@ -4,17 +4,18 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#include "weight.h"
+#include "integer.h"
 
-/* Rows of x ready for a product. Integer kinds: x = words * scale over spans of columns, words within 15 bits of the span's largest
- * value, so that an element is wrong by at most largest / 65534. Sums of products stay within int32: 128 columns of 127 * 32767. */
+/* Rows of x ready for a product. Integer kinds but nvfp4: x = words * scale over spans of columns, words within 15 bits of the span's
+ * largest value, so that an element is wrong by at most largest / 65534. Sums of products stay within int32: 128 columns of 127 * 32767. */
 struct prepared {
     long width;      /* elements of a row: cols and zeros behind them */
     long span, spans;
     float *x;        /* floating kinds: [tokens][width] */
-    int16_t *words;  /* integer kinds: [tokens][width] */
-    float *scales;   /* [tokens][ahead], zeros behind the spans: they are read in whole vectors */
+    int16_t *words;  /* integer kinds: [tokens][width]; nvfp4: the digits of as many columns, block by block */
+    float *scales;   /* [tokens][ahead], zeros behind the spans: they are read in whole vectors; nvfp4: a half's behind the other's */
     float *sums;     /* the same, the sum of a span's x: for zeros and offsets */
+    int32_t *zeros;  /* nvfp4: instead, what E2M1_ZERO adds too much to a span's whole sum, below zero */
     long ahead;
     long groups, ratio;  /* of the weight: scales a row, spans a scale */
 };
@@ -29,16 +30,17 @@ INLINE char *take(char **at, long bytes) {
 
 /* Lays the arrays of `tokens` rows out from `at`, 64-byte aligned; returns where they end. */
 static inline char *lay_out(struct prepared *ready, const struct weight *w, long tokens, char *at) {
-    ready->width = round_up(w->cols, 128);
+    ready->width = round_up(w->cols, w->kind == NVFP4 ? BLOCK_COLS : 128);
     ready->span = span_of(w);
     ready->spans = (w->cols + ready->span - 1) / ready->span;
-    ready->ahead = round_up(ready->spans, VL);
+    ready->ahead = w->kind == NVFP4 ? ready->width / ready->span : round_up(ready->spans, VL);
     ready->groups = groups_of(w);
     ready->ratio = w->group == w->cols ? ready->spans : w->group / ready->span;
     if (integer_kind(w->kind)) {
         ready->words = (int16_t *)take(&at, tokens * ready->width * 2);
         ready->scales = (float *)take(&at, tokens * ready->ahead * 4);
         ready->sums = (float *)take(&at, tokens * ready->ahead * 4);
+        ready->zeros = (int32_t *)ready->sums;
     } else {
         ready->x = (float *)take(&at, tokens * ready->width * 4);
     }
@@ -89,6 +91,34 @@ static inline void quantize_row(struct prepared *ready, const float *row, long t
         ready->sums[at] = ready->scales[at] * (float)sum;
     }
     for (long s = t * ready->ahead + ready->spans; s < (t + 1) * ready->ahead; s++) ready->scales[s] = ready->sums[s] = 0.0f;
+}
+
+/* As quantize_row for nvfp4, words within MOST_OF_DIGITS: an element is wrong by at most largest / 65278. */
+static inline void quantize_digits(struct prepared *ready, const float *row, long t) {
+    for (long s = 0; s < ready->ahead; s++) {
+        const float *from = row + s * 16;
+        vf most = {0}, faults = {0};
+        for (long c = 0; c < 16; c += VL) {
+            const vf v = load(from + c);
+            most = larger(magnitude(v), most);
+            faults += v * 0.0f;
+        }
+        const float largest = largest_lane(most), inverse = largest > 1e-30f ? MOST_OF_DIGITS / largest : 0.0f;
+        int16_t words[16];
+        for (long c = 0; c < 16; c += VL) *(vs_any *)(words + c) = __builtin_convertvector(nearest(load(from + c) * inverse), vs_any);
+        const long block = s / BLOCK_GROUPS, lane = LANE_OF(s % BLOCK_GROUPS / 2), half = s % 2;
+        int8_t *to = (int8_t *)(ready->words + t * ready->width) + block * BLOCK_DIGITS + half * HALF_DIGITS + lane * 4;
+        int32_t sum = 0;
+        for (int c = 0; c < 16; c++) {
+            const int at = c / 4 * LANES * 4 + c % 4;
+            to[at + HALF_DIGITS / 2] = (int8_t)words[c];
+            to[at] = (int8_t)((words[c] - (int8_t)words[c]) >> 8);
+            sum += words[c];
+        }
+        const long at = t * ready->ahead + block * BLOCK_GROUPS + half * LANES + lane;
+        ready->scales[at] = (inverse == 0.0f ? 0.0f : largest / MOST_OF_DIGITS) + sum_lanes(faults);
+        ready->zeros[at] = -E2M1_ZERO * sum;
+    }
 }
 
 /* gates = silu(gates) * ups (Shazeer 2020), of `count` floats and the rest of the last vector. */

@@ -101,7 +101,7 @@ def exact(x: torch.Tensor, weight: Weight) -> Exact:
         )
         for from_ in range(0, weight.cols, span):
             largest = wide[:, from_ : from_ + span].abs().amax(1, keepdim=True)
-            bound += largest / 65534 * stored[:, from_ : from_ + span].abs().sum(1)
+            bound += largest / (65278 if weight.format.name == "nvfp4" else 65534) * stored[:, from_ : from_ + span].abs().sum(1)
     return Exact(wide @ stored.t(), bound)
 
 
@@ -112,6 +112,37 @@ def spread(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
     wide = x.double()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def extreme(kind: str, rows: int, cols: int) -> tuple[QuantizedWeight, torch.Tensor]:
+    """An NVFP4 weight and an x [cols] whose whole numbers, digits or scales are as large, or as far apart, as they can be."""
+    x, column = torch.ones(cols), torch.arange(cols)
+    data = torch.full((rows, NVFP4.row_bytes(cols)), 0x77 if kind != "least" else 0xFF, dtype=torch.uint8)  # 6 or -6
+    bits = torch.full((rows, NVFP4.groups(cols)), 126, dtype=torch.uint8)  # 448
+    if kind == "alternating":
+        data.fill_(0xF7)
+        x[column % 32 >= 16] = -1
+    elif kind == "low digits":  # 128 and 32,384 of 32,639: the lower digit is -128
+        x = torch.where(column % 16 == 0, 1.0, torch.where(column % 2 == 0, 128 / 32639, 32384 / 32639))
+    elif kind == "scales apart":
+        bits[:, 1::2] = 1  # 2^-9
+        bits[:, 2::4] = 0
+        data.view(rows, -1, 16)[:, :, :] = 0x71
+    return QuantizedWeight(NVFP4, rows, cols, data, bits.view(torch.float8_e4m3fn), None, torch.full((rows, 1), 0.25)), x
+
+
+@pytest.mark.parametrize("cols", [16, 40, 256, 608])
+@pytest.mark.parametrize("kind", ["most", "least", "alternating", "low digits", "scales apart"])
+def test_nvfp4_at_its_extremes_lies_within_its_bound(library: ctypes.CDLL, kind: str, cols: int) -> None:
+    kernels = CpuKernels(library)
+    weight, x = extreme(kind, 5, cols)
+    for scale in (1.0, -1.0, 1e30, 1e-25):
+        rows = (x * scale).repeat(8, 1)
+        found, wanted = kernels.linear(rows, weight, torch.empty(8, 5)), exact(rows, weight)
+        assert ((found.double() - wanted.values).abs() <= wanted.bound).all(), scale
+        alone = kernels.linear(rows[:1], weight, torch.empty(1, 5))
+        assert torch.equal(alone, found[:1])
+    assert kernels.plain == 0
 
 
 @settings(max_examples=150, deadline=None)
