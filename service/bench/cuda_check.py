@@ -2,7 +2,8 @@
 
     python -m onedesk.service.bench.cuda_check [--cycles 10] [--cache FOLDER] [--json]
 
-Exit 1 if a promise is not kept. Speeds are printed for information. Managed memory is looked at too where cuda-bindings is installed.
+Exit 1 if a promise is not kept. Speeds are printed for information. Managed memory is looked at too where cuda-bindings is installed, and
+a small network of every family, see cuda_families.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..memory.budget import MIB, MemorySettings
 from ..memory.pool import Pool, Released
 from ..memory.truth import read_truth
 from ..setup.console import failure, write_json
+from .cuda_families import NAMES, broken_rows, family_row
 from .shapes import SHAPES, write_random
 
 # Small enough for the CPU, all parts of the family in it; FP32, so that both devices sum the same numbers.
@@ -217,16 +219,18 @@ def check(cycles: int, cache: Path) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     write_random(path, LARGE)
     gave = give_way_cycles(path, device, cache, cycles)
+    families = [family_row(family, device, cache) for family in NAMES]
     return {
         "kind": "cuda_check",
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "seconds": time.perf_counter() - started,
         "allocator": torch.cuda.get_allocator_backend(),
-        "failures": broken(equal, gave, managed),
+        "failures": broken(equal, gave, managed) + broken_rows(families),
         "same_as_cpu": equal,
         "managed": managed,
         "give_way": gave,
+        "families": families,
     }
 
 
@@ -263,6 +267,7 @@ def summary(document: Mapping[str, Any]) -> str:
         f"{gave['model']} in BF16, {len(gave['rows'])} times away and back: at least {least:.1%} returned by the driver's figure",
         f"the device has {gave['drift_bytes'] / MIB:.1f} MiB less free than after the first third of them",
         f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
+        f"steps in a graph: {', '.join(row['family'] for row in document['families'] if row['graph']) or 'none'}",
         f"managed memory: {managed.get('missing') or ', '.join(name for name, can in managed['can'].items() if can)}",
         *document["failures"],
     ]

@@ -91,9 +91,11 @@ def test_every_step_of_the_check_runs_and_finds_the_same_text(tmp_path: Path, mo
         assert row["score_difference"] < 1e-5
         assert row["measured"] == row["asked"] > 0
     document = {"device": "d", "torch": "t", "seconds": 1.0, "same_as_cpu": equal, "give_way": found, "managed": MISSING}
+    document["families"] = [{"family": "qwen3_5", "graph": True}, {"family": "qwen4_exp", "graph": False}]
     document["failures"] = broken(equal, found, MISSING)
     assert document["failures"] == ["a give-way returned 0.0% of the bytes held, by the figure driver"]
     assert "64 of 64 tokens are those of the CPU" in summary(document)
+    assert "steps in a graph: qwen3_5\n" in summary(document)
 
 
 def test_the_command_passes_on_a_cuda_device_and_says_where_there_is_none(capsys: pytest.CaptureFixture[str]):
