@@ -201,5 +201,10 @@ def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, s
         yield Finding("streams, weights", form, apart(at.weights, weights) + float(at.found.abs().max()), 2 * BOUNDS[make.activation])
         at.found.copy_(make.rows(count, hidden))
         truth = x.float().view(normed.shape) + at.weights.float()[:, :, None] * at.found.float()[:, None]
+        other = JointRows(x.clone(), *(rows.clone() for rows in room))
         kernels.inject(at)
         yield Finding("streams, inject", form, apart(x.view(normed.shape), truth), BOUNDS[make.activation])
+        done = kernels.read_streams(joint, at) and kernels.inject_and_read(joint, other)
+        pairs = ((other.streams, at.streams), (other.read, at.read), (other.weights, at.weights))
+        error = max(apart(*pair) for pair in pairs) + float(other.found.abs().max())
+        yield Finding("streams, both", form, error if done else float("inf"), BOUNDS[make.activation])

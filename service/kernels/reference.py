@@ -168,6 +168,10 @@ class ReferenceKernels:
         rows, count = at.weights.shape
         at.streams.view(rows, count, -1).addcmul_(at.weights[:, :, None], at.found[:, None])
 
+    def inject_and_read(self, joint: StreamJoint, at: JointRows) -> bool:
+        """`inject`, then `read_streams`; False where there is no faster way than one behind the other."""
+        return False
+
     def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
         """Rows through the experts that are chosen for them; False where there is no faster way than its parts."""
         return False

@@ -10,41 +10,46 @@ from .triton_parts import early
 
 @triton.jit
 def norm_streams(
-    streams, norm, inject, normed, parts, found, eps,
-    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
+    streams, norm, inject, normed, parts, weights, found, eps,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, WAITING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """normed [T, STREAMS HIDDEN]: each stream normed for itself. Grid (T, STREAMS).
 
-    INJECT: parts fp32 [T, STREAMS, STREAMS] = what each stream adds to the products with inject [STREAMS, STREAMS HIDDEN]; found
-    [T, HIDDEN] = 0.
+    WAITING: before that streams += weights [T, STREAMS] * found [T, HIDDEN]. INJECT: parts fp32 [T, STREAMS, STREAMS] = what each stream
+    adds to the products with inject [STREAMS, STREAMS HIDDEN].
     """
     t = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     c = tl.arange(0, BLOCK)
     live = c < HIDDEN
     weight = tl.load(norm + stream * HIDDEN + c, mask=live, other=0.0)
+    rows = ()
+    if INJECT:
+        for i in tl.static_range(STREAMS):
+            rows = rows + (tl.load(inject + i * (STREAMS * HIDDEN) + stream * HIDDEN + c, mask=live, other=0.0),)
     early(PDL)
     at = t * (STREAMS * HIDDEN) + stream * HIDDEN + c
-    x = tl.load(streams + at, mask=live, other=0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight
-    rounded = x.to(normed.dtype.element_ty)
-    tl.store(normed + at, rounded, live)
+    x = tl.load(streams + at, mask=live, other=0.0)
+    if WAITING:
+        y = tl.load(found + t * HIDDEN + c, mask=live, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + tl.load(weights + t * STREAMS + stream).to(tl.float32) * y).to(x.dtype)
+        tl.store(streams + at, x, live)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / HIDDEN + eps)
+    x *= weight
     if INJECT:
-        x = rounded.to(tl.float32)
         for i in tl.static_range(STREAMS):
-            w = tl.load(inject + i * (STREAMS * HIDDEN) + stream * HIDDEN + c, mask=live, other=0.0).to(tl.float32)
-            tl.store(parts + (t * STREAMS + stream) * STREAMS + i, tl.sum(w * x))
-        if stream == 0:
-            tl.store(found + t * HIDDEN + c, (x * 0.0).to(found.dtype.element_ty), live)
+            tl.store(parts + (t * STREAMS + stream) * STREAMS + i, tl.sum(rows[i].to(tl.float32) * x) * scale)
+    tl.store(normed + at, (x * scale).to(normed.dtype.element_ty), live)
 
 
 @triton.jit
 def mix_streams(
-    mixed, normed, parts, read, weights,
+    mixed, normed, parts, read, weights, found,
     STREAMS: tl.constexpr, ROOM: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """read [T, HIDDEN] = the mean over streams of sigmoid(mixed) * normed [T, STREAMS HIDDEN]; with INJECT also weights [T, STREAMS] =
-    2 sigmoid(the sum of `parts` / STREAMS). Grid (T, blocks of HIDDEN); ROOM: a power of two of streams.
+    2 sigmoid(the sum of `parts` / STREAMS), and found [T, HIDDEN] = 0. Grid (T, blocks of HIDDEN); ROOM: a power of two of streams.
     """
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,6 +62,7 @@ def mix_streams(
         y += tl.sigmoid(m) * tl.load(normed + at, mask=live, other=0.0).to(tl.float32)
     tl.store(read + t * HIDDEN + c, (y / STREAMS).to(read.dtype.element_ty), live)
     if INJECT:
+        tl.store(found + t * HIDDEN + c, (y * 0.0).to(found.dtype.element_ty), live)
         if tl.program_id(1) == 0:
             into = tl.arange(0, ROOM)
             total = tl.zeros([ROOM], tl.float32)

@@ -147,6 +147,7 @@ class Draft:
         for block in network.blocks:
             block.mixer.run(at)
             block.forward.run(at)
+        at.let_in()
         return x
 
     def _join(self, at: Pass) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..cache.paged import PagedKV
-from ..kernels.parts import Part
+from ..kernels.parts import JointRows, Part
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, Rows
 from ..loader.table import FileTable
@@ -115,6 +115,13 @@ class Pass:
     kernels: ReferenceKernels
     source: torch.Tensor
     target: torch.Tensor
+    waiting: JointRows | None = None
+
+    def let_in(self) -> None:
+        """What the last layer found goes into the residual streams, where the next one has not done it on its way (see Streamed)."""
+        if self.waiting is not None:
+            self.kernels.inject(self.waiting)
+            self.waiting = None
 
     def project(self, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> None:
         """out [T, rows] = the source, normed where there is a norm, times a weight."""
@@ -244,9 +251,11 @@ class Decoder:
     def _run(self, at: Pass, first: int, last: int) -> None:
         for block in self.blocks[first:last]:
             if block.before is not None:
+                at.let_in()
                 block.before.run(at)
             block.mixer.run(at)
             block.forward.run(at)
+        at.let_in()
 
     def logits(self, state: torch.Tensor, scratch: Scratch, rows: Rows | None = None) -> torch.Tensor:
         """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call.

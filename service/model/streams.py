@@ -57,9 +57,13 @@ class GatedResidual:
         """views["read"] [T, hidden]: the mix of streams [T, streams * hidden]."""
         return self.read(_rows(streams, views), kernels).read
 
-    def read(self, at: JointRows, kernels: ReferenceKernels, /) -> JointRows:
-        """Fills `at` in as JointRows says."""
+    def read(self, at: JointRows, kernels: ReferenceKernels, /, *, waiting: bool = False) -> JointRows:
+        """Fills `at` in as JointRows says; `waiting`: once what it says of the joint before is let in."""
         joint = self.joint
+        if waiting:
+            if kernels.inject_and_read(joint, at):
+                return at
+            kernels.inject(at)
         if kernels.read_streams(joint, at):
             return at
         heads = (at.streams.shape[0], *joint.norm.weight.shape)
@@ -81,7 +85,7 @@ def _rows(streams: torch.Tensor, views: PassRows) -> JointRows:
 
 @dataclass(slots=True)
 class Streamed:
-    """A layer that reads a mix of the streams and adds to all of them."""
+    """A layer that reads a mix of the streams and adds to all of them: what it found waits for the next one, or for Pass.let_in."""
 
     residual: GatedResidual
     layer: Layer
@@ -93,7 +97,7 @@ class Streamed:
     def run(self, at: Pass, /) -> None:
         if self.residual.joint.inject is None:
             raise ValueError("a joint without weights to inject by cannot take what a layer finds")
-        rows = self.residual.read(_rows(at.views["streams"], at.views), at.kernels)
+        rows = self.residual.read(_rows(at.views["streams"], at.views), at.kernels, waiting=at.waiting is not None)
         at.source, at.target = rows.read, rows.found
         self.layer.run(at)
-        at.kernels.inject(rows)
+        at.waiting = rows
