@@ -80,13 +80,14 @@ def layers() -> dict[str, Any]:
     from onedesk.service.kernels.cuda_fused import FusedCudaKernels
     from onedesk.service.kernels.cuda_plan import Device
     from onedesk.service.kernels.rows import HeadShape
-    from onedesk.service.quant.formats import NVFP4, int4
+    from onedesk.service.quant.formats import INT8, MXFP8, NVFP4, int4
 
     fused, make = FusedCudaKernels(torch.float16, Device(2, 100_000, early=False), asm=False), Maker("cpu", torch.float16)
     fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace(HeadShape(6, 2, 64), 96, torch.float16, 160)])
     small, grouped = cases.ExpertCase(32, 16, 5, 2, 16, normalized=True), cases.ExpertCase(64, 64, 6, 1, 0, normalized=False)
     found = []
-    for held, case, rows in ((None, small, (2, 40)), (NVFP4, grouped, (20,)), (int4(32), grouped, (20,))):
+    several = tuple((held, grouped, (20,)) for held in (NVFP4, int4(32, symmetric=False), INT8, MXFP8))
+    for held, case, rows in ((None, small, (2, 40)), *several):
         cases.EXPERT_ROWS = rows
         found += cases.expert_findings(fused, make, held, case)
     cases.DELTA_STEPS, cases.DELTA_CHUNKS = (2,), (2, 66)

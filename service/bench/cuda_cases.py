@@ -67,7 +67,10 @@ class Maker:
         if held.name == "nvfp4":
             nibbles = torch.randint(0, 16, (rows, cols), generator=self._random, device=self.device).to(torch.uint8)
             factors = self.normal(rows, 1).abs() * 1e-4
-            parts = pack_nibbles(nibbles), (scales * 1e4).to(torch.float8_e4m3fn)
+            # From the smallest that e4m3 holds to the largest, 448: more is no number.
+            held_scales = (scales.abs() * 1e4).clamp(max=448)
+            held_scales[2, 1] = 2**-9
+            parts = pack_nibbles(nibbles), held_scales.to(torch.float8_e4m3fn)
             return QuantizedWeight(held, rows, cols, *parts, factors=factors)
         if held.name == "int4":
             nibbles = torch.randint(0, 16, (rows, cols), generator=self._random, device=self.device).to(torch.uint8)

@@ -36,6 +36,9 @@ ROWS: Sequence[int] = (1, 2, 8, 16, 300)
 FORMATS: tuple[Format | None, ...] = (
     None, INT8, FP8_BLOCKS, MXFP8, int4(128), int4(32), int4(128, symmetric=False), NVFP4,
 )  # fmt: skip
+# Formats whose numbers become floats in ways of their own; the others only have other scales.
+KINDS: tuple[Format | None, ...] = (None, INT8, MXFP8, int4(128), NVFP4)
+PRODUCTS: Sequence[str] = ("linear", "linear_add", "norm_linear", "norm_gate_up")
 # With how many numbers of a head that are turned.
 HEADS = (
     (HeadShape(32, 8, 128), 128), (HeadShape(16, 8, 128), 128), (HeadShape(8, 1, 64), 64), (HeadShape(10, 2, 128), 128),
@@ -43,7 +46,23 @@ HEADS = (
 )  # fmt: skip
 
 
-def product_findings(kernels: CudaKernels, make: Maker, held: Format | None, rows: int, cols: int) -> Iterator[Finding]:
+def product_cases(activation: torch.dtype) -> Iterator[tuple[Format | None, int, int, Sequence[str]]]:
+    """A format, a shape, and the products to compare: a third of all, because nearly all the time goes into compiling each of them.
+
+    What is added to and what is normed before does not depend on the format; fp16 differs from bf16 in how numbers become floats.
+    """
+    (many, few), ends = SHAPES, ("linear", "norm_gate_up")
+    for held in FORMATS:
+        if activation == torch.bfloat16:
+            yield held, *few, PRODUCTS if held in KINDS else ends
+            yield held, *many, PRODUCTS if held is None else ends[1:]
+        elif held in KINDS:
+            yield held, *few, ends
+
+
+def product_findings(
+    kernels: CudaKernels, make: Maker, held: Format | None, rows: int, cols: int, products: Sequence[str] = PRODUCTS
+) -> Iterator[Finding]:
     """The products with one weight, for every number of rows of x."""
     truth, weight, norm = ReferenceKernels(), make.weight(held, rows, cols), make.norm(cols)
     numbers, bound = wide(weight).t(), BOUNDS[make.activation]
@@ -52,11 +71,16 @@ def product_findings(kernels: CudaKernels, make: Maker, held: Format | None, row
         x, before = make.rows(count, cols), make.rows(count, rows)
         normed = truth.rms_norm(x.float(), norm, torch.empty_like(x, dtype=torch.float32))
         plain, behind = x.float() @ numbers, normed @ numbers
-        yield Finding("linear", form, apart(kernels.linear(x, weight, make.empty(count, rows)), plain), bound)
-        found = kernels.linear_add(x, weight, before.clone(), make.empty(count, rows))
-        yield Finding("linear_add", form, apart(found, before.float() + plain), bound)
-        found = kernels.norm_linear(x, norm, weight, make.empty(count, rows), make.empty(count, cols))
-        yield Finding("norm_linear", form, apart(found, behind), bound)
+        if "linear" in products:
+            yield Finding("linear", form, apart(kernels.linear(x, weight, make.empty(count, rows)), plain), bound)
+        if "linear_add" in products:
+            found = kernels.linear_add(x, weight, before.clone(), make.empty(count, rows))
+            yield Finding("linear_add", form, apart(found, before.float() + plain), bound)
+        if "norm_linear" in products:
+            found = kernels.norm_linear(x, norm, weight, make.empty(count, rows), make.empty(count, cols))
+            yield Finding("norm_linear", form, apart(found, behind), bound)
+        if "norm_gate_up" not in products:
+            continue
         found = kernels.norm_gate_up(x, norm, weight, make.empty(count, rows // 2), make.empty(count, cols), make.empty(count, rows))
         gated = truth.silu_mul(behind, torch.empty(count, rows // 2, device=x.device))
         # A gate far from 0 multiplies what it is off.
@@ -83,9 +107,8 @@ def _groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[F
             yield "indexed", cuda_places.indexed_findings(kernels, make, heads, turned)
     yield from layer_groups(kernels, make)
     yield "products", embedding_findings(kernels, make)
-    for held in FORMATS:
-        for rows, cols in SHAPES:
-            yield "products", product_findings(kernels, make, held, rows, cols)
+    for held, rows, cols, products in product_cases(make.activation):
+        yield "products", product_findings(kernels, make, held, rows, cols, products)
 
 
 def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: Tell) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..kernels.cuda import CudaKernels
 from ..kernels.delta import DeltaHeads, DeltaStep, convolve_chunk, delta_chunk, unit
-from ..kernels.parts import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint
+from ..kernels.parts import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint, pick_numbers
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import NormWeight, Slots
 from ..quant.formats import INT8, MXFP8, NVFP4, int4
@@ -73,7 +73,8 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
     for count in EXPERT_ROWS:
         x = make.rows(count, case.hidden)
         x[:, : case.count] = torch.stack([torch.randperm(case.count, device=make.device) // 2 for _ in range(count)]) / 8 - 2
-        widths = (case.count, case.hidden, case.width, 1, max(1, case.shared))
+        picked = pick_numbers(case.count, case.active, case.hidden, case.width)
+        widths = (case.count, case.hidden, case.width, 1, max(1, case.shared), picked)
         truth = _expert_truth(experts, x.float())
         before = truth.flip(0, 1).to(make.activation)
         out = before.clone()
@@ -84,9 +85,11 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
 
 
 def _small(make: Maker, held: Format | None, rows: int, cols: int) -> Weight:
-    """Weights so small that fp16 holds what comes behind two of them."""
+    """Weights so small that fp16 holds what comes behind three products with them."""
     weight = make.weight(held, rows, cols)
-    return weight * 0.05 if isinstance(weight, torch.Tensor) else weight
+    if isinstance(weight, torch.Tensor):
+        return weight * 0.05
+    return replace(weight, scales=weight.scales * 0.05) if weight.format.name == "int8" else weight
 
 
 def _parts(whole: Weight, count: int) -> list[Weight]:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 
 from ..quant.weight import QuantizedWeight, Weight
-from .cuda_plan import TILE_ROWS, Shape, grouped_plan, on_grid
+from .cuda_plan import TILE_ROWS, Shape, grouped_plan, on_grid, pick_rows
 from .cuda_products import FusedProducts, power, tensors_of
 from .parts import ExpertRows, ExpertWeights, SharedWeights
-from .triton_experts import combine, grouped, lay_out, route
+from .triton_experts import combine, grouped, route, sort_picks
 
 # Experts whose scores one program sorts, and picks of a row.
 MOST_EXPERTS, MOST_ACTIVE = 4096, 64
+# Picks that a program of `sort_picks` looks at at a time.
+SORTED = 4096
+
+
+@dataclass(slots=True)
+class PickRoom:
+    """What lies in ExpertRows.picks: table fp32 [T, count], the scores of few rows or the tiles of many; of all picks the expert, the
+    weight and the order by expert [T * active], gated [T * active, width], found [T * active, hidden]; shares fp32 [T].
+    """
+
+    table: torch.Tensor
+    picks: torch.Tensor
+    weights: torch.Tensor
+    order: torch.Tensor
+    shares: torch.Tensor
+    gated: torch.Tensor
+    found: torch.Tensor
 
 
 class ExpertKernels(FusedProducts):
@@ -20,32 +40,22 @@ class ExpertKernels(FusedProducts):
     def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
         if not self.fuses_experts(experts):
             return False
-        count, active, total = at.x.shape[0], experts.active, len(experts.gate_up)
-        few = count <= TILE_ROWS
-        shared = experts.shared
-        picks, weights, shares = self._routed(experts, at, few=few)
+        count, active, shared = at.x.shape[0], experts.active, experts.shared
         gate_up, down = self._shape_of(experts.gate_up), self._shape_of(experts.down)
-        width, hidden = down.cols, down.rows
-        if few:
-            gated = self.kept("experts gated", self.activation, at.x, count * active, width)
-            found = self.kept("experts found", self.activation, at.x, count * active, hidden)
-            self.picked(at.x, experts.gate_up[0], gate_up, gated, picks, active, gated=True)
-            self.picked(gated, experts.down[0], down, found, picks, 1, gated=False)
+        room = _room(at, experts, down)
+        self._route(experts, at, room)
+        # First, because what lies between its two products of many rows lies where `found` will be.
+        routed = self._shared(shared, at, room) if shared is not None else room.found
+        if count <= TILE_ROWS:
+            self.picked(at.x, experts.gate_up[0], gate_up, room.gated, room.picks, active, gated=True)
+            self.picked(room.gated, experts.down[0], down, room.found, room.picks, 1, gated=False)
         else:
-            gated = torch.empty((count * active, width), dtype=self.activation, device=at.x.device)
-            found = torch.empty((count * active, hidden), dtype=self.activation, device=at.x.device)
-            chosen, order = picks.sort(stable=True)
-            rows = grouped_plan(count * active, total)
-            most = min(total, count * active) + count * active // rows
-            tiles = torch.empty((3, most), dtype=torch.int32, device=at.x.device)
-            on_grid(lay_out, (1,))(
-                chosen, tiles, count * active, most, COUNT=total, ROOM=power(total), LOG=(count * active).bit_length(), BM=rows, num_warps=8
-            )
-            self._grouped(at.x, experts.gate_up[0], gate_up, gated, tiles, order, active, rows, gated=True)
-            self._grouped(gated, experts.down[0], down, found, tiles, order, 1, rows, gated=False)
-        routed = self._shared(shared, at) if shared is not None else found
-        on_grid(combine, (count, -(-hidden // 1024)))(
-            found, weights, routed, shares, at.out, COLS=hidden, ACTIVE=active, SHARED=shared is not None, BLOCK=1024,
+            rows = pick_rows(count * active, len(experts.gate_up))
+            tiles = self._sort(room, len(experts.gate_up), rows)
+            self._grouped(at.x, experts.gate_up[0], gate_up, room.gated, tiles, room.order, active, rows, gated=True)
+            self._grouped(room.gated, experts.down[0], down, room.found, tiles, room.order, 1, rows, gated=False)
+        on_grid(combine, (count, -(-down.rows // 1024)))(
+            room.found, room.weights, routed, room.shares, at.out, COLS=down.rows, ACTIVE=active, SHARED=shared is not None, BLOCK=1024,
             PDL=self.device.early, num_warps=4, **self.launch,
         )  # fmt: skip
         return True
@@ -62,6 +72,9 @@ class ExpertKernels(FusedProducts):
         if experts.shared is not None and isinstance(experts.shared.gate, QuantizedWeight):
             self.tell("a quantized gate of a shared expert")
             return False
+        if experts.shared is not None and experts.shared.gate_up.shape[0] > experts.active * experts.down[0].shape[0]:
+            self.tell("a shared expert wider than all that a token's experts find")
+            return False
         if not all(_behind_each_other(parts) for parts in several):
             self.tell("experts that do not lie one behind the other")
             return False
@@ -73,49 +86,71 @@ class ExpertKernels(FusedProducts):
             raise ValueError(shape)
         return shape
 
-    def _routed(self, experts: ExpertWeights, at: ExpertRows, *, few: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Experts int32 and weights fp32 of all rows [T * active], and the shared one's weights [T]."""
-        (count, cols), active, total, shared = at.x.shape, experts.active, len(experts.gate_up), experts.shared
-        router = self._shape_of([experts.router])
-        if few:
+    def _route(self, experts: ExpertWeights, at: ExpertRows, room: PickRoom) -> None:
+        """Experts and weights of all picks, and the shared one's shares."""
+        count, cols = at.x.shape
+        active, total, shared = experts.active, len(experts.gate_up), experts.shared
+        if count <= TILE_ROWS:
             # Scores that are rounded to 16 bits choose others where two are close.
-            scores = self.few(at.x, experts.router, router, self.kept("experts scores", torch.float32, at.x, count, total))
-            picks = self.kept("experts picks", torch.int32, at.x, count * active)
-            weights = self.kept("experts weights", torch.float32, at.x, count * active)
-            shares = self.kept("experts shares", torch.float32, at.x, count)
+            scores = self.few(at.x, experts.router, self._shape_of([experts.router]), room.table)
         else:
             scores = self.linear(at.x, experts.router, at.scores)
-            picks = torch.empty(count * active, dtype=torch.int32, device=at.x.device)
-            weights = torch.empty(count * active, dtype=torch.float32, device=at.x.device)
-            shares = torch.empty(count, dtype=torch.float32, device=at.x.device)
         gate = shared.gate if shared is not None and isinstance(shared.gate, torch.Tensor) else at.x
         on_grid(route, (count,))(
-            at.x, scores, gate, picks, weights, shares, COUNT=total, ROOM=power(total), ACTIVE=active, PICKS=power(active),
+            at.x, scores, gate, room.picks, room.weights, room.shares, COUNT=total, ROOM=power(total), ACTIVE=active, PICKS=power(active),
             NORMALIZED=experts.normalized, SHARED=shared is not None, COLS=cols, BLOCK=1024, PDL=self.device.early, num_warps=4,
             **self.launch,
         )  # fmt: skip
-        return picks, weights, shares
 
-    def _shared(self, shared: SharedWeights, at: ExpertRows) -> torch.Tensor:
+    def _shared(self, shared: SharedWeights, at: ExpertRows, room: PickRoom) -> torch.Tensor:
         """What the shared expert found, not weighed yet: [T, hidden]."""
-        many = at.x.shape[0] > TILE_ROWS
-        both = torch.empty((at.x.shape[0], shared.gate_up.shape[0]), dtype=self.activation, device=at.x.device) if many else at.x
+        count, wide = at.x.shape[0], shared.gate_up.shape[0]
+        both = room.found.view(-1)[: count * wide].view(count, wide) if count > TILE_ROWS else at.x
         self.gate_up(at.x, shared.gate_up, at.shared_gated, both)
         return self.linear(at.shared_gated, shared.down, at.routed)
+
+    def _sort(self, room: PickRoom, total: int, rows: int) -> torch.Tensor:
+        """The tiles [3, ..] of up to `rows` picks that share an expert; fills `order`."""
+        count = room.picks.shape[0]
+        most = total + count // rows
+        tiles = room.table.view(torch.int32).view(-1)[: 3 * most].view(3, most)
+        on_grid(sort_picks, (total,))(
+            room.picks, room.order, tiles, count, most, BM=rows, BLOCK=SORTED, PDL=self.device.early, num_warps=8, **self.launch
+        )
+        return tiles
 
     def _grouped(
         self, x: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, tiles: torch.Tensor, order: torch.Tensor, share: int,
         rows: int, *, gated: bool,
     ) -> None:  # fmt: skip
         data, scales, offsets = tensors_of(weight)
-        outputs = out.shape[1]
-        step = shape.group if shape.form in ("int4", "fp8", "int8") and shape.groups > 1 else 128
-        step = 64 if shape.form == "float" else min(128, step)
-        on_grid(grouped, (-(-outputs // 64), tiles.shape[1]))(
+        plan, outputs = grouped_plan(shape, rows, self.device), out.shape[1]
+        on_grid(grouped, (-(-outputs // (plan.rows // 2 if gated else plan.rows)), tiles.shape[1]))(
             x, data, scales, offsets, out, tiles, order, outputs, tiles.shape[1],
             COLS=shape.cols, FORMAT=shape.form, HALF=self.half, GROUPS=shape.groups, GROUP=shape.group, OFFSETS=shape.offsets,
-            SHARE=share, BM=rows, BN=64, BK=step, STAGES=3, GATED=gated, ASM=self.asm, num_warps=4,
+            SHARE=share, BM=rows, BW=plan.rows, BK=plan.cols, STAGES=plan.stages, GATED=gated, ASM=self.asm, PDL=self.device.early,
+            num_warps=plan.warps, **self.launch,
         )  # fmt: skip
+
+
+def _room(at: ExpertRows, experts: ExpertWeights, down: Shape) -> PickRoom:
+    """The pieces of `at.picks`, each at a multiple of 16 bytes."""
+    flat, used = at.picks.view(-1), 0
+    count, picks = at.x.shape[0], at.x.shape[0] * experts.active
+
+    def piece(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        nonlocal used
+        size = math.prod(shape) * dtype.itemsize // flat.itemsize
+        found = flat[used : used + size].view(dtype).view(shape)
+        used += -(-size // 8) * 8
+        return found
+
+    word, real = torch.int32, torch.float32
+    table, order = piece(real, count, len(experts.gate_up)), piece(word, picks)
+    return PickRoom(
+        table, piece(word, picks), piece(real, picks), order, piece(real, count), piece(flat.dtype, picks, down.cols),
+        piece(flat.dtype, picks, down.rows),
+    )  # fmt: skip
 
 
 def _behind_each_other(parts: list[Weight]) -> bool:

@@ -76,6 +76,17 @@ class SkinnyPlan:
     warps: int
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """Tiles of `rows` rows of weights times `picks` rows of activations in steps of `cols` columns, `stages` of them on their way."""
+
+    picks: int
+    rows: int
+    cols: int
+    stages: int
+    warps: int
+
+
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Any:
     """A Triton kernel for a grid; what it takes only Triton knows."""
     return kernel[grid]
@@ -150,9 +161,20 @@ def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
     return SkinnyPlan(rows, cols, split, stages, warps)
 
 
-def grouped_plan(picks: int, count: int) -> int:
-    """Rows of a tile where `picks` rows are shared out among `count` weights: as a rule one tile each."""
+def pick_rows(picks: int, count: int) -> int:
+    """Picks of a tile where `picks` are shared out among `count` weights: as a rule one tile each."""
     return 16 if picks <= 12 * count else 32 if picks <= 24 * count else 64
+
+
+def grouped_plan(shape: Shape, picks: int, device: Device) -> GroupedPlan:
+    """For tiles of `picks` rows of activations.
+
+    Of 66 forms on an H200, 2,048 rows and 512 experts of 4 bits: gates 752 us and down 462 us, with steps of 128 columns 936 and 646,
+    with weights on the right side 1,396 and 856; what two programs of a processor can hold is fastest.
+    """
+    step = min(64, _step(shape.group)) if shape.groups > 1 and shape.form != "nvfp4" else 64
+    size = 128 * step * shape.bits // 8 + picks * step * 2
+    return GroupedPlan(picks, 128, step, max(2, min(4, device.shared * 9 // 10 // size)), 8)
 
 
 def _step(group: int) -> int:

@@ -68,7 +68,7 @@ class ExpertRows:
     """x [T, hidden] goes through experts, what they find is added to out [T, hidden].
 
     Room: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared width]; the last two are any
-    tensor where no expert is shared.
+    tensor where no expert is shared. picks [T, `pick_numbers`] is there for 16-bit activations, else any tensor.
     """
 
     x: torch.Tensor
@@ -78,6 +78,14 @@ class ExpertRows:
     gated: torch.Tensor
     shared_gate: torch.Tensor
     shared_gated: torch.Tensor
+    picks: torch.Tensor
+
+
+def pick_numbers(count: int, active: int, hidden: int, width: int) -> int:
+    """16-bit numbers a row that kernels work in which take all experts at once: of each pick what both products give, its expert, its
+    weight and its place, 32 bits each; the row's scores in fp32 or its share of the tiles; the shared expert's weight; alignment.
+    """
+    return active * (width + hidden + 6) + 2 * count + 2 + 64
 
 
 @dataclass(slots=True)

@@ -89,15 +89,64 @@ def fp8_halves(b, HALF: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_halves(q, both, HALF: tl.constexpr):
-    """Low and high nibbles [BN, bytes] times their scales (`both` in one number for 16 bytes), exactly: both have few bits."""
-    low = e2m1(q & 15) * (e4m3(both & 255) * 4194304.0)
-    high = e2m1(q >> 4) * (e4m3((both >> 8) & 255) * 4194304.0)
-    if HALF == "bf16":
-        halves = low.to(tl.bfloat16), high.to(tl.bfloat16)
+def nvfp4_scales(both, HALF: tl.constexpr, ASM: tl.constexpr):
+    """What `nvfp4_halves` takes of scales: those of a unit's low and of its high nibbles, `both` in one number."""
+    low, high = e4m3(both & 255), e4m3((both >> 8) & 255)
+    if ASM and HALF == "bf16":
+        # 2^126 makes up for the exponent's bias that nibbles lack as bf16; e4m3 is 2^8 short, and stays so: 448 * 2^126 is no bf16.
+        scales = (low * 8.507059173023462e37).to(tl.bfloat16), (high * 8.507059173023462e37).to(tl.bfloat16)
     else:
-        halves = low.to(tl.float16), high.to(tl.float16)
-    return halves
+        scales = low * 4194304.0, high * 4194304.0
+    return scales
+
+
+@triton.jit
+def nvfp4_halves(q, low_scale, high_scale, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Low and high nibbles times their scales (`nvfp4_scales`), exactly: both have few bits. With inline PTX for bf16 divided by 256."""
+    if ASM and HALF == "bf16":
+        # A nibble is a sign, two bits of exponent and one of mantissa: shifted to where a bf16 has its own.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p, q, m, z;
+            mov.b32 z, 0x80008000;
+            prmt.b32 p, $4, 0, 0x1404;
+            prmt.b32 q, $4, 0, 0x3424;
+            shr.u32 m, p, 6;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, p, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $2, m, $7, z;
+            shr.u32 m, q, 6;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, q, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $3, m, $8, z;
+            shl.b32 p, p, 4;
+            shl.b32 q, q, 4;
+            shr.u32 m, p, 6;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, p, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $0, m, $5, z;
+            shr.u32 m, q, 6;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, q, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $1, m, $6, z;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [q, low_scale, high_scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    elif HALF == "bf16":
+        low, high = (e2m1(q & 15) * low_scale).to(tl.bfloat16), (e2m1(q >> 4) * high_scale).to(tl.bfloat16)
+    else:
+        low, high = (e2m1(q & 15) * low_scale).to(tl.float16), (e2m1(q >> 4) * high_scale).to(tl.float16)
+    return low, high
+
+
+@triton.jit
+def spread(s, BN: tl.constexpr, UNITS: tl.constexpr):
+    """[BN, UNITS * 16] of [BN, UNITS]: a number of a unit for each of its 16 bytes."""
+    return tl.broadcast_to(s[:, :, None], (BN, UNITS, 16)).reshape(BN, UNITS * 16)
 
 
 @triton.jit
@@ -131,8 +180,10 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
             high_x = tl.load(x + row + at + 16 + col[None, :], mask=live & there, other=0.0)
             q = tl.load(w + held[:, None] * (COLS // 2) + at // 2 + bytes_[None, :], mask=there, other=136)
             if FORMAT == "nvfp4":
-                both = tl.load(scales + held[:, None] * GROUPS + (at // 32 + bytes_ // 16)[None, :], mask=there, other=0)
-                low, high = nvfp4_halves(q, both.to(tl.int32), HALF)
+                unit = at // 32 + tl.arange(0, BK // 32)[None, :]
+                both = tl.load(scales + held[:, None] * GROUPS + unit, mask=unit < GROUPS, other=0)
+                low_scale, high_scale = nvfp4_scales(both.to(tl.int32), HALF, ASM)
+                low, high = nvfp4_halves(q, spread(low_scale, BN, BK // 32), spread(high_scale, BN, BK // 32), HALF, ASM)
                 acc = tl.dot(low_x, low.T, acc)
                 acc = tl.dot(high_x, high.T, acc)
             else:
@@ -146,7 +197,7 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                     total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
                     acc += total[:, None] * o[None, :]
         if FORMAT == "nvfp4":
-            acc *= tl.load(offsets + held)[None, :]
+            acc *= tl.load(offsets + held)[None, :] * (256.0 if ASM and HALF == "bf16" else 1.0)
     else:
         k = tl.arange(0, BK)
         for i in tl.range(PER, num_stages=STAGES):

@@ -93,7 +93,7 @@ class Experts:
     def run(self, at: Pass, /) -> None:
         normed, views = at.normed(self.norm), at.views
         router, spare = views["router"], (views["shared_gate"], views["shared_gated"]) if self.weights.shared else (normed, normed)
-        rows = ExpertRows(normed, at.target, router, views["routed"], views["expert_gated"], *spare)
+        rows = ExpertRows(normed, at.target, router, views["routed"], views["expert_gated"], *spare, views.get("picks", normed))
         if not at.kernels.run_experts(self.weights, rows):
             self._run_parts(at, normed)
 

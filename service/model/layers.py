@@ -20,11 +20,12 @@ from ..quant.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written."""
+    """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written; `halves`: only for 16-bit activations."""
 
     name: str
     width: int
     read: bool = False
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class Widths:
         """The widest row that a product reads."""
         return max(self.hidden, self.shape.queries, self.intermediate, *(room.width for room in self.more if room.read))
 
-    def rows(self) -> dict[str, int]:
-        """The buffers of a pass: name and width."""
+    def rows(self, dtype: torch.dtype) -> dict[str, int]:
+        """The buffers of a pass with such activations: name and width."""
         shape = self.shape
         found = {"x": self.hidden, "normed": self.hidden, "qkv": shape.qkv, "mixed": shape.queries}
         if self.intermediate:
             found |= {"both": 2 * self.intermediate, "gated": self.intermediate}
-        return found | {room.name: room.width for room in self.more}
+        return found | {room.name: room.width for room in self.more if dtype.itemsize == 2 or not room.halves}
 
 
 # Views of the scratch for a pass of so many rows, by the names of Widths.rows.
@@ -70,7 +71,7 @@ class Scratch:
     def __init__(self, lease: Lease, widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> None:
         self.tokens = tokens
         self.logit_rows = logit_rows
-        self._rows = {name: lease.carve((tokens, width), dtype) for name, width in widths.rows().items()}
+        self._rows = {name: lease.carve((tokens, width), dtype) for name, width in widths.rows(dtype).items()}
         self._logits = lease.carve((logit_rows, widths.vocab), dtype)
         self._few = [self._view(count) for count in range(min(FEW_ROWS, tokens) + 1)]
         self._few_logits = [self._logits[:count] for count in range(min(FEW_ROWS, logit_rows) + 1)]
@@ -78,7 +79,7 @@ class Scratch:
     @staticmethod
     def nbytes(widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> int:
         """Bytes for passes of `tokens` rows and scores of `logit_rows` of them, alignment included."""
-        sizes = [(tokens, width) for width in widths.rows().values()] + [(logit_rows, widths.vocab)]
+        sizes = [(tokens, width) for width in widths.rows(dtype).values()] + [(logit_rows, widths.vocab)]
         return sum(carved_bytes(size, dtype) for size in sizes)
 
     def rows(self, count: int) -> PassRows:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..cache.recurrent import Pieces
 from ..errors import ModelError
+from ..kernels.parts import pick_numbers
 from .layers import Room, Widths
 from .spec import ConfigReader, Destination, Source, Turn
 
@@ -82,6 +83,7 @@ class ExpertShape:
             Room("routed", hidden, read=True),
             Room("expert_both", 2 * self.width),
             Room("expert_gated", self.width, read=True),
+            Room("picks", pick_numbers(self.count, self.active, hidden, self.width), halves=True),
         )
         shared = Room("shared_gate", 1), Room("shared_both", 2 * self.shared), Room("shared_gated", self.shared, read=True)
         return (*rooms, *shared) if self.shared else rooms

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..errors import ModelError
+from ..kernels.parts import pick_numbers
 from ..model.families import ALIASES, text_config
 from ..model.spec import ConfigReader
 
@@ -51,7 +52,8 @@ class Census:
     """The tensors of a config, and what sequences leave behind.
 
     `full`: those of the `layers` that have keys and values. `indexer_token`: numbers that a token adds to the pooled indexer keys (fp32),
-    `state`: bytes of a sequence's recurrent states, whatever its length. `row`: numbers that a token takes on its way through a layer.
+    `state`: bytes of a sequence's recurrent states, whatever its length. `row`: numbers that a token takes on its way through a layer,
+    `picks`: those that kernels on a GPU work in beside, where there are experts.
     """
 
     family: str
@@ -66,6 +68,7 @@ class Census:
     indexer_token: int
     state: int
     row: int
+    picks: int
 
     @property
     def kv_token(self) -> int:
@@ -281,7 +284,13 @@ class _Network:
             state += len(_numbers(self.text_config, "ple_layer_ids")) * 4 * CONV_LAG * self.streams * self.hidden
         position = self.read.integer("max_position_embeddings", 32768)
         widths = self.heads, self.kv_heads, self.head_dim
-        return Census(self.family, tensors, position, self.vocab, *widths, full + linear, full, indexer, state, self._row())
+        return Census(self.family, tensors, position, self.vocab, *widths, full + linear, full, indexer, state, self._row(), self._picks())
+
+    def _picks(self) -> int:
+        if not any(self._is_sparse(layer) for layer in range(len(self.linear))):
+            return 0
+        active, width = self.read.integer("num_experts_per_tok"), self.read.integer("moe_intermediate_size")
+        return pick_numbers(self.experts, active, self.hidden, width)
 
     def _row(self) -> int:
         """Numbers that a token takes while it passes a layer: its states, what attention makes of it, and the feed-forward."""

@@ -281,7 +281,7 @@ def load_of(weights: int, table: int, census: Census, machine: Machine, *, draft
     kv = census.kv_token * number // share + 4 * census.indexer_token
     sparse = any(tensors.kind == "experts" for tensors in census.tensors)
     rows = max(MAX_BATCH, chunk_rows(_device(machine.device), sparse=sparse))
-    fixed = rows * census.row * number + SCORED_ROWS * census.vocab * number + KERNEL_ROOM[machine.device]
+    fixed = rows * (census.row + (census.picks if cuda else 0)) * number + SCORED_ROWS * census.vocab * number + KERNEL_ROOM[machine.device]
     token = 4 * census.head_dim + 8  # both rotary tables, fp32; places in the chunk
     if not cuda:
         token += 2 * census.kv_heads * census.head_dim * number

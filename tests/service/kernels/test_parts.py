@@ -161,7 +161,7 @@ def test_experts_of_equal_likelihood_are_taken_from_the_first(library: ctypes.CD
     kernels = CpuKernels(library)
     out, room = torch.ones_like(x), numbers(1, 3)
     views = scratch.rows(1)
-    spare = views["routed"], views["expert_gated"], views["shared_gate"], views["shared_gated"]
+    spare = views["routed"], views["expert_gated"], views["shared_gate"], views["shared_gated"], x
     assert kernels.run_experts(first, ExpertRows(x, out, room, *spare))
     torch.testing.assert_close(through(experts, x, kernels, scratch), out)
 
