@@ -120,6 +120,7 @@ class HybridSequence(SequenceKV):
         self._states = pages._states
         self._slot = slot
         self._aside = False
+        self._ahead: list[int] = []  # with the states behind the tokens that a pass has read and that may not count
         self._snapshots: list[Snapshot] = []
         self._written: int | None = None  # the block of the last border in what decode wrote
 
@@ -130,17 +131,32 @@ class HybridSequence(SequenceKV):
     @property
     def taken(self) -> list[int]:
         """Slots that it owns."""
-        return [self._slot, *(snapshot.slot for snapshot in self._snapshots if snapshot.slot is not None)]
+        return [self._slot, *self._ahead, *(snapshot.slot for snapshot in self._snapshots if snapshot.slot is not None)]
 
-    def ensure(self, tokens: int, *, undo: bool = False) -> None:
+    @property
+    def trail(self) -> list[tuple[int, int]]:
+        return list(zip([self._slot, *self._ahead], self._ahead, strict=False))
+
+    @property
+    def undoable(self) -> int:
+        return min(super().undoable, self._hybrid.openable + len(self._ahead))
+
+    def ensure(self, tokens: int, *, undo: bool = False, each: bool = False) -> None:
+        """With `each` a slot is taken for the state behind each token; those of borders that were not used for long give way."""
+        self._give_up()
         super().ensure(tokens, undo=undo)
-        self._aside = undo
+        self._aside = undo and not each
+        while each and len(self._ahead) < tokens:
+            self._ahead.append(self._hybrid.take_slot())
 
     def advance(self, tokens: int) -> None:
         super().advance(tokens)
         if self._aside:
             self._slot = self._states.swap_spare(self._slot)
             self._aside = False
+        for _ in range(min(tokens, len(self._ahead))):
+            self._states.give(self._slot)
+            self._slot = self._ahead.pop(0)
 
     def snapshot(self) -> Snapshot:
         slot = self._hybrid.take_slot()
@@ -165,6 +181,7 @@ class HybridSequence(SequenceKV):
 
     def truncate(self, length: int) -> int:
         """The last snapshot or border at `length` or before it, or the beginning."""
+        self._give_up()
         if length == self.length:
             return length
         kept = [snapshot for snapshot in self._snapshots if snapshot.length <= length]
@@ -180,6 +197,7 @@ class HybridSequence(SequenceKV):
         if self in self._hybrid._open:
             for slot in self.taken:
                 self._states.give(slot)
+            self._ahead.clear()
             self._snapshots.clear()
         super().close()
 
@@ -192,8 +210,15 @@ class HybridSequence(SequenceKV):
         assert lengths == sorted(lengths), f"snapshots at {lengths}"  # noqa: S101 - invariants of ours
         assert not lengths or lengths[-1] <= self.length, f"snapshot at {lengths[-1]} of {self.length} tokens"  # noqa: S101
 
+    def _give_up(self) -> None:
+        """Return the slots behind the tokens that do not count."""
+        for slot in self._ahead:
+            self._states.give(slot)
+        self._ahead.clear()
+
     def _back_to(self, length: int, slot: int | None) -> int:
         """Take the state in `slot` (None: that of no tokens) at `length`, and give up the snapshots behind it."""
+        self._give_up()
         super().truncate(length)
         if slot is None:
             self._states.clear(self._slot)

@@ -264,10 +264,20 @@ class SequenceKV:
         """Where its recurrent state is read and written by the pass that `ensure` was called for."""
         return 0, 0
 
-    def ensure(self, tokens: int, *, undo: bool = False) -> None:
+    @property
+    def trail(self) -> list[tuple[int, int]]:
+        """As `slots`, for each row of a pass that `ensure` was called for with `each`."""
+        return []
+
+    @property
+    def undoable(self) -> int:
+        """Tokens that `ensure` may be called for with `each`."""
+        return self.capacity - self.length
+
+    def ensure(self, tokens: int, *, undo: bool = False, each: bool = False) -> None:
         """Have blocks of its own for `tokens` more tokens, before they are written. Raises RequestError beyond the capacity.
 
-        `undo`: the pass may be given up, and the sequence is then to be as before.
+        `undo`: the pass may be given up, and the sequence is then to be as before. `each`: it may be given up behind any of its tokens.
         """
         end = self.length + tokens
         if end > self.capacity:

@@ -17,11 +17,17 @@ class SequenceCache(Protocol):
     capacity: int
     length: int
 
-    def ensure(self, tokens: int, *, undo: bool = False) -> None:
+    def ensure(self, tokens: int, *, undo: bool = False, each: bool = False) -> None:
         """Have room of its own for `tokens` more, before a pass writes them. Raises RequestError beyond the capacity.
 
-        With `undo` the pass may be given up: without `advance` the sequence is as it was before.
+        With `undo` the pass may be given up: without `advance` the sequence is as it was before. With `each` it may be given up behind any
+        of its tokens, of which there are at most `undoable`: the sequence is advanced by as many as are wanted, at once or bit by bit.
         """
+        ...
+
+    @property
+    def undoable(self) -> int:
+        """The tokens that one pass may read that is given up behind any of them."""
         ...
 
     def advance(self, tokens: int) -> None:
@@ -37,7 +43,10 @@ class SequenceCache(Protocol):
         ...
 
     def truncate(self, length: int) -> int:
-        """Forget everything from position `length` on, or from the last earlier one that can be gone back to; returns which it was."""
+        """Forget everything from position `length` on, or from the last earlier one that can be gone back to; returns which it was.
+
+        At the present length that is what a pass has written behind it.
+        """
         ...
 
     def close(self) -> None:

@@ -67,6 +67,7 @@ class DecodeBuffers:
         self._positions = [self.positions[:batch] for batch in range(MAX_BATCH + 1)]
         slots = [self._slots.views(batch) if self._slots else None for batch in range(MAX_BATCH + 1)]
         self._rows = [Rows(self.positions[:batch], self.tables[:batch], None, 0, slots[batch]) for batch in range(MAX_BATCH + 1)]
+        self._trails = [Rows(self.positions[:count], self.tables[:1], 0, 0, slots[count], trail=True) for count in range(MAX_BATCH + 1)]
         # Whose table, in which version, each row of `tables` holds.
         self._held: list[tuple[SequenceKV | None, int]] = [(None, 0)] * MAX_BATCH
 
@@ -103,6 +104,22 @@ class DecodeBuffers:
         for row in range(len(sequences), batch):
             self._hold_table(row, sequences[0])
         return positions + positions[:1] * missing
+
+    def fill_trail(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, Rows]:
+        """Put up to MAX_BATCH `ids` behind one sequence, which can then be advanced by as many of them as turn out to be wanted.
+
+        It gets room for them and is not advanced. Raises RequestError beyond its capacity, MemoryFull for more than are `undoable`.
+        """
+        count, start = len(ids), sequence.length
+        sequence.ensure(count, each=True)
+        self._hold_table(0, sequence)
+        self._ids[count].copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
+        self._positions[count].copy_(torch.arange(start, start + count, dtype=torch.int32), non_blocking=True)
+        if self._slots is not None:
+            self._slots.fill(sequence.trail)
+        rows = self._trails[count]
+        rows.start, rows.longest, rows.ids = start, start + count, ids
+        return self._ids[count], rows
 
     def prepare(self, batch: int, tokens: Sequence[int]) -> None:
         """What the host does for a step whose ids are there, before its device work: see Decoder.prepare. `tokens`: the ids, if known."""

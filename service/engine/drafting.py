@@ -17,14 +17,14 @@ import torch
 from ..cache.hybrid import HybridKV
 from ..cache.paged import KVShape, PagedKV, SequenceKV
 from ..cache.recurrent import Pieces, RecurrentStates, StateShape
-from ..kernels.rows import BLOCK
+from ..kernels.rows import BLOCK, FEW_ROWS
 from ..memory.lease import Lease, carved_bytes
 from ..model.draft import Draft
 from ..model.layers import Scratch
 from .buffers import ChunkBuffers
 
-# Rows that are held back: what a first guess reads must be worth the guess.
-HELD = 32
+# Rows that are held back. What a first guess reads must be worth the guess: 8 rows take twice as long as one, 32 rows seven times.
+HELD = FEW_ROWS
 # Tokens that the layer looks back at most: 8 MiB of Qwen3.8-Flash-Next's keys and values.
 REACH = 4096
 # What a guess of several tokens writes beside the sequence, and stops at: the blocks of a fork that begins inside one.

@@ -129,11 +129,12 @@ class Runner:
         return scores
 
     def check(self, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
-        """Read a few ids, up to SCORED_ROWS, in one pass: scores [T, vocab] behind each, as decode steps would give them.
+        """Read a few ids, up to MAX_BATCH, in one pass: scores [T, vocab] behind each, as decode steps would give them.
 
-        The sequence is as it was until the caller advances it: by as many of them as it wants where it cuts anywhere, else by all.
+        The sequence is as it was until the caller advances it, by as many of them as it wants.
         """
-        state = self._forward(sequence, ids, None, advance=False)
+        chunk, rows = self.buffers.fill_trail(sequence, ids)
+        state = self.network.forward(chunk, rows, self.kv, self.scratch)
         scores = self._scores(state)
         self._see(sequence, ids, state, ahead=True)
         return scores
@@ -193,8 +194,6 @@ class Runner:
         cancel: CancelCheck | None,
         seen: BetweenLayers | None = None,
         before: Sequence[int] = (),
-        *,
-        advance: bool = True,
     ) -> torch.Tensor:
         """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each. `before`: see
         ChunkBuffers.fill.
@@ -212,8 +211,7 @@ class Runner:
             self.gate.fetch_rows(ids)
         chunk, rows = self.chunk.fill(sequence, ids, before)
         state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
-        if advance:
-            sequence.advance(len(ids))
+        sequence.advance(len(ids))
         return state
 
 

@@ -16,8 +16,10 @@ LENGTHS: tuple[int, ...] = (4, 3, 2)
 RISK = 0.02
 # How fast a measured pass replaces what was known of passes of its size.
 LEARNING = 0.2
-# Rows that the drafting layer reads in the time that it takes for one token: of those the head sees only the last.
-READ_AT_ONCE = 16
+# Rows that the drafting layer reads in the time that it takes for one token: of those the head sees only the last. BF16 6.6, INT4 5.8.
+READ_AT_ONCE = 6
+# What a pass of more rows than any that was measured may take, beside as much for each row: they took up to 1.1 (see docs/performance.md).
+BEYOND = 1.25
 
 
 class Lookup:
@@ -76,8 +78,8 @@ class PassCosts:
         return (self.drafted or self.guess_share * self.at_most(1)) * (tokens + (unread - 1) / READ_AT_ONCE)
 
     def at_most(self, rows: int) -> float:
-        """What a step of so many rows takes at most: beyond what was measured, as much for each row. 0 when nothing was measured."""
-        return self._between(rows, lambda known: self.measured[known] * rows / known)
+        """What a step of so many rows takes at most: beyond what was measured BEYOND times as much for each; 0 if nothing was."""
+        return self._between(rows, lambda known: self.measured[known] * BEYOND * rows / known)
 
     def likely(self, rows: int) -> float:
         """What a step of so many rows takes, if more rows than were measured cost nothing: that is found out where it may be tried."""
@@ -111,13 +113,11 @@ class Record:
 class Room:
     """What a step may read: `behind` tokens of the text before its latest one, and `most` guessed ones.
 
-    `again`: after a wrong guess the tokens before it are read again by the next pass, for a state cannot be cut shorter. `unread`: rows
-    that the drafting layer would read first, 0 where it cannot guess.
+    `unread`: rows that the drafting layer would read first, 0 where it cannot guess.
     """
 
     most: int
     behind: int = 0
-    again: bool = False
     unread: int = 0
 
 
@@ -175,9 +175,8 @@ class Speculator:
             power *= record.chance
             expected += power
             draft = costs.draft(count, unread) if unread else 0.0
-            again = costs.likely(now + 1) - single if room.again else 0.0
-            gain = expected * single - (costs.likely(now + count) - costs.likely(now)) - draft - (1 - power) * again
-            risk = costs.at_most(now + count) - single + draft + again
+            gain = expected * single - (costs.likely(now + count) - costs.likely(now)) - draft
+            risk = costs.at_most(now + count) - single + draft
             if gain > best_gain and risk <= allowed:
                 best, best_gain = count, gain
         return best, best_gain

@@ -89,23 +89,16 @@ class Writing:
         victim.set_back()
 
     def _room(self, row: Row) -> Room | None:
-        """What a guess behind the row's latest token may take; None where none is made and the row goes one token further.
-
-        A state cannot be cut shorter: what is read behind it is counted only once all of it is right, and no pass goes over the end of a
-        block, where a state is kept.
-        """
+        """What a guess behind the row's latest token may take; None where none is made and the row goes one token further."""
         kv, behind = row.kv, len(row.feed) - 1
         if not self._stepper.checks or not row.prepared.speculation or kv is None or self._call.flights or not 0 <= behind < GUESSED:
             return None
-        left = kv.capacity - kv.length - len(row.feed)
+        left = kv.undoable - len(row.feed)
         if left < 0:
             return None
-        most = min(GUESSED - behind, left) if row.answer.coming is None else 0
-        if kv.cuts_anywhere:
-            return Room(most, behind)
-        drafting, latest = self._call.runner.drafting, kv.length + behind
-        most = min(most, BLOCK - kv.length % BLOCK - len(row.feed))
-        return Room(most, behind, again=True, unread=drafting.unread(kv, latest) if drafting is not None else 0)
+        drafting = self._call.runner.drafting
+        unread = drafting.unread(kv, kv.length + behind) if drafting is not None else 0
+        return Room(min(GUESSED - behind, left) if row.answer.coming is None else 0, behind, unread)
 
     def _guess(self, row: Row, room: Room) -> tuple[list[int], float]:
         """Tokens to check behind the row's latest one, if that pays, and the seconds that it took to draft them."""
@@ -143,17 +136,15 @@ class Writing:
             if token == expected:
                 right += 1
                 self._tell(stages, Stage(accepted=1))
-            if kv.cuts_anywhere:
-                kv.advance(1 if place else len(fed))
-            elif place == len(guess):
-                kv.advance(len(fed) + place)
+            for _ in (token,) if place else fed:
+                kv.advance(1)
                 kv.keep_border(written=True)
             events += self._call.take(row, picked)
             if token != expected or row.answer.finish is not None:
                 break
             row.feed.clear()
-        if not kv.cuts_anywhere and right < len(guess):
-            row.feed.extendleft(reversed([*fed, *guess[:right]]))
+        if not kv.cuts_anywhere:
+            kv.truncate(kv.length)  # the states behind what was not chosen
         speculator.note(len(guess), right, time.perf_counter() - began, rows=len(fed) + len(guess), drafting=drafting)
         yield from events
 

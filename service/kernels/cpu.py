@@ -149,7 +149,7 @@ class CpuKernels(ReferenceKernels):
         return self._calls.make(_few_key(mixed, run, projected, qkv), build)
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
-        key = (id(heads), id(step.projected), id(step.rates), id(step.windows), id(step.slots), id(step.out))
+        key = (id(heads), id(step.projected), id(step.rates), id(step.windows), id(step.slots), id(step.out), step.trail)
         return self._calls.make(key, lambda: cpu_parts.delta(self._calls, heads, step))
 
     def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
@@ -202,8 +202,8 @@ class CpuKernels(ReferenceKernels):
 
 
 def _step_key(heads: AttentionHeads, at: AttentionRows, *parts: object) -> tuple[int, ...] | None:
-    """What a call of a decode step is kept under; chunks are made anew each time."""
-    if at.rows.start is not None:
+    """What a call of a decode step or a trail is kept under; other chunks are made anew each time."""
+    if at.rows.start is not None and not at.rows.trail:
         return None
     return id(heads), id(at.qkv), id(at.keys), id(at.values), id(at.rows), id(at.out), *map(id, parts)
 

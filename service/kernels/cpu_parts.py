@@ -57,6 +57,7 @@ def indexed(calls: Calls, heads: AttentionHeads, at: AttentionRows, indexer: Ind
     queue = heads.rotary.cos.shape[0] // indexer.ratio + 1
     queues = torch.empty((calls.threads, queue * SCORED_BYTES), dtype=torch.uint8)
     x = Indexed(a=attends, heads=indexer.heads, dim=indexer.dim, queue=queue, q_eps=indexer.q_norm.eps, k_eps=indexer.k_norm.eps)
+    x.trail = at.rows.trail
     x.a.chosen, x.a.most, x.a.ratio = chosen.data_ptr(), most, indexer.ratio
     x.indexed, x.q_norm, x.k_norm, x.tails, x.pooled = (tensor.data_ptr() for tensor in held)
     x.sources, x.targets, x.queues = slots.source.data_ptr(), slots.target.data_ptr(), queues.data_ptr()
@@ -69,7 +70,7 @@ def delta(calls: Calls, heads: DeltaHeads, step: DeltaStep) -> Call | None:
         return None
     d = Delta(rows=step.out.shape[0], taps_count=heads.taps.shape[0], eps=heads.norm.eps, threads=calls.threads)
     d.key_heads, d.group, d.key_dim, d.value_dim = heads.key_heads, heads.group, heads.key_dim, heads.value_dim
-    d.fused, d.sigmoid = heads.fused, heads.gate == "sigmoid"
+    d.fused, d.sigmoid, d.trail = heads.fused, heads.gate == "sigmoid", step.trail
     d.projected, d.rates, d.windows, d.states, d.taps, d.decay, d.bias, d.norm, d.out = (tensor.data_ptr() for tensor in held)
     d.sources, d.targets = step.slots.source.data_ptr(), step.slots.target.data_ptr()
     return Call.of(calls.native.delta_rows, d, *held, heads, step.slots)

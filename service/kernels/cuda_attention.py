@@ -52,7 +52,7 @@ class AttentionKernels(FusedProducts):
 
     def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
         qkv, rows, rotary = at.qkv, at.rows, heads.rotary
-        if not self.fuses_attention(heads.shape) or rows.slots is None:
+        if not self.fuses_attention(heads.shape) or rows.slots is None or rows.trail:
             return False
         count, decode, forms = qkv.shape[0], rows.start is None, _forms(heads.shape)
         self._place(heads, at)

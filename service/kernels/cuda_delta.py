@@ -29,7 +29,7 @@ class DeltaKernels(FusedProducts):
     """The answers to a decode step are fp32 up to the gate; between the kernels of a chunk, queries, keys and values are activations."""
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
-        if not self.fuses_delta(heads):
+        if step.trail or not self.fuses_delta(heads):
             return False
         count, sizes, slots = step.projected.shape[0], _sizes(heads), step.slots
         seen = self.kept("delta seen", torch.float32, step.projected, count, heads.channels)

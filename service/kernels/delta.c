@@ -18,6 +18,7 @@ struct delta {
     float *out;                     /* [rows][key_heads][group][value_dim] */
     const int64_t *sources, *targets; /* [rows]: slots that are read and written */
     int64_t rows, key_heads, group, key_dim, value_dim, taps_count, fused, sigmoid, threads;
+    int64_t trail; /* whether the rows are of one sequence, each going on from what the row before left; else of one each */
     double eps;
 };
 
@@ -46,6 +47,29 @@ static void to_unit(float *x, long count, float factor) {
     for (long i = 0; i < count; i += VL) store(x + i, load(x + i) * scale);
 }
 
+/* What a value head's state takes in of k and v, and answers q with. */
+struct token { const float *q, *k; float left, taken; };
+
+/* N vectors of the columns of a state [keys][values]: sums that do not wait for each other, over whole lines. Returns the squares of `out`. */
+INLINE vf some_columns(const int N, const struct token *in, const float *from, float *to, long keys, long values, const float *v, float *out) {
+    vf recalled[4], correction[4], answer[4], squares = {0};
+    UNROLL for (int n = 0; n < N; n++) recalled[n] = answer[n] = (vf){0};
+    for (long i = 0; i < keys; i++)
+        UNROLL for (int n = 0; n < N; n++) recalled[n] += load(from + i * values + n * VL) * in->k[i];
+    UNROLL for (int n = 0; n < N; n++) correction[n] = (load(v + n * VL) - recalled[n] * in->left) * in->taken;
+    for (long i = 0; i < keys; i++)
+        UNROLL for (int n = 0; n < N; n++) {
+            const vf state = load(from + i * values + n * VL) * in->left + correction[n] * in->k[i];
+            store(to + i * values + n * VL, state);
+            answer[n] += state * in->q[i];
+        }
+    UNROLL for (int n = 0; n < N; n++) {
+        store(out + n * VL, answer[n]);
+        squares += answer[n] * answer[n];
+    }
+    return squares;
+}
+
 /* One value head: its state takes k and v in, and answers q; the answer is normed and gated by z. */
 static void one_head(const struct delta *d, long row, long head, const float *q, const float *k, const float *v, const float *z, float beta, float speed) {
     const long keys = d->key_dim, values = d->value_dim, heads = d->key_heads * d->group;
@@ -53,22 +77,13 @@ static void one_head(const struct delta *d, long row, long head, const float *q,
     float *to = d->states + (d->targets[row] * heads + head) * keys * values;
     float *out = d->out + (row * heads + head) * values;
     const float x = speed + d->bias[head], grown = x > 20.0f ? x : log1pf(expf(x));
-    const float left = expf(d->decay[head] * grown), taken = 1.0f / (1.0f + expf(-beta));
+    const struct token in = {q, k, expf(d->decay[head] * grown), 1.0f / (1.0f + expf(-beta))};
     vf squares = {0};
-    for (long e = 0; e < values; e += VL) {
-        vf recalled = {0}, answer = {0};
-        for (long i = 0; i < keys; i++) recalled += load(from + i * values + e) * k[i];
-        const vf correction = (load(v + e) - recalled * left) * taken;
-        for (long i = 0; i < keys; i++) {
-            const vf state = load(from + i * values + e) * left + correction * k[i];
-            store(to + i * values + e, state);
-            answer += state * q[i];
-        }
-        store(out + e, answer);
-        squares += answer * answer;
-    }
+    long e = 0;
+    for (; e + 4 * VL <= values; e += 4 * VL) squares += some_columns(4, &in, from + e, to + e, keys, values, v + e, out + e);
+    for (; e < values; e += VL) squares += some_columns(1, &in, from + e, to + e, keys, values, v + e, out + e);
     const float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)values + (float)d->eps);
-    for (long e = 0; e < values; e += VL) {
+    for (e = 0; e < values; e += VL) {
         const vf gate = load(z + e), opened = d->sigmoid ? squashed(gate) : gate * squashed(gate);
         store(out + e, load(out + e) * scale * load(d->norm + e) * opened);
     }
@@ -94,10 +109,12 @@ static void key_head(const struct delta *d, long row, long h) {
 }
 
 void delta_rows(const struct delta *d) {
-    const long tasks = d->rows * d->key_heads;
-    const int many = tasks * d->group * d->key_dim * d->value_dim * (long)sizeof(float) >= ALONE;
+    /* A head's rows of one sequence follow each other while its states are in the cache of the core. */
+    const long together = d->trail ? d->rows : 1, tasks = d->rows / together * d->key_heads;
+    const int many = d->rows * d->key_heads * d->group * d->key_dim * d->value_dim * (long)sizeof(float) >= ALONE;
 #pragma omp parallel for schedule(static) num_threads((int)d->threads) if (many)
-    for (long task = 0; task < tasks; task++) key_head(d, task / d->key_heads, task % d->key_heads);
+    for (long task = 0; task < tasks; task++)
+        for (long row = 0; row < together; row++) key_head(d, task / d->key_heads + row, task % d->key_heads);
 }
 
 /* out [rows][cols] = x times weight over its root mean square; row i has weights i modulo `period`. x and out may be the same. */

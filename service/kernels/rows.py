@@ -44,10 +44,14 @@ class NormWeight:
 
 @dataclass(slots=True)
 class Slots:
-    """Where the recurrent states of the S sequences of a pass are read and written: int64 [S] each, on the device."""
+    """Where the recurrent states of the S sequences of a pass are read and written: int64 [S] each, on the device; [T] of a trail."""
 
     source: torch.Tensor
     target: torch.Tensor
+
+    def part(self, rows: slice) -> Slots:
+        """Those of some of the sequences, or of some rows of a trail."""
+        return Slots(self.source[rows], self.target[rows])
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class Rows:
 
     positions: int32 [T], the position of each row in its sequence. tables: int32 [S, max_blocks], the KV block ids of each sequence.
     start: a chunk (S = 1) has rows start..start+T-1 of one sequence; None is a decode step, where row i belongs to sequence i (S = T).
+    trail: a chunk of up to FEW_ROWS rows leaves a recurrent state behind each of them: row i goes on from the one that row i - 1 left.
     longest: upper bound of positions + 1 that the host knows; under a CUDA graph that of its bucket.
     slots: of networks with recurrent layers, else None. ids: those of the rows, and before: those just before a chunk, as far as the host
     knows them without asking the device, which would wait for all that it does.
@@ -68,6 +73,7 @@ class Rows:
     slots: Slots | None = None
     ids: Sequence[int] = ()
     before: Sequence[int] = ()
+    trail: bool = False
 
 
 @dataclass(slots=True)

@@ -83,28 +83,37 @@ class GatedDelta:
         at.project(self.norm, self.projection, projected)
         at.project(self.norm, self.rates, rates)
         windows, held = states.parts(self.index)
-        step = DeltaStep(projected, rates, windows, held, slots, mixed)
-        if not (kernels.delta_step if at.rows.start is None else kernels.delta_chunk)(self.heads, step):
+        step = DeltaStep(projected, rates, windows, held, slots, mixed, at.rows.trail)
+        if not (kernels.delta_step if at.rows.start is None or step.trail else kernels.delta_chunk)(self.heads, step):
             self._mix(at, states, slots)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
     def _mix(self, at: Pass, states: RecurrentStates, slots: Slots) -> None:
         """From projections to gated answers; states go on from the slots that the pass reads to those that it writes."""
-        heads, mixed = self.heads, at.views["delta_mixed"]
+        heads, mixed, count = self.heads, at.views["delta_mixed"], at.ids.shape[0]
         seen, gates, beta, speed = self._split(at.views["delta_projected"], at.views["delta_rates"])
-        rates = heads.decay * F.softplus(speed.float() + heads.bias), beta.float().sigmoid()
-        windows, held = states.read(self.index, slots.source)
-        if at.rows.start is None:
-            convolved, windows = convolve_step(seen.float(), windows, heads.taps)
-            answers = delta_step(*self._heads(convolved), *rates, held)
+        parts = seen.float(), heads.decay * F.softplus(speed.float() + heads.bias), beta.float().sigmoid()
+        if at.rows.trail:
+            rows = [slice(row, row + 1) for row in range(count)]
+            answers = torch.cat([self._step(states, slots.part(row), *(part[row] for part in parts)) for row in rows])
+        elif at.rows.start is None:
+            answers = self._step(states, slots, *parts)
         else:
-            convolved, window = convolve_chunk(seen.float(), windows[0], heads.taps)
-            windows = window[None]
-            answers = delta_chunk(*self._heads(convolved), *rates, held[0])
-        states.write(self.index, slots.target, (windows, held))
+            windows, held = states.read(self.index, slots.source)
+            convolved, window = convolve_chunk(parts[0], windows[0], heads.taps)
+            answers = delta_chunk(*self._heads(convolved), *parts[1:], held[0])
+            states.write(self.index, slots.target, (window[None], held))
         at.kernels.rms_norm(answers, heads.norm, answers)
         opened = torch.sigmoid(gates.float()) if heads.gate == "sigmoid" else F.silu(gates.float())
         mixed.view(answers.shape).copy_(answers.mul_(opened))
+
+    def _step(self, states: RecurrentStates, slots: Slots, seen: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """The next token of each sequence: the answers [S, H, R, E]."""
+        windows, held = states.read(self.index, slots.source)
+        convolved, windows = convolve_step(seen, windows, self.heads.taps)
+        answers = delta_step(*self._heads(convolved), decay, beta, held)
+        states.write(self.index, slots.target, (windows, held))
+        return answers
 
     def _split(self, projected: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the convolution sees [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""

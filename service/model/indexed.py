@@ -76,12 +76,14 @@ class IndexedAttention(GatedAttention):
         ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
-        tails = states.read(self.place, slots.source)[0]
         places = rows.positions.tolist()
         pieces = [(0, len(places))] if rows.start is not None else [(row, row + 1) for row in range(len(places))]
-        for sequence, (first, last) in enumerate(pieces):
-            self._pool(at, keys[first:last], tails[sequence], sequence, places[first])
-        states.write(self.place, slots.target, (tails,))
+        # Of a trail each row for itself: it goes on from the tail that the one before left.
+        for row, (first, last) in enumerate([(row, row + 1) for row in range(len(places))] if rows.trail else pieces):
+            slot = slots.part(slice(row, row + 1))
+            tails = states.read(self.place, slot.source)[0]
+            self._pool(at, keys[first:last], tails[0], 0 if rows.trail else row, places[first])
+            states.write(self.place, slot.target, (tails,))
         if max(places) < shape.budget + shape.ratio - 1:
             at.kernels.attend(self.heads, own)
             return

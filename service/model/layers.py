@@ -229,7 +229,7 @@ class Decoder:
             x = streams
         for early in () if prepared else self.early:
             early.begin(at)
-        if between is None and rows.start is None:
+        if between is None and (rows.start is None or rows.trail):
             for first, last in self.stretches:
                 if not prepared:
                     self._fetch(at, first)

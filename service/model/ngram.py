@@ -173,14 +173,17 @@ class NgramBlock:
         if len(at.rows.before) >= back:
             before = [at.rows.before[-back:]]
         else:
-            before = [[int(token) + self.shape.end for token in pasts[slot].tolist()] for slot in slots.source.tolist()]
+            sources = slots.source[: 1 if at.rows.start is not None else None]
+            found = pasts[sources.numpy()] if held.is_cpu else held.index_select(0, sources)  # one wait for a device, not one a row
+            before = [[int(token) + self.shape.end for token in past] for past in found.tolist()]
         pieces = [[*before[0], *ids]] if at.rows.start is not None else [[*past, token] for past, token in zip(before, ids, strict=True)]
         self.coming = [row for seen in pieces for row in self._rows(seen)]
-        kept = [[float(token - self.shape.end) for token in seen[1 - self.shape.size :]] for seen in pieces]
+        ends = [pieces[0][: back + row] for row in range(1, len(ids) + 1)] if at.rows.trail else pieces
+        kept = [[float(token - self.shape.end) for token in seen[-back:]] for seen in ends]
         if held.is_cpu:
             held.numpy()[slots.target.numpy()] = kept
         else:
-            held.index_copy_(0, slots.target, torch.tensor(kept, device=held.device))
+            held.index_copy_(0, slots.target, torch.tensor(kept).to(held.device, non_blocking=True))
         self.table.announce(self.coming)
 
     def fetch(self, at: Pass, /) -> None:
@@ -194,20 +197,29 @@ class NgramBlock:
         kernels, views, weights = at.kernels, at.views, self.weights
         slots, states = self._states(at)
         held = states.parts(self.index)[0]
-        if at.rows.start is None:
+        if at.rows.start is None or at.rows.trail:
             rows = NgramRows(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots)
             if kernels.add_ngrams(weights, rows):
                 return
-        windows = states.read(self.index, slots.source)[0]
         added = self._gated(at)
         normed = kernels.rms_norm(added, weights.conv_norm, torch.empty_like(added)).flatten(1).float()
-        if at.rows.start is None:
+        if at.rows.trail:
+            places = [slice(row, row + 1) for row in range(len(normed))]
+            convolved = torch.cat([self._convolved(states, slots.part(place), normed[place], step=True) for place in places])
+        else:
+            convolved = self._convolved(states, slots, normed, step=at.rows.start is None)
+        views["streams"].add_(added.flatten(1)).add_(convolved)
+
+    def _convolved(self, states: RecurrentStates, slots: Slots, normed: torch.Tensor, *, step: bool) -> torch.Tensor:
+        """The next rows of each sequence, or a chunk of one, over time; the windows move on."""
+        windows, weights = states.read(self.index, slots.source)[0], self.weights
+        if step:
             convolved, windows = convolve_step(normed, windows, weights.taps, weights.apart)
         else:
             convolved, window = convolve_chunk(normed, windows[0], weights.taps, weights.apart)
             windows = window[None]
-        held.index_copy_(0, slots.target, windows)
-        views["streams"].add_(added.flatten(1)).add_(convolved)
+        states.parts(self.index)[0].index_copy_(0, slots.target, windows)
+        return convolved
 
     @staticmethod
     def _states(at: Pass) -> tuple[Slots, RecurrentStates]:

@@ -61,16 +61,19 @@ class HybridMachine(RuleBasedStateMachine):
         self.texts: list[Text] = []
 
     def play(self, texts: list[Text], ids: list[list[int]]) -> None:
-        """One pass over the states of several sequences, in every layer."""
-        slots = torch.tensor([text.kv.slots for text in texts])
+        """One pass over several sequences."""
+        self.move([text.ids for text in texts], ids, torch.tensor([text.kv.slots for text in texts]))
+
+    def move(self, pasts: list[list[int]], ids: list[list[int]], slots: torch.Tensor) -> None:
+        """States behind `pasts` become those behind the ids that follow, in every layer; slots [S, 2]: from which and to which."""
         states = self.pages.states
         assert states is not None
         for layer in range(len(STATES.layers)):
             pieces = states.read(layer, slots[:, 0])
-            for row, (text, new) in enumerate(zip(texts, ids, strict=True)):
+            for row, (past, new) in enumerate(zip(pasts, ids, strict=True)):
                 for number, piece in enumerate(pieces):
-                    assert piece[row].unique().tolist() == [told(text.ids) + layer + number if text.ids else 0], "another's state"
-                    piece[row] = told(text.ids + new) + layer + number
+                    assert piece[row].unique().tolist() == [told(past) + layer + number if past else 0], "another's state"
+                    piece[row] = told(past + new) + layer + number
             states.write(layer, slots[:, 1], pieces)
 
     @rule(prompt=st.sampled_from((0, 1)), length=st.integers(1, CONTEXT - 40))
@@ -103,6 +106,27 @@ class HybridMachine(RuleBasedStateMachine):
         if text.kv.length + count <= CONTEXT:
             text.kv.ensure(count, undo=True)
             self.play([text], [[7] * count])
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), count=st.integers(1, 8), drop=st.booleans())
+    def go_on_inside(self, data: st.DataObject, count: int, drop: bool) -> None:
+        """A pass that leaves a state behind each row, of which any beginning may count."""
+        text = data.draw(st.sampled_from(self.texts))
+        kv, states, count = text.kv, self.pages.states, min(count, text.kv.undoable)
+        if not count or states is None:
+            return
+        new = [count + row for row in range(count)]
+        kv.ensure(count, each=True)
+        for row, (source, target) in enumerate(kv.trail):
+            self.move([text.ids + new[:row]], [new[row : row + 1]], torch.tensor([[source, target]]))
+        for kept in data.draw(st.lists(st.integers(0, count), max_size=3)):
+            piece, new = new[:kept], new[kept:]
+            kv.advance(len(piece))
+            text.ids += piece
+            kv.keep_border(written=True)
+        if drop:
+            assert kv.truncate(kv.length) == len(text.ids)
+            assert len(kv.trail) == 0
 
     @precondition(lambda self: self.texts)
     @rule(token=st.integers(0, 9))

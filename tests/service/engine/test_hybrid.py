@@ -33,7 +33,7 @@ from tiny_families import write_family
 
 CONTEXT = 512
 CPU = torch.device("cpu")
-MOVES = ("read", "step", "snapshot", "restore", "truncate", "fork")
+MOVES = ("read", "step", "guess", "snapshot", "restore", "truncate", "fork")
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
@@ -113,10 +113,10 @@ def test_choices_lists_and_a_prompt_that_is_read_meanwhile_are_what_each_is_alon
         assert found[2 + choice].ids == one(model, replace(requests[2], n=1, sampling=seed)).ids
 
 
-def test_guesses_are_left_alone(model: OpenModel) -> None:
-    """A text that repeats itself would be guessed; a state cannot be set back behind a wrong guess."""
-    result = one(model, ask([7, 8, 9] * 20, max_tokens=60, sampling=Sampling(temperature=0.0, logit_bias={2: -100.0})))
-    assert "speculation" not in result.stages
+def test_decode_asks_the_pool_for_nothing(model: OpenModel) -> None:
+    """Not for the states behind guesses either, of which a text that repeats itself has many."""
+    bias = {2: -100.0} | {token: 1e4 * (1 + token % 2) for token in range(3, 7)}
+    result = one(model, ask([3, 4, 5] * 20, max_tokens=200, sampling=Sampling(temperature=0.0, logit_bias=bias)))
     assert result.stages["decode"].allocations == 0
 
 
@@ -154,6 +154,14 @@ def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runn
         elif move == "step":
             runner.decode([kv], [amount])
             known.append(amount)
+        elif move == "guess":
+            runner.check(kv, new := list(ids_of(1 + amount % FEW_ROWS, amount)))
+            for token in new[: amount // FEW_ROWS]:  # none, some, all
+                kv.advance(1)
+                kv.keep_border(written=True)
+                known.append(token)
+            if amount % 2:
+                kv.truncate(len(known))
         elif move == "snapshot" and len(kept) < 3:
             kept.append((kv.snapshot(), list(known)))
         elif move == "restore" and kept:
@@ -172,6 +180,57 @@ def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runn
     torch.testing.assert_close(read(runner, kv, tail), wanted, rtol=1e-3, atol=1e-3)
     runner.kv.check()
     kv.close()
+
+
+def states_of(runner: Runner, kv: SequenceKV) -> list[torch.Tensor]:
+    """Copies of all that a sequence leaves in constant size."""
+    states = runner.kv.states
+    assert states is not None
+    return [part[kv.slots[0]].clone() for layer in range(len(states.shape.layers)) for part in states.parts(layer)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_pass_of_a_few_rows_leaves_behind_each_what_single_steps_leave(
+    model: OpenModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    model.load()
+    session = model._session
+    if not compiled:
+        monkeypatch.setattr(session_module, "choose_kernels", lambda *_: ReferenceKernels())
+        pool = Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu"))
+        session = open_session("test", draw_blueprint(open_checkpoint(folder), CPU, CONTEXT), Opening(pool, tmp_path))
+        session.settle()
+    assert session is not None
+    runner = session.runner
+    for count in range(1, FEW_ROWS + 1):
+        guess = ids_of(count, count)
+        with runner.kv.open(64) as stepped, runner.kv.open(64) as kv:
+            for sequence in (stepped, kv):
+                read(runner, sequence, ids_of(29 - count % 3))  # the guess goes over the end of a block
+            found = runner.check(kv, guess).clone()
+            for row, token in enumerate(guess):
+                wanted = runner.decode([stepped], [token])[0]
+                torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-4)
+                kv.advance(1)
+                for one, other in zip(states_of(runner, kv), states_of(runner, stepped), strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            runner.kv.check()
+    if not compiled:
+        session.release()
+
+
+def test_guesses_are_no_longer_than_there_are_states_for(runner: Runner) -> None:
+    others = [runner.kv.open(8) for _ in range(MAX_BATCH + KEPT_STATES - 3)]
+    with runner.kv.open(CONTEXT) as kv:
+        read(runner, kv, ids_of(9))
+        assert kv.undoable == 2
+        runner.check(kv, [5, 6])
+        assert (kv.undoable, runner.kv.openable) == (2, 0)
+        kv.advance(1)
+        assert kv.truncate(kv.length) == 10
+        assert runner.kv.openable == 2
+    for other in others:
+        other.close()
 
 
 def test_pieces_end_at_the_last_border_behind_which_more_than_a_few_tokens_are_left() -> None:

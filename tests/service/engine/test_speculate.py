@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.engine.speculate import LENGTHS, RISK, Lookup, PassCosts, Room, Speculator
+from onedesk.service.engine.speculate import BEYOND, LENGTHS, RISK, Lookup, PassCosts, Room, Speculator
 
 
 def followers(ids: list[int], most: int) -> tuple[int, list[int]]:
@@ -93,7 +93,7 @@ def test_costs_between_measured_ones_are_in_between_and_beyond_them_grow() -> No
     costs = PassCosts()
     assert costs.at_most(3) == costs.likely(3) == 0.0
     costs.note(1, 1.0)
-    assert (costs.at_most(4), costs.likely(4)) == (4.0, 1.0)
+    assert (costs.at_most(4), costs.likely(4)) == (4.0 * BEYOND, 1.0)
     costs.note(5, 2.0)
     assert costs.at_most(3) == costs.likely(3) == 1.5
     costs.note(5, 3.0)

@@ -131,6 +131,29 @@ def test_the_compiled_step_is_that_of_its_parts(
         torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctypes.CDLL, rows: int, fused: bool) -> None:
+    heads = DeltaHeads(
+        *(2, 2, 32, 80, fused, "silu"),  # values are no multiple of the columns that are brought on together
+        taps=numbers(4, 448),
+        decay=-numbers(2, 2).exp(),
+        bias=numbers(2, 2, seed=1),
+        norm=NormWeight(numbers(80).abs() + 0.5, EPS),
+    )
+    windows, states, order = numbers(10, 3, 448), numbers(10, 2, 2, 32, 80), [7, 2, 9, 0, 4, 1, 8, 3, 6]
+    places = Slots(torch.tensor(order[:rows]), torch.tensor(order[1 : rows + 1]))
+    projected, rates = numbers(rows, 768, seed=3), numbers(rows, 8, seed=4)
+    copied, out = [part.clone() for part in (windows, states)], torch.empty(rows, 320)
+    assert CpuKernels(library, threads=2).delta_step(heads, DeltaStep(projected, rates, *copied, places, out, trail=True))
+    for row in range(rows):
+        one = slice(row, row + 1)
+        step = DeltaStep(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
+        torch.testing.assert_close(out[one], parts_of(heads, step), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(copied[0], windows)
+    torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
+
+
 def test_heads_that_the_compiled_step_does_not_take_are_left_to_its_parts(library: ctypes.CDLL) -> None:
     heads = DeltaHeads(1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS))
     places = Slots(torch.tensor([0]), torch.tensor([0]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onedesk.service.config import Config
+from onedesk.service.engine.drafting import HELD
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
@@ -189,7 +190,7 @@ def test_its_scores_are_those_of_the_equations(folder: Path) -> None:
     hidden, ids = torch.randn(TOKENS, wide, generator=draw), torch.randint(0, 512, (TOKENS,), generator=draw)
     wanted = oracle.scores(hidden, ids)
     assert wanted.std() > 0.1
-    for pieces in ([30, 15], [32, *[1] * 13], [3] * 15):
+    for pieces in ([8] * 5 + [5], [7, *[1] * 38], [3] * 15):
         torch.testing.assert_close(draft_scores(session, hidden, ids.tolist(), pieces), wanted, rtol=0, atol=2e-4)
     session.release()
 
@@ -202,9 +203,9 @@ def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: P
     ids = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     with runner.kv.open(CONTEXT) as text:
         runner.prefill(text, ids, None, lambda _: None)
-        assert drafting.unread(text, len(ids)) == 32
+        assert drafting.unread(text, len(ids)) == HELD
         several = drafting.guess(text, len(ids), 7, 4)
-        assert (drafting.unread(text, len(ids)), len(several)) == (32, 4)  # it has read all; who asks again asks for all of it
+        assert (drafting.unread(text, len(ids)), len(several)) == (HELD, 4)  # it has read all; who asks again asks for all of it
         assert [drafting.guess(text, len(ids), 7, count) for count in (1, 2, 3)] == [several[:1], several[:2], several[:3]]
         drafting.cache.check()
         runner.check(text, [7, 8])
@@ -258,7 +259,7 @@ def test_it_may_lie_under_other_names_and_its_experts_in_one_tensor(small: Path,
     change(folder, packed)
     hidden, ids = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), list(range(9, 18))
     first, other = start(small), start(folder)
-    torch.testing.assert_close(draft_scores(other, hidden, ids, [9]), draft_scores(first, hidden, ids, [9]), rtol=0, atol=0)
+    torch.testing.assert_close(draft_scores(other, hidden, ids, [8, 1]), draft_scores(first, hidden, ids, [8, 1]), rtol=0, atol=0)
     for session in (first, other):
         session.release()
 
@@ -272,8 +273,8 @@ def test_it_is_converted_as_the_other_layers_are_and_quantize_keeps_it(small: Pa
     formats = {key: w.format.name if isinstance(w, QuantizedWeight) else "float" for key, w in held.items()}
     assert (formats["draft_fc"], formats["2.qkv"], formats["2.experts_down"], formats["2.router"]) == ("int8", "int8", "int8", "float")
     hidden, ids = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), list(range(9, 18))
-    found, wanted = draft_scores(session, hidden, ids, [9]), Oracle(small).scores(hidden, torch.tensor(ids))
-    torch.testing.assert_close(found, draft_scores(fresh, hidden, ids, [9]), rtol=0, atol=0)
+    found, wanted = draft_scores(session, hidden, ids, [8, 1]), Oracle(small).scores(hidden, torch.tensor(ids))
+    torch.testing.assert_close(found, draft_scores(fresh, hidden, ids, [8, 1]), rtol=0, atol=0)
     assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
     for one in (session, fresh):
         one.release()
@@ -297,7 +298,7 @@ def test_experts_in_fp8_with_a_scale_a_block_mean_what_they_say(small: Path, tmp
         change(folder, lambda tensors, wide=wide: stored(tensors, wide=wide))
     sessions = [start(folder) for folder in folders]
     hidden, ids = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), list(range(9, 18))
-    found, meant = (draft_scores(session, hidden, ids, [9]) for session in sessions)
+    found, meant = (draft_scores(session, hidden, ids, [8, 1]) for session in sessions)
     torch.testing.assert_close(found, meant, rtol=0, atol=2e-4)
     for session in sessions:
         session.release()
