@@ -135,7 +135,7 @@ def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
     lanes = 32 * warps // units
     # Words of two groups and x must fit the registers.
     held = count * (2 if gated else 1)
-    # Nibbles of nvfp4 become floats one by one: twelve tiles of them compile for a quarter of a minute, and fill the registers.
+    # Nibbles of nvfp4 are looked up in a table: many tiles of them compile for long, and fill the registers.
     limit = {"int4": 8 if count > 2 else 16, "nvfp4": 4}.get(shape.form, 12)
     rows = next((r for r in (8, 4, 2) if r * held <= limit and r * lanes <= 16), 1)
     groups = -(-(shape.rows // 2 if gated else shape.rows) // (rows * lanes))
