@@ -70,7 +70,7 @@ def _key() -> str:
 def _processor() -> str:
     """What -march=native depends on: the processor's name and features (a tree can move between machines)."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -149,8 +149,11 @@ def _run(command: Sequence[str], folder: Path, cancel: CancelCheck | None) -> st
 def _ended(command: Sequence[str], cancel: CancelCheck | None) -> tuple[int, str]:
     """Run a compiler to its end; its status and what it said. Raises OSError, TimeoutExpired, and Cancelled, with the compiler ended."""
     began = time.monotonic()
-    # A session of its own: the driver's children are ended with it, and the driver takes its temporary files away.
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+    # A session of its own: the driver's children are ended with it, and the driver takes its temporary files away. What it says may quote
+    # a path, or the system, in an encoding that is not the locale's.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as child:
         while True:
             try:
                 said = child.communicate(timeout=LOOK_SECONDS)[1]

@@ -45,7 +45,7 @@ def read_nvidia(command: Sequence[str] = _NVIDIA_SMI) -> Thermal:
     """Ask nvidia-smi for temperature and clock event reasons of every GPU. Needs no root; takes about 0.1 s; 5 s at most."""
     query = ("--query-gpu=temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader,nounits")
     try:
-        done = subprocess.run([*command, *query], capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run([*command, *query], capture_output=True, text=True, errors="replace", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return Thermal(None)
     readings = [_parse_gpu(line) for line in done.stdout.splitlines() if "," in line]

@@ -68,7 +68,8 @@ def need_desk(tree: Tree) -> Desk:
 
 def device_arguments(python: Path) -> list[str]:
     """--cpu for a Python whose torch sees no accelerator."""
-    answer = subprocess.run([str(python), "-c", TRY_DEVICE], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    command = [str(python), "-c", TRY_DEVICE]
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
     if answer.returncode != 0:
         raise PeerError(f"torch does not load in ComfyUI's environment: {answer.stderr.strip().splitlines()[-1:]}")
     return [] if answer.stdout.strip() == "True" else ["--cpu"]

@@ -27,7 +27,7 @@ class SetupError(OnedeskError):
 
 def tail(log: Path) -> str:
     """The last lines of a log that say something."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
 

@@ -115,7 +115,13 @@ def _systemctl(*words: str) -> str:
         return "there is no systemctl here"
     try:
         answer = subprocess.run(
-            [program, "--user", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+            [program, "--user", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"systemctl does not answer: {error}"

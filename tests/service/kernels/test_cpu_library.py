@@ -180,9 +180,12 @@ def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch
     assert kernels.reason.endswith("threads")
 
 
-def test_a_compiler_that_fails_is_quoted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quoted", [b"/tmp", b"/M\xfcll", "/内存".encode()], ids=["ASCII", "Latin-1", "UTF-8"])
+def test_a_compiler_that_fails_is_quoted_in_whatever_encoding(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quoted: bytes
+) -> None:
     broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho 'cc: no space left for objects' >&2\nexit 1\n")
+    broken.write_bytes(b"#!/bin/sh\necho 'cc: " + quoted + b": no space left for objects' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(compiling.shutil, "which", lambda _: str(broken))
     library, why_not = compile_library(small)

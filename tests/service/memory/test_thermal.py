@@ -34,7 +34,8 @@ def test_a_machine_without_zones(tmp_path: Path):
 def smi(folder: Path, answer: str, code: int = 0) -> tuple[str, ...]:
     program = folder / "smi.py"
     asked = "--query-gpu=temperature.gpu,clocks_event_reasons.active"
-    program.write_text(f"import sys\nassert {asked!r} in sys.argv\nsys.stdout.write({answer!r})\nsys.exit({code})\n")
+    said = answer.encode(errors="surrogateescape")
+    program.write_text(f"import sys\nassert {asked!r} in sys.argv\nsys.stdout.buffer.write({said!r})\nsys.exit({code})\n")
     return sys.executable, str(program)
 
 
@@ -55,6 +56,7 @@ def smi(folder: Path, answer: str, code: int = 0) -> tuple[str, ...]:
         ),
         ("[N/A], [Not Supported]\n", Thermal(None)),
         ("No devices were found\n", Thermal(None)),
+        ("GPU gest\udcf6rt, 0x1\n70, 0x4\n", Thermal(70.0)),  # Latin-1
         ("", Thermal(None)),
     ],
 )
