@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -142,15 +143,18 @@ class DecodeBuffers:
 
 
 class ChunkBuffers:
-    """The inputs of a chunk of one sequence: ids int64 [tokens], all positions int32 [context], table int32 [1, blocks a sequence]."""
+    """The inputs of a chunk: ids int64 [tokens], all positions int32 [context], tables int32 [MAX_BATCH, blocks a sequence].
+
+    It is of one sequence, or where nothing recurrent is left behind of up to MAX_BATCH of them, one behind the other.
+    """
 
     def __init__(self, lease: Lease, kv: PagedKV, tokens: int) -> None:
         self.ids = lease.carve((tokens,), torch.int64).zero_()
         self.positions = lease.carve((kv.context,), torch.int32)
         torch.arange(kv.context, dtype=torch.int32, out=self.positions)
-        self.table = lease.carve((1, kv.table_width), torch.int32).zero_()
+        self.tables = lease.carve((MAX_BATCH, kv.table_width), torch.int32).zero_()
         self._slots = SlotBuffers(lease, 1) if kv.states is not None else None
-        self._held: tuple[SequenceKV | None, int] = (None, 0)
+        self._held: list[tuple[SequenceKV | None, int]] = [(None, 0)] * MAX_BATCH
 
     @staticmethod
     def nbytes(context: int, tokens: int, *, recurrent: bool) -> int:
@@ -158,7 +162,7 @@ class ChunkBuffers:
         return (
             carved_bytes((tokens,), torch.int64)
             + carved_bytes((context,), torch.int32)
-            + carved_bytes((1, blocks_for(context)), torch.int32)
+            + carved_bytes((MAX_BATCH, blocks_for(context)), torch.int32)
             + (SlotBuffers.nbytes(1) if recurrent else 0)
         )
 
@@ -168,18 +172,35 @@ class ChunkBuffers:
         `before`: those that the sequence ends with, as far as they are known. A chunk may be stopped: until it is advanced the sequence is
         as it was.
         """
-        count, start = len(ids), sequence.length
-        sequence.ensure(count, undo=True)
-        if self._held != (sequence, sequence.version):
-            copy_table(sequence, self.table[0])
-            self._held = (sequence, sequence.version)
-        chunk = self.ids[:count]
-        chunk.copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
-        slots = None
+        rows = self._place(0, sequence, ids)
+        rows.before = before
         if self._slots is not None:
             self._slots.fill([sequence.slots])
-            slots = self._slots.views(1)
-        return chunk, Rows(self.positions[start : start + count], self.table, start, start + count, slots, ids, before)
+            rows.slots = self._slots.views(1)
+        return self._take(ids), rows
+
+    def fill_several(self, sequences: Sequence[SequenceKV], pieces: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Rows]:
+        """As `fill`, piece i behind sequence i."""
+        parts: list[tuple[slice, Rows]] = []
+        ids: list[int] = []
+        for place, (sequence, piece) in enumerate(zip(sequences, pieces, strict=True)):
+            parts.append((slice(len(ids), len(ids) + len(piece)), self._place(place, sequence, piece)))
+            ids += piece
+        return self._take(ids), replace(parts[0][1], parts=parts)
+
+    def _take(self, ids: Sequence[int]) -> torch.Tensor:
+        chunk = self.ids[: len(ids)]
+        return chunk.copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
+
+    def _place(self, place: int, sequence: SequenceKV, ids: Sequence[int]) -> Rows:
+        """Give the sequence room for `ids`, bring in its table."""
+        start, end = sequence.length, sequence.length + len(ids)
+        sequence.ensure(len(ids), undo=True)
+        table = self.tables[place : place + 1]
+        if self._held[place] != (sequence, sequence.version):
+            copy_table(sequence, table[0])
+            self._held[place] = (sequence, sequence.version)
+        return Rows(self.positions[start:end], table, start, end, ids=ids)
 
 
 def copy_table(sequence: SequenceKV, row: torch.Tensor) -> None:

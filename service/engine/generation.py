@@ -11,7 +11,7 @@ import torch
 from ..cache.paged import SequenceKV
 from ..core import Event, Progress
 from ..errors import MemoryFull
-from ..kernels.rows import FEW_ROWS
+from ..kernels.rows import BLOCK, FEW_ROWS
 from .answer import Prepared
 from .call import Books, Call, Orders
 from .runner import Stopped
@@ -26,8 +26,8 @@ from .writing import Writing
 class Generation:
     """Runs prepared requests on a session, their choices together; `events` is the one way through it.
 
-    One prompt is read at a time, chunk by chunk while others write, so that prompts which begin alike share what was read. All rows that
-    write do so in one step. An event is yielded as soon as its token was chosen.
+    A prompt is read chunk by chunk while others write; several that go into one chunk are read together, unless they begin alike: those
+    share what the first has read. All rows that write do so in one step. An event is yielded as soon as its token was chosen.
     """
 
     def __init__(self, requests: Sequence[Prepared], session: Session, books: Books, orders: Orders) -> None:
@@ -101,7 +101,7 @@ class Generation:
                 job.drop_base()
 
     def _place(self, ticket: Ticket) -> State | None:
-        """Open the cache of a row: behind its siblings' prompt if that was read, else to read it once nobody else reads."""
+        """Open the cache of a row: behind its siblings' prompt if that was read, else to read it, see `_may_read`."""
         row, kv = self._call.row(ticket), self._call.runner.kv
         job, prepared = self._call.job(row), row.prepared
         if job.base is not None:
@@ -109,10 +109,10 @@ class Generation:
                 row.kv = job.base.kv.fork(row.capacity)
                 return "writing"
             return None
-        if any(other.state == "reading" for other in self._call.scheduler.working):
-            return None
         # More than a few rows are left to read, see first_piece.
         shared = kv.usable(self._session.prefix.match(prepared.ids[:-FEW_ROWS])) if prepared.prefix_reuse else []
+        if not self._may_read(row, len(shared) * BLOCK):
+            return None
         if not (kv.fits(row.capacity, shared) if prepared.beams is None else Search.fits(kv, prepared)):
             return None
         row.kv = kv.open(row.capacity, shared)
@@ -122,33 +122,65 @@ class Generation:
             job.cached = row.kv.length
         return "reading"
 
+    def _may_read(self, row: Row, known: int) -> bool:
+        """Whether a row may read its prompt from `known` on: nobody else reads, or one pass reads the rest of all prompts, each as it would
+        be read alone. Where one of them reads a block that it begins with too, it waits for that."""
+        call, ids = self._call, row.prepared.ids
+        reading = self._reading()
+        if not reading:
+            return True
+        left = [len(ids) - known, *(len(other.prepared.ids) - other.kv.length for other in reading if other.kv is not None)]
+        more = known + BLOCK
+        shares = row.prepared.prefix_reuse and more < len(ids) - FEW_ROWS
+        return (
+            call.runner.reads_several
+            and min(left) > FEW_ROWS
+            and sum(left) <= call.runner.chunk_rows
+            and not any(call.job(other) is call.job(row) or (shares and other.prepared.ids[:more] == ids[:more]) for other in reading)
+        )
+
+    def _reading(self) -> list[Row]:
+        return [self._call.row(ticket) for ticket in self._call.scheduler.working if ticket.state == "reading"]
+
     def _read(self) -> Iterator[Event]:
-        """Read on in the prompt that is being read: all of it, or one chunk of it where others write meanwhile."""
-        working = self._call.scheduler.working
-        row = next((self._call.row(ticket) for ticket in working if ticket.state == "reading"), None)
-        if row is None or row.kv is None:
+        """Read on in what is being read: the prompts of several at once, or all of one, or one chunk of it where others write meanwhile."""
+        rows, began = self._reading(), time.perf_counter()
+        if not rows:
             return
-        kv, ids, at = row.kv, row.prepared.ids, row.kv.length
-        job, began = self._call.job(row), time.perf_counter()
         with self._meter.measure("prefill"):
             try:
-                scores = self._call.runner.prefill(
-                    kv,
-                    ids[at:],
-                    lambda: self._call.unwanted(job),
-                    lambda done: self._tell_read(row, at + done),
-                    whole=len(working) == 1,
-                )
+                scores = self._pass(rows)
             except Stopped:
                 return
-        row.reading += time.perf_counter() - began
-        if kv.length == len(ids):
-            yield from self._has_read(row, kv, scores)
+        took = time.perf_counter() - began
+        for row, behind in zip(rows, scores, strict=True):
+            row.reading += took
+            if row.kv is not None and row.kv.length == len(row.prepared.ids):
+                yield from self._has_read(row, row.kv, behind)
 
-    def _tell_read(self, row: Row, done: int) -> None:
+    def _pass(self, rows: Sequence[Row]) -> torch.Tensor:
+        """The scores [rows, vocab] behind what was read of each. A pass over several is given up when nobody wants it: the others need not
+        read anew for one who has gone."""
+        call, kvs = self._call, [row.kv for row in rows if row.kv is not None]
+        ids = [row.prepared.ids[kv.length :] for row, kv in zip(rows, kvs, strict=True)]
+
+        def unwanted() -> bool:
+            return all(call.unwanted(call.job(row)) for row in rows)
+
+        if len(rows) == 1:
+            row, at = rows[0], kvs[0].length
+            whole = len(call.scheduler.working) == 1
+            return call.runner.prefill(kvs[0], ids[0], unwanted, lambda done: self._tell_read([(row, at + done)]), whole=whole)[None]
+        scores = call.runner.prefill_several(kvs, ids, unwanted)
+        self._tell_read([(row, kv.length) for row, kv in zip(rows, kvs, strict=True)])
+        return scores
+
+    def _tell_read(self, read: Sequence[tuple[Row, int]]) -> None:
+        """One pass was made, and so much of each prompt is read now."""
         self._call.count_pass("prefill")
         if self._call.orders.progress is not None:
-            self._call.orders.progress(Progress("prefill", done, len(row.prepared.ids)))
+            for row, done in read:
+                self._call.orders.progress(Progress("prefill", done, len(row.prepared.ids)))
 
     def _has_read(self, row: Row, kv: SequenceKV, scores: torch.Tensor) -> Iterator[Event]:
         job, loading = self._call.job(row), not self._session.settled

@@ -115,7 +115,27 @@ class Runner:
             report(done)
             if not whole:
                 break
-        return self._scores(state[-1:])[0]
+        return self._scores_behind(state, [len(state) - 1])[0]
+
+    @property
+    def reads_several(self) -> bool:
+        """Whether prompts of several sequences can be read in one pass: where keys and values are all that they leave behind."""
+        return self.kv.states is None and self.drafting is None
+
+    def prefill_several(
+        self, sequences: Sequence[SequenceKV], prompts: Sequence[Sequence[int]], cancel: CancelCheck | None
+    ) -> torch.Tensor:
+        """Read prompt i behind sequence i, all of them in one pass of up to `chunk_rows` rows; only where it `reads_several`.
+
+        Returns the scores [sequences, vocab] behind each. Raises Stopped as `prefill` does; then nothing of any of them was read.
+        """
+        if self.gate is not None:
+            self.gate.fetch_rows([token for ids in prompts for token in ids])
+        chunk, rows = self.chunk.fill_several(sequences, prompts)
+        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel))
+        for sequence, ids in zip(sequences, prompts, strict=True):
+            sequence.advance(len(ids))
+        return self._scores_behind(state, [part.stop - 1 for part, _ in rows.parts])
 
     def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:
         """One step of up to MAX_BATCH sequences, token i behind sequence i: scores [B, vocab] for the tokens after them."""
@@ -182,6 +202,11 @@ class Runner:
         self._table_cost = now
         return now[0] - before[0], now[1] - before[1]
 
+    def _scores_behind(self, state: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+        """Scores behind a few rows, in the rows of a step: what kernels keep for each tensor of a few rows is kept once."""
+        few = residual(self.network, self.scratch.rows(len(ends)))
+        return self._scores(few.copy_(state[list(ends)]))
+
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:
             self.gate.wait(EMBEDDING)  # a tied head
@@ -198,7 +223,14 @@ class Runner:
         """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each. `before`: see
         ChunkBuffers.fill.
         """
+        if self.gate is not None:
+            self.gate.fetch_rows(ids)
+        chunk, rows = self.chunk.fill(sequence, ids, before)
+        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, seen))
+        sequence.advance(len(ids))
+        return state
 
+    def _between(self, cancel: CancelCheck | None, seen: BetweenLayers | None = None) -> BetweenLayers:
         def between(index: int, state: torch.Tensor) -> None:
             if self.gate is not None:
                 self.gate.wait(index + 1)
@@ -207,12 +239,7 @@ class Runner:
             if seen is not None:
                 seen(index, state)
 
-        if self.gate is not None:
-            self.gate.fetch_rows(ids)
-        chunk, rows = self.chunk.fill(sequence, ids, before)
-        state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
-        sequence.advance(len(ids))
-        return state
+        return between
 
 
 def _keeper(after: Sequence[int], kept: dict[int, torch.Tensor]) -> BetweenLayers:

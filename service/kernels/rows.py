@@ -64,6 +64,8 @@ class Rows:
     longest: upper bound of positions + 1 that the host knows; under a CUDA graph that of its bucket.
     slots: of networks with recurrent layers, else None. ids: those of the rows, and before: those just before a chunk, as far as the host
     knows them without asking the device, which would wait for all that it does.
+    parts: chunks of several sequences in one pass, each with the rows of the pass that it has; the fields beside are those of the first.
+    Only attention looks at them: networks with recurrent layers read no such pass.
     """
 
     positions: torch.Tensor
@@ -74,6 +76,7 @@ class Rows:
     ids: Sequence[int] = ()
     before: Sequence[int] = ()
     trail: bool = False
+    parts: Sequence[tuple[slice, Rows]] = ()
 
 
 @dataclass(slots=True)

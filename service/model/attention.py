@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,7 +69,11 @@ class Attention:
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        at.kernels.attend(self.heads, self._rows(at, qkv, mixed))
+        own = self._rows(at, qkv, mixed)
+        if not at.rows.parts:
+            at.kernels.attend(self.heads, own)
+        for part, rows in at.rows.parts:
+            at.kernels.attend(self.heads, replace(own, qkv=qkv[part], rows=rows, out=mixed[part]))
 
     def _rows(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> AttentionRows:
         return AttentionRows(qkv, at.cache.keys[self.index], at.cache.values[self.index], at.rows, mixed)
