@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.errors import ModelError
+from onedesk.service.errors import FileError, ModelError
 from onedesk.service.loader.header import TensorInfo, read_header
 from onedesk.service.loader.table import FileTable
 from published import nvfp4
@@ -149,3 +150,56 @@ def test_what_was_read_is_counted(file: tuple[Path, torch.Tensor]) -> None:
     assert table.bytes == 2 * (WIDTH // 2 + WIDTH // 16)
     with pytest.raises(IndexError, match="row 40 is not in a table of 40"):
         table.announce([ROWS])
+
+
+def test_announced_rows_that_are_in_memory_are_there_without_another_look_at_the_file(
+    file: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, rows = opened(file[0]), [35, 2, 2, 11, 39]
+    table.read(rows)
+    table.announce(rows)
+    with monkeypatch.context() as changed:
+        for name in ("preadv", "pread", "stat"):
+            changed.setattr(os, name, None)
+        assert torch.equal(table.read(rows), file[1][rows])
+    table.announce(rows)
+    assert torch.equal(table.read([1, 2]), file[1][[1, 2]])  # others than were announced
+    assert torch.equal(table.read(rows), file[1][rows])
+
+
+def refusing(refusal: int, seen: list[int]) -> object:
+    """preadv that answers so where it may not wait; `seen` are the flags of its calls."""
+    plain = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        seen.append(flags)
+        if flags:
+            raise OSError(refusal, os.strerror(refusal))
+        return plain(fd, buffers, offset)
+
+    return preadv
+
+
+@pytest.mark.parametrize(("refusal", "asked"), [(errno.EAGAIN, 8), (errno.EOPNOTSUPP, 4)])
+def test_rows_that_must_be_waited_for_are_read_when_they_are_wanted(
+    file: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch, refusal: int, asked: int
+) -> None:
+    table, rows, seen = opened(file[0]), [5, 38], list[int]()
+    monkeypatch.setattr(os, "preadv", refusing(refusal, seen))
+    table.announce(rows)
+    table.announce(rows)
+    assert len(seen) == asked  # a file system that knows no such reading is not asked again
+    assert torch.equal(table.read(rows), file[1][rows])
+
+
+def test_a_file_that_is_cut_before_announced_rows_have_come_is_named(
+    file: tuple[Path, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.safetensors"
+    path.write_bytes(file[0].read_bytes())
+    table = opened(path)
+    monkeypatch.setattr(os, "preadv", refusing(errno.EAGAIN, []))
+    table.announce([5, 38])
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(FileError, match=r"table\.safetensors was changed or replaced since its header was read \(it had \d+ bytes, now"):
+        table.read([5, 38])
