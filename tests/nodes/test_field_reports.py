@@ -1,4 +1,4 @@
-"""What people reported of other packs about memory, by number; each must be right here, in the real ComfyUI.
+"""What people reported of other packs, by number; each must be right here, in the real ComfyUI.
 
 Others of the same list stand where they belong: 3 (nothing loads by itself), 5 (a cached loader after "free memory") and 9 (ten times
 away and back) in test_policies.py, 4 (a list of prompts) in test_write.py.
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from comfyui import Comfy
-from node_graphs import GIVE_WAY, free, generate, held, load, node, prompt, show, shown, state, writing
+from node_graphs import GIVE_WAY, free, generate, held, load, node, prompt, sampling, show, shown, state, writing
 from onedesk.service.errors import MemoryFull
 from onedesk.service.memory.budget import GIB, MemorySettings, Need
 from onedesk.service.memory.pool import Pool
@@ -90,6 +90,30 @@ def test_7_a_refused_prompt_gives_way_too(comfyui: Comfy):
     outcome = comfyui.run(writing("x" * 400, seed=2, context=256, policy=GIVE_WAY))
     assert outcome.end == "execution_error"
     assert held(comfyui, MODEL) == 0
+
+
+def test_22_of_chained_answers_only_those_behind_a_change_are_written_anew(comfyui: Comfy):
+    def written(first: int, second: int) -> set[str]:
+        graph = writing("first turn", seed=first)
+        graph["prompt2"] = prompt("second turn", history=["write", 2])
+        graph |= {"write2": generate("load", "prompt2", seed=second), "text2": show("write2")}
+        outcome = comfyui.run(graph)
+        assert shown(outcome, "text2")
+        return {"write", "write2"} & set(outcome.executed())
+
+    assert written(221, 222) == {"write", "write2"}
+    assert written(221, 222) == set()
+    assert written(221, 223) == {"write2"}
+    assert written(224, 223) == {"write", "write2"}
+
+
+def test_26_a_runaway_repetition_ends_by_itself_and_says_so(comfyui: Comfy):
+    graph = writing("round and round", max_tokens=900)
+    graph["options"] = sampling(logit_bias='"Q": 1000', stop_repetition=True)
+    outcome = comfyui.run(graph)
+    assert set(shown(outcome, "text")) == {"Q"}
+    assert len(shown(outcome, "text")) < 300
+    assert "ended because it repeated itself" in shown(outcome, "stats")
 
 
 @pytest.mark.parametrize(("size", "free_now"), [(24, 2), (21, 1)], ids=["24 GB", "21 GB"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
 from collections.abc import Iterator
 
 import pytest
-from comfyui import Comfy
+from comfyui import Comfy, Outcome
 from node_graphs import GIVE_WAY, Graph, free, generate, held, load, node, prompt, sampling, show, shown, state, writing
 
 MODEL = "tiny-writer"
@@ -160,6 +161,21 @@ def test_thoughts_have_their_own_output_and_their_own_budget(comfyui: Comfy, thi
     assert len(shown(outcome, "thoughts")) >= 20
     assert "thinking" in shown(outcome, "stats")
     assert "<think>" not in shown(outcome, "text")
+
+
+def test_thoughts_reach_no_text_of_a_list_and_one_that_only_thinks_refuses_it(comfyui: Comfy, thinker: str):
+    def thinking(budget: int) -> Outcome:
+        graph = writing(["list", 0], model=thinker, context=256, max_tokens=10)
+        graph["list"] = node("TestList", texts=json.dumps(["one", "two", "three"]))
+        graph["options"] = sampling(thinking_budget=budget)
+        return comfyui.run(graph)
+
+    texts = thinking(20).outputs["write"]["text"]
+    assert [0 < len(text) <= 10 for text in texts] == [True] * 3
+    unclosed = thinking(1000)
+    assert unclosed.end == "execution_error"
+    assert re.search(r"item 1 of 3: the model only thought \(\d+ tokens\) and gave no answer", unclosed.error)
+    assert "text" not in unclosed.outputs
 
 
 def test_an_empty_answer_is_an_error(comfyui: Comfy):
