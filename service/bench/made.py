@@ -51,6 +51,7 @@ class Made:
     def release(self) -> None:
         self.stepper.close()
         self.runner.close()
+        del self.stepper, self.runner, self.kernels  # a device counts the views of a lease, and these have such
         for lease in self.leases:
             lease.release()
 
