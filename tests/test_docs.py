@@ -36,12 +36,14 @@ def test_every_documented_command_can_be_asked_for_help(capsys):
         assert ended.value.code == 0
 
 
-def test_every_option_in_the_reference_exists(capsys):
+def test_every_option_in_the_reference_exists_and_every_one_that_exists_is_there(capsys):
     text = (REPOSITORY / "docs" / "service.md").read_text(encoding="utf-8")
-    for row in re.findall(r"^\| `(?:generate|score|memory|bench|serve|demo)[^\n]*", text, re.M):
+    common = {*re.findall(r"--[\w-]+", text[: text.index("- **Model.**")]), "--help", "--verbose"}
+    for row in re.findall(r"^\| `(?:generate|score|models|quantize|memory|doctor|bench|serve|demo)[^\n]*", text, re.M):
         command = re.search(r"`(\w+)", row)
         assert command
         with pytest.raises(SystemExit):
             cli.main([command[1], "--help"])
         shown = capsys.readouterr().out
         assert [option for option in re.findall(r"`(--[\w-]+)", row) if option not in shown] == []
+        assert [option for option in {*re.findall(r"--[a-z-]+", shown)} - common if option not in row] == []
