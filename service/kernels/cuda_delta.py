@@ -13,14 +13,14 @@ from .triton_delta import answer_piece, convolve_piece, convolve_rows, scan_piec
 
 # Widest head: one program of a decode step holds a state.
 WIDEST = 128
-# What follows is the fastest of some 40 forms for 2,048 tokens of 48 heads of 128 on an H200: 45, 65, 42 and 70 us for the four kernels.
+# What follows is the fastest of some 40 forms for 2,048 tokens of 48 heads of 128 on an H200: 45, 73, 42 and 70 us for the four kernels.
 # Channels of a convolution, and its rows in a chunk.
 CHANNELS, PIECE_CHANNELS, PIECE_ROWS = 256, 1024, 4
 # Values of a head that one program takes through a chunk: 32 take half as long again, 128 twice as long.
 VALUES = 64
 # Pieces on their way to such a program: two take 75 us and three 46, but many GPUs' shared memory has room for no more than two.
 STAGES = 4
-# Registers of a thread that solves, so that three programs share a processor: 75 us without. Where tensor cores do not read shared memory,
+# Registers of a thread that solves, so that three programs share a processor: 79 us without. Where tensor cores do not read shared memory,
 # as on GPUs with little of it, it would be short of registers.
 SOLVING, LARGE_SHARED = 168, 131072
 

@@ -15,7 +15,8 @@ from .cuda_products import FusedProducts, power
 from .parts import JointRows, StreamJoint
 from .triton_streams import inject_found, mix_streams, norm_streams
 
-BLOCK = 1024
+# Channels of a program that mixes, and of one that lets in. Mixes of 1,024 take 2.4 in place of 1.7 us for 8 rows on an H200.
+MIXED, INJECTED = 512, 1024
 
 
 class StreamKernels(FusedProducts):
@@ -45,18 +46,19 @@ class StreamKernels(FusedProducts):
         else:
             F.silu(self.linear(at.normed, joint.down, at.low).div_(joint.count), inplace=True)
         self.linear(at.low, joint.up, at.mixed)
-        on_grid(mix_streams, (count, -(-hidden // BLOCK)))(
+        on_grid(mix_streams, (count, -(-hidden // MIXED)))(
             at.mixed, at.normed, parts, at.read, at.weights, at.found,
-            STREAMS=joint.count, ROOM=power(joint.count), HIDDEN=hidden, BLOCK=BLOCK, INJECT=inject is not None, num_warps=4, **early,
+            STREAMS=joint.count, ROOM=power(joint.count), HIDDEN=hidden, BLOCK=MIXED, INJECT=inject is not None, num_warps=4, **early,
         )  # fmt: skip
         return True
 
     def inject(self, at: JointRows) -> None:
         count, streams = at.weights.shape
         hidden = at.found.shape[1]
-        on_grid(inject_found, (count, -(-hidden // BLOCK)))(
-            at.streams, at.weights, at.found, STREAMS=streams, HIDDEN=hidden, BLOCK=BLOCK, PDL=self.device.early, num_warps=4, **self.launch
-        )
+        on_grid(inject_found, (count, -(-hidden // INJECTED)))(
+            at.streams, at.weights, at.found,
+            STREAMS=streams, HIDDEN=hidden, BLOCK=INJECTED, PDL=self.device.early, num_warps=4, **self.launch,
+        )  # fmt: skip
 
     def fuses_streams(self, joint: StreamJoint) -> bool:
         """Whether it runs in fused kernels; one that does not is told of once."""
