@@ -88,7 +88,7 @@ def _small(make: Maker, held: Format | None, rows: int, cols: int) -> Weight:
     """Weights so small that fp16 holds what comes behind three products with them."""
     weight = make.weight(held, rows, cols)
     if isinstance(weight, torch.Tensor):
-        return weight * 0.05
+        return weight * 0.25
     return replace(weight, scales=weight.scales * 0.05) if weight.format.name == "int8" else weight
 
 

@@ -16,7 +16,7 @@ from .triton_experts import combine, grouped, route, sort_picks
 # Experts whose scores one program sorts, and picks of a row.
 MOST_EXPERTS, MOST_ACTIVE = 4096, 64
 # Picks that a program of `sort_picks` looks at at a time.
-SORTED = 4096
+SORTED = 2048
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class ExpertKernels(FusedProducts):
         most = total + count // rows
         tiles = room.table.view(torch.int32).view(-1)[: 3 * most].view(3, most)
         on_grid(sort_picks, (total,))(
-            room.picks, room.order, tiles, count, most, BM=rows, BLOCK=SORTED, PDL=self.device.early, num_warps=8, **self.launch
+            room.picks, room.order, tiles, count, most, BM=rows, BLOCK=SORTED, PDL=self.device.early, num_warps=4, **self.launch
         )
         return tiles
 

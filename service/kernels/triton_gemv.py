@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import dot_int4, dot_int8, dot_nvfp4, e4m3, early, fixed, fixed_sum, four, fp8_floats, halves, two
+from .triton_parts import dot_int4, dot_int8, e2m1_floats, e4m3, early, fixed, fixed_sum, four, fp8_floats, halves, two
 
 
 @triton.jit
@@ -146,13 +146,18 @@ def held_fixed(x, sums, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNI
 
 
 @triton.jit
-def nvfp4_sums(w, s, xs, j: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr):
+def nvfp4_sums(w, s, xs, j: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr):
     """[RL, NB] of `products` for the nvfp4 units of group j."""
     a = tl.zeros([RL, NB], tl.float32)
     for k in tl.static_range(T):
-        low, high = dot_nvfp4(w[j * T + k], xs[k], RL, NB, ASM)
+        n = e2m1_floats(w[j * T + k])
+        low = tl.zeros([RL, NB, 4], tl.float32)
+        high = tl.zeros([RL, NB, 4], tl.float32)
+        for i in tl.static_range(4):
+            low = low + n[i] * xs[k][i]
+            high = high + n[4 + i] * xs[k][4 + i]
         both = s[j * T + k].to(tl.int32)
-        a += (low.to(tl.float32) * e4m3(both & 255) + high.to(tl.float32) * e4m3((both >> 8) & 255)) * xs[k][4]
+        a += tl.sum(low, 2) * e4m3(both & 255) + tl.sum(high, 2) * e4m3((both >> 8) & 255)
     return a
 
 
@@ -165,7 +170,7 @@ def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
     out = ()
     for j in tl.static_range(BR):
         if FORMAT == "nvfp4":
-            a = nvfp4_sums(w, s, xs, j, T, RL, NB, ASM)
+            a = nvfp4_sums(w, s, xs, j, T, RL, NB)
         elif FORMAT == "float" or FORMAT == "fp8":
             a = tl.zeros([RL, NB], tl.float32)
             run = tl.zeros([RL, NB, 4], tl.float32)
@@ -243,8 +248,8 @@ def gemv(
     UNITS: tl.constexpr = COLS * BITS // 128
     T: tl.constexpr = (UNITS + NB - 1) // NB
     STEP: tl.constexpr = BR * RL
-    # What `dot_nvfp4` and e4m3 leave out.
-    ROW_UNIT: tl.constexpr = 128.0 if FORMAT == "nvfp4" else 1.0
+    # What e2m1 and e4m3 leave out.
+    ROW_UNIT: tl.constexpr = 4194304.0 if FORMAT == "nvfp4" else 1.0
     ROW_SCALE: tl.constexpr = (BITS == 8 and SHARE == 0) or FORMAT == "nvfp4"
     if PICKED:
         early(PDL)
@@ -273,7 +278,7 @@ def gemv(
         else:
             floats, more = unit_floats(x, norm, k, RL, NB, UNITS, BITS, HALF, NORM)
             squares += more
-            xs = xs + ((unit_fixed(floats, BITS, ASM) if FORMAT == "int8" or BITS == 4 else floats),)
+            xs = xs + ((unit_fixed(floats, BITS, ASM) if FORMAT == "int8" or FORMAT == "int4" else floats),)
     root = tl.rsqrt(tl.sum(squares, 1) / COLS + eps)[:, None] if NORM else 1.0
     for at in range(row, rows, tl.num_programs(0) * STEP):
         then = at + tl.num_programs(0) * STEP

@@ -215,118 +215,6 @@ def dot_int4(w, x, zero, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def dot_nvfp4(w, x, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr):
-    """[RL, NB] twice: sums over the 16 columns in low nibbles, and those in high ones, of 2 * e2m1 times fixed-point x; see `dot_int4`.
-
-    2 * e2m1 is a whole number up to 12: bytes of a table that the low three bits of a nibble choose from, and one of the same below zero.
-    """
-    if ASM:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .s32 g, h, i, j;
-            .reg .b32 a, b, c, d, m, s, t, u, v, x;
-            mov.b32 t, 0x03020100;
-            mov.b32 u, 0x0C080604;
-            mov.b32 v, 0xFDFEFF00;
-            mov.b32 x, 0xF4F8FAFC;
-            and.b32 s, $8, 0x77777777;
-            prmt.b32 a, t, u, s;
-            prmt.b32 c, v, x, s;
-            shr.u32 s, s, 16;
-            prmt.b32 b, t, u, s;
-            prmt.b32 d, v, x, s;
-            shl.b32 s, $8, 4;
-            prmt.b32 m, s, $8, 0xD9C8;
-            lop3.b32 a, a, c, m, 0xD8;
-            prmt.b32 m, s, $8, 0xFBEA;
-            lop3.b32 b, b, d, m, 0xD8;
-            prmt.b32 c, a, b, 0x6420;
-            prmt.b32 d, a, b, 0x7531;
-            dp4a.s32.s32 g, c, $12, 0;
-            dp4a.s32.u32 h, c, $16, 0;
-            dp4a.s32.s32 i, d, $20, 0;
-            dp4a.s32.u32 j, d, $24, 0;
-            and.b32 s, $9, 0x77777777;
-            prmt.b32 a, t, u, s;
-            prmt.b32 c, v, x, s;
-            shr.u32 s, s, 16;
-            prmt.b32 b, t, u, s;
-            prmt.b32 d, v, x, s;
-            shl.b32 s, $9, 4;
-            prmt.b32 m, s, $9, 0xD9C8;
-            lop3.b32 a, a, c, m, 0xD8;
-            prmt.b32 m, s, $9, 0xFBEA;
-            lop3.b32 b, b, d, m, 0xD8;
-            prmt.b32 c, a, b, 0x6420;
-            prmt.b32 d, a, b, 0x7531;
-            dp4a.s32.s32 g, c, $13, g;
-            dp4a.s32.u32 h, c, $17, h;
-            dp4a.s32.s32 i, d, $21, i;
-            dp4a.s32.u32 j, d, $25, j;
-            and.b32 s, $10, 0x77777777;
-            prmt.b32 a, t, u, s;
-            prmt.b32 c, v, x, s;
-            shr.u32 s, s, 16;
-            prmt.b32 b, t, u, s;
-            prmt.b32 d, v, x, s;
-            shl.b32 s, $10, 4;
-            prmt.b32 m, s, $10, 0xD9C8;
-            lop3.b32 a, a, c, m, 0xD8;
-            prmt.b32 m, s, $10, 0xFBEA;
-            lop3.b32 b, b, d, m, 0xD8;
-            prmt.b32 c, a, b, 0x6420;
-            prmt.b32 d, a, b, 0x7531;
-            dp4a.s32.s32 g, c, $14, g;
-            dp4a.s32.u32 h, c, $18, h;
-            dp4a.s32.s32 i, d, $22, i;
-            dp4a.s32.u32 j, d, $26, j;
-            and.b32 s, $11, 0x77777777;
-            prmt.b32 a, t, u, s;
-            prmt.b32 c, v, x, s;
-            shr.u32 s, s, 16;
-            prmt.b32 b, t, u, s;
-            prmt.b32 d, v, x, s;
-            shl.b32 s, $11, 4;
-            prmt.b32 m, s, $11, 0xD9C8;
-            lop3.b32 a, a, c, m, 0xD8;
-            prmt.b32 m, s, $11, 0xFBEA;
-            lop3.b32 b, b, d, m, 0xD8;
-            prmt.b32 c, a, b, 0x6420;
-            prmt.b32 d, a, b, 0x7531;
-            dp4a.s32.s32 g, c, $15, g;
-            dp4a.s32.u32 h, c, $19, h;
-            dp4a.s32.s32 i, d, $23, i;
-            dp4a.s32.u32 j, d, $27, j;
-            mad.lo.s32 $0, g, 256, h;
-            mad.lo.s32 $4, i, 256, j;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [w, x[0], x[1], x[2], x[3]],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=4,
-        )
-        sums = first(low, RL, NB), first(high, RL, NB)
-    else:
-        low = w * 0
-        high = w * 0
-        for i in tl.static_range(4):
-            b = byte(w, i)
-            low += twice_e2m1(b & 15) * (256 * signed_byte(x[0], i) + byte(x[1], i))
-            high += twice_e2m1(b >> 4) * (256 * signed_byte(x[2], i) + byte(x[3], i))
-        sums = tl.sum(low, 2), tl.sum(high, 2)
-    return sums
-
-
-@triton.jit
-def twice_e2m1(n):
-    """2 * e2m1 of nibbles, as numbers from 0 to 15."""
-    power, half = (n >> 1) & 3, n & 1
-    size = tl.where(power == 0, half, (2 + half) << (tl.maximum(power, 1) - 1))
-    return tl.where(n > 7, -size, size)
-
-
-@triton.jit
 def fp8_floats(w):
     """The four float8_e4m3fn of a word, each divided by 256, as fp32: shifted into a half they lack 8 of its exponent's bias."""
     out = ()
@@ -349,3 +237,15 @@ def e2m1(n):
     """Nibbles of nvfp4, as numbers from 0 to 15, divided by 2^14 as fp32: shifted into a half they lack 14 of its exponent's bias."""
     w = n.to(tl.int16)
     return (((w & 8) << 12) | ((w & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e2m1_floats(w):
+    """The eight nibbles of a word as `e2m1`: the low one of each byte, then the high ones."""
+    low = ()
+    high = ()
+    for i in tl.static_range(4):
+        b = byte(w, i)
+        low = low + (e2m1(b & 15),)
+        high = high + (e2m1(b >> 4),)
+    return low + high
