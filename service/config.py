@@ -11,10 +11,7 @@ Bytes may be written as whole numbers or as text such as "4GiB". Relative roots 
 
 from __future__ import annotations
 
-import math
-import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,23 +22,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .errors import FileError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .toml_file import Kind, checked, read_document
 
 FILE_NAME = "onedesk.toml"
-FILE_LIMIT = 1 << 20  # bytes
 
-_Kind = Literal["text", "texts", "whole", "number", "bytes", "flag"]
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE | re.ASCII)
-_LARGEST_SIZE = 2**60  # bytes; more than that is a slip of the hand
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_UNITS: Mapping[str, int] = {"": 1, **{p: 1000**i for i, p in enumerate("KMGT", 1)}, **{p + "I": 1024**i for i, p in enumerate("KMGT", 1)}}
 
 # Key -> what it must be. The keys of [memory] are the fields of memory.MemorySettings; a test holds the two together.
-_TABLES: Mapping[str, Mapping[str, _Kind]] = {
+_TABLES: Mapping[str, Mapping[str, Kind]] = {
     "memory": {
         "limit": "number",
         "limit_bytes": "bytes",
@@ -75,7 +63,7 @@ _TABLES: Mapping[str, Mapping[str, _Kind]] = {
     },
     "comfyui": {"correct_free_memory": "flag"},
 }
-_PEER: Mapping[str, _Kind] = {
+_PEER: Mapping[str, Kind] = {
     **dict.fromkeys(("kind", "url", "key_file", "model", "address"), "text"),
     **dict.fromkeys(("models", "command", "options"), "texts"),
     **dict.fromkeys(("context", "sequences", "loaded", "gpus", "nodes", "port"), "whole"),
@@ -91,14 +79,6 @@ _PEER_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama-server": (("memory",), (*_CHILD_KEYS, "model", "models", "loaded", "idle")),
 }
 MEMORY_KEYS = tuple(_TABLES["memory"])
-_WORDS: Mapping[_Kind, str] = {
-    "text": "a text",
-    "texts": "a list of texts",
-    "whole": "a whole number",
-    "number": "a number",
-    "bytes": 'whole bytes or a text such as "4GiB"',
-    "flag": "true or false",
-}
 _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
     ("models", "context"): (2, 2**31),
     ("peers", "context"): (1, 2**31),
@@ -213,21 +193,12 @@ def package_folder() -> Path:
 
 def own_version() -> str:
     """The version of this package: by its own project file where it lies in a checkout or a pack, else by what was installed."""
-    with suppress(OSError, ValueError, KeyError):
-        return str(tomllib.loads((package_folder() / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+    with suppress(FileError, KeyError):
+        return str(read_document(package_folder() / "pyproject.toml")["project"]["version"])
     try:
         return version("onedesk")
     except PackageNotFoundError:
         return "(not installed)"
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from "4GiB", "512 MiB", "2G" or "1000"; ValueError when it is none of these. KiB is 1024, KB is 1000."""
-    match = _SIZE.fullmatch(text)
-    size = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else math.inf
-    if size > _LARGEST_SIZE:
-        raise ValueError(f"{text[:40]!r} is no size; write for example 4GiB, 512MiB or a number of bytes")
-    return int(size)
 
 
 def installed_file() -> Path | None:
@@ -245,7 +216,7 @@ def load_config(path: Path | None = None) -> Config:
     path = path or installed_file()
     if path is None:
         return Config(model_roots=_with_toys([]))
-    document = _read(path)
+    document = read_document(path)
     tables = {name: _table(path, name, document.get(name, {})) for name in _TABLES}
     unknown = sorted(set(document) - {*_TABLES, "peers"})
     if unknown:
@@ -315,7 +286,7 @@ def _peer(path: Path, tree: Path, name: str, table: Mapping[str, Any]) -> PeerSe
         raise FileError(f"{path.name}: {key} in {title} does not go with kind {kind}; it has {', '.join((*needed, *allowed))}")
     if kind == "llama-server" and bool(table.get("model")) == bool(table.get("models")):
         raise FileError(f"{path.name}: {title} needs either model, or models for several of which it loads what is asked for")
-    values = {key: _value(f"{path.name}: {key} in {title}", _PEER[key], item, _RANGES.get(("peers", key))) for key, item in table.items()}
+    values = {key: checked(f"{path.name}: {key} in {title}", _PEER[key], item, _RANGES.get(("peers", key))) for key, item in table.items()}
     if values.get("nodes", 1) > 1 and not values.get("address"):
         raise FileError(
             f"{path.name}: {title} has nodes = {values['nodes']} and lacks address; write this machine's address on their network"
@@ -335,33 +306,6 @@ def _with_toys(roots: list[Path]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*roots, toys] if toys.is_dir() else roots))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(_read_plain(path).decode("utf-8-sig"))
-    except OSError as error:
-        shown = path.name or str(path)
-        raise FileError(f"cannot read the configuration {shown}: {error.strerror}; name another file with --config") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path.name} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except RecursionError as error:
-        raise FileError(f"{path.name} is nested too deeply to be a configuration; write tables of plain values") from error
-    except tomllib.TOMLDecodeError as error:
-        raise FileError(f"{path.name} is not valid TOML: {error}") from error
-
-
-def _read_plain(path: Path) -> bytes:
-    """The bytes of a regular file. Raises OSError, and FileError for anything else or more than FILE_LIMIT bytes."""
-    # O_NONBLOCK: a FIFO in place of the file must not block the caller for ever
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise FileError(f"the configuration {path.name} is not a regular file; name another file with --config")
-        raw = file.read(FILE_LIMIT + 1)
-    if len(raw) > FILE_LIMIT:
-        raise FileError(f"the configuration {path.name} has more than {FILE_LIMIT} bytes; name another file with --config")
-    return raw
-
-
 def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
     known = _TABLES[name]
     if not isinstance(value, dict):
@@ -369,31 +313,4 @@ def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
     for key in value:
         if key not in known:
             raise FileError(f"{path.name}: unknown key {key!r} in [{name}]; known keys: {', '.join(known)}")
-    return {key: _value(f"{path.name}: {key} in [{name}]", known[key], item, _RANGES.get((name, key))) for key, item in value.items()}
-
-
-def _value(where: str, kind: _Kind, value: Any, bounds: tuple[float, float] | None) -> Any:
-    if kind == "bytes" and isinstance(value, str):
-        try:
-            read: Any = parse_bytes(value)
-        except ValueError as error:
-            raise FileError(f"{where}: {error}") from error
-    elif _fits_kind(kind, value):
-        read = value
-    else:
-        raise FileError(f"{where} is {value!r}; use {_WORDS[kind]}")
-    if bounds and not bounds[0] <= read <= bounds[1]:
-        raise FileError(f"{where} is {value!r}; use {bounds[0]} to {bounds[1]}")
-    return read
-
-
-def _fits_kind(kind: _Kind, value: Any) -> bool:
-    if kind == "flag":
-        return isinstance(value, bool)
-    if kind == "text":
-        return isinstance(value, str)
-    if kind == "texts":
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if kind == "number":
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and (kind == "whole" or value >= 0)
+    return {key: checked(f"{path.name}: {key} in [{name}]", known[key], item, _RANGES.get((name, key))) for key, item in value.items()}

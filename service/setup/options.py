@@ -6,8 +6,8 @@ import argparse
 import re
 from collections.abc import Callable
 
-from ..config import parse_bytes
 from ..loader.files import short
+from ..toml_file import parse_bytes
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf)")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from onedesk.service import config as config_module
-from onedesk.service.config import ComfyUISettings, Config, ServiceSettings, installed_file, load_config, package_folder, parse_bytes
+from onedesk.service.config import ComfyUISettings, Config, ServiceSettings, installed_file, load_config, package_folder
 from onedesk.service.errors import FileError
 from onedesk.service.memory.budget import SETTING_NAMES
+from onedesk.service.toml_file import parse_bytes
 
 DEMO = [package_folder() / "models"] if (package_folder() / "models").is_dir() else []
 
