@@ -14,6 +14,8 @@ from ..engine.answer import Prepared
 
 # What a call does that is no generation, such as an embedding: in the model's thread, told how to ask whether to stop.
 Work = Callable[[OpenModel, Callable[[], bool]], Any]
+# Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has a status.
+HESITATION = 0.25
 # What may take events the moment they come, on the event loop; whether it has.
 Sink = Callable[[Sequence[Event]], bool]
 
@@ -60,19 +62,25 @@ class Call:
     # The model's thread
 
     def enter(self) -> None:
-        """The model begins with it."""
+        """The model begins with it. The loop is woken only where it may have told a place: what Python does there, the model's thread waits
+        for, at the moment at which it is about to begin."""
         self.entered = time.perf_counter()
-        self.wake()
+        if self._waited:
+            self.wake()
 
     def put(self, event: Event) -> bool:
-        """Take what came; whether its reader should look at once. Otherwise, as for the end of reading a prompt, which the first token
-        follows, they may look when the step is over, see `hand_over`."""
+        """Take what came; whether its reader should look at once. Otherwise they may look when the step is over, see `hand_over`, or at the
+        end of their patience: so for the end of reading a prompt, which the first token follows, and for its beginning."""
         first = event.token is not None and self.first_token is None
         if first:
             self.first_token = time.perf_counter()
         self._events.append(event)
         progress = event.progress
-        return first or (event.token is None and (progress is None or progress.done < progress.total))
+        return first or (event.token is None and (progress is None or (progress.done < progress.total and self._waited)))
+
+    @property
+    def _waited(self) -> bool:
+        return self.entered is not None and self.entered - self.made >= HESITATION
 
     # Any thread
 

@@ -16,7 +16,7 @@ from ..core import Event
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
 from .asks import Form
-from .call import Call, Sink, Work
+from .call import HESITATION, Call, Sink, Work
 from .figures import Figures
 from .models import Models
 from .places import Places
@@ -34,8 +34,6 @@ PREPARERS = 4
 BESIDE = 64
 # Seconds after which a stream in which nothing comes sends a comment, so that nobody on the way takes it for dead.
 TICK = 10.0
-# Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has a status.
-HESITATION = 0.25
 
 
 class Service:
