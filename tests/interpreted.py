@@ -87,7 +87,7 @@ def layers() -> dict[str, Any]:
     small, grouped = cases.ExpertCase(32, 16, 5, 2, 16, normalized=True), cases.ExpertCase(64, 64, 6, 1, 0, normalized=False)
     found = []
     several = tuple((held, grouped, (20,)) for held in (NVFP4, int4(32, symmetric=False), INT8, MXFP8))
-    for held, case, rows in ((None, small, (2, 40)), *several):
+    for held, case, rows in ((None, small, (2, 40)), (NVFP4, grouped, (5,)), *several):
         cases.EXPERT_ROWS = rows
         found += cases.expert_findings(fused, make, held, case)
     cases.DELTA_STEPS, cases.DELTA_CHUNKS = (2,), (2, 66)

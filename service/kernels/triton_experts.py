@@ -163,10 +163,11 @@ def turned_sum(  # noqa: C901 - a kernel's forms, of which each compilation keep
 def grouped(
     x, w, scales, offsets, out, tiles, order, rows, most,
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    SHARE: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [picks, rows]: row order[i] // SHARE of x times weight `expert` of those behind w, for the picks i of each tile of `sort_picks`.
+    """out [picks, rows]: row order[i] // SHARE of x times weight `expert` of those behind w, for the picks i of each tile of `sort_picks`;
+    where they are not SORTED, tiles [most] are the experts of the picks, each a tile of its own.
 
     GATED as in `skinny`; then a tile has eight rows of gates and the eight of the same columns by turns, so that one thread has both.
     Grid (blocks of rows, most): programs beside each other read the same rows of x.
@@ -176,9 +177,13 @@ def grouped(
     expert = tl.load(tiles + tile)
     if expert >= 0:
         BN: tl.constexpr = BW // 2 if GATED else BW
-        i = tl.load(tiles + most + tile) + tl.arange(0, BM)
-        live = i < tl.load(tiles + 2 * most + tile)
-        pick = tl.load(order + i, mask=live, other=0).to(tl.int64)
+        if SORTED:
+            i = tl.load(tiles + most + tile) + tl.arange(0, BM)
+            live = i < tl.load(tiles + 2 * most + tile)
+            pick = tl.load(order + i, mask=live, other=0).to(tl.int64)
+        else:
+            pick = tile.to(tl.int64) + tl.arange(0, BM)
+            live = pick == tile
         m = tl.arange(0, BW)
         r = tl.program_id(0) * BN + ((m // 16) * 8 + m % 8 if GATED else m)
         n = tl.minimum(r, rows - 1).to(tl.int64) + expert.to(tl.int64) * (rows * 2 if GATED else rows)
