@@ -20,6 +20,11 @@ LEARNING = 0.2
 READ_AT_ONCE = 6
 # What a pass of more rows than any that was measured may take, beside as much for each row: they took up to 1.1 (see docs/performance.md).
 BEYOND = 1.25
+# What a width costs beside a step is believed as if so many passes of it had cost nothing more: one that a busy moment made slow is tried
+# again, where it may be.
+HOPE = 2
+# Rows that the drafting layer has to read where it guesses step by step; what a pause has left unread is read once.
+USUAL_UNREAD = 2
 
 
 class Lookup:
@@ -54,7 +59,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class PassCosts:
-    """Seconds of a step by its rows, and of a drafted token, as measured in this session.
+    """Seconds of a step by its rows, of how many passes, and of a drafted token, as measured in this session.
 
     `guess_share`: of the bytes that a pass of one row reads, what one drafted token takes; 0 where nothing drafts.
     """
@@ -62,11 +67,13 @@ class PassCosts:
     measured: dict[int, float] = field(default_factory=dict)
     guess_share: float = 0.0
     drafted: float = 0.0
+    tries: dict[int, int] = field(default_factory=dict)
 
     def note(self, rows: int, seconds: float) -> None:
         """A step of so many rows took `seconds`."""
         known = self.measured.get(rows)
         self.measured[rows] = seconds if known is None else known + LEARNING * (seconds - known)
+        self.tries[rows] = self.tries.get(rows, 0) + 1
 
     def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
         """To draft so many tokens took `seconds`; the layer had `unread` rows to read first."""
@@ -79,21 +86,26 @@ class PassCosts:
 
     def at_most(self, rows: int) -> float:
         """What a step of so many rows takes at most: beyond what was measured BEYOND times as much for each; 0 if nothing was."""
-        return self._between(rows, lambda known: self.measured[known] * BEYOND * rows / known)
+        return self._between(rows, self.measured.__getitem__, lambda known: self.measured[known] * BEYOND * rows / known)
 
     def likely(self, rows: int) -> float:
         """What a step of so many rows takes, if more rows than were measured cost nothing: that is found out where it may be tried."""
-        return self._between(rows, lambda known: self.measured[known])
+        return self._between(rows, self._hoped, self._hoped)
 
-    def _between(self, rows: int, beyond: Callable[[int], float]) -> float:
+    def _hoped(self, rows: int) -> float:
+        seconds, single = self.measured[rows], self.measured.get(1)
+        tries = self.tries.get(rows)
+        return seconds if single is None or tries is None else single + (seconds - single) * tries / (tries + HOPE)
+
+    def _between(self, rows: int, known: Callable[[int], float], beyond: Callable[[int], float]) -> float:
         if rows in self.measured:
-            return self.measured[rows]
-        below = max((known for known in self.measured if known < rows), default=0)
-        above = min((known for known in self.measured if known > rows), default=0)
+            return known(rows)
+        below = max((other for other in self.measured if other < rows), default=0)
+        above = min((other for other in self.measured if other > rows), default=0)
         if not below or not above:
-            return beyond(below) if below else self.measured.get(above, 0.0)
+            return beyond(below) if below else known(above) if above else 0.0
         share = (rows - below) / (above - below)
-        return self.measured[below] + share * (self.measured[above] - self.measured[below])
+        return known(below) + share * (known(above) - known(below))
 
 
 @dataclass(slots=True)
@@ -174,8 +186,8 @@ class Speculator:
         for count in range(1, most + 1):
             power *= record.chance
             expected += power
-            draft = costs.draft(count, unread) if unread else 0.0
-            gain = expected * single - (costs.likely(now + count) - costs.likely(now)) - draft
+            draft, usual = (costs.draft(count, rows) if unread else 0.0 for rows in (unread or 0, min(unread or 0, USUAL_UNREAD)))
+            gain = expected * single - (costs.likely(now + count) - costs.likely(now)) - usual
             risk = costs.at_most(now + count) - single + draft
             if gain > best_gain and risk <= allowed:
                 best, best_gain = count, gain

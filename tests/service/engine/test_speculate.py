@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.engine.speculate import BEYOND, LENGTHS, RISK, Lookup, PassCosts, Room, Speculator
@@ -95,6 +96,30 @@ def test_costs_between_measured_ones_are_in_between_and_beyond_them_grow() -> No
     costs.note(1, 1.0)
     assert (costs.at_most(4), costs.likely(4)) == (4.0 * BEYOND, 1.0)
     costs.note(5, 2.0)
-    assert costs.at_most(3) == costs.likely(3) == 1.5
+    assert costs.at_most(3) == 1.5
+    assert costs.likely(3) == pytest.approx(1 + 0.5 / 3), "a third of what one pass has cost more"
     costs.note(5, 3.0)
     assert 2.0 < costs.at_most(5) < 3.0
+    for _ in range(200):
+        costs.note(5, 3.0)
+    assert 1.95 < costs.likely(3) <= costs.at_most(3) <= 2.0
+
+
+def test_a_width_that_a_busy_moment_made_slow_is_tried_again() -> None:
+    costs = PassCosts()
+    for _ in range(20):
+        costs.note(1, 1.0)
+    costs.note(2, 1.9)
+    speculator = Speculator([1, 2, 3] * 9, costs, spent=1000.0)
+    assert speculator.plan(Room(1)).tokens == (1,)
+    for _ in range(20):
+        costs.note(2, 1.9)
+    assert speculator.plan(Room(1)).tokens == ()
+
+
+def test_what_a_pause_left_unread_counts_as_a_risk_not_against_every_guess() -> None:
+    costs = PassCosts({1: 1.0, 2: 1.2}, guess_share=0.3, drafted=0.3)
+    text = range(100)
+    assert Speculator(text, costs, spent=1000.0).plan(Room(1, unread=8)).drafts == 1
+    assert Speculator(text, costs, spent=40.0).plan(Room(1, unread=8)).drafts == 0
+    assert Speculator(text, costs, spent=40.0).plan(Room(1, unread=2)).drafts == 1
