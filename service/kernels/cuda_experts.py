@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +22,9 @@ SORTED = 2048
 
 @dataclass(slots=True)
 class PickRoom:
-    """What lies in ExpertRows.picks: table fp32 [T, count], the scores of few rows or the tiles of many; of all picks the expert, the
-    weight and the order by expert [T * active], gated [T * active, width], found [T * active, hidden]; shares fp32 [T].
+    """What lies in ExpertRows.picks: table fp32 [T * count], the scores of few rows or the tiles of many; of all picks the expert, the
+    weight and the order by expert [T * active], gated [T * active, width], found [T * active, hidden]; shares fp32 [T]. Pieces of words may
+    be some words longer.
     """
 
     table: torch.Tensor
@@ -117,7 +117,7 @@ class ExpertKernels(FusedProducts):
         """The tiles [3, ..] of up to `rows` picks that share an expert; fills `order`."""
         count = room.picks.shape[0]
         most = total + count // rows
-        tiles = room.table.view(torch.int32).view(-1)[: 3 * most].view(3, most)
+        tiles = room.table[: 3 * most].view(torch.int32).view(3, most)
         on_grid(sort_picks, (total,))(
             room.picks, room.order, tiles, count, most, BM=rows, BLOCK=SORTED, PDL=self.device.early, num_warps=4, **self.launch
         )
@@ -138,22 +138,15 @@ class ExpertKernels(FusedProducts):
 
 
 def _room(at: ExpertRows, experts: ExpertWeights, down: Shape) -> PickRoom:
-    """The pieces of `at.picks`, each at a multiple of 16 bytes."""
-    flat, used = at.picks.view(-1), 0
-    count, picks = at.x.shape[0], at.x.shape[0] * experts.active
-
-    def piece(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        nonlocal used
-        size = math.prod(shape) * dtype.itemsize // flat.itemsize
-        found = flat[used : used + size].view(dtype).view(shape)
-        used += -(-size // 8) * 8
-        return found
-
-    word, real = torch.int32, torch.float32
-    table, order = piece(real, count, len(experts.gate_up)), piece(word, picks)
+    """The pieces of `at.picks`, each at a multiple of 16 bytes; by few calls of torch, because a pass of many rows waits for the host."""
+    flat, count = at.picks.view(-1), at.x.shape[0]
+    picks = count * experts.active
+    words = [-(-size // 4) * 8 for size in (count * len(experts.gate_up), picks, picks, picks, count)]
+    sizes = [*words, picks * down.cols, picks * down.rows]
+    table, which, weights, order, shares, gated, found = flat[: sum(sizes)].split_with_sizes(sizes)
     return PickRoom(
-        table, piece(word, picks), piece(real, picks), order, piece(real, count), piece(flat.dtype, picks, down.cols),
-        piece(flat.dtype, picks, down.rows),
+        table.view(torch.float32), which[: 2 * picks].view(torch.int32), weights.view(torch.float32), order.view(torch.int32),
+        shares.view(torch.float32), gated.view(picks, down.cols), found.view(picks, down.rows),
     )  # fmt: skip
 
 
