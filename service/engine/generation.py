@@ -22,6 +22,10 @@ from .stepper import Picked, pick
 from .work import Base, Row
 from .writing import Writing
 
+# Layers of a pass over prompts, within which those who come still join it: so much is computed anew with them, a few percent of a pass, and
+# of requests that are sent together the first does not read alone.
+JOINABLE = 2
+
 
 class Generation:
     """Runs prepared requests on a session, their choices together; `events` is the one way through it.
@@ -61,10 +65,14 @@ class Generation:
 
     def _arrive(self) -> bool:
         """Let in who came meanwhile; False when nobody is left."""
-        arrivals = self._call.orders.arrivals
-        if arrivals is not None:
-            self._call.join(arrivals())
+        self._came()
         return bool(self._call.scheduler.tickets)
+
+    def _came(self) -> bool:
+        arrivals = self._call.orders.arrivals
+        came = () if arrivals is None else arrivals()
+        self._call.join(came)
+        return bool(came)
 
     def _stop(self) -> Iterator[Event]:
         """End what the caller no longer wants."""
@@ -139,6 +147,14 @@ class Generation:
             and not any(call.job(other) is call.job(row) or (shares and other.prepared.ids[:more] == ids[:more]) for other in reading)
         )
 
+    def _joined(self) -> bool:
+        """Whether somebody came just now who can read in the same pass."""
+        scheduler = self._call.scheduler
+        if not self._call.runner.reads_several or not self._came():
+            return False
+        ticket = scheduler.next
+        return ticket is not None and ticket.places <= scheduler.free and self._may_read(self._call.row(ticket), 0)
+
     def _reading(self) -> list[Row]:
         return [self._call.row(ticket) for ticket in self._call.scheduler.working if ticket.state == "reading"]
 
@@ -160,12 +176,16 @@ class Generation:
 
     def _pass(self, rows: Sequence[Row]) -> torch.Tensor:
         """The scores [rows, vocab] behind what was read of each. A pass over several is given up when nobody wants it: the others need not
-        read anew for one who has gone."""
+        read anew for one who has gone. It is begun anew with those who come at its beginning."""
         call, kvs = self._call, [row.kv for row in rows if row.kv is not None]
         ids = [row.prepared.ids[kv.length :] for row, kv in zip(rows, kvs, strict=True)]
 
+        layers = 0
+
         def unwanted() -> bool:
-            return all(call.unwanted(call.job(row)) for row in rows)
+            nonlocal layers
+            layers += 1
+            return all(call.unwanted(call.job(row)) for row in rows) or (layers <= JOINABLE and self._joined())
 
         if len(rows) == 1:
             row, at = rows[0], kvs[0].length

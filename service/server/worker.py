@@ -129,8 +129,10 @@ class Worker:
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()
-            self._came.append(call)
-            if call.put(event):
+            urgent = call.put(event)
+            if urgent or event.progress is None:
+                self._came.append(call)
+            if urgent:
                 self._hand_over()
             if event.result is not None and self._told(call, event):
                 del numbered[event.request]

@@ -13,6 +13,7 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Request, Result, Sampling
+from onedesk.service.engine.answer import Prepared
 from onedesk.service.engine.buffers import MAX_BATCH
 from onedesk.service.engine.runner import Runner, Stopped
 from onedesk.service.kernels.rows import BLOCK, FEW_ROWS
@@ -160,6 +161,25 @@ def test_one_who_goes_meanwhile_costs_the_others_nothing(model: OpenModel, gone:
         assert (found[place, 0].finish == "cancelled") == (place in gone)
         assert found[place, 0].ids == (() if place in gone else expected[place][0])
     assert len(stopped) == (len(gone) == 3)
+
+
+def test_who_comes_while_a_pass_begins_is_read_in_it(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [ask(prompt(20, place)) for place in range(5)]
+    expected = [alone(model, request) for request in requests]
+    model.give_way()
+    runner, read = runner_of(model), []
+    several = runner.prefill_several
+    monkeypatch.setattr(runner, "prefill_several", lambda *parts: read.append(len(parts[0])) or several(*parts))
+    # Asked before each step and at the first two layers of each pass: one at the start, two while it begins, one while that begins anew.
+    coming = iter([[0], [], [1, 2], [], [3], [], [], [], [4]])
+
+    def arrivals() -> list[Prepared]:
+        return [model.prepared(requests[place]) for place in next(coming, ())]
+
+    found = {event.request: event.result for event in model.serve(arrivals) if event.result is not None}
+    assert [[found[place].ids] for place in range(5)] == expected
+    assert read == [3, 4]
+    assert passes(model, found[3]) <= 3
 
 
 def test_networks_with_recurrent_layers_read_one_after_the_other(registry: Registry) -> None:
