@@ -20,8 +20,8 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 # Where exports of ModelOpt before 0.35 say how they are quantized.
 HF_QUANT = "hf_quant_config.json"
-# What says how the tensors are to be taken. Read once, with the headers.
-SETTINGS = (CONFIG, GENERATION, HF_QUANT)
+# What says how the tensors are to be taken, and out of which files. Read once, with the headers.
+SETTINGS = (CONFIG, GENERATION, HF_QUANT, INDEX, SINGLE)
 # Read later, by the text room; where their links lead is checked here, with all the others.
 LANGUAGE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".tmp", ".crdownload", ".aria2", ".download")

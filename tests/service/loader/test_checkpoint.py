@@ -92,9 +92,11 @@ def test_the_only_safetensors_file_is_taken_whatever_its_name(folder: Path) -> N
 
 
 def test_model_safetensors_goes_before_other_files(folder: Path) -> None:
-    write_model(folder / "model.safetensors", "right")
     write_model(folder / "consolidated.safetensors", "wrong")
+    before = open_checkpoint(folder)
+    write_model(folder / "model.safetensors", "right")
     assert list(open_checkpoint(folder).tensors) == ["right"]
+    assert before.changed()
 
 
 def test_several_files_without_an_index_are_refused_by_name(folder: Path) -> None:
@@ -152,6 +154,9 @@ def test_shards_are_opened_with_and_without_their_index(folder: Path, with_index
     assert {name: info.file.name for name, info in found.tensors.items()} == weight_map
     assert [path.name for path in found.files] == [shard(n, 3) for n in (1, 2, 3)]
     _same_bytes(found)
+    assert not found.changed()
+    write_index(folder, dict.fromkeys(weight_map, "other.safetensors"))
+    assert found.changed()
 
 
 def _same_bytes(found: Checkpoint) -> None:
