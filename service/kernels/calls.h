@@ -2,7 +2,8 @@
 #pragma once
 #include "weight.h"
 
-/* gemv.c: a product of 1 to 8 rows of x. */
+/* gemv.c: a product of 1 to FEW rows of x. */
+#define FEW 8
 void gemv(const struct product *p);
 /* delta.c: RMS norms of rows. */
 void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps, long threads);

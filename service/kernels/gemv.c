@@ -1,10 +1,11 @@
 /* Products for 1 to 8 rows of x: one pass over the stored weights, which is what bounds it. Every sum has one order, whatever the
  * number of rows, threads and neighbours, so that a row answers the same bits alone and in a batch. */
 #include <stdatomic.h>
+#include "calls.h"
 #include "integer.h"
 #include "prepare.h"
 
-#define MOST 8
+#define MOST FEW
 /* Weight rows that a thread takes at a time: some 10 us of reading, so that a thread which loses its core leaves little behind, but
  * streams of some length (R of them, see `choice`). */
 #define MOST_TAKEN 128
@@ -153,16 +154,14 @@ INLINE void add_block(const int T, const struct prepared *x, long which, const c
     const block b = unpack_block(numbers);
     some_floats of_groups[2];
     block_scales(scales, of_groups);
-    UNROLL for (int t = 0; t < T; t++) {
-        const int8_t *digits = (const int8_t *)(x->words + t * x->width) + which * BLOCK_DIGITS;
-        const long at = t * x->ahead + which * BLOCK_GROUPS;
-        UNROLL for (int half = 0; half < 2; half++) {
-            some_ints part = half_sums(b.halves[half], digits + half * HALF_DIGITS);
-            if (E2M1_ZERO) part += *(const some_ints_any *)(x->zeros + at + half * LANES);
-            const some_floats scale = of_groups[half] * *(const some_floats_any *)(x->scales + at + half * LANES);
-            total[t] += __builtin_convertvector(part, some_floats) * scale;
+    UNROLL for (int half = 0; half < 2; half++)
+        UNROLL for (int t = 0; t < T; t++) {
+            const long at = t * x->ahead + which * BLOCK_GROUPS + half * LANES;
+            const int8_t *digits = (const int8_t *)(x->words + t * x->width) + which * BLOCK_DIGITS + half * HALF_DIGITS;
+            some_ints part = half_sums(b.halves[half], digits);
+            if (E2M1_ZERO) part += *(const some_ints_any *)(x->zeros + at);
+            total[t] += __builtin_convertvector(part, some_floats) * (of_groups[half] * *(const some_floats_any *)(x->scales + at));
         }
-    }
 }
 
 /* As integer_rows for nvfp4. */
