@@ -56,8 +56,8 @@ def prompt_of(model: OpenModel) -> tuple[int, ...]:
 
 
 def answer(model: OpenModel) -> Result:
-    """TOKENS tokens behind the prompt, greedy."""
-    request = Request(ids=prompt_of(model), sampling=Sampling(temperature=0.0), max_tokens=TOKENS)
+    """TOKENS tokens behind the prompt, greedy; all of it is read, for the last tokens behind a kept beginning are rounded otherwise."""
+    request = Request(ids=prompt_of(model), sampling=Sampling(temperature=0.0), max_tokens=TOKENS, prefix_reuse=False)
     result = [event.result for event in model.generate(request)][-1]
     if result is None or result.finish != "length":
         raise ModelError(f"the answer of {model.name} ended with {result and result.finish}, not after {TOKENS} tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ def check_model(
         with closing(desk.open(quant)) as model:
             told = f"{model.name}: {model.layers} layers, {show(model.need.weights)} in {model.weight_format}; {model.kernels}"
             checks = [Check("opened", "ok", told), *_runs(model, desk.pool)]
-            checks.append(check_operators(desk.pool.device, lambda: _result(model, _request(model))))
+            # Greedy: of a prompt's scores the host draws, which is no operator of the model.
+            greedy = replace(_request(model), sampling=Sampling(temperature=0.0))
+            checks.append(check_operators(desk.pool.device, lambda: _result(model, greedy)))
             others = [*model.need.weights_of] if quant == "none" else ["none"]
             if not others or any(check.status == "failure" for check in checks):
                 return checks
