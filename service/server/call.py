@@ -16,6 +16,8 @@ from ..engine.answer import Prepared
 Work = Callable[[OpenModel, Callable[[], bool]], Any]
 # Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has a status.
 HESITATION = 0.25
+# A prompt with more tokens to read is told of when that begins, not at the end of somebody's patience.
+LONG = 256
 # What may take events the moment they come, on the event loop; whether it has.
 Sink = Callable[[Sequence[Event]], bool]
 
@@ -70,13 +72,14 @@ class Call:
 
     def put(self, event: Event) -> bool:
         """Take what came; whether its reader should look at once. Otherwise they may look when the step is over, see `hand_over`, or at the
-        end of their patience: so for the end of reading a prompt, which the first token follows, and for its beginning."""
+        end of their patience: so for the end of reading a prompt, which the first token follows, and for the beginning of a short one."""
         first = event.token is not None and self.first_token is None
         if first:
             self.first_token = time.perf_counter()
         self._events.append(event)
         progress = event.progress
-        return first or (event.token is None and (progress is None or (progress.done < progress.total and self._waited)))
+        left = 0 if progress is None else progress.total - progress.done
+        return first or (event.token is None and (progress is None or left > (0 if self._waited else LONG)))
 
     @property
     def _waited(self) -> bool:
