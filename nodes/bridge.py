@@ -161,7 +161,9 @@ def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
 def open_model(choice: ModelChoice) -> Model:
     """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises ModelError, FileError,
     RequestError for a place that is not there."""
-    options: Any = {"context": choice.context, "quant": choice.quant, "device": device()}
+    # Left at its default it is the usual one, which a model of a shorter context does not refuse.
+    context = None if choice.context == ModelChoice.context else choice.context
+    options: Any = {"context": context, "quant": choice.quant, "device": device()}
     if choice.where == HERE:
         model: Model = REGISTRY.open(choice.name, roots=model_roots(), load=False, **options)
     elif choice.where == SERVICE:

@@ -40,7 +40,8 @@ class OnedeskLoadModel(io.ComfyNode):
                     default=4096,
                     min=2,
                     max=2**31 - 1,
-                    tooltip="Tokens that prompt, reasoning and answer may have together. Their memory is reserved when the model loads.",
+                    tooltip="Tokens that prompt, reasoning and answer may have together. Their memory is reserved when the model loads. "
+                    "4096: or what the model allows, if that is less.",
                 ),
                 io.Combo.Input(
                     "policy",

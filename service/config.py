@@ -202,10 +202,18 @@ def own_version() -> str:
 
 
 def installed_file() -> Path | None:
-    """The onedesk.toml of the tree whose envs/NAME is the running Python, None when this Python stands in no tree."""
-    envs = Path(sys.prefix).absolute().parent
-    file = envs.parent / FILE_NAME
-    return file if envs.name == "envs" and file.is_file() else None
+    """The onedesk.toml of the tree that the running pack or Python belongs to, None where they belong to none.
+
+    The link in the custom_nodes of somebody's own ComfyUI leads through the tree that made it, by TREE/envs/pack; a tree's own Python is in
+    TREE/envs/NAME.
+    """
+    pack = Path(__file__).absolute().parent.parent
+    places = [pack.readlink().parent.parent] if pack.is_symlink() else []
+    for envs in (*places, Path(sys.prefix).absolute().parent):
+        file = envs.parent / FILE_NAME
+        if envs.name == "envs" and file.is_file():
+            return file
+    return None
 
 
 def load_config(path: Path | None = None) -> Config:

@@ -26,7 +26,8 @@ from .tree import Desk, Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 PORT = 8188
-PATIENCE_SECONDS = 20.0
+# An interrupt ends ComfyUI and what it started, as Ctrl-C does; a background job of a shell may heed none, and is told to end.
+INTERRUPT_SECONDS, PATIENCE_SECONDS = 10.0, 20.0
 POLL_SECONDS = 0.1
 # A process is the one that we started if it began at the same moment; the clock of /proc has steps of 10 ms.
 SAME_START_SECONDS = 0.05
@@ -115,15 +116,24 @@ def stop(tree: Tree) -> bool:
     running = find_running(tree)
     if running:
         process = psutil.Process(running.pid)
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(PATIENCE_SECONDS)
-        except psutil.TimeoutExpired:
-            LOG.warning("process %d did not end within %g s; killing it", running.pid, PATIENCE_SECONDS)
-            process.kill()
-            process.wait(PATIENCE_SECONDS)
+        process.send_signal(signal.SIGINT)
+        if not _ended(process, INTERRUPT_SECONDS):
+            process.send_signal(signal.SIGTERM)
+            if not _ended(process, PATIENCE_SECONDS):
+                LOG.warning("process %d did not end within %g s; killing it", running.pid, INTERRUPT_SECONDS + PATIENCE_SECONDS)
+                process.kill()
+                process.wait(PATIENCE_SECONDS)
     pid_file(tree).unlink(missing_ok=True)
     return running is not None
+
+
+def _ended(process: psutil.Process, seconds: float) -> bool:
+    """Whether it ends within so many seconds."""
+    try:
+        process.wait(seconds)
+    except psutil.TimeoutExpired:
+        return False
+    return True
 
 
 def status(tree: Tree) -> tuple[str, bool]:

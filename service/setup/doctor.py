@@ -190,7 +190,8 @@ def _models(config: Config, device: str) -> Iterator[Check]:
     if not rows:
         yield Check("models", "warning", "there is none", "put a model folder (config.json, *.safetensors, tokenizer.json) into models/")
     for row in rows:
-        fix = "" if row["fits"] else "choose a smaller context or another model" if row["opens"] else "download it again, or take it away"
+        other = "choose a smaller context or another model" if row["opens"] else "do what the line says, or take the folder away"
+        fix = "" if row["fits"] else other
         toy = f"{TOY_NOTE}; " if row["toy"] else ""
         yield Check(f"model {row['name']}", "ok" if row["fits"] else "warning", toy + row["reason"], fix)
 

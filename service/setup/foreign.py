@@ -83,19 +83,29 @@ class Foreign:
                 service.pip("service", "--no-deps", *wanted)
             self.steps.mark("service", " ".join(wanted))
 
-    def add_pack(self, checkout: Path) -> tuple[str, Path | None]:
-        """Link the pack into its custom_nodes; returns the pack's name there and the link, None if the checkout itself stands there."""
+    def add_pack(self, checkout: Path, pack: Path) -> tuple[str, Path | None]:
+        """Link the pack into its custom_nodes, through the tree's own link `pack` / NAME: so it finds its tree (see config.installed_file).
+
+        Returns the pack's name there and the link, None if the checkout itself stands there.
+        """
         nodes = self.folder / "custom_nodes"
         if nodes.is_dir() and checkout.parent.samefile(nodes):
             return checkout.name, None
-        link(nodes / NAME, checkout)
+        link(nodes / NAME, pack / NAME)
         return NAME, nodes / NAME
+
+
+def no_comfyui(folder: Path) -> str | None:
+    """Why `folder` is not a ComfyUI, None if it is one."""
+    if (folder / "main.py").is_file() and (folder / "comfy").is_dir():
+        return None
+    return f"{folder} is no ComfyUI: it has no main.py and comfy/; name the folder that holds them with --comfyui"
 
 
 def find_foreign(folder: Path, python: Path | None, steps: Steps) -> Foreign:
     """The ComfyUI in `folder` and the Python that runs it; SetupError if there is none."""
-    if not (folder / "main.py").is_file() or not (folder / "comfy").is_dir():
-        raise SetupError(f"{folder} is no ComfyUI: it has no main.py and comfy/; name the folder that holds them with --comfyui")
+    if reason := no_comfyui(folder):
+        raise SetupError(reason)
     choices = [python] if python else [folder / place for place in PYTHONS]
     for choice in choices:
         if choice.exists():

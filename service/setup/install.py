@@ -18,7 +18,7 @@ from ..errors import OnedeskError
 from ..peers.note import running as running_service
 from .checks import run_checks
 from .environment import PINS, TORCH, Environment
-from .foreign import find_foreign, model_paths
+from .foreign import find_foreign, model_paths, no_comfyui
 from .pack import NAME, PREFIX_OF_DEMO, add_package, link, link_demo_models, read_project
 from .source import Source
 from .steps import SetupError, Steps, locked
@@ -54,6 +54,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--uninstall goes with --prefix only")
     if options.comfyui_python and not options.comfyui:
         parser.error("--comfyui-python goes with --comfyui")
+    if options.comfyui and (reason := no_comfyui(options.comfyui.expanduser())):
+        parser.error(reason)
     if not options.torch.strip() or options.torch.strip().startswith("-"):
         parser.error(f"--torch is {options.torch!r}; use what pip install takes, such as {TORCH}")
     prefix = options.prefix.expanduser().resolve()
@@ -129,7 +131,7 @@ def install_beside(tree: Tree, options: argparse.Namespace) -> Environment:
         add_package(service, tree, CHECKOUT)
         write_if_changed(tree.model_paths, model_paths(tree))
         previous = tree.load_desk()
-        pack, place = foreign.add_pack(CHECKOUT)
+        pack, place = foreign.add_pack(CHECKOUT, tree.pack)
         if previous and previous.link and Path(previous.link) != place:
             remove_link(Path(previous.link))
         tree.save_desk(Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place) if place else None))

@@ -129,6 +129,8 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     row["context"] = longest(lambda context: replace(sketch, context=context).need, sketch.config.max_position, here)
     row["images"] = here.beside(need.with_headroom(here.settings.headroom))
     fits, reason = _verdict(need, context, here.settings, here.budget)
+    if not (checkpoint.folder / "tokenizer.json").is_file():
+        reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
     return row | {"fits": fits, "reason": reason, "opens": True}
 
 

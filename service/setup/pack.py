@@ -49,19 +49,19 @@ def is_onedesk(folder: Path) -> bool:
     return project.is_file() and f'name = "{NAME}"' in project.read_text(encoding="utf-8", errors="replace")
 
 
-def link(place: Path, checkout: Path) -> bool:
-    """Make `place` a link to the checkout; returns whether anything had to be done.
+def link(place: Path, target: Path) -> bool:
+    """Make `place` a link to `target`, the checkout or a link to it; returns whether anything had to be done.
 
     A link to another checkout of this project, or to nothing, is replaced. Anything else there is somebody's: SetupError.
     """
-    if place.exists() and place.samefile(checkout):
+    if place.readlink() == target if place.is_symlink() else place.exists() and place.samefile(target):
         return False
     if place.is_symlink() and (not place.exists() or is_onedesk(place)):
         place.unlink()
     elif place.is_symlink() or place.exists():
         raise SetupError(f"{place} is there already and is not ours; move it away, then run install.sh again")
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(checkout, target_is_directory=True)
+    place.symlink_to(target, target_is_directory=True)
     return True
 
 

@@ -117,7 +117,8 @@ def test_a_broken_model_is_a_warning_with_its_reason(tree):
     found = checks(tree)["model tiny"]
     assert found.status == "warning"
     assert "config.json is not JSON" in found.detail
-    assert "download it again" in found.fix
+    assert "download it again" in found.detail
+    assert "take the folder away" in found.fix
 
 
 def test_each_engine_of_the_configuration_is_looked_at_and_none_started(tree):

@@ -118,8 +118,9 @@ def test_nothing_to_uninstall(repository: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_comfyui(repository: Path, tmp_path: Path) -> None:
     answer = run_install(repository, "--prefix", tmp_path / "desk", "--comfyui", tmp_path, HOME=str(tmp_path))
-    assert answer.returncode == 1
+    assert answer.returncode == 2
     assert "is no ComfyUI: it has no main.py" in answer.stderr
+    assert not (tmp_path / "desk").exists()
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def test_the_environment_of_a_given_comfyui_is_left_as_it_is(beside: Beside) -> 
 
 
 def test_the_pack_is_linked_and_the_service_sees_that_environment(beside: Beside, repository: Path) -> None:
-    assert (beside.comfyui / "custom_nodes" / "onedesk").readlink() == repository
+    pack = beside.comfyui / "custom_nodes" / "onedesk"
+    assert (pack.readlink(), pack.resolve()) == (beside.tree.pack / "onedesk", repository)
     desk = beside.tree.load_desk()
     assert desk is not None
     assert (desk.comfyui, desk.python, desk.made) == (str(beside.comfyui), sys.executable, False)
@@ -180,6 +182,22 @@ def test_the_pack_is_linked_and_the_service_sees_that_environment(beside: Beside
         [beside.tree.envs / "service" / "bin" / "onedesk", "models", "--json"], capture_output=True, text=True, check=True
     )
     assert isinstance(json.loads(answer.stdout), list)
+
+
+def test_the_pack_in_a_given_comfyui_reads_the_settings_of_its_tree(beside: Beside) -> None:
+    """Also where that ComfyUI's Python stands in no tree, or in another one."""
+    service = beside.comfyui / "custom_nodes" / "onedesk" / "service"
+    code = f"""
+import importlib.util, sys
+place = {str(service)!r}
+spec = importlib.util.spec_from_file_location("pack", place + "/__init__.py", submodule_search_locations=[place])
+sys.modules["pack"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from pack.config import installed_file
+print(installed_file())
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True)
+    assert answer.stdout.strip() == str(beside.tree.settings)
 
 
 def test_a_second_run_changes_nothing(beside: Beside, repository: Path) -> None:
@@ -206,7 +224,7 @@ def test_an_interrupted_installation_goes_on(beside: Beside, repository: Path) -
     assert str(beside.tree.envs / "service" / "bin" / "onedesk").replace('"', '\\"') in unit_of(beside).read_text()
     assert "systemctl --user enable --now onedesk.service" in answer.stdout
     assert python.exists()
-    assert (beside.comfyui / "custom_nodes" / "onedesk").readlink() == repository
+    assert (beside.comfyui / "custom_nodes" / "onedesk").resolve() == repository
     assert beside.tree.load_desk() is not None
 
 
