@@ -73,7 +73,7 @@ def test_guessing_never_costs_more_than_its_share(seed: int, words: int, growth:
 def test_a_text_that_repeats_itself_is_written_much_sooner() -> None:
     draw = random.Random(1)
     page = [draw.randrange(1000) for _ in range(200)]
-    taken, plain, guesser = run(page * 4, {rows: 1 + 0.1 * (rows - 1) for rows in range(1, 9)}, 200)
+    taken, plain, guesser = run(page * 8, {rows: 1 + 0.1 * (rows - 1) for rows in range(1, 9)}, 200)
     assert taken < 0.35 * plain
     assert guesser.accepted > 0.8 * guesser.proposed
 
@@ -121,5 +121,5 @@ def test_what_a_pause_left_unread_counts_as_a_risk_not_against_every_guess() -> 
     costs = PassCosts({1: 1.0, 2: 1.2}, guess_share=0.3, drafted=0.3)
     text = range(100)
     assert Speculator(text, costs, spent=1000.0).plan(Room(1, unread=8)).drafts == 1
-    assert Speculator(text, costs, spent=40.0).plan(Room(1, unread=8)).drafts == 0
-    assert Speculator(text, costs, spent=40.0).plan(Room(1, unread=2)).drafts == 1
+    assert Speculator(text, costs, spent=80.0).plan(Room(1, unread=8)).drafts == 0
+    assert Speculator(text, costs, spent=80.0).plan(Room(1, unread=2)).drafts == 1
