@@ -12,7 +12,7 @@ from .files import SourceFile, open_regular
 from .readers import advise_file, check_unchanged
 
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
-# A checkpoint of 360 GB has 131 files; and no more than this share of what the process may have open.
+# A checkpoint of 360 GB has 131 files; and each table takes no more than this share of what the process may have open.
 MOST_OPEN = 160
 SHARE = 4
 

@@ -50,9 +50,11 @@ class _Few:
 
 @dataclass(slots=True)
 class _Many:
-    """Rows that a thread of the table brings in, and the room that will hold them."""
+    """Rows that a thread of the table brings in for `asked`, where in them each of those is, and the room that will hold them."""
 
+    asked: Sequence[int]
     rows: npt.NDArray[np.int64]
+    places: torch.Tensor | None
     room: Future[memoryview]
 
 
@@ -99,9 +101,10 @@ class FileTable:
         Raises FileError, IndexError.
         """
         started = time.perf_counter()
-        self._coming, wanted = None, self._distinct(rows)[0]
+        self._coming = None
+        wanted, places = self._distinct(rows)
         if isinstance(wanted, np.ndarray):
-            self._coming = _Many(wanted, self._thread.submit(self._bring, wanted))
+            self._coming = _Many(rows, wanted, places, self._thread.submit(self._bring, wanted))
         else:
             self._coming = self._begin(wanted, self._may_not_wait)
         self.seconds += time.perf_counter() - started
@@ -112,7 +115,11 @@ class FileTable:
         Raises FileError, ModelError, IndexError.
         """
         started = time.perf_counter()
-        wanted, places = self._distinct(rows)
+        coming = self._coming
+        if isinstance(coming, _Many) and coming.asked is rows:  # to sort 32,768 rows takes some ms, while a device waits
+            wanted, places = coming.rows, coming.places
+        else:
+            wanted, places = self._distinct(rows)
         values = self._values(wanted)
         if places is not None:
             values = values[places]
@@ -145,7 +152,7 @@ class FileTable:
 
     def _require(self, least: int, most: int) -> None:
         if not 0 <= least <= most < self._ends[-1]:
-            raise IndexError(f"row {most} is not in a table of {self._ends[-1]}")
+            raise IndexError(f"row {least if least < 0 else most} is not in a table of {self._ends[-1]}")
 
     def _spots(
         self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int
@@ -170,9 +177,8 @@ class FileTable:
         """The rows without the one scale."""
         coming, self._coming = self._coming, None
         if isinstance(wanted, np.ndarray):
-            if not (isinstance(coming, _Many) and np.array_equal(coming.rows, wanted)):
-                coming = _Many(wanted, self._thread.submit(self._bring, wanted))
-            room = coming.room.result()
+            announced = coming.room if isinstance(coming, _Many) and np.array_equal(coming.rows, wanted) else None
+            room = (announced or self._thread.submit(self._bring, wanted)).result()
         else:
             room = self._finish(coming if isinstance(coming, _Few) and coming.rows == wanted else self._begin(wanted, 0))
         numbers = _typed(self.parts[0], len(wanted), room)

@@ -171,6 +171,13 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(comfyui: 
     assert not any(entry["loaded"] for entry in state(comfyui)["models"] if entry["name"] == "tiny-writer" and entry["held"] == 0)
 
 
+def test_a_context_left_as_it_comes_fits_a_shorter_model_and_one_that_was_asked_for_is_refused(comfyui: Comfy, broken: Path):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
+    assert comfyui.run(writing("short", model=broken.name, context=4096, max_tokens=4)).ok
+    assert "context is 4095, but the model's config allows 300" in failure(comfyui, writing("short", model=broken.name, context=4095))
+
+
 def test_a_megabyte_of_prompt_is_refused_in_the_same_way(comfyui: Comfy):
     assert "and the context is 1024" in failure(comfyui, writing("z" * 1_000_000))
 

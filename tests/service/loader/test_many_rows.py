@@ -66,7 +66,7 @@ def test_many_rows_are_those_that_were_asked_for(
 def test_no_more_than_is_wanted_of_a_row_that_is_not_there(parts: list[TensorInfo], reader: FileRowReader) -> None:
     table = FileTable(parts, reader=reader)
     for row in (-1, ROWS):
-        with pytest.raises(IndexError, match=f"is not in a table of {ROWS}"):
+        with pytest.raises(IndexError, match=f"row {row} is not in a table of {ROWS}"):
             table.read([*range(MANY), row])
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from onedesk.service.config import load_config
 from onedesk.service.errors import FileError, PeerError
+from onedesk.service.setup import desk
 from onedesk.service.setup.comfyui import Client, free_port
 from onedesk.service.setup.demo import DemoModels, run_demo
 from onedesk.service.setup.desk import Running, find_running, main, parse, pid_file, start, status, stop
@@ -103,6 +104,27 @@ def empty(tmp_path: Path) -> Tree:
     made = Tree(tmp_path)
     made.make()
     return made
+
+
+@pytest.mark.parametrize("heeds", [True, False], ids=["as ComfyUI does", "a shell's background job"])
+def test_stop_lets_a_process_end_what_it_started(empty: Tree, monkeypatch: pytest.MonkeyPatch, heeds: bool) -> None:
+    """A service that ComfyUI started is closed by what runs at its exit, which a signal to end skips."""
+    monkeypatch.setattr(desk, "INTERRUPT_SECONDS", 10.0 if heeds else 0.2)
+    tidied, handler = empty.prefix / "tidied", "default_int_handler" if heeds else "SIG_IGN"
+    code = f"import atexit, signal, time; signal.signal(signal.SIGINT, signal.{handler}); atexit.register(open, {str(tidied)!r}, 'w')"
+    argv = [sys.executable, "-c", f"{code}; print(flush=True); time.sleep(60)"]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            note = {"pid": child.pid, "started": psutil.Process(child.pid).create_time(), "port": 1}
+            pid_file(empty).write_text(json.dumps(note))
+            assert stop(empty)
+            assert child.poll() is not None
+            assert tidied.exists() is heeds
+        finally:
+            child.kill()
 
 
 def test_stop_ends_the_noted_process_and_no_other(empty: Tree) -> None:

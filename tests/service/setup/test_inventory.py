@@ -92,3 +92,12 @@ def test_half_a_download_is_not_the_default_where_there_is_a_whole_model(tmp_pat
     assert default_model(config) == "first"
     write_tiny_qwen3(tmp_path / "models" / "second", tokenizer=False)
     assert default_model(config) is None
+
+
+def test_a_model_without_its_tokenizer_is_said_to_take_ids_only(tmp_path: Path):
+    folder = write_tiny_qwen3(tmp_path / "tiny")
+    assert "--ids" not in rows_of(tmp_path)["tiny"]["reason"]
+    (folder / "tokenizer.json").unlink()
+    row = rows_of(tmp_path)["tiny"]
+    assert row["fits"] is True
+    assert row["reason"].endswith("it has no tokenizer.json, so it takes token ids only (--ids)")
