@@ -36,7 +36,7 @@ def test_two_who_come_at_once_are_not_promised_the_same_bytes(monkeypatch: pytes
         return "taken"
 
     with ThreadPoolExecutor(2) as threads:
-        told = sorted(threads.map(take, ("one", "two")))
-    assert told[1] == "taken"
-    assert " asks for " in told[0]
+        told = list(threads.map(take, ("one", "two")))
+    assert told.count("taken") == 1  # of one or the other
+    assert sum(" asks for " in answer for answer in told) == 1
     assert len(tenants) == 1
