@@ -177,7 +177,7 @@ def told(path: Path, what: str, device: torch.device) -> Iterator[None]:
         _wait(device)
         seconds = time.perf_counter() - began
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(f"== {what}: {seconds:.4f} s under the profiler\n")
         file.write(profiler.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=60) + "\n")
 
