@@ -31,7 +31,7 @@ from ..memory.pool import Pool
 from ..model.families import describe, family_of
 from ..model.layers import Scratch
 from ..model.spec import Destination
-from ..model.tables import PlannedTable
+from ..model.tables import PlannedTable, open_tables
 from ..model.weights import PlannedTensor, WeightPlan
 from ..quant.weight import Format, QuantizedWeight, Weight
 
@@ -98,7 +98,7 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
     kernels = choose_kernels(device, blueprint.activation, cache)
     rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
     reader = row_reader(cache) if blueprint.plan.tables else None
-    tables = {table.destination.key: table.open(reader) for table in blueprint.plan.tables}
+    tables = open_tables(blueprint.plan.tables, reader)
     network = blueprint.family.build(blueprint.config, tensors, kernels, rotary, tables)
     states = blueprint.state_shape
     parts = kv, blueprint.kv_shape

@@ -33,11 +33,13 @@ from ..model.decoder import build_draft
 from ..model.draft import carried_width, draft_part, without_draft
 from ..model.families import read_family
 from ..model.layers import Scratch, Widths
+from ..model.tables import open_tables
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
 from .drafting import BESIDE, REACH, Drafting, DraftShape
 from .graph import graph_stepper, graph_stepper_bytes
+from .graphs import Graphs
 from .prefix import PrefixIndex
 from .runner import SCORED_ROWS, Runner, chunk_rows
 from .speculate import PassCosts
@@ -186,8 +188,7 @@ def draw_blueprint(
     family, config, checkpoint = read_family(checkpoint, draft=draft)
     plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
     activation = plan.dtype if device.type == "cuda" else torch.float32
-    blueprint = Blueprint(checkpoint, family, config, plan, context, activation, device)
-    return blueprint.without_draft() if device.type == "cuda" else blueprint  # steps are graphs there, and go on without the host
+    return Blueprint(checkpoint, family, config, plan, context, activation, device)
 
 
 class Session:
@@ -319,19 +320,19 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
         rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
         reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
-        tables = {table.destination.key: table.open(reader) for table in blueprint.plan.tables}
+        tables = open_tables(blueprint.plan.tables, reader)
         network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary, tables)
         pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
         passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
         wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)
         kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
-        drafting = None
+        graphs, drafting = Graphs(), None
         if draft_shape is not None:
             layer = build_draft(blueprint.config, arrival.tensors, network, rotary)
-            drafting = Drafting(layer, draft_shape, passes, (kv, scratch))
+            drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
         runner = Runner(network, pages, passes, buffers, arrival, drafting)
-        stepper = graph_stepper(runner, scratch, blueprint.widths.vocab)
+        stepper = graph_stepper(runner, scratch, blueprint.widths.vocab, graphs)
         undo.pop_all()
         costs = PassCosts(guess_share=blueprint.guess_bytes / max(1, blueprint.pass_bytes))
         return Session(leases, arrival, runner, kernels, stepper, costs)

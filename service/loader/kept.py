@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import weakref
 from collections import OrderedDict
 
@@ -12,19 +13,29 @@ from .files import SourceFile, open_regular
 from .readers import advise_file, check_unchanged
 
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
-# A checkpoint of 360 GB has 131 files; and each table takes no more than this share of what the process may have open.
+# A checkpoint of 360 GB has 131 files; and the tables of a model together take no more than this share of what the process may have open.
 MOST_OPEN = 160
 SHARE = 4
 
 
 class KeptFiles:
-    """Descriptors by file, the longest unused one closed where they would be too many. They are closed with the object."""
+    """Descriptors by file, the longest unused one closed where they would be too many. They are closed with the object.
+
+    Several tables may share one: `descriptor` is called, and what it returned is used, while `lock` is held.
+    """
 
     def __init__(self) -> None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(MOST_OPEN, allowed // SHARE))
+        self.lock = threading.Lock()
+        self._process = os.getpid()
         self._open: OrderedDict[SourceFile, int] = OrderedDict()
         self._closing = weakref.finalize(self, _close_all, self._open)
+
+    def settle(self) -> None:
+        """Give a forked child a lock of its own: one that a thread of its parent held would stay closed. The descriptors are its own."""
+        if self._process != os.getpid():
+            self._process, self.lock = os.getpid(), threading.Lock()
 
     def descriptor(self, source: SourceFile) -> int:
         """Of the file, for reads here and there; valid until the next call. FileError where it is no longer the one that was opened."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ class FileTable:
     """Rows of matrices that lie one behind the other, `parts` in order. `scale`: one number [1] that all others are multiplied by.
 
     `groups`: of each part its E4M3 scales for 16 columns; then the part's rows are E2M1 numbers, two in a byte (NVFP4). The files stay
-    open as long as the table lives. `reader`: for many rows at once, where there is one.
+    open as long as the table lives; `files` is shared by the tables of a model. `reader`: for many rows at once, where there is one.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class FileTable:
         scale: TensorInfo | None = None,
         groups: Sequence[TensorInfo] = (),
         reader: FileRowReader | None = None,
+        files: KeptFiles | None = None,
     ) -> None:
         self.parts = tuple(parts)
         self._groups = tuple(groups)
@@ -80,14 +80,13 @@ class FileTable:
         # What reading has cost so far: seconds that a pass waited, and bytes of rows.
         self.seconds, self.bytes = 0.0, 0
         self._scale: float | None = None if scale is not None else 1.0
-        self._files = KeptFiles()
+        self._files = KeptFiles() if files is None else files
         self._reader = reader
         self._widths = tuple(infos[0].nbytes // infos[0].shape[0] for infos in (self.parts, self._groups) if infos)
         self._room = bytearray()
         self._coming: _Few | _Many | None = None  # what was announced, until the room is used for something else
         # Many rows are read while the host hands the first layer to a device: 30 ms for 32,768 rows in the page cache.
-        self._thread = ThreadPoolExecutor(1, "table-rows")
-        self._opening = threading.Lock()  # descriptors are valid until others are opened
+        self._process, self._thread = os.getpid(), _reading_thread()
         self._may_not_wait = _NOWAIT
 
     @property
@@ -101,6 +100,7 @@ class FileTable:
         Raises FileError, IndexError.
         """
         started = time.perf_counter()
+        self._settle()
         self._coming = None
         wanted, places = self._distinct(rows)
         if isinstance(wanted, np.ndarray):
@@ -115,6 +115,7 @@ class FileTable:
         Raises FileError, ModelError, IndexError.
         """
         started = time.perf_counter()
+        self._settle()
         coming = self._coming
         if isinstance(coming, _Many) and coming.asked is rows:  # to sort 32,768 rows takes some ms, while a device waits
             wanted, places = coming.rows, coming.places
@@ -134,6 +135,12 @@ class FileTable:
         self.bytes += sum(self._widths) * len(wanted)
         self.seconds += time.perf_counter() - started
         return out
+
+    def _settle(self) -> None:
+        """In a forked child make anew what it does not have of its parent: the thread, rows on their way, whoever holds the lock."""
+        if self._process != os.getpid():
+            self._process, self._thread, self._coming = os.getpid(), _reading_thread(), None
+            self._files.settle()
 
     def _distinct(self, rows: Sequence[int]) -> tuple[Rows, torch.Tensor | None]:
         """Each of the rows once, and where in it each of `rows` is, unless that is the same. In rising order, as an array, where many are
@@ -209,7 +216,7 @@ class FileTable:
     def _bring(self, wanted: npt.NDArray[np.int64]) -> memoryview:
         """Read many rows: numbers, then scales. The system is told of all of them before the first one is waited for."""
         room, behind = np.empty(sum(self._widths) * len(wanted), np.uint8).data, 0
-        with self._opening:
+        with self._files.lock:
             for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
                 self._read_many(infos, wanted, width, room[behind:])
                 behind += width * len(wanted)
@@ -233,7 +240,7 @@ class FileTable:
         """Read rows, those of a file together. With flags (None: not at all) only what need not be waited for: the system is asked to bring
         the rest in."""
         few = _Few(wanted, self._room_for(len(wanted)))
-        with self._opening:
+        with self._files.lock:
             self._begin_each(few, flags)
         return few
 
@@ -268,7 +275,7 @@ class FileTable:
     def _finish(self, few: _Few) -> memoryview:
         """Bring what is missing: read_exactly says where the file ends or what the disk answers, or reads on."""
         for to, info, offset in few.missing:
-            with self._opening:
+            with self._files.lock:
                 to[:] = read_exactly(self._files.descriptor(info.source), len(to), offset, info.source.shown)
         return few.room
 
@@ -278,6 +285,10 @@ class FileTable:
             if not (math.isfinite(self._scale) and self._scale >= 0):
                 raise ModelError(f"{self._scale_info.source.shown}: tensor {self._scale_info.name} is {self._scale}; get the model again")
         return self._scale if self._scale is not None else 1.0
+
+
+def _reading_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "table-rows")
 
 
 def _typed(part: TensorInfo, count: int, room: memoryview) -> torch.Tensor:

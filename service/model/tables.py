@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..kernels.file_rows import FileRowReader
 from ..loader.header import TensorInfo
+from ..loader.kept import KeptFiles
 from ..loader.table import FileTable
 from .spec import Destination
 
@@ -26,8 +28,11 @@ class PlannedTable:
         """Bytes in the files."""
         return sum(part.nbytes for part in (*self.parts, *self.groups))
 
-    def open(self, reader: FileRowReader | None = None) -> FileTable:
-        return FileTable(self.parts, self.scale, self.groups, reader)
+
+def open_tables(planned: Sequence[PlannedTable], reader: FileRowReader | None = None) -> dict[str, FileTable]:
+    """The tables of a model by their keys. Together they keep no more files open than one may."""
+    files = KeptFiles()
+    return {table.destination.key: FileTable(table.parts, table.scale, table.groups, reader, files) for table in planned}
 
 
 def scale_name(name: str) -> str:

@@ -14,6 +14,8 @@ from onedesk.service.errors import FileError
 from onedesk.service.loader.header import TensorInfo, read_header
 from onedesk.service.loader.kept import KeptFiles
 from onedesk.service.loader.table import FileTable
+from onedesk.service.model.spec import Destination
+from onedesk.service.model.tables import PlannedTable, open_tables
 from safetensors.torch import save_file
 
 ROWS, WIDTH = 6, 8
@@ -48,6 +50,23 @@ def test_files_stay_open_up_to_a_number_and_are_closed_with_the_table(tmp_path: 
     assert open_here(tmp_path) == 0
     assert torch.equal(table.read(rows), wanted)
     del table
+    gc.collect()
+    assert open_here(tmp_path) == 0
+
+
+def test_the_tables_of_a_model_share_what_may_be_open(tmp_path: Path) -> None:
+    parts = [tuple(part(tmp_path, 3 * name + number) for number in range(3)) for name in range(2)]
+    planned = [PlannedTable(Destination(str(name), (), 1), infos, None) for name, infos in enumerate(parts)]
+    tables = open_tables(planned)
+    tables["0"]._files.most = 2
+    rows = [0, ROWS, 2 * ROWS]
+    for _ in range(2):
+        for name, table in tables.items():
+            table.announce(rows)
+            assert table.read(rows)[:, 0].tolist() == [1000 * (3 * int(name) + n) for n in range(3)]
+            assert open_here(tmp_path) == 2
+    del tables["0"]
+    del tables, table
     gc.collect()
     assert open_here(tmp_path) == 0
 

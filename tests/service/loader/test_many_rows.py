@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,40 @@ def test_no_more_than_is_wanted_of_a_row_that_is_not_there(parts: list[TensorInf
     for row in (-1, ROWS):
         with pytest.raises(IndexError, match=f"row {row} is not in a table of {ROWS}"):
             table.read([*range(MANY), row])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_forked_child_reads_its_rows_too(parts: list[TensorInfo], reader: FileRowReader, held: bool) -> None:
+    table = FileTable(parts, reader=reader)
+    rows = list(range(ROWS))
+    table.announce(rows)  # the thread that brings them is the parent's alone
+    lock = table._files.lock if held else nullcontext()
+    with lock:  # as if that thread, or another table's, had just been at the files
+        child = os.fork()
+        if child == 0:
+            right = False
+            with suppress(BaseException):
+                right = torch.equal(table.read(rows), WANTED) and torch.equal(table.read([3, 1]), WANTED[[3, 1]])
+                table.announce(rows)
+                right = right and torch.equal(table.read(rows), WANTED)
+            os._exit(0 if right else 1)
+    status = ended(child, 20.0)
+    assert status is not None
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(table.read(rows), WANTED)
+
+
+def ended(child: int, seconds: float) -> int | None:
+    """The status that a child ended with; None for one that had to be killed."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def test_a_file_that_ends_before_its_rows_is_named(tmp_path: Path, reader: FileRowReader, monkeypatch: pytest.MonkeyPatch) -> None:

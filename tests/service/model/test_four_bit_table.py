@@ -10,7 +10,8 @@ import torch
 from onedesk.service.engine.session import draw_blueprint
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
-from onedesk.service.model.tables import PlannedTable
+from onedesk.service.loader.table import FileTable
+from onedesk.service.model.tables import PlannedTable, open_tables
 from published import nvfp4
 from safetensors.torch import load_file, save_file
 from tiny_families import write_family
@@ -39,6 +40,11 @@ def table_of(folder: Path) -> PlannedTable:
     return table
 
 
+def opened(planned: PlannedTable) -> FileTable:
+    (table,) = open_tables([planned]).values()
+    return table
+
+
 def changed(folder: Path, to: Path, change: Callable[[Tensors], object]) -> Path:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -51,7 +57,7 @@ def test_its_rows_are_read_where_they_lie(made: tuple[Path, torch.Tensor]) -> No
     table = table_of(made[0])
     assert table.nbytes == SHARDS * ROWS * (WIDTH // 2 + WIDTH // 16)
     rows = [4095, 0, 1024, 1023, 0, 2500]
-    assert torch.equal(table.open().read(rows), made[1][rows])
+    assert torch.equal(opened(table).read(rows), made[1][rows])
 
 
 def test_all_in_one_tensor_it_is_the_same(made: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
@@ -61,7 +67,7 @@ def test_all_in_one_tensor_it_is_the_same(made: tuple[Path, torch.Tensor], tmp_p
             tensors[TABLE + suffix] = whole if suffix == "weight" else whole.view(torch.float8_e4m3fn)
 
     rows = [3, 4000]
-    assert torch.equal(table_of(changed(made[0], tmp_path, join)).open().read(rows), made[1][rows])
+    assert torch.equal(opened(table_of(changed(made[0], tmp_path, join))).read(rows), made[1][rows])
 
 
 def other(suffix: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
