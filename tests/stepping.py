@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from onedesk.service.api import OpenModel
+from onedesk.service.cache.paged import SequenceKV
 from onedesk.service.core import Sampling
 from onedesk.service.engine import graph as graph_module
 from onedesk.service.engine.buffers import MAX_BATCH
 from onedesk.service.engine.device_sampler import PLAN_ROWS
 from onedesk.service.engine.graph import GraphStepper
-from onedesk.service.engine.runner import Runner
+from onedesk.service.engine.graphs import Graphs
 from onedesk.service.engine.sampler import Sampler
-from onedesk.service.engine.stepper import HostStepper
+from onedesk.service.engine.stepper import Checked, HostStepper
 
 
 class Replayed:
@@ -61,17 +61,37 @@ class PlannedSampler:
             self.chosen[row] = sampler.choose(found) if bool(torch.isfinite(found).all()) else -1
 
 
-class OnTheCpu(GraphStepper):
+class ReplayedGraphs(Graphs):
     """Graphs are work that is done again."""
 
+    @property
+    def keys(self) -> list[Any]:
+        return list(self._graphs)
+
+    def _captured(self, work: Any) -> Any:
+        return Replayed(work)
+
+
+class OnTheCpu(GraphStepper):
+    """Counts what it does."""
+
     launches = 0
+    checked = 0
 
     def launch(self, feeds: Any, /) -> None:
         self.launches += 1
         super().launch(feeds)
 
-    def _captured(self, runner: Runner, batch: int, draws: bool) -> Any:
-        return Replayed(partial(self._step, runner, batch, draws))
+    def check(self, sequence: SequenceKV, sampler: Sampler, ids: Any, known: int, /) -> Checked:
+        self.checked += 1
+        return super().check(sequence, sampler, ids, known)
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of rows that steps have graphs for."""
+        graphs = self._graphs
+        assert isinstance(graphs, ReplayedGraphs)
+        return [key[0] for key in graphs.keys if key[0] not in ("check", "draft")]
 
 
 @contextmanager
@@ -81,7 +101,12 @@ def stepping(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnTh
     monkeypatch.setattr(graph_module.torch.cuda, "Event", Event)
     session = model._session
     assert session is not None
-    made = OnTheCpu(session.runner, PlannedSampler())  # type: ignore[arg-type]
+    graphs, drafting = ReplayedGraphs(), session.runner.drafting
+    made = OnTheCpu(session.runner, PlannedSampler(), graphs)  # type: ignore[arg-type]
     session.stepper = made
+    if drafting is not None:
+        drafting._graphs = graphs
     yield made
     session.stepper = HostStepper(session.runner)
+    if drafting is not None:
+        drafting._graphs = None

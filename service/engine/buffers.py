@@ -114,22 +114,26 @@ class DecodeBuffers:
         count, start = len(ids), sequence.length
         sequence.ensure(count, each=True)
         self._hold_table(0, sequence)
-        self._ids[count].copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
-        self._positions[count].copy_(torch.arange(start, start + count, dtype=torch.int32), non_blocking=True)
+        _put(self._ids[count], ids)
+        _put(self._positions[count], range(start, start + count))
         if self._slots is not None:
             self._slots.fill(sequence.trail)
         rows = self._trails[count]
         rows.start, rows.longest, rows.ids = start, start + count, ids
         return self._ids[count], rows
 
-    def prepare(self, batch: int, tokens: Sequence[int]) -> None:
-        """What the host does for a step whose ids are there, before its device work: see Decoder.prepare. `tokens`: the ids, if known."""
-        self._rows[batch].ids = tokens
-        self._network.prepare(self._ids[batch], self._rows[batch], self._kv, self._scratch)
+    def prepare(self, batch: int, tokens: Sequence[int], *, trail: bool = False) -> None:
+        """What the host does for a step whose ids are there, before its device work: see Decoder.prepare. `tokens`: the ids, if known.
 
-    def step(self, batch: int, longest: int, *, prepared: bool = False) -> torch.Tensor:
-        """Scores [batch, vocab] behind the tokens that `fill` brought; valid until the next pass."""
-        rows = self._rows[batch]
+        `trail`: the pass is one that `fill_trail` brought.
+        """
+        rows = (self._trails if trail else self._rows)[batch]
+        rows.ids = tokens
+        self._network.prepare(self._ids[batch], rows, self._kv, self._scratch)
+
+    def step(self, batch: int, longest: int, *, prepared: bool = False, trail: bool = False) -> torch.Tensor:
+        """Scores [batch, vocab] behind the tokens that `fill` brought, or `fill_trail`; valid until the next pass."""
+        rows = (self._trails if trail else self._rows)[batch]
         rows.longest = longest
         state = self._network.forward(self._ids[batch], rows, self._kv, self._scratch, prepared=prepared)
         return self._network.logits(state, self._scratch, rows)
@@ -201,6 +205,39 @@ class ChunkBuffers:
             copy_table(sequence, table[0])
             self._held[place] = (sequence, sequence.version)
         return Rows(self.positions[start:end], table, start, end, ids=ids)
+
+
+class FewRows:
+    """The inputs of passes of up to MAX_BATCH rows of one sequence, all of which it keeps: at the same addresses each time."""
+
+    def __init__(self, lease: Lease, kv: PagedKV) -> None:
+        self.ids = lease.carve((MAX_BATCH,), torch.int64).zero_()
+        positions = lease.carve((MAX_BATCH,), torch.int32).zero_()
+        table = lease.carve((1, kv.table_width), torch.int32).zero_()
+        self._slots = SlotBuffers(lease, 1) if kv.states is not None else None
+        slots = self._slots.views(1) if self._slots else None
+        self.rows = [Rows(positions[:count], table, 0, 0, slots) for count in range(MAX_BATCH + 1)]
+        self._held: tuple[SequenceKV | None, int] = (None, 0)
+
+    @staticmethod
+    def nbytes(context: int, *, recurrent: bool) -> int:
+        """Bytes for sequences of up to `context` tokens, with recurrent states or without, alignment included."""
+        held = carved_bytes((MAX_BATCH,), torch.int64) + carved_bytes((MAX_BATCH,), torch.int32)
+        return held + carved_bytes((1, blocks_for(context)), torch.int32) + (SlotBuffers.nbytes(1) if recurrent else 0)
+
+    def fill(self, sequence: SequenceKV, count: int, ids: Sequence[int] = ()) -> None:
+        """The next pass reads `count` ids behind the sequence, which gets room for them: those in `ids`, or what was written there."""
+        rows, start = self.rows[count], sequence.length
+        sequence.ensure(count, undo=True)  # a state is not written where programs of the same kernel still read it
+        if ids:
+            _put(self.ids[:count], ids)
+        _put(rows.positions, range(start, start + count))
+        rows.start, rows.longest, rows.ids = start, start + count, ids
+        if self._held != (sequence, sequence.version):
+            copy_table(sequence, rows.tables[0])
+            self._held = (sequence, sequence.version)
+        if self._slots is not None:
+            self._slots.fill([sequence.slots])
 
 
 def copy_table(sequence: SequenceKV, row: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,7 +22,8 @@ from ..kernels.rows import BLOCK, FEW_ROWS
 from ..memory.lease import Lease, carved_bytes
 from ..model.draft import Draft
 from ..model.layers import Scratch
-from .buffers import ChunkBuffers
+from .buffers import FewRows
+from .graphs import Graphs
 
 # Rows that are held back. What a first guess reads must be worth the guess: 8 rows take twice as long as one, 32 rows seven times.
 HELD = FEW_ROWS
@@ -58,8 +60,8 @@ class DraftShape:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch lease."""
-        chunk = ChunkBuffers.nbytes(self.context, self.held, recurrent=self.states is not None)
-        return carved_bytes((self.held, self.wide), self.kv.dtype) + chunk
+        rows = FewRows.nbytes(self.context, recurrent=self.states is not None)
+        return carved_bytes((self.held, self.wide), self.kv.dtype) + rows + 2 * carved_bytes((HELD,), torch.int64)
 
     def cache(self, lease: Lease) -> PagedKV:
         """The layer's cache, in the KV lease."""
@@ -71,13 +73,17 @@ class DraftShape:
 class Drafting:
     """The layer at work. Not thread-safe: its owner holds the lock."""
 
-    def __init__(self, draft: Draft, shape: DraftShape, scratch: Scratch, leases: tuple[Lease, Lease]) -> None:
-        """`leases`: of keys and values, and of buffers."""
+    def __init__(
+        self, draft: Draft, shape: DraftShape, scratch: Scratch, leases: tuple[Lease, Lease], graphs: Graphs | None = None
+    ) -> None:
+        """`leases`: of keys and values, and of buffers. `graphs`: those of the session, where it has such."""
         self._draft = draft
         self._cache = shape.cache(leases[0])
         self._scratch = scratch
         self._held = leases[1].carve((shape.held, shape.wide), shape.kv.dtype)
-        self._chunk = ChunkBuffers(leases[1], self._cache, shape.held)
+        self._rows = FewRows(leases[1], self._cache)
+        self._likeliest, self._found = (leases[1].carve((HELD,), torch.int64).zero_() for _ in range(2))
+        self._graphs = graphs if draft.captured else None
         self._sequence: SequenceKV | None = None
         self._since = 0  # the place in the text of the sequence's first row
         self._text: SequenceKV | None = None
@@ -136,23 +142,37 @@ class Drafting:
             self._sequence = self._cache.open(self._cache.context - BESIDE)
         self._tokens = self._tokens[: latest - self._base]
         ids = [*self._tokens[first + 1 - self._base :], token]
-        guessed, row = self._read(self._sequence, ids, self._held[first - self._base : latest - self._base])
-        found = [guessed]
+        self._scratch.rows(len(ids))["draft_hidden"].copy_(self._held[first - self._base : latest - self._base])
+        self._read(self._sequence, len(ids), 0, ids)
         if count > 1:
             with self._sequence.fork(self._sequence.length + count - 1) as beside:
-                while len(found) < count:
-                    guessed, row = self._read(beside, found[-1:], row)
-                    found.append(guessed)
-        return found
+                for place in range(1, count):
+                    self._read(beside, 1, place)
+        return self._found[:count].tolist()
 
-    def _read(self, sequence: SequenceKV, ids: Sequence[int], rows: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Read ids behind rows [T, wide]: the likeliest token behind the last one, and the row that the layer goes on from there."""
-        self._scratch.rows(len(ids))["draft_hidden"].copy_(rows)
-        chunk, places = self._chunk.fill(sequence, ids)
-        state = self._draft.forward(chunk, places, self._cache, self._scratch)
-        sequence.advance(len(ids))
+    def _read(self, sequence: SequenceKV, count: int, place: int, ids: Sequence[int] = ()) -> None:
+        """Read `count` rows: the likeliest token behind them is found number `place`. Of no `ids` that of the pass before is read, behind
+        the row that the layer went on from there; nobody waits for either."""
+        self._rows.fill(sequence, count, ids)
+        work = partial(self._pass, count)
+        if self._graphs is None:
+            work()
+        else:
+            self._graphs.run(("draft", count), work)
+        sequence.advance(count)
+        self._found[place : place + 1].copy_(self._likeliest[:1])
+
+    def _pass(self, count: int) -> None:
+        """Rows and ids that were brought in, and then as what the next pass may read the likeliest token and the row it came of."""
+        ids = self._rows.ids
+        state = self._draft.forward(ids[:count], self._rows.rows[count], self._cache, self._scratch)
         scores, row = self._draft.last(state, self._scratch)
-        return int(scores[0].argmax()), row
+        if scores.is_cpu:
+            self._likeliest[0] = int(scores[0].numpy().argmax())  # torch's takes 0.4 ms for 152,000 scores, this one 0.02
+        else:
+            torch.argmax(scores[0], dim=0, keepdim=True, out=self._likeliest[:1])
+        ids[:1].copy_(self._likeliest[:1])
+        self._scratch.rows(1)["draft_hidden"].copy_(row)
 
     def _forget(self) -> None:
         if self._sequence is not None:
@@ -162,4 +182,4 @@ class Drafting:
     def close(self) -> None:
         """Let go of every tensor; it cannot be used afterwards."""
         self._forget()
-        del self._draft, self._cache, self._scratch, self._held, self._chunk, self._text
+        del self._draft, self._cache, self._scratch, self._held, self._rows, self._likeliest, self._found, self._text, self._graphs

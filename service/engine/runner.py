@@ -145,7 +145,7 @@ class Runner:
             sequence.advance(1)
             sequence.keep_border(written=True)
         if len(sequences) == 1:
-            self._see(sequences[0], tokens, residual(self.network, self.scratch.rows(1)))
+            self.saw(sequences[0], tokens)
         return scores
 
     def check(self, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tensor:
@@ -154,10 +154,14 @@ class Runner:
         The sequence is as it was until the caller advances it, by as many of them as it wants.
         """
         chunk, rows = self.buffers.fill_trail(sequence, ids)
-        state = self.network.forward(chunk, rows, self.kv, self.scratch)
-        scores = self._scores(state)
-        self._see(sequence, ids, state, ahead=True)
+        scores = self._scores(self.network.forward(chunk, rows, self.kv, self.scratch))
+        self.saw(sequence, ids, ahead=True)
         return scores
+
+    def saw(self, sequence: SequenceKV, ids: Sequence[int], *, ahead: bool = False) -> None:
+        """A pass has read a few ids, which are the sequence's last ones or, `ahead`, stand behind its end."""
+        if self.drafting is not None:
+            self._see(sequence, ids, residual(self.network, self.scratch.rows(len(ids))), ahead=ahead)
 
     def _see(self, sequence: SequenceKV, ids: Sequence[int], state: torch.Tensor, *, ahead: bool = False) -> None:
         """Let the layer that drafts know what was read, just now or, `ahead`, behind the sequence's end."""

@@ -194,15 +194,16 @@ class Speculator:
                 best, best_gain = count, gain
         return best, best_gain
 
-    def note(self, guessed: int, right: int, seconds: float, *, rows: int = 0, drafting: float = 0.0) -> None:
-        """A step took `seconds`, `drafting` of them to draft; it read `rows` (0: one more than guessed).
+    def note(self, guessed: int, right: int, seconds: float | None, *, rows: int = 0, drafting: float = 0.0) -> None:
+        """A step took `seconds`, `drafting` of them to draft; it read `rows` (0: one more than guessed). None: longer than others will.
 
         It checked `guessed` tokens (0: none) of which the first `right` were what was chosen.
         """
-        self._costs.note(rows or guessed + 1, seconds - drafting)
-        self._spent += seconds
-        if guessed or rows > 1:
-            self._saved += (right + 1) * self._costs.at_most(1) - seconds
+        if seconds is not None:
+            self._costs.note(rows or guessed + 1, seconds - drafting)
+            self._spent += seconds
+            if guessed or rows > 1:
+                self._saved += (right + 1) * self._costs.at_most(1) - seconds
         if not guessed:
             return
         self.proposed += guessed

@@ -11,6 +11,7 @@ import torch
 
 from ..cache.paged import SequenceKV
 from ..core import Logprobs
+from ..errors import ModelError
 from .runner import Runner
 from .sampler import Sampler
 
@@ -39,6 +40,26 @@ class Picked:
     logprobs: Logprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A pass over known and guessed tokens: scores [T, vocab] behind the last known one and each guess, until the next pass.
+
+    `chosen`: what the device chose there, where it did, with the draws from number `drawn` on.
+    """
+
+    sampler: Sampler
+    scores: torch.Tensor
+    chosen: Sequence[int] = ()
+    drawn: int = 0
+
+    def pick(self, place: int) -> Picked:
+        """The sampler's choice at a place, once it has accepted those before. Raises ModelError for scores that are no numbers."""
+        # A token that was forced in between took no draw: the device's are not those that come now.
+        if self.chosen and self.sampler.plain and self.sampler.drawn == self.drawn + place:
+            return chosen_there(self.chosen[place])
+        return pick(self.sampler, self.scores[place])
+
+
 class Stepper(Protocol):
     """Launches steps and collects what they chose, in the order of the launches.
 
@@ -48,12 +69,15 @@ class Stepper(Protocol):
     for rows whose token is None. Where the host must see a row's scores (see Sampler.plain), `runs_ahead` is false and nothing is launched
     ahead of that row's step: its scores last until the next launch only. `stage` is what
     collecting is booked to: "sample" where the device is done by then or sampling is the host's, "decode" where it waits for the step.
-    `checks`: whether a pass that checks guessed tokens costs about as much as a step, so that guessing can pay.
+    `checks`: whether it takes guesses. `captured`: how many kinds of passes it has prepared; the first of a kind takes longer than others.
     """
 
     ahead: int
     checks: bool
     stage: Literal["decode", "sample"]
+
+    @property
+    def captured(self) -> int: ...
 
     def runs_ahead(self, sampler: Sampler, /) -> bool:
         """Whether a row with this sampler may be in a step that is launched ahead."""
@@ -67,6 +91,13 @@ class Stepper(Protocol):
         """The choices of the oldest step under way. Raises ModelError for scores that are no numbers."""
         ...
 
+    def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
+        """Read up to MAX_BATCH ids in one pass, of which the first `known` are the text's (at least one) and the others guessed.
+
+        No step may be under way. The sequence is as it was until the caller advances it, by as many of them as it wants.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of everything; it cannot be used afterwards."""
         ...
@@ -77,6 +108,7 @@ class HostStepper:
 
     ahead = 0
     checks = True
+    captured = 0
     stage: Literal["decode", "sample"] = "sample"
 
     def __init__(self, runner: Runner) -> None:
@@ -98,9 +130,21 @@ class HostStepper:
         feeds, scores = self._under_way.popleft()
         return [pick(feed.sampler, row) if feed.wanted else Picked(-1) for feed, row in zip(feeds, scores, strict=True)]
 
+    def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
+        if self._runner is None or self._under_way:
+            raise ValueError("a step is under way, or the stepper was closed")
+        return Checked(sampler, self._runner.check(sequence, ids)[known - 1 :])
+
     def close(self) -> None:
         self._runner = None
         self._under_way.clear()
+
+
+def chosen_there(token: int) -> Picked:
+    """What a device chose; -1 stands for scores that are no numbers, which is a ModelError."""
+    if token < 0:
+        raise ModelError("the model computed scores that are no numbers; its weights are damaged or do not belong to this config")
+    return Picked(token)
 
 
 def pick(sampler: Sampler, scores: torch.Tensor) -> Picked:

@@ -13,7 +13,7 @@ from ..kernels.rows import BLOCK
 from .buffers import MAX_BATCH
 from .call import Call
 from .speculate import Room, Speculator
-from .stepper import Picked, pick
+from .stepper import Picked
 from .work import Row
 
 # Blocks that an answer gets which outgrows what it asked for; the first number that is there.
@@ -32,7 +32,7 @@ class Writing:
 
     def step(self, rows: Sequence[Row]) -> Iterator[Event]:
         """One token for each of `rows`, or several where one row is all there is and a guess was right."""
-        call, began = self._call, time.perf_counter()
+        call, began, captured = self._call, time.perf_counter(), self._stepper.captured
         alone = len(rows) == len(call.scheduler.tickets) == 1
         room = self._room(rows[0]) if alone else None
         if room is not None:
@@ -47,7 +47,7 @@ class Writing:
             self._launch([row for row in rows if not row.ends_next])
         with self._meter.measure(self._stepper.stage):
             chosen = call.flights.collect()
-        if alone and rows[0].speculator is not None:
+        if alone and rows[0].speculator is not None and self._stepper.captured == captured:
             rows[0].speculator.note(0, 0, time.perf_counter() - began)
         for row, picked in chosen:
             yield from call.take(row, picked)
@@ -108,30 +108,31 @@ class Writing:
         plan = row.speculator.plan(room)
         if not plan.drafts or drafting is None or kv is None:
             return list(plan.tokens), 0.0
-        began = time.perf_counter()
+        began, captured = time.perf_counter(), self._stepper.captured
         with self._meter.measure("draft"):
             guess = drafting.guess(kv, kv.length + room.behind, row.feed[-1], plan.drafts)
         seconds = time.perf_counter() - began
         self._meter.add_bytes("draft", plan.drafts * self._call.books.guess_bytes)
-        self._call.session.costs.note_draft(plan.drafts, room.unread, seconds)
+        if self._stepper.captured == captured:
+            self._call.session.costs.note_draft(plan.drafts, room.unread, seconds)
         return guess, seconds
 
     def _check(self, row: Row, guess: list[int], began: float, drafting: float) -> Iterator[Event]:
         """Read the latest tokens and a guess in one pass, and choose at each place as if it had been read alone, until one differs."""
-        kv, speculator, meter = row.kv, row.speculator, self._meter
+        kv, speculator, meter, captured = row.kv, row.speculator, self._meter, self._stepper.captured
         if kv is None or speculator is None:
             raise ValueError("a row without a cache or a speculator has no guess")
         fed, right = list(row.feed), 0
         row.feed.clear()
         with meter.measure("decode"):
-            scores = self._call.runner.check(kv, [*fed, *guess])
+            checked = self._stepper.check(kv, row.sampler, [*fed, *guess], len(fed))
         self._call.count_pass("decode")
         stages = ("speculation", "draft") if drafting else ("speculation",) if guess else ()
         self._tell(stages, Stage(proposed=len(guess)))
         events: list[Event] = []
         for place, expected in enumerate([*guess, None]):
             with meter.measure("sample"):
-                picked = Picked(-1) if row.answer.coming is not None else pick(row.sampler, scores[len(fed) - 1 + place])
+                picked = Picked(-1) if row.answer.coming is not None else checked.pick(place)
             token = picked.token if row.answer.coming is None else row.answer.coming
             if token == expected:
                 right += 1
@@ -145,7 +146,8 @@ class Writing:
             row.feed.clear()
         if not kv.cuts_anywhere:
             kv.truncate(kv.length)  # the states behind what was not chosen
-        speculator.note(len(guess), right, time.perf_counter() - began, rows=len(fed) + len(guess), drafting=drafting)
+        seconds = time.perf_counter() - began if self._stepper.captured == captured else None
+        speculator.note(len(guess), right, seconds, rows=len(fed) + len(guess), drafting=drafting)
         yield from events
 
     def _tell(self, stages: Sequence[str], cost: Stage) -> None:

@@ -132,6 +132,11 @@ class Draft:
     hidden_norm: NormWeight
     joints: tuple[Weight, ...]
 
+    @property
+    def captured(self) -> bool:
+        """Whether a pass of a few rows can be a CUDA graph."""
+        return self.network.captured and self.network.kernels.captures(self.network.shape, self.joints)
+
     def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
         """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until the next pass.
 

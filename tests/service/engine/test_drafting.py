@@ -9,46 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from drafted import CONTEXT, PROMPT, Told, passes, start, tell, write, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel, open_model
-from onedesk.service.core import Request, Result, Sampling
+from onedesk.service.core import Request, Sampling
 from onedesk.service.engine import speculate
-from onedesk.service.engine.runner import Runner
-from onedesk.service.engine.speculate import PassCosts, Plan, Room, Speculator
+from onedesk.service.engine.speculate import Plan, Room, Speculator
 from onedesk.service.kernels.rows import BLOCK
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
-from tiny_drafts import write_drafter, write_rigged
 from tiny_families import write_family
 
-CONTEXT = 256
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
-LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
-LEFT = {"qwen3_5": ("mlp_only_layers",), "qwen3_5_moe": ("mlp_only_layers",), "qwen4_exp": ("mlp_only_layers",)}
-PROMPT = tuple(torch.randint(3, 490, (41,), generator=torch.Generator().manual_seed(3)).tolist())
-
-
-class Told(PassCosts):
-    """Costs that are said, not measured: a row more costs a twentieth of a pass, and so does a drafted token."""
-
-    def __init__(self, draft: float = 0.05) -> None:
-        super().__init__({rows: 1 + 0.05 * (rows - 1) for rows in range(1, 9)}, draft, draft)
-
-    def note(self, rows: int, seconds: float) -> None:
-        pass
-
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
-        pass
-
-
-def write(folder: Path, family: str, *, rigged: bool, **more: Any) -> Path:
-    changes = {key: value for key, value in LAYERS.items() if key not in LEFT.get(family, ())}
-    changes |= {"ple_layer_ids": [1]} if family == "qwen4_exp" else {}
-    return (write_rigged if rigged else write_drafter)(folder, family, **changes, **more)
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +36,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernels")
     keep_kernels(folder)
     return folder
-
-
-def start(folder: Path, pool: Pool, kernels: Path, **options: Any) -> OpenModel:
-    model = open_model(folder, pool=pool, context=CONTEXT, sequences=3, kernel_cache=kernels, **options)
-    model.load()
-    tell(model)
-    return model
-
-
-def tell(model: OpenModel, costs: PassCosts | None = None) -> Runner:
-    assert model._session is not None
-    model._session.costs = costs or Told()
-    return model._session.runner
 
 
 @pytest.fixture(autouse=True)
@@ -116,14 +78,6 @@ def _close(model: OpenModel) -> None:
 def ask(*, greedy: bool = True, **changes: Any) -> Request:
     sampling = Sampling(temperature=0.0 if greedy else 0.9, top_k=20, seed=11, logit_bias={2: -100.0})
     return replace(Request(ids=PROMPT, sampling=sampling, max_tokens=50, prefix_reuse=False), **changes)
-
-
-def written(model: OpenModel, request: Request) -> Result:
-    return next(event.result for event in model.generate(request) if event.result is not None)
-
-
-def passes(model: OpenModel, result: Result) -> int:
-    return round(result.stages["decode"].bytes / model._blueprint.pass_bytes)
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -70,7 +70,7 @@ def test_steps_ahead_change_no_text(model: OpenModel, stepper: OnTheCpu, name: s
 def test_a_batch_is_filled_up_to_a_size_that_has_a_graph(model: OpenModel, stepper: OnTheCpu):
     for count, size in ((1, 1), (2, 2), (3, 4), (5, 8)):
         run(model, *(ask(f"picture {i}", sampling=Sampling(temperature=0.0), max_tokens=9) for i in range(count)))
-        assert max(batch for batch, _ in stepper._graphs) == size
+        assert max(stepper.steps) == size
 
 
 def test_scores_that_are_no_numbers_end_the_answer(model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch):

@@ -311,7 +311,7 @@ def test_graph_steps_change_no_text(model: OpenModel, monkeypatch: pytest.Monkey
     with stepping(model, monkeypatch) as stepper:
         found = {event.request: event.result.ids for event in model.generate_batch(requests) if event.result is not None}
         assert stepper.ahead == 0
-        assert max(batch for batch, _ in stepper._graphs) == 3
+        assert max(stepper.steps) == 3
     assert [found[row] for row in range(3)] == expected
     assert model._session is not None
     model._session.runner.kv.check()

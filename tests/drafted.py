@@ -1,0 +1,59 @@
+"""Models with a layer for multi-token prediction, opened with costs of passes that are told, and what is asked of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from onedesk.service.api import OpenModel, open_model
+from onedesk.service.core import Request, Result
+from onedesk.service.engine.runner import Runner
+from onedesk.service.engine.speculate import PassCosts
+from onedesk.service.memory.pool import Pool
+from tiny_drafts import write_drafter, write_rigged
+
+CONTEXT = 256
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
+LEFT = {"qwen3_5": ("mlp_only_layers",), "qwen3_5_moe": ("mlp_only_layers",), "qwen4_exp": ("mlp_only_layers",)}
+PROMPT = tuple(torch.randint(3, 490, (41,), generator=torch.Generator().manual_seed(3)).tolist())
+
+
+class Told(PassCosts):
+    """Costs that are said, not measured: a row more costs a twentieth of a pass, and so does a drafted token."""
+
+    def __init__(self, draft: float = 0.05) -> None:
+        super().__init__({rows: 1 + 0.05 * (rows - 1) for rows in range(1, 9)}, draft, draft)
+
+    def note(self, rows: int, seconds: float) -> None:
+        pass
+
+    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+        pass
+
+
+def write(folder: Path, family: str, *, rigged: bool, **more: Any) -> Path:
+    changes = {key: value for key, value in LAYERS.items() if key not in LEFT.get(family, ())}
+    changes |= {"ple_layer_ids": [1]} if family == "qwen4_exp" else {}
+    return (write_rigged if rigged else write_drafter)(folder, family, **changes, **more)
+
+
+def start(folder: Path, pool: Pool, kernels: Path, **options: Any) -> OpenModel:
+    model = open_model(folder, pool=pool, context=CONTEXT, sequences=3, kernel_cache=kernels, **options)
+    model.load()
+    tell(model)
+    return model
+
+
+def tell(model: OpenModel, costs: PassCosts | None = None) -> Runner:
+    assert model._session is not None
+    model._session.costs = costs or Told()
+    return model._session.runner
+
+
+def written(model: OpenModel, request: Request) -> Result:
+    return next(event.result for event in model.generate(request) if event.result is not None)
+
+
+def passes(model: OpenModel, result: Result) -> int:
+    return round(result.stages["decode"].bytes / model._blueprint.pass_bytes)

@@ -1,0 +1,130 @@
+"""Guesses where passes are CUDA graphs: the same texts as without, choices and all. The CPU stands in for the device, see stepping.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from drafted import PROMPT, Told, passes, start, tell, write, written
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kept_kernels import keep_kernels
+from onedesk.service.api import OpenModel
+from onedesk.service.core import Request, Result, Sampling
+from onedesk.service.engine import speculate
+from onedesk.service.engine.speculate import PassCosts, Plan, Room, Speculator
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from stepping import OnTheCpu, ReplayedGraphs, stepping
+
+WAYS = {
+    "greedy": Sampling(temperature=0.0),
+    "drawn": Sampling(0.9, 20, 0.9, 0.02, seed=3),
+    "what only the host can choose": Sampling(0.8, 20, 0.9, 0.0, presence_penalty=0.5, seed=9),
+}
+
+
+@pytest.fixture(autouse=True)
+def bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds that were told are no share of those that pass."""
+    monkeypatch.setattr(speculate, "RISK", 1e9)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen4_exp"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
+    """Of which every third guess or so is wrong."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    keep_kernels(folder)
+    pool = Pool("cpu", MemorySettings(floor=64 << 20), lambda: read_truth("cpu"))
+    opened = start(write(folder / "tiny", request.param, rigged=True, wrong=0.25), pool, folder)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def stepper(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnTheCpu]:
+    tell(model)
+    with stepping(model, monkeypatch) as made:
+        yield made
+
+
+def ask(sampling: Sampling, **changes: object) -> Request:
+    return replace(Request(ids=PROMPT, sampling=sampling, max_tokens=50, prefix_reuse=False), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_guesses_in_graphs_save_passes_and_change_nothing(model: OpenModel, stepper: OnTheCpu, way: str) -> None:
+    request = ask(WAYS[way])
+    plain = written(model, replace(request, speculation=False))
+    assert (stepper.checked, stepper.launches) == (0, 49)
+    guessed = written(model, request)
+    assert (guessed.ids, guessed.finish) == (plain.ids, plain.finish)
+    drafts = guessed.stages["draft"]
+    assert 20 < drafts.accepted < drafts.proposed
+    assert passes(model, guessed) == stepper.checked + stepper.launches - 49 < 40
+    graphs = stepper._graphs
+    assert isinstance(graphs, ReplayedGraphs)
+    assert {key[0] for key in graphs.keys} >= {1, "check", "draft"}
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), chance=st.floats(0.0, 1.0), drawn=st.booleans())
+def test_any_guesses_in_graphs_leave_the_text_as_it_is(model: OpenModel, stepper: OnTheCpu, seed: int, chance: float, drawn: bool) -> None:
+    """Guesses of any length, right up to any token, drafted or made up; thoughts are cut short by tokens that nobody chose."""
+    draw, request = random.Random(seed), ask(WAYS["drawn" if drawn else "greedy"], ids=PROMPT[: 5 + seed % 30], max_tokens=30)
+    wanted = written(model, replace(request, speculation=False)).ids
+
+    class Arbitrary(Speculator):
+        def plan(self, room: Room) -> Plan:
+            at, count = len(self._lookup._ids) - len(request.ids or ()), draw.randint(0, max(0, room.most))
+            if room.unread and count and draw.random() < 0.3:
+                return Plan(drafts=count)
+            right = [*wanted[at : at + count], *[3] * count][:count]
+            return Plan(tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onedesk.service.engine.writing.Speculator", Arbitrary)
+        assert written(model, request).ids == wanted
+    tell(model).kv.check()
+
+
+class Noting(PassCosts):
+    """Told costs; what is noted is kept apart."""
+
+    def __init__(self) -> None:
+        told = Told()
+        super().__init__(told.measured, told.guess_share, told.drafted)
+        self.noted: list[int] = []
+
+    def note(self, rows: int, seconds: float) -> None:
+        self.noted.append(rows)
+
+    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+        self.noted.append(-tokens)
+
+
+def test_a_pass_that_is_captured_says_nothing_of_what_others_cost(model: OpenModel, stepper: OnTheCpu) -> None:
+    costs = Noting()
+    tell(model, costs)
+    graphs = stepper._graphs
+    assert isinstance(graphs, ReplayedGraphs)
+    written(model, ask(WAYS["greedy"], speculation=True))
+    ran = stepper.checked + stepper.launches
+    first = sum(key[0] != "draft" for key in graphs.keys)
+    assert len([rows for rows in costs.noted if rows > 0]) == ran - first
+
+
+def test_a_text_whose_steps_are_under_way_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:
+    stepper._under_way.append(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps are under way"):
+        stepper.check(None, None, [1], 1)  # type: ignore[arg-type]
+    stepper._under_way.clear()
+
+
+def test_results_tell_of_guesses(model: OpenModel, stepper: OnTheCpu) -> None:
+    result: Result = written(model, ask(WAYS["drawn"]))
+    assert result.stages["speculation"].accepted >= result.stages["draft"].accepted > 0
