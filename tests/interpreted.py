@@ -60,7 +60,7 @@ def kernels() -> dict[str, Any]:
     heads, make = HeadShape(6, 2, 64), Maker("cpu", torch.float16)
     fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace(heads, 96, torch.float16, 160)])
     found = [*cases.embedding_findings(fused, make)]
-    places.STEPS, places.CHUNKS = ([0], [31, 70]), ((33, 20),)
+    places.STEPS, places.CHUNKS, places.FEW = ([0], [31, 70]), ((33, 20),), ((62, 3),)
     found += places.attention_findings(fused, make, heads, 64)
     for held in cases.FORMATS:
         for rows, outputs in ((1, 4), (3, 18), (20, 18)):
@@ -90,20 +90,22 @@ def layers() -> dict[str, Any]:
     for held, case, rows in ((None, small, (2, 40)), (NVFP4, grouped, (5,)), *several):
         cases.EXPERT_ROWS = rows
         found += cases.expert_findings(fused, make, held, case)
-    cases.DELTA_STEPS, cases.DELTA_CHUNKS = (2,), (2, 66)
+    cases.DELTA_STEPS, cases.DELTA_TRAILS, cases.DELTA_CHUNKS = (2,), (2, 5), (2, 66)
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 1, 2, 16, 24, False, "silu"))
     cases.STREAM_ROWS = (1, 2, 20)
     found += cases.stream_findings(fused, make, 32, 16, 4, injects=True)
     heads, places.CONTEXT, places.INDEXER = HeadShape(3, 1, 64), 96, (2, 24, 16, 4)
-    places.STEPS, places.CHUNKS, places.INDEXED_STEPS, places.INDEXED_CHUNKS = (
+    places.KINDS = ("trail", "same")
+    places.STEPS, places.CHUNKS, places.FEW, places.INDEXED_STEPS, places.INDEXED_CHUNKS = (
         ([31, 70],),
-        ((33, 5),),
+        ((33, 9),),
+        ((0, 2), (30, 3), (17, 5)),
         ([3, 66], [18, 19]),
-        ((0, 2), (17, 9)),
+        ((17, 9),),
     )
     found += [*places.attention_findings(fused, make, heads, 16), *places.gate_findings(fused, make, heads)]
     found += places.indexed_findings(fused, make, heads, 16)
-    cases.DELTA_CHUNKS = (5,)
+    cases.DELTA_TRAILS, cases.DELTA_CHUNKS = (3,), (5,)
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 2, 2, 8, 16, True, "sigmoid"))
     return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}
 

@@ -38,7 +38,9 @@ DELTAS: Sequence[tuple[int, int, int, int, bool, Literal["silu", "sigmoid"]]] = 
     (16, 3, 128, 128, False, "sigmoid"), (16, 2, 128, 128, True, "silu"), (2, 2, 16, 24, False, "silu"),
 )  # fmt: skip
 STREAM_ROWS: Sequence[int] = (1, 3, 8, 40)
+DELTA_KINDS = ("step", "trail", "chunk")
 DELTA_STEPS: Sequence[int] = (1, 3, 8)
+DELTA_TRAILS: Sequence[int] = (1, 2, 3, 5, 8)
 DELTA_CHUNKS: Sequence[int] = (1, 2, 63, 64, 65, 500)
 EXPERT_ROWS: Sequence[int] = (1, 3, 8, 16, 40, 700)
 
@@ -130,29 +132,30 @@ def delta_heads(
 
 
 def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iterator[Finding]:
-    """Steps of several sequences in any slots, and chunks of one; in every second chunk all tokens have the same key and hardly fade."""
+    """Steps of several sequences in any slots, trails and chunks of one; in every second chunk all tokens have the same key and hardly
+    fade."""
     every, width = heads.key_heads * heads.group, heads.channels + heads.values
     windows, states = (
         make.normal(12, heads.taps.shape[0] - 1, heads.channels),
         make.normal(12, *heads.decay.shape, heads.key_dim, heads.value_dim),
     )
-    for turn, count in enumerate((*DELTA_STEPS, *DELTA_CHUNKS)):
-        chunk = turn >= len(DELTA_STEPS)
+    cases = [(kind, count) for kind, counts in zip(DELTA_KINDS, (DELTA_STEPS, DELTA_TRAILS, DELTA_CHUNKS), strict=True) for count in counts]
+    for turn, (kind, count) in enumerate(cases):
         projected, rates = make.rows(count, width), make.rows(count, 2 * every)
-        if chunk and turn % 2:
+        if kind == "chunk" and turn % 2:
             projected[:] = projected[0]
             rates -= 6
-        places = torch.randperm(11, device=make.device)[: 2 if chunk else count] + 1
-        slots = Slots(places[:1], places[1:2]) if chunk else Slots(places, places)
+        places = torch.randperm(11, device=make.device)[: 2 if kind == "chunk" else count + 1] + 1
+        slots = Slots(places[:-1], places[:-1] if kind == "step" else places[1:])
         held = windows.clone(), states.clone()
-        step = DeltaStep(projected, rates, *held, slots, make.empty(count, heads.values))
-        done = kernels.delta_chunk(heads, step) if chunk else kernels.delta_step(heads, step)
-        form = f"{heads.key_heads}x{heads.group} of {heads.key_dim}x{heads.value_dim}, {'chunk' if chunk else 'step'} {count}"
+        step = DeltaStep(projected, rates, *held, slots, make.empty(count, heads.values), kind == "trail")
+        done = kernels.delta_chunk(heads, step) if kind == "chunk" else kernels.delta_step(heads, step)
+        form = f"{heads.key_heads}x{heads.group} of {heads.key_dim}x{heads.value_dim}, {kind} {count}"
         truth = [torch.empty(count, heads.values, device=make.device), windows.clone(), states.clone()]
-        for row in range(1 if chunk else count):
-            rows = slice(0, count) if chunk else slice(row, row + 1)
+        for row in range(1 if kind == "chunk" else count):
+            rows = slice(0, count) if kind == "chunk" else slice(row, row + 1)
             source, target = int(slots.source[row]), int(slots.target[row])
-            pieces = _delta_truth(heads, projected[rows].float(), rates[rows].float(), windows[source], states[source].clone())
+            pieces = _delta_truth(heads, projected[rows].float(), rates[rows].float(), truth[1][source], truth[2][source].clone())
             truth[0][rows], truth[1][target], truth[2][target] = pieces
         bound = 4 * BOUNDS[make.activation]
         for name, ours, theirs in zip(("delta", "delta, window", "delta, state"), (step.out, *held), truth, strict=True):

@@ -26,16 +26,17 @@ STRETCHES = 64
 
 
 class AttentionKernels(FusedProducts):
-    """A decode step shares the places of each sequence out among programs, a chunk its rows."""
+    """A decode step, and a few rows of one sequence, share the places of each row out among programs; a chunk shares out its rows."""
 
     def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
         shape, rows, count = heads.shape, at.rows, at.qkv.shape[0]
         if not self.fuses_attention(shape):
             return super().attend(heads, at)
         forms = _forms(shape)
-        if 2 * heads.rotary.cos.shape[1] != shape.head_dim:
+        few = rows.start is not None and _held(rows)
+        if few or 2 * heads.rotary.cos.shape[1] != shape.head_dim:
             self._place(heads, at)
-            if rows.start is None:
+            if few or rows.start is None:
                 return self._attend_places(at, forms, rows.positions, rows.positions, 0, 1)
             return self._attend_chunk(at, forms)
         parts = _placing(heads, at)
@@ -52,30 +53,30 @@ class AttentionKernels(FusedProducts):
 
     def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
         qkv, rows, rotary = at.qkv, at.rows, heads.rotary
-        if not self.fuses_attention(heads.shape) or rows.slots is None or rows.trail:
+        if not self.fuses_attention(heads.shape) or rows.slots is None:
             return False
-        count, decode, forms = qkv.shape[0], rows.start is None, _forms(heads.shape)
+        count, held, forms = qkv.shape[0], _held(rows), _forms(heads.shape)
         self._place(heads, at)
-        queries = self._room_for("indexer queries", torch.float32, qkv, decode, count * (indexer.heads + 1) * indexer.dim)
+        queries = self._room_for("indexer queries", torch.float32, qkv, held, count * (indexer.heads + 1) * indexer.dim)
         early = {"PDL": self.device.early, **self.launch}
         sizes = {"HEADS": indexer.heads, "DIM": indexer.dim, "DP": power(indexer.dim), "RATIO": indexer.ratio}
-        ahead = rows.tables.stride(0) if decode else 0
+        ahead = _ahead(rows)
         on_grid(pool_keys, (count, indexer.heads + 1))(
             keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps,
             indexer.k_norm.eps, rotary.cos, rotary.sin, rows.positions, rows.tables, ahead, rows.slots.source, rows.slots.target, count,
-            HALF=rotary.cos.shape[1], CHUNK=not decode, num_warps=1, **sizes, **early,
+            HALF=rotary.cos.shape[1], CHUNK=rows.start is not None, TRAIL=rows.trail, num_warps=1, **sizes, **early,
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
-        if rows.start is not None and rows.start + count <= seen:
+        if not held and rows.start is not None and rows.start + count <= seen:
             self._attend_chunk(at, forms)
             return True
         # A graph must fit every length up to the whole table's; programs behind a row's last stretch end at once.
-        longest = rows.tables.shape[1] * BLOCK if rows.start is None else rows.start + count
+        longest = rows.tables.shape[1] * BLOCK if held or rows.start is None else rows.start + count
         width, most = longest // indexer.ratio, indexer.budget // indexer.ratio
-        step = count if decode else max(1, min(count, SCORES // max(1, width)))
-        scores = self._room_for("indexer scores", torch.float32, qkv, decode, step * width)
-        chosen = self._room_for("indexer chosen", torch.int32, qkv, decode, step * most)
-        lengths = self._room_for("indexer lengths", torch.int32, qkv, decode, step)
+        step = count if held else max(1, min(count, SCORES // max(1, width)))
+        scores = self._room_for("indexer scores", torch.float32, qkv, held, step * width)
+        chosen = self._room_for("indexer chosen", torch.int32, qkv, held, step * most)
+        lengths = self._room_for("indexer lengths", torch.int32, qkv, held, step)
         for first in range(0, count, step):
             piece = slice(first, min(first + step, count))
             some = piece.stop - first
@@ -117,14 +118,14 @@ class AttentionKernels(FusedProducts):
         self.tell(f"attention with {group} queries of {heads.head_dim} to a key")
         return False
 
-    def _room_for(self, name: str, dtype: torch.dtype, like: torch.Tensor, decode: bool, size: int) -> torch.Tensor:
-        """Numbers between two kernels: of a step at the same address every time."""
-        return self.kept(name, dtype, like, size) if decode else torch.empty(size, dtype=dtype, device=like.device)
+    def _room_for(self, name: str, dtype: torch.dtype, like: torch.Tensor, held: bool, size: int) -> torch.Tensor:
+        """Numbers between two kernels: of what a graph may hold at the same address every time."""
+        return self.kept(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
 
     def _place(self, heads: AttentionHeads, at: AttentionRows) -> None:
-        shape, tables = heads.shape, at.rows.tables
+        shape = heads.shape
         on_grid(place_turned, (at.qkv.shape[0], shape.heads + 2 * shape.kv_heads))(
-            *_placing(heads, at), tables.stride(0) if at.rows.start is None else 0, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim,
+            *_placing(heads, at), _ahead(at.rows), HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim,
             HALF=heads.rotary.cos.shape[1], PDL=self.device.early, num_warps=1, **self.launch,
         )  # fmt: skip
 
@@ -132,10 +133,10 @@ class AttentionKernels(FusedProducts):
         self, at: AttentionRows, forms: dict[str, Any], chosen: torch.Tensor, lengths: torch.Tensor, ratio: int, most: int
     ) -> torch.Tensor:
         """Rows of queries that are turned, over the cache that has their keys."""
-        count, rows, decode, room = at.qkv.shape[0], at.rows, at.rows.start is None, self.room
-        splits = SPLITS[power(count)] if decode and count <= FEW_ROWS else 1
+        count, rows, room = at.qkv.shape[0], at.rows, self.room
+        splits = SPLITS[power(count)] if count <= FEW_ROWS else 1
         on_grid(attend_places, (count, forms["KV"], splits))(
-            at.qkv, at.keys, at.values, rows.positions, rows.tables, rows.tables.stride(0) if decode else 0, chosen, lengths, room.heads,
+            at.qkv, at.keys, at.values, rows.positions, rows.tables, _ahead(rows), chosen, lengths, room.heads,
             *room.heads_scores, at.out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
         return at.out if splits == 1 else self._join(lengths, at.out, forms, splits, 0 if ratio else 1)
@@ -168,6 +169,16 @@ class AttentionKernels(FusedProducts):
             **forms,
         )
         return at.out
+
+
+def _held(rows: Rows) -> bool:
+    """Whether a graph may hold the pass: then nothing that the host knows of its places may decide anything, for they are others later."""
+    return rows.positions.shape[0] <= FEW_ROWS
+
+
+def _ahead(rows: Rows) -> int:
+    """How far apart the tables of two rows lie."""
+    return rows.tables.stride(0) if rows.start is None else 0
 
 
 def _placing(heads: AttentionHeads, at: AttentionRows) -> tuple[Any, ...]:

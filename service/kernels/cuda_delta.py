@@ -1,4 +1,4 @@
-"""Gated delta nets on CUDA between their projections: two kernels for a decode step, four for a chunk of any length."""
+"""Gated delta nets on CUDA between their projections: two kernels for a decode step or a few rows, four for a chunk of any length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
 from .delta import CHUNK, DeltaHeads, DeltaStep
-from .triton_delta import answer_piece, convolve_piece, convolve_rows, scan_pieces, solve_piece, step_states
+from .triton_delta import answer_piece, convolve_piece, convolve_rows, scan_pieces, solve_piece, step_states, trail_states
 
 # Widest head: one program of a decode step holds a state.
 WIDEST = 128
@@ -29,19 +29,21 @@ class DeltaKernels(FusedProducts):
     """The answers to a decode step are fp32 up to the gate; between the kernels of a chunk, queries, keys and values are activations."""
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
-        if step.trail or not self.fuses_delta(heads):
+        if not self.fuses_delta(heads):
             return False
         count, sizes, slots = step.projected.shape[0], _sizes(heads), step.slots
         seen = self.kept("delta seen", torch.float32, step.projected, count, heads.channels)
         wide, early = {"WIDTH": step.projected.shape[1], **sizes}, {"PDL": self.device.early, **self.launch}
         on_grid(convolve_rows, (count, -(-heads.channels // CHANNELS)))(
             step.projected, step.windows, heads.taps, slots.source, slots.target, seen,
-            K=heads.taps.shape[0], FUSED=heads.fused, BLOCK=CHANNELS, num_warps=2, **wide, **early,
+            K=heads.taps.shape[0], FUSED=heads.fused, BLOCK=CHANNELS, TRAIL=step.trail, num_warps=2, **wide, **early,
         )  # fmt: skip
-        on_grid(step_states, (count, heads.key_heads * heads.group))(
+        every = heads.key_heads * heads.group
+        kernel, grid, rows, warps = (trail_states, (every,), (count,), 8) if step.trail else (step_states, (count, every), (), 4)
+        on_grid(kernel, grid)(
             seen, step.projected, step.rates, heads.decay, heads.bias, heads.norm.weight, heads.norm.eps, step.states, slots.source,
-            slots.target, step.out, DP=power(heads.key_dim), EP=power(heads.value_dim), FUSED=heads.fused,
-            SIGMOID=heads.gate == "sigmoid", num_warps=4, **wide, **early,
+            slots.target, step.out, *rows, DP=power(heads.key_dim), EP=power(heads.value_dim), FUSED=heads.fused,
+            SIGMOID=heads.gate == "sigmoid", num_warps=warps, **wide, **early,
         )  # fmt: skip
         return True
 

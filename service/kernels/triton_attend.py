@@ -49,7 +49,7 @@ def own_heads(qkv, kv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
     return tl.load(p, mask=i < G, other=0.0), tl.load(p + H, mask=i < G, other=0.0), tl.load(k), tl.load(k + H), tl.load(v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def join_splits(
     positions, parts, tops, sums, out,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, MORE: tl.constexpr,

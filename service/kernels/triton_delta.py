@@ -60,30 +60,81 @@ def head_rates(rates, decay, bias, row, j, live, H: tl.constexpr, R: tl.constexp
 def convolve_rows(
     projected, windows, taps, source, target, out,
     WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, FUSED: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, TRAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decode: out fp32 [B, C] = silu of the convolution behind windows [slots, K - 1, C], which go on. Grid (B, blocks of C)."""
+    """Decode: out fp32 [B, C] = silu of the convolution behind windows [slots, K - 1, C], which go on. Grid (B, blocks of C).
+
+    TRAIL: the rows are of one sequence; each stands behind the window of slot source[0] and the rows before it.
+    """
     CHANNELS: tl.constexpr = 2 * H * D + H * R * E
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < CHANNELS
     # No other kernel of a pass writes windows.
-    old = windows + tl.load(source + b) * ((K - 1) * CHANNELS) + c
+    gone = b if TRAIL else b * 0
+    old = windows + tl.load(source + (b - gone)) * ((K - 1) * CHANNELS) + c
     new = windows + tl.load(target + b) * ((K - 1) * CHANNELS) + c
     last = tl.load(taps + (K - 1) * CHANNELS + c, mask=live, other=0.0)
     y = tl.zeros([BLOCK], tl.float32)
     held = ()
     for i in tl.static_range(K - 1):
-        w = tl.load(old + i * CHANNELS, mask=live, other=0.0)
-        y += w * tl.load(taps + i * CHANNELS + c, mask=live, other=0.0)
-        held = held + (w,)
+        held = held + (tl.load(old + (i + gone) * CHANNELS, mask=live & (i + gone < K - 1), other=0.0),)
     early(PDL)
-    x = tl.load(projected + b * WIDTH + place_of(c, H, R, D, E, FUSED), mask=live, other=0.0).to(tl.float32)
+    place = place_of(c, H, R, D, E, FUSED)
+    x = tl.load(projected + b * WIDTH + place, mask=live, other=0.0).to(tl.float32)
+    if TRAIL:
+        seen = ()
+        for i in tl.static_range(K - 1):
+            row = b + i - (K - 1)
+            seen = seen + (held[i] + tl.load(projected + row * WIDTH + place, mask=live & (row >= 0), other=0.0).to(tl.float32),)
+        held = seen
+    for i in tl.static_range(K - 1):
+        y += held[i] * tl.load(taps + i * CHANNELS + c, mask=live, other=0.0)
     for i in tl.static_range(1, K - 1):
         tl.store(new + (i - 1) * CHANNELS, held[i], live)
     tl.store(new + (K - 2) * CHANNELS, x, live)
     y += x * last
     tl.store(out + b * CHANNELS + c, y * tl.sigmoid(y), live)
+
+
+@triton.jit
+def row_of(
+    seen, projected, rates, decay, bias, b, j, live,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    FUSED: tl.constexpr,
+):  # fmt: skip
+    """What row b has for value head j: log of what is left of the state, rate of correction, query, key, value, gates; 0 if not `live`."""
+    C: tl.constexpr = 2 * H * D + H * R * E
+    d = tl.arange(0, DP)
+    e = tl.arange(0, EP)
+    g, beta = head_rates(rates, decay, bias, b, j, live, H, R, FUSED)
+    row = seen + b * C
+    q = tl.load(row + (j // R) * D + d, mask=live & (d < D), other=0.0)
+    k = tl.load(row + H * D + (j // R) * D + d, mask=live & (d < D), other=0.0)
+    v = tl.load(row + 2 * H * D + j * E + e, mask=live & (e < E), other=0.0)
+    z = tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=live & (e < E), other=0.0)
+    return g, beta, q, k, v, z
+
+
+@triton.jit
+def advanced(s, g, beta, q, k, v, D: tl.constexpr):
+    """The state s [DP, EP] behind a token, and its answer [EP]."""
+    q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * (1.0 / D**0.5)
+    k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+    s *= tl.exp(g)
+    correction = beta * (v - tl.sum(s * k[:, None], 0))
+    s += k[:, None] * correction[None, :]
+    return s, tl.sum(s * q[:, None], 0)
+
+
+@triton.jit
+def gated_answer(y, z, weight, eps, E: tl.constexpr, SIGMOID: tl.constexpr):
+    """An answer [EP], normed, times its gates."""
+    y *= tl.rsqrt(tl.sum(y * y) / E + eps) * weight
+    gate = tl.sigmoid(z)
+    if not SIGMOID:
+        gate = gate * z
+    return y * gate
 
 
 @triton.jit
@@ -100,7 +151,6 @@ def step_states(
     j = tl.program_id(1)
     d = tl.arange(0, DP)
     e = tl.arange(0, EP)
-    C: tl.constexpr = 2 * H * D + H * R * E
     weight = tl.load(norm + e, mask=e < E, other=0.0)
     inside = (d < D)[:, None] & (e < E)[None, :]
     at = j * (D * E) + d[:, None] * E + e[None, :]
@@ -108,24 +158,47 @@ def step_states(
     s = tl.load(states + tl.load(source + b) * (H * R * D * E) + at, mask=inside, other=0.0)
     new = states + tl.load(target + b) * (H * R * D * E) + at
     early(PDL)
-    g, beta = head_rates(rates, decay, bias, b, j, j >= 0, H, R, FUSED)
-    row = seen + b * C
-    q = tl.load(row + (j // R) * D + d, mask=d < D, other=0.0)
-    k = tl.load(row + H * D + (j // R) * D + d, mask=d < D, other=0.0)
-    v = tl.load(row + 2 * H * D + j * E + e, mask=e < E, other=0.0)
-    z = tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * (1.0 / D**0.5)
-    k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
-    s *= tl.exp(g)
-    correction = beta * (v - tl.sum(s * k[:, None], 0))
-    s += k[:, None] * correction[None, :]
+    g, beta, q, k, v, z = row_of(seen, projected, rates, decay, bias, b, j, j >= 0, WIDTH, H, R, D, E, DP, EP, FUSED)
+    s, y = advanced(s, g, beta, q, k, v, D)
     tl.store(new, s, inside)
-    y = tl.sum(s * q[:, None], 0)
-    y *= tl.rsqrt(tl.sum(y * y) / E + eps) * weight
-    gate = tl.sigmoid(z)
-    if not SIGMOID:
-        gate = gate * z
-    tl.store(out + b * (H * R * E) + j * E + e, (y * gate).to(out.dtype.element_ty), e < E)
+    y = gated_answer(y, z.to(tl.float32), weight, eps, E, SIGMOID)
+    tl.store(out + b * (H * R * E) + j * E + e, y.to(out.dtype.element_ty), e < E)
+
+
+@triton.jit(do_not_specialize=["count"])
+def trail_states(
+    seen, projected, rates, decay, bias, norm, eps, states, source, target, out, count,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    FUSED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `step_states` the rows of one sequence one behind the other, from the state of slot source[0]; the one behind row i is left in
+    slot target[i]. Grid (H * R,): a program holds the state of its head. What the next row has is read while a row is worked on.
+    """
+    j = tl.program_id(0)
+    d = tl.arange(0, DP)
+    e = tl.arange(0, EP)
+    weight = tl.load(norm + e, mask=e < E, other=0.0)
+    inside = (d < D)[:, None] & (e < E)[None, :]
+    at = j * (D * E) + d[:, None] * E + e[None, :]
+    # No other kernel of a pass writes states.
+    s = tl.load(states + tl.load(source) * (H * R * D * E) + at, mask=inside, other=0.0)
+    slot = tl.load(target)
+    early(PDL)
+    b = slot * 0
+    g, beta, q, k, v, z = row_of(seen, projected, rates, decay, bias, b, j, j >= 0, WIDTH, H, R, D, E, DP, EP, FUSED)
+    for _row in range(count):
+        more = b + 1 < count
+        next_slot = tl.load(target + b + 1, mask=more, other=0)
+        next_g, next_beta, next_q, next_k, next_v, next_z = row_of(
+            seen, projected, rates, decay, bias, b + 1, j, more, WIDTH, H, R, D, E, DP, EP, FUSED
+        )
+        s, y = advanced(s, g, beta, q, k, v, D)
+        tl.store(states + slot * (H * R * D * E) + at, s, inside)
+        y = gated_answer(y, z.to(tl.float32), weight, eps, E, SIGMOID)
+        tl.store(out + b * (H * R * E) + j * E + e, y.to(out.dtype.element_ty), e < E)
+        slot = next_slot
+        g, beta, q, k, v, z = next_g, next_beta, next_q, next_k, next_v, next_z
+        b += 1
 
 
 @triton.jit(do_not_specialize=["count"])

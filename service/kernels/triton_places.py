@@ -49,7 +49,7 @@ def normed_turned(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr
     return x * c + tl.where(d < HALF, -y, y) * s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
 def place_turned(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, ahead,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
@@ -78,7 +78,7 @@ def place_turned(
             tl.store(values + at, tl.load(p + d))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "lengths"])
 def attend_places(
     qkv, keys, values, positions, tables, ahead, chosen, lengths, parts, tops, sums, out,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, RATIO: tl.constexpr, MOST: tl.constexpr,
@@ -138,16 +138,17 @@ def attend_places(
             tl.store(sums + row, weight_sum, i < GP)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions"])
 def pool_keys(
     indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, tables, ahead, source, target, count,
     HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    TRAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What an indexer keeps of rows (see IndexedRows), and queries fp32 [T, HEADS, DIM] normed and turned: grid (T, HEADS + 1), one warp.
 
     The last program of a row sees to its key: where its stretch is full, the mean of its raw keys goes into `pooled`, normed and turned to
-    the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose two slots differ.
+    the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose tail goes from slot source[0] to
+    slot target[0], or with TRAIL behind each row to a slot target[t] of its own.
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -163,11 +164,10 @@ def pool_keys(
         own = indexed + HEADS * DIM + d
         sequence = t * 0 if CHUNK else t
         begin = tl.load(positions) if CHUNK else pos
-        last = tl.load(positions + count - 1) if CHUNK else pos
+        last = tl.load(positions + count - 1) if CHUNK and not TRAIL else pos
         old = tails + tl.load(source + sequence) * ((RATIO - 1) * DIM) + d
-        new = tails + tl.load(target + sequence) * ((RATIO - 1) * DIM) + d
-        place = pos % RATIO
-        if place == RATIO - 1:
+        new = tails + tl.load(target + (t if TRAIL else sequence)) * ((RATIO - 1) * DIM) + d
+        if pos % RATIO == RATIO - 1:
             total = tl.zeros([DP], tl.float32)
             for i in tl.static_range(RATIO):
                 back = RATIO - 1 - i
@@ -184,16 +184,18 @@ def pool_keys(
             x = normed_turned(room, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
-        base = (last + 1) // RATIO * RATIO
-        if pos >= base:
-            tl.store(new + place * DIM, tl.load(own + t * W, mask=live, other=0.0).to(tl.float32), live)
-        if pos == begin:
+        # One program alone reads the old tail and then writes the new one, so that both may lie in one slot.
+        if TRAIL or pos == tl.minimum(begin // RATIO * RATIO + RATIO - 1, last):
+            base = (last + 1) // RATIO * RATIO
             for i in tl.static_range(RATIO - 1):
-                kept = live & (base + i < begin)
-                tl.store(new + i * DIM, tl.load(old + i * DIM, mask=kept, other=0.0), kept)
+                token = base + i
+                there = live & (token <= last)
+                x = tl.load(own + (t + token - pos) * W, mask=there & (token >= begin), other=0.0).to(tl.float32)
+                x += tl.load(old + i * DIM, mask=there & (token < begin), other=0.0)
+                tl.store(new + i * DIM, x, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
 def score_stretches(
     queries, pooled, positions, tables, ahead, scores, width,
     HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -217,7 +219,7 @@ def score_stretches(
         tl.store(scores + t * width + i, total, i < full)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def choose_stretches(
     scores, positions, chosen, lengths, width, MOST: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -35,7 +35,7 @@ def test_all_kernels_and_formats_were_compared(found: dict[str, Any]):
     for kernel, held in kinds:
         for rows in (1, 3, 20):
             assert any(form.startswith(f"{kernel} {held} ") and form.endswith(f"rows {rows}") for form in found)
-    assert sum(form.startswith("attend ") for form in found) == 3
+    assert sum(form.startswith("attend ") for form in found) == 4
 
 
 def test_what_the_kernels_are_not_for_is_said(caplog: pytest.LogCaptureFixture):
