@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import FileError, ModelError
-from .files import Stamps, exists, is_inside, plain_parts, read_json_object, short, stamps
+from .files import SourceFile, Stamps, exists, is_inside, plain_parts, read_json_object, short, stamps
 from .header import TensorInfo, read_header
 
 SINGLE = "model.safetensors"
@@ -60,6 +60,11 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     weight_bytes: int
     settings: Stamps | None = None
+    # The files of the tensors, found once: whether they have changed is asked before each first token of the service.
+    sources: frozenset[SourceFile] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", frozenset(info.source for info in self.tensors.values()))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -69,8 +74,7 @@ class Checkpoint:
         """Whether a file with tensors or settings is another one than when it was read, gone, or new."""
         if self.settings is not None and self.settings != stamps(self.folder, SETTINGS):
             return True
-        sources = {info.source for info in self.tensors.values()}
-        return any(not source.unchanged() for source in sources)
+        return any(not source.unchanged() for source in self.sources)
 
     def census(self) -> Census:
         """Count numbers and bytes from the headers; packed formats count one number per stored element."""

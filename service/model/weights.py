@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ModelError
 from ..loader.checkpoint import Checkpoint
+from ..loader.files import SourceFile
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
 from ..quant.damage import refuse_zero_scales
@@ -83,6 +84,10 @@ class WeightPlan:
     tensors: tuple[PlannedTensor, ...]
     aim: Format | None = None
     tables: tuple[PlannedTable, ...] = ()
+    sources: frozenset[SourceFile] = field(init=False, repr=False, compare=False)  # the files that all of it is read from
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", frozenset(info.source for one in (*self.tensors, *self.tables) for info in one.parts))
 
     @property
     def nbytes(self) -> int:
@@ -106,9 +111,8 @@ class WeightPlan:
     def form(self) -> str:
         """The types that matrices are held in, by bytes: "BF16", "int4-g128+int8"."""
         sizes: Counter[str] = Counter()
-        for tensor in self.tensors:
-            if not tensor.destination.wide:
-                sizes[tensor.form] += tensor.nbytes
+        for tensor in (one for one in self.tensors if not one.destination.wide):
+            sizes[tensor.form] += tensor.nbytes
         return "+".join(form for form, _ in sizes.most_common())
 
     @property
@@ -117,8 +121,7 @@ class WeightPlan:
         aim = self.aim
         if aim is None or aim.bits > 4:
             return ""
-        turned = (tensor for tensor in self.tensors if tensor.stored is not None)
-        fell = [tensor for tensor in turned if tensor.held == INT8 and tensor.destination.bits <= aim.bits]
+        fell = [one for one in self.tensors if one.stored is not None and one.held == INT8 and one.destination.bits <= aim.bits]
         if not fell:
             return ""
         shape = list(fell[0].destination.shape)
@@ -133,8 +136,7 @@ class WeightPlan:
 
     def changed(self) -> bool:
         """Whether a file that is to be read is another one than when the plan was made, or gone."""
-        sources = {info.source for planned in (*self.tensors, *self.tables) for info in planned.parts}
-        return any(not source.unchanged() for source in sources)
+        return any(not source.unchanged() for source in self.sources)
 
     def bench(self, device: torch.device) -> tuple[int, int, int]:
         """How many benches converting while reading takes, and of each the bytes of its raw and of its work buffer; zeros for none."""
@@ -143,8 +145,8 @@ class WeightPlan:
             return 0, 0, 0
         raw = max(reading.bench_bytes for tensor in taken for reading in tensor.readings)
         rows = [padded_columns(tensor.held, tensor.destination.shape[1]) for tensor in taken if isinstance(tensor.held, Format)]
-        most = max(tensor.destination.elements for tensor in taken)
-        return default_readers(), _aligned(raw), _aligned(4 * max(*rows, 1, min(tile_elements(device), most)))
+        tile = min(tile_elements(device), max(tensor.destination.elements for tensor in taken))
+        return default_readers(), _aligned(raw), _aligned(4 * max(*rows, 1, tile))
 
     def bench_bytes(self, device: torch.device) -> int:
         """Bytes that are needed while the weights are read, and not after."""

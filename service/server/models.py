@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..api import OpenModel
 from ..config import Config
@@ -17,6 +17,7 @@ from ..setup.inventory import default_model, is_toy, model_roots, usual_context
 from .asks import Form
 from .problems import ApiError
 
+_Key: TypeAlias = tuple[str, int | None, str]  # name, context as asked, quantization
 FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept
 
 
@@ -39,7 +40,7 @@ class Models:
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
         self._lock = threading.Lock()
-        self._open: dict[tuple[str, int | None, str], OpenModel] = {}
+        self._open: dict[_Key, OpenModel] = {}  # the one that was asked for last behind all others
 
     def entries(self) -> list[ModelEntry]:
         """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
@@ -47,6 +48,19 @@ class Models:
         with self._lock:
             self._forget_stale({name for name, _, _ in self._open} - {entry.name for entry in found})
         return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
+
+    def find(self, asked: str | None, form: Form | None = None) -> tuple[str, OpenModel]:
+        """The name and the handle for what a request asked for, which loads when it is first used. Raises as `name_of` and `open`."""
+        key = self._key(asked or "", form or Form())
+        opened = self._open.get(key)
+        # The usual case, and one look at its files: each look is a dozen questions to the system before a first token.
+        if opened is not None and not opened.stale:
+            with self._lock:
+                if self._open.get(key) is opened:
+                    self._open[key] = self._open.pop(key)
+                    return key[0], opened
+        name = self.name_of(asked)
+        return name, self.open(name, form)
 
     def name_of(self, asked: str | None) -> str:
         """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where one must be named."""
@@ -65,21 +79,22 @@ class Models:
 
     def open(self, name: str, form: Form | None = None) -> OpenModel:
         """The handle of a served name, which loads when it is first used. Raises ModelError, FileError, RequestError."""
-        form = form or Form()
-        quant = form.quant or self.choice.quant
         with self._lock:
-            key = (name, form.context, quant)
+            key = self._key(name, form or Form())
             opened = self._open.get(key)
             if opened is None or opened.stale:
                 try:
-                    opened = self._opened(name, form.context, quant)
+                    opened = self._opened(*key)
                 except OnedeskError:
                     self._forget_stale({name})
                     raise
             self._open.pop(key, None)
-            self._open[key] = opened  # behind all others: the first of them was asked for the longest time ago
+            self._open[key] = opened
             self._forget_forms(name)
             return opened
+
+    def _key(self, name: str, form: Form) -> _Key:
+        return name, form.context, form.quant or self.choice.quant
 
     def _opened(self, name: str, context: int | None, quant: str) -> OpenModel:
         path = self._roots.resolve(name)

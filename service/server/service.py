@@ -80,8 +80,7 @@ class Service:
 
     def find(self, asked: str | None, form: Form | None = None) -> tuple[str, OpenModel]:
         """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a broken one."""
-        name = self.models.name_of(asked)
-        return name, self.models.open(name, form)
+        return self.models.find(asked, form)
 
     @asynccontextmanager
     async def waiting_for(self, name: str, calls: Sequence[Call]) -> AsyncIterator[Sequence[Call]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -44,7 +45,7 @@ def served(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) 
 
 def found(served: Models, asked: str | None, form: Form | None = None) -> OpenModel:
     """As a request finds its model."""
-    return served.open(served.name_of(asked), form)
+    return served.find(asked, form)[1]
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["folder gone", "folder empty"])
@@ -110,3 +111,24 @@ def test_a_default_that_is_broken_gives_its_bytes_back_too(served: Models, regis
         found(served, None)
     assert registry.models() == []
     assert model.held_bytes() == 0
+
+
+class Looks:
+    """Counts the looks at a file of a model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.count, real = 0, Path.stat
+
+        def stat(path: Path, **options: bool) -> os.stat_result:
+            self.count += path.name == name
+            return real(path, **options)
+
+        monkeypatch.setattr(Path, "stat", stat)
+
+
+def test_a_model_that_is_open_is_found_with_one_look_at_its_files(served: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = [served.find(name, form) for name in ("writer", "other") for form in (None, Form(context=64))]
+    for looks in (Looks(monkeypatch, "config.json"), Looks(monkeypatch, "tokenizer.json")):
+        before = looks.count
+        assert served.find("writer", Form(context=64)) == opened[1]
+        assert looks.count == before + 1
