@@ -94,6 +94,8 @@ def layers() -> dict[str, Any]:
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 1, 2, 16, 24, False, "silu"))
     cases.STREAM_ROWS = (1, 2, 20)
     found += cases.stream_findings(fused, make, 32, 16, 4, injects=True)
+    cases.NGRAM_STEPS, cases.NGRAM_TRAILS = (1, 2), (4,)
+    found += cases.ngram_findings(fused, make, 2, 48, 32, 3, 2)
     heads, places.CONTEXT, places.INDEXER = HeadShape(3, 1, 64), 96, (2, 24, 16, 4)
     places.KINDS = ("trail", "same")
     places.STEPS, places.CHUNKS, places.FEW, places.INDEXED_STEPS, places.INDEXED_CHUNKS = (

@@ -159,7 +159,7 @@ def _tell(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="cuda_kernels", description="compare the fused CUDA kernels with plain arithmetic")
-    parser.add_argument("--parts", default="", help="of attention, indexed, experts, delta, streams, products; else all")
+    parser.add_argument("--parts", default="", help="of attention, indexed, experts, delta, streams, ngrams, products; else all")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     show: Callable[[str], object] = (sys.stderr if args.json else sys.stdout).write

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from ..kernels.cuda import CudaKernels
 from ..kernels.delta import DeltaHeads, DeltaStep, convolve_chunk, delta_chunk, unit
-from ..kernels.parts import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint, pick_numbers
+from ..kernels.parts import ExpertRows, ExpertWeights, JointRows, NgramRows, NgramWeights, SharedWeights, StreamJoint, pick_numbers
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import NormWeight, Slots
+from ..kernels.rows import FEW_ROWS, NormWeight, Slots
 from ..quant.formats import INT8, MXFP8, NVFP4, int4
 from ..quant.weight import Format, QuantizedWeight, Weight
 from .cuda_cases import BOUNDS, Finding, Maker, apart, wide
@@ -38,6 +38,10 @@ DELTAS: Sequence[tuple[int, int, int, int, bool, Literal["silu", "sigmoid"]]] = 
     (16, 3, 128, 128, False, "sigmoid"), (16, 2, 128, 128, True, "silu"), (2, 2, 16, 24, False, "silu"),
 )  # fmt: skip
 STREAM_ROWS: Sequence[int] = (1, 3, 8, 40)
+# Streams, hidden, width, taps, and tokens between them.
+NGRAMS: Sequence[tuple[int, int, int, int, int]] = ((4, 2560, 2048, 4, 3), (2, 96, 64, 2, 2))
+NGRAM_STEPS: Sequence[int] = (1, 3, 8)
+NGRAM_TRAILS: Sequence[int] = (1, 2, 5, 8)
 DELTA_KINDS = ("step", "trail", "chunk")
 DELTA_STEPS: Sequence[int] = (1, 3, 8)
 DELTA_TRAILS: Sequence[int] = (1, 2, 3, 5, 8)
@@ -51,6 +55,8 @@ def layer_groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Itera
         yield "delta", delta_findings(kernels, make, delta_heads(make, *heads))
     for injects in (True, False):
         yield "streams", stream_findings(kernels, make, 2560, 320, 4, injects=injects)
+    for sizes in NGRAMS:
+        yield "ngrams", ngram_findings(kernels, make, *sizes)
     for held in EXPERT_FORMATS:
         for case in EXPERTS:
             yield "experts", expert_findings(kernels, make, held, case)
@@ -214,3 +220,46 @@ def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, s
         pairs = ((other.streams, at.streams), (other.read, at.read), (other.weights, at.weights))
         error = max(apart(*pair) for pair in pairs) + float(other.found.abs().max())
         yield Finding("streams, both", form, error if done else float("inf"), BOUNDS[make.activation])
+
+
+def ngram_findings(kernels: CudaKernels, make: Maker, streams: int, hidden: int, width: int, taps: int, spaced: int) -> Iterator[Finding]:
+    """Steps of several sequences, whose windows stay where they are or go elsewhere, and trails of one; a window behind every row."""
+    channels = streams * hidden
+    norms = (NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6) for _ in range(3))
+    products = make.rows(channels, width) * 0.2, make.rows(hidden, width) * 0.2
+    weights = NgramWeights(*products, *norms, taps=make.normal(taps, channels) * 0.5, apart=spaced)
+    kinds = ("step", NGRAM_STEPS), ("aside", NGRAM_STEPS[-1:]), ("trail", NGRAM_TRAILS)
+    cases = [(kind, count) for kind, counts in kinds for count in counts]
+    for kind, count in cases:
+        places = torch.randperm(2 * FEW_ROWS + 1, device=make.device)
+        first = places[:count]
+        slots = Slots(first, {"step": first, "aside": places[count : 2 * count], "trail": places[1 : count + 1]}[kind])
+        embedded, before = make.rows(count, width), make.rows(count, channels)
+        before[0, :hidden] = 0  # a score of 0
+        windows, x = make.normal(2 * FEW_ROWS + 1, (taps - 1) * spaced, channels), before.clone()
+        truth = windows.clone(), before.float()
+        rooms = make.empty(count, channels), make.empty(count, hidden)
+        held = windows.clone()
+        done = kernels.add_ngrams(weights, NgramRows(embedded, x, *rooms, held, slots, kind == "trail"))
+        for row in range(count):
+            source, target = int(slots.source[row]), int(slots.target[row])
+            truth[1][row], truth[0][target] = _ngram_truth(weights, embedded[row].float(), truth[1][row], truth[0][source])
+        form, bound = f"{streams} of {hidden} by {width}, {taps} taps, {kind} {count}", BOUNDS[make.activation]
+        yield Finding("ngrams", form, apart(x, truth[1]) if done else float("inf"), 2 * bound)
+        yield Finding("ngrams, window", form, apart(held, truth[0]) if done else float("inf"), 2 * bound)
+
+
+def _ngram_truth(
+    weights: NgramWeights, embedded: torch.Tensor, row: torch.Tensor, window: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row of streams with what is let in, and the window behind it."""
+
+    def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+        return ReferenceKernels().rms_norm(x.view(norm.weight.shape), norm, torch.empty_like(norm.weight))
+
+    keys, values = wide(weights.key) @ embedded, wide(weights.value) @ embedded
+    scores = (normed(keys, weights.key_norm) * normed(row, weights.query_norm)).sum(-1) * weights.key_norm.weight.shape[1] ** -0.5
+    gates = torch.sigmoid(scores.abs().clamp_min(1e-6).sqrt() * scores.sign())
+    added = gates[:, None] * values
+    convolved, behind = convolve_chunk(normed(added, weights.conv_norm).view(1, -1), window, weights.taps, weights.apart)
+    return row + added.view(-1) + convolved[0], behind

@@ -13,6 +13,7 @@ import torch
 from .cuda_attention import SPLITS, AttentionKernels
 from .cuda_delta import DeltaKernels
 from .cuda_experts import ExpertKernels
+from .cuda_ngram import NgramKernels
 from .cuda_plan import SPLIT, TILE_ROWS, Device
 from .cuda_products import WIDENED, power
 from .cuda_streams import StreamKernels
@@ -22,7 +23,7 @@ from .reference import Buffer
 from .rows import HeadShape
 
 
-class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, StreamKernels):
+class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKernels, StreamKernels):
     """See the module."""
 
     @classmethod

@@ -108,7 +108,7 @@ class NgramWeights:
 class NgramRows:
     """embedded [T, width] is let into streams [T, streams * hidden]; windows [slots, (K - 1) * apart, streams * hidden] move on.
 
-    Room: keys [T, streams * hidden], values [T, hidden].
+    Room: keys [T, streams * hidden], values [T, hidden]. `trail`: see Rows.
     """
 
     embedded: torch.Tensor
@@ -117,6 +117,7 @@ class NgramRows:
     values: torch.Tensor
     windows: torch.Tensor
     slots: Slots
+    trail: bool = False
 
 
 @dataclass(slots=True)

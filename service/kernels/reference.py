@@ -177,7 +177,7 @@ class ReferenceKernels:
         return False
 
     def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
-        """A decode step through the block of n-grams behind its table; False where there is no faster way than its parts."""
+        """A decode step, or a trail, through the block of n-grams behind its table; False where there is no faster way than its parts."""
         return False
 
     def stretch(self, owner: object, place: int, work: Callable[[], None]) -> None:

@@ -198,7 +198,7 @@ class NgramBlock:
         slots, states = self._states(at)
         held = states.parts(self.index)[0]
         if at.rows.start is None or at.rows.trail:
-            rows = NgramRows(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots)
+            rows = NgramRows(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, at.rows.trail)
             if kernels.add_ngrams(weights, rows):
                 return
         added = self._gated(at)

@@ -25,7 +25,7 @@ def test_every_kernel_is_within_its_bound(found: dict[str, Any]):
 def test_every_kernel_of_a_layer_is_within_its_bound():
     layers = results("layers")
     assert not {form: row for form, row in layers.items() if not row["error"] <= row["bound"]}
-    kinds = {"experts", "delta", "streams", "attend", "part_gates", "close_gates", "attend_indexed"}
+    kinds = {"experts", "delta", "streams", "ngrams", "attend", "part_gates", "close_gates", "attend_indexed"}
     assert {form.partition(" ")[0].rstrip(",") for form in layers} == kinds
 
 
