@@ -77,6 +77,15 @@ def read_note(cache: Path) -> Note | None:
         return None
 
 
+def note_stamp(cache: Path) -> tuple[int, int, int] | None:
+    """What tells this tree's note from a later one, None where there is none: a service writes its note once, as a file of its own."""
+    try:
+        state = (cache / FILE_NAME).stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns, state.st_size
+
+
 def running(cache: Path) -> Note | None:
     """The note of this tree's service if it runs now."""
     return read_note(cache) if taken(cache) else None

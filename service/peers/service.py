@@ -22,7 +22,7 @@ from ..loader.files import short
 from ..memory.policy import Policy
 from ..memory.pool import Released
 from .dialect import told_policy
-from .note import Note, running, taken
+from .note import Note, note_stamp, running, taken
 from .peer import Address, Described, Peer, Wanted
 from .tenancy import Tenancy
 from .token_file import read_token
@@ -58,6 +58,26 @@ def find_service(cache: Path) -> Found | None:
     return None if note is None else Found(note, _address(note))
 
 
+class Finder:
+    """Looks for the service of a tree whenever it is asked, and reads a note and its token once: a look is five questions to the system
+    then, before each first token, and was 24. Thread-safe."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self._known: tuple[tuple[int, int, int], Found] | None = None
+
+    def find(self) -> Found | None:
+        """As `find_service`."""
+        if not taken(self._cache):
+            return None
+        stamp, known = note_stamp(self._cache), self._known
+        if known is not None and known[0] == stamp:
+            return known[1]
+        found = find_service(self._cache)
+        self._known = None if stamp is None or found is None else (stamp, found)
+        return found
+
+
 def _address(note: Note) -> Address:
     key = None if note.token_file is None else read_token(Path(note.token_file))
     host = note.host or "127.0.0.1"
@@ -76,6 +96,7 @@ class LocalService(Peer):
         self._arguments = tuple(arguments)
         self._version = own_version()
         self._lock = threading.Lock()
+        self._finder = Finder(cache)
         self._child: subprocess.Popen[bytes] | None = None
         self._up = False  # whether our child was seen to listen
         self._tenancy: Tenancy | None = None
@@ -185,7 +206,7 @@ class LocalService(Peer):
         if self._child is not None and self._child.poll() is not None:
             log.info("%s (process %d) has ended with status %d", self.title, self._child.pid, self._child.returncode)
             self._child, self._up = None, False
-        found = find_service(self._cache)
+        found = self._finder.find()
         self._up = self._up or (found is not None and self._child is not None and found.note.pid == self._child.pid)
         return found
 

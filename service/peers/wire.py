@@ -34,12 +34,38 @@ _BY_CODE: Mapping[str, type[OnedeskError]] = {
     "invalid_request": RequestError,
     "wrong_value": RequestError,
     "missing_field": RequestError,
+    "unknown_field": RequestError,
     "unsupported": RequestError,
 }
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
+class _Plain(http.client.HTTPConnection):
+    """Sends a request whole: its headers and then its body are two packets, two wake-ups and a task of the server's that waits for more."""
+
+    _parts: list[Any] | None = None
+
+    def ask(self, method: str, route: str, body: bytes | None, headers: Mapping[str, str]) -> None:
+        """As `request`, of a connection that stands."""
+        self._parts = parts = []
+        try:
+            self.request(method, route, body, headers)
+        finally:
+            self._parts = None
+        super().send(b"".join(parts))
+
+    def send(self, data: Any) -> None:
+        if self._parts is None:
+            super().send(data)
+        else:
+            self._parts.append(data)
+
+
+class _Encrypted(http.client.HTTPSConnection, _Plain):
+    """The same over TLS."""
+
+
+class _Unix(_Plain):
+    """The same over a unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=CONNECT_SECONDS)
@@ -68,7 +94,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._aborted = False
         self._socket: socket.socket | None = None
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: _Plain | None = None
         self._response: http.client.HTTPResponse | None = None
 
     def __enter__(self) -> Exchange:
@@ -136,7 +162,7 @@ class Exchange:
         headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", "Connection": "close"}
         if address.key is not None:
             headers["Authorization"] = f"Bearer {address.key}"
-        connection.request(self._method, self._route, self._body, headers)
+        connection.ask(self._method, self._route, self._body, headers)
         response = self._response = connection.getresponse()
         if response.status != 200:
             raise failure(address, response.status, response.read(DOCUMENT_LIMIT))
@@ -244,12 +270,11 @@ def _shown(text: str, address: Address) -> str:
     return line if len(line) <= _SAID_LIMIT else line[:_SAID_LIMIT] + "..."
 
 
-def _connection(address: Address) -> http.client.HTTPConnection:
+def _connection(address: Address) -> _Plain:
     if address.uds is not None:
-        return _UnixConnection(address.uds)
-    if address.tls:
-        return http.client.HTTPSConnection(address.host, address.port, timeout=CONNECT_SECONDS)
-    return http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
+        return _Unix(address.uds)
+    kind = _Encrypted if address.tls else _Plain
+    return kind(address.host, address.port, timeout=CONNECT_SECONDS)
 
 
 def _shut(made: socket.socket) -> None:

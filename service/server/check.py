@@ -20,7 +20,7 @@ def check(value: Any, schema: Schema, path: str = "") -> None:
     """Raise ApiError 400 that names the first field of `value` that is wrong, and what would be right.
 
     Understands type, enum, minimum, maximum, minLength, maxLength, pattern, minItems, maxItems, items, properties, required,
-    propertyNames, additionalProperties (a schema) and anyOf; fields that no schema names are left alone.
+    propertyNames, additionalProperties (a schema, or false) and anyOf; fields that no schema names are left alone otherwise.
     """
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], path)
@@ -89,6 +89,9 @@ def _check_object(value: dict[str, Any], schema: Schema, path: str) -> None:
         if "propertyNames" in schema:
             check(name, schema["propertyNames"], _inner(path, name))
         inside = properties.get(name, schema.get("additionalProperties"))
+        if inside is False:
+            inner = _inner(path, name)
+            raise ApiError(400, f"{inner} is not known; there are: {', '.join(properties)}", code="unknown_field", param=inner)
         if isinstance(inside, Mapping):
             check(item, inside, _inner(path, name))
 

@@ -61,7 +61,8 @@ async def _begin(service: Service, body: Mapping[str, Any], ask_of: Callable[[Ma
             model.policy = policy
         return name, model, ask, prepared
 
-    name, model, ask, prepared = await service.in_thread(prepare)
+    with service.coming.one():
+        name, model, ask, prepared = await service.in_thread(prepare)
     return name, [Call(model, one) for one in prepared], ask
 
 

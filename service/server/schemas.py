@@ -39,6 +39,8 @@ OWN = _optional(
         "repetition_stop": _optional("boolean"),
         "detail": _optional("boolean", description="Streams also tell token ids, the progress of a load, and each choice's usage."),
     },
+    # Other servers' fields may stand in a body, but here only ours do: one that is not known was written wrongly.
+    additionalProperties=False,
     description="What OpenAI's API has no place for.",
 )
 # What chat and plain completions share.

@@ -22,7 +22,7 @@ from .models import Models
 from .places import Places
 from .problems import SOON, ApiError
 from .tenants import Tenants
-from .worker import Worker
+from .worker import Coming, Worker
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Service:
         self.slept: list[OpenModel] = []  # what was loaded when it fell asleep
         self.requests = 0  # HTTP requests that are being answered
         self.last_request = time.monotonic()  # when the latest one came
+        self.coming = Coming()
         self._workers: dict[str, Worker] = {}
         self._threads = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -100,7 +101,7 @@ class Service:
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
-            self._workers[name] = worker = Worker(name, self.places.now, self.figures)
+            self._workers[name] = worker = Worker(name, self.places.now, self.figures, self.coming)
             if self.asleep:
                 worker.line.hold()
         return self._workers[name]

@@ -24,6 +24,12 @@ def as_events(documents: Iterable[Any]) -> bytes:
     return b"".join(b"data: " + to_json(document) + b"\n\n" for document in documents)
 
 
+class _Response(web.StreamResponse):
+    """Its headers go out with the first part, in one packet: aiohttp leaves that to who asks for it, and sends them before otherwise."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
     """An answer in parts. The first part sends the headers; after that an error can only be a part too."""
 
@@ -69,7 +75,7 @@ class EventStream:
     async def _write(self, data: bytes) -> web.StreamResponse:
         response = self.response
         if response is None:
-            response = self.response = web.StreamResponse(headers=HEADERS)
+            response = self.response = _Response(headers=HEADERS)
             await response.prepare(self._request)
             self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         self.sent += 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from onedesk.service import cli
-from onedesk.service.server.command import _plan
+from onedesk.service.server import command
+from onedesk.service.server.command import TURN, _plan
 
 
 def test_a_model_folder_that_is_not_there_is_named_with_where_it_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -22,3 +27,20 @@ def test_a_model_folder_that_is_not_there_is_named_with_where_it_was_named(tmp_p
         f"the model folder {tmp_path / 'lost'} cannot be read, so none of its models is served; make it, or correct roots under [models] "
         "in onedesk.toml",
     ]
+
+
+def test_its_threads_take_turns_before_a_token_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = sys.getswitchinterval(), []
+
+    def run(service: Coroutine[Any, Any, None]) -> None:
+        service.close()
+        seen.append(sys.getswitchinterval())
+
+    monkeypatch.setattr(asyncio, "run", run)
+    (tmp_path / "onedesk.toml").touch()
+    try:
+        assert command.serve(cli._parser().parse_args(["serve", "--config", str(tmp_path / "onedesk.toml"), "--no-token"])) == 0
+    finally:
+        sys.setswitchinterval(before)
+    assert seen == [pytest.approx(TURN)]
+    assert before > TURN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from typing import Any
 
 import openai
@@ -332,3 +333,25 @@ def test_sixty_four_streams_at_once_are_not_mixed_up(server: Server) -> None:
     assert texts == [alone[place % 8] for place in range(len(texts))]
     server.until("onedesk_working", 0)
     server.until("onedesk_waiting", 0)
+
+
+def test_the_first_event_of_a_stream_comes_with_its_headers(server: Server) -> None:
+    """Apart they wake the client twice before its first token."""
+    with closing(server.open_stream({"model": MODEL, "max_tokens": 2})) as connection:
+        first = connection.recv(65536)
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b'"role":"assistant"' in first
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_unknown_field_of_our_own_is_refused_with_those_that_there_are(server: Server, path: str) -> None:
+    """OpenAI's fields are many and grow; ours are read by nobody else, so one that is not known was meant to be another."""
+    body = {"model": MODEL, "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for name, shown in (("contxt", "contxt"), ("x" * 500, "x" * 40 + "...")):
+        status, _, document = server.ask("POST", path, body | {"onedesk": {"quant": "none", name: 512}})
+        assert (status, document["error"]["param"], document["error"]["code"]) == (400, f"onedesk.{shown}", "unknown_field")
+        words = f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, repetition_stop, detail"
+        assert document["error"]["message"] == words
+    described = server.ask("GET", "/openapi.json")[2]["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert described["properties"]["onedesk"]["additionalProperties"] is False
+    assert server.ask("POST", path, body | {"onedesk": {"quant": "none"}, "contxt": 512})[0] == 200

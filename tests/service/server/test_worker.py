@@ -1,0 +1,131 @@
+"""The thread of a model: what comes together is read together, and a step wakes the loop once, however many it wrote for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from onedesk.service.core import Event, Result, Sampling, Usage
+from onedesk.service.engine.answer import Prepared
+from onedesk.service.engine.sequence import Limits
+from onedesk.service.server import worker as worker_module
+from onedesk.service.server.call import Call
+from onedesk.service.server.figures import Figures
+from onedesk.service.server.worker import Coming, Worker
+
+PREPARED = Prepared((1,), Sampling(), 7, Limits(8, 8, 8, frozenset()), 8, (), False, False, None, 10)
+LONG = 60.0  # seconds; no test waits for them
+
+
+class Model:
+    """Writes so many tokens for each request, in steps for all of them, and remembers with how many each of its passes began."""
+
+    def __init__(self, tokens: int = 1) -> None:
+        self.tokens = tokens
+        self.passes: list[int] = []
+
+    def serve(self, arrivals: Callable[[], Sequence[Prepared]], **_: Any) -> Iterator[Event]:
+        number = 0
+        while came := arrivals():
+            self.passes.append(len(came))
+            writing = range(number, number := number + len(came))
+            for step in range(self.tokens):
+                if step:
+                    assert not arrivals()
+                yield from (Event("a", token=1, request=one) for one in writing)
+            for one in writing:
+                yield Event(result=Result("a", "", (1,), "stop", 7, Usage(1, 1, 0), {}, {}), request=one)
+
+
+class Desk:
+    """A worker, and those who ask it."""
+
+    def __init__(self, places: int = 8, tokens: int = 1) -> None:
+        self.model, self.coming = Model(tokens), Coming()
+        self.worker = Worker("m", lambda _: places, Figures(), self.coming)
+
+    async def ask(self, preparing: Awaitable[object]) -> None:
+        """Prepare a request, then read its answer to the end."""
+        with self.coming.one():
+            await preparing
+        call = Call(self.model, PREPARED)  # type: ignore[arg-type]
+        self.worker.ask(call)
+        while await call.take(LONG) is not None:
+            continue
+
+
+@pytest.mark.parametrize(("places", "passes"), [(8, [8]), (3, [3, 3, 2])])
+def test_requests_that_come_together_are_read_together(monkeypatch: pytest.MonkeyPatch, places: int, passes: list[int]) -> None:
+    monkeypatch.setattr(worker_module, "GATHERING", LONG)
+
+    async def run() -> list[int]:
+        desk = Desk(places)
+        await asyncio.gather(*(desk.ask(asyncio.sleep(0.002 * which)) for which in range(8)))
+        await desk.worker.close()
+        return desk.model.passes
+
+    assert asyncio.run(run()) == passes
+
+
+def test_who_takes_long_is_waited_for_only_a_moment() -> None:
+    """Its template may render for seconds."""
+
+    async def run() -> list[int]:
+        desk, ready = Desk(), asyncio.Event()
+        late = asyncio.create_task(desk.ask(ready.wait()))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(desk.ask(asyncio.sleep(0)), LONG)
+        ready.set()
+        await late
+        await desk.worker.close()
+        return desk.model.passes
+
+    assert asyncio.run(run()) == [1, 1]
+
+
+@pytest.mark.parametrize("places", [1, 8])
+def test_who_is_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch, places: int) -> None:
+    """Nor does who has no place beside it, nor anybody for a request that was refused."""
+    monkeypatch.setattr(worker_module, "GATHERING", LONG)
+
+    async def run() -> list[int]:
+        desk, never = Desk(places), asyncio.Event()
+        with pytest.raises(ValueError, match="refused"), desk.coming.one():
+            raise ValueError("refused")
+        await asyncio.sleep(0)
+        late = asyncio.create_task(desk.ask(never.wait())) if places == 1 else None
+        await asyncio.sleep(0)
+        await asyncio.wait_for(desk.ask(asyncio.sleep(0)), LONG / 2)
+        if late is not None:
+            late.cancel()
+        await desk.worker.close()
+        return desk.model.passes
+
+    assert asyncio.run(run()) == [1]
+
+
+def test_a_step_wakes_the_loop_once_however_many_it_writes_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "GATHERING", LONG)
+    count, tokens = 8, 40
+
+    async def run() -> int:
+        loop, wakes = asyncio.get_running_loop(), 0
+        real = loop.call_soon_threadsafe
+
+        def wake(*arguments: Any, **options: Any) -> asyncio.Handle:
+            nonlocal wakes
+            wakes += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
+        desk = Desk(count, tokens)
+        await asyncio.gather(*(desk.ask(asyncio.sleep(0)) for _ in range(count)))
+        assert desk.model.passes == [count]
+        found = wakes
+        await desk.worker.close()
+        return found
+
+    # Each first token and each end at once, the tokens of every other step together, and the thread's own end.
+    assert asyncio.run(run()) <= 2 * count + tokens + 2
