@@ -1,10 +1,12 @@
 """Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with experts of 4 bits.
 
     python -m onedesk.service.bench.flash_next [--model qwen3.8-flash-next] [--experts int4|nvfp4|bf16] [--batch 1,8] [--seconds 240]
-        [--prompt 2048] [--tokens 128] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE] [--json]
+        [--prompt 2048] [--tokens 128] [--drafts 85,0] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE] [--json]
 
 Every result is told as soon as it is there (stderr), and no new part begins behind `--seconds`. The first pass of each kind compiles and
 is told apart. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is sparse: it takes no room on the disk.
+`--drafts`: with the layer for multi-token prediction, of whose drafts so many of a hundred are right: texts with guesses and without in
+turn.
 `--profile`: where the time of one more prompt and of ten more steps goes, kernel by kernel, in a file of its own.
 """
 
@@ -40,6 +42,8 @@ from ..setup.forms import STORES, Form
 from ..setup.plan import Machine, load_of
 from ..setup.published import PUBLISHED, published_name
 from .ceiling import read_ceiling
+from .clock import Clock
+from .drafts import draft_row
 from .made import Made, made_blueprint, make
 
 EXPERTS: Mapping[str, Format | None] = {"int4": int4(128), "int4-g32": int4(32), "nvfp4": NVFP4, "bf16": None}
@@ -54,22 +58,6 @@ TINY: Mapping[str, Any] = {
 
 
 PROFILED = 10  # steps
-
-
-class Clock:
-    """What there is to tell, and whether there is time for more."""
-
-    def __init__(self, seconds: float) -> None:
-        self._began = time.perf_counter()
-        self._seconds = seconds
-
-    @property
-    def over(self) -> bool:
-        return time.perf_counter() - self._began > self._seconds
-
-    def tell(self, what: str) -> None:
-        sys.stderr.write(f"{time.perf_counter() - self._began:7.1f} s  {what}\n")
-        sys.stderr.flush()
 
 
 def shape_of(name: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
@@ -89,10 +77,13 @@ def shape_of(name: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
 def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, Any]:
     """The document; what there was no time for is not in it. Raises OnedeskError."""
     name, config = shape_of(args.model, tiny=args.tiny)
+    if args.drafts:  # what is drafted is rigged by the head, which must not be the embedding
+        inner = config.get("text_config", {})
+        config |= {"tie_word_embeddings": False} | ({"text_config": {**inner, "tie_word_embeddings": False}} if inner else {})
     stated: dict[str, Any] = dict(load_config(None).memory)
     device, settings = pick_device(args.device), MemorySettings(**stated)
     context = args.prompt + args.tokens * 4 + 64
-    blueprint = made_blueprint(config, device, context, EXPERTS[args.experts], folder, max(args.batch))
+    blueprint = made_blueprint(config, device, context, EXPERTS[args.experts], folder, max(args.batch), draft=bool(args.drafts))
     need = blueprint.need
     clock.tell(f"{name}: weights {need.weights / 1e9:.2f} GB, caches {need.kv / 1e9:.2f} GB, scratch {need.scratch / 1e9:.2f} GB")
     document: dict[str, Any] = {"kind": "flash_next", "model": name, "experts": args.experts, "device": str(device), "tiny": args.tiny}
@@ -107,6 +98,7 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
     try:
         document["prefill"] = prefill_rows(made, args.prompt, clock, args.profile)
         document["decode"] = [row for batch in args.batch if not clock.over for row in [decode_row(made, batch, args, ceiling, clock)]]
+        document["drafts"] = [row for right in args.drafts if not clock.over for row in [draft_row(made, pool, right, args.tokens, clock)]]
         document["memory"] = memory_row(name, args, blueprint, _held(device) - before, clock)
     finally:
         made.release()
@@ -194,18 +186,18 @@ def memory_row(name: str, args: argparse.Namespace, blueprint: Blueprint, held: 
     clock.tell(f"memory: the device holds {held / 1e9:.2f} GB, asked for {need / 1e9:.2f} GB ({held / need - 1:+.1%})")
     if not args.tiny and args.experts in STORES:
         form = Form(f"experts {args.experts}", {"experts": args.experts})
-        planned = planned_bytes(PUBLISHED[name], form, blueprint.context, blueprint.sequences, args.device)
+        planned = planned_bytes(PUBLISHED[name], form, blueprint, args.device)
         row |= {"plan_bytes": planned, "of_plan": held / planned}
         clock.tell(f"memory: the plan of this form counts {planned / 1e9:.2f} GB ({held / planned - 1:+.1%})")
     return row
 
 
-def planned_bytes(config: Mapping[str, Any], form: Form, context: int, sequences: int, device: str) -> int:
+def planned_bytes(config: Mapping[str, Any], form: Form, blueprint: Blueprint, device: str) -> int:
     """Bytes by the arithmetic of `doctor --plan`, with keys and values of several sequences."""
-    census = take_census(config)
-    machine = Machine(1 << 40, None, MemorySettings(), pick_device(device).type, draft=False)
-    load = load_of(form.held_bytes(census), 0, census, machine)
-    return load.weights + load.kv(context) + (sequences - 1) * context * load.kv_token + load.scratch(context)
+    census, draft, context = take_census(config), blueprint.config.draft, blueprint.context
+    machine = Machine(1 << 40, None, MemorySettings(), pick_device(device).type, draft=draft)
+    load = load_of(form.held_bytes(census) + draft * form.draft_bytes(census), 0, census, machine, draft=draft)
+    return load.weights + load.kv(context) + (blueprint.sequences - 1) * context * load.kv_token + load.scratch(context)
 
 
 def _ids(made: Made, count: int, seed: int) -> list[int]:
@@ -226,12 +218,17 @@ def _held(device: torch.device) -> int:
     return total - free
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="flash_next", description="measure a published shape with random weights made on the device")
     parser.add_argument("--model", default="Qwen3.8-Flash-Next")
     parser.add_argument("--experts", choices=list(EXPERTS), default="int4")
-    parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--batch", type=_numbers, default=[1])
+    parser.add_argument("--drafts", type=_numbers, default=[])
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=240.0)

@@ -7,31 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.functional import normalize
 
-from ..cache.hybrid import HybridKV
-from ..cache.paged import PagedKV
-from ..cache.recurrent import RecurrentStates
-from ..engine.buffers import ChunkBuffers, DecodeBuffers
-from ..engine.graph import graph_stepper
-from ..engine.runner import SCORED_ROWS, Runner
-from ..engine.session import ALIGNMENT, Blueprint
-from ..engine.stepper import HostStepper, Stepper
-from ..kernels.choose import choose_kernels, row_reader
+from ..engine.runner import Runner
+from ..engine.session import ALIGNMENT, Blueprint, Opening, Session, build_runner
+from ..engine.stepper import Stepper
+from ..errors import ModelError
+from ..kernels.choose import choose_kernels
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import RotaryTable
 from ..loader.checkpoint import Checkpoint
 from ..loader.files import open_regular
 from ..loader.header import TensorInfo
-from ..memory.lease import Lease
+from ..loader.stream import StreamStats
 from ..memory.policy import Kind
 from ..memory.pool import Pool
+from ..model.arrival import WeightArrival
+from ..model.draft import with_draft
 from ..model.families import describe, family_of
-from ..model.layers import Scratch
 from ..model.spec import Destination
-from ..model.tables import PlannedTable, open_tables
+from ..model.tables import PlannedTable
 from ..model.weights import PlannedTensor, WeightPlan
 from ..quant.weight import Format, QuantizedWeight, Weight
 
@@ -43,24 +40,43 @@ class Made:
     """A network in memory with all that a step takes; `release` returns it."""
 
     blueprint: Blueprint
-    leases: tuple[Lease, ...]
-    runner: Runner
-    stepper: Stepper
+    session: Session
     kernels: ReferenceKernels
 
+    @property
+    def runner(self) -> Runner:
+        return self.session.runner
+
+    @property
+    def stepper(self) -> Stepper:
+        return self.session.stepper
+
     def release(self) -> None:
-        self.stepper.close()
-        self.runner.close()
-        del self.stepper, self.runner, self.kernels  # a device counts the views of a lease, and these have such
-        for lease in self.leases:
-            lease.release()
+        del self.kernels  # a device counts the views of a lease, and these have such
+        self.session.release()
+
+
+class Filled:
+    """What a session asks of weights on their way, where they are there."""
+
+    complete = True
+    waited = 0.0
+
+    def finish(self) -> StreamStats:
+        return StreamStats(0, 0.0)
+
+    def stop(self) -> None: ...
 
 
 def made_blueprint(
-    config: Mapping[str, Any], device: torch.device, context: int, experts: Format | None, folder: Path, sequences: int
+    config: Mapping[str, Any], device: torch.device, context: int, experts: Format | None, folder: Path, sequences: int, *, draft: bool
 ) -> Blueprint:
-    """Experts held as `experts`, the rest in BF16 and norms in FP32; tables are sparse files in `folder`: their rows are zeros."""
+    """Experts held as `experts`, the rest in BF16 and norms in FP32; tables are sparse files in `folder`: their rows are zeros.
+
+    `draft`: with the layer for multi-token prediction.
+    """
     family, described = family_of(config), describe(config)
+    described = with_draft(described) if draft else described
     tensors, tables = [], []
     for wanted in family.destinations(described):
         if wanted.in_file:
@@ -85,35 +101,50 @@ def _sparse_table(wanted: Destination, folder: Path) -> PlannedTable:
 
 
 def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
-    """Lease, fill and build. Raises MemoryFull."""
+    """Lease, fill and build; a network that drafts is rigged, see `rig`. Raises MemoryFull."""
     need, device = blueprint.need, blueprint.device
     pool.check("made", need)
     sizes: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch - blueprint.bench_bytes))
-    leases = tuple(pool.lease("made", kind, nbytes, align=ALIGNMENT) for kind, nbytes in sizes)
-    weights, kv, scratch = leases
+    weights, kv, scratch = leases = [pool.lease("made", kind, nbytes, align=ALIGNMENT) for kind, nbytes in sizes]
     random = torch.Generator(device=device).manual_seed(seed)
     tensors: dict[str, Weight] = {}
     for planned in blueprint.plan.tensors:
         tensors[planned.destination.key] = filled(planned.carve(weights.carve), planned.destination, random)
+    if blueprint.config.draft:
+        rig(tensors, random)
     kernels = choose_kernels(device, blueprint.activation, cache)
-    rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
-    reader = row_reader(cache) if blueprint.plan.tables else None
-    tables = open_tables(blueprint.plan.tables, reader)
-    network = blueprint.family.build(blueprint.config, tensors, kernels, rotary, tables)
-    states = blueprint.state_shape
-    parts = kv, blueprint.kv_shape
-    pages: PagedKV = (
-        PagedKV(*parts, blueprint.context, blueprint.sequences)
-        if states is None
-        else HybridKV(*parts, RecurrentStates(kv, states), blueprint.context, blueprint.sequences)
-    )
-    passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
-    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
-    wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)
-    kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
-    runner = Runner(network, pages, passes, buffers)
-    stepper = graph_stepper(runner, scratch, blueprint.widths.vocab)
-    return Made(blueprint, leases, runner, stepper or HostStepper(runner), kernels)
+    runner, stepper = build_runner(blueprint, tensors, kernels, (kv, scratch), Opening(pool, cache))
+    arrival = cast(WeightArrival, Filled())
+    return Made(blueprint, Session(leases, arrival, runner, kernels, stepper, blueprint.first_costs), kernels)
+
+
+# What is to add nothing to the residual has zeros, by the last part of its key.
+SILENT = frozenset(
+    "output delta_output down experts_down shared_down ngram_value attn_up mlp_up mixer_up draft_mixer_up".split()  # noqa: SIM905
+)
+
+
+def rig(tensors: Mapping[str, Weight], random: torch.Generator) -> None:
+    """Let a text be one cycle of all tokens, whatever was before, and the layer that drafts know it: all work is done, and every draft
+    is right. It needs an untied head."""
+    for key, weight in tensors.items():
+        if key.rpartition(".")[2] in SILENT:
+            for part in (weight.scales, weight.factors) if isinstance(weight, QuantizedWeight) else (weight,):
+                if part is not None:
+                    part.zero_()
+    embedding, head = tensors["embedding"], tensors["head"]
+    if not isinstance(embedding, torch.Tensor) or not isinstance(head, torch.Tensor):
+        raise ModelError("a network is rigged by its embedding and its head in floats, and these have few bits")
+    embedding.copy_(normalize(embedding.float(), dim=1))
+    order = torch.randperm(len(embedding), device=embedding.device, generator=random)
+    head[order.roll(-1)] = 4 * embedding[order]
+    joint = torch.eye(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
+    for key in ("draft_fc", "draft_fc_embedding", "draft_fc_hidden"):
+        weight = tensors.get(key)
+        if isinstance(weight, torch.Tensor):
+            weight.zero_()
+            if key != "draft_fc_hidden":
+                weight[:, : joint.shape[1]] = joint
 
 
 def filled(weight: Weight, wanted: Destination, random: torch.Generator) -> Weight:

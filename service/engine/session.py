@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from ..model.families import read_family
 from ..model.layers import Scratch, Widths
 from ..model.tables import open_tables
 from ..model.weights import WeightPlan
-from ..quant.weight import QuantizedWeight
+from ..quant.weight import QuantizedWeight, Weight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
 from .drafting import BESIDE, REACH, Drafting, DraftShape
 from .graph import graph_stepper, graph_stepper_bytes
@@ -156,6 +156,11 @@ class Blueprint:
         own = (t for t in self.plan.tensors if t.destination.part == draft_part(self.config) or t.destination.key == head)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in own) if self.config.draft else 0
 
+    @property
+    def first_costs(self) -> PassCosts:
+        """What is known of its passes before the first one."""
+        return PassCosts(guess_share=self.guess_bytes / max(1, self.pass_bytes))
+
 
 def pick_device(device: str) -> torch.device:
     """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
@@ -203,15 +208,15 @@ class Session:
         arrival: WeightArrival,
         runner: Runner,
         kernels: ReferenceKernels,
-        stepper: Stepper | None = None,
-        costs: PassCosts | None = None,
+        stepper: Stepper,
+        costs: PassCosts,
     ) -> None:
         self.runner = runner
         # What earlier prompts left in the cache; it gives way block by block.
         self.prefix = PrefixIndex(runner.kv)
         runner.kv.keeper = self.prefix
-        self.stepper: Stepper = stepper or HostStepper(runner)
-        self.costs = costs or PassCosts()
+        self.stepper = stepper
+        self.costs = costs
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival
@@ -318,21 +323,36 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache, opening.cancel)
         arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
-        rotary = RotaryTable.build(scratch, blueprint.context, blueprint.config.rotary_dim, blueprint.config.rope_theta)
-        reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
-        tables = open_tables(blueprint.plan.tables, reader)
-        network = blueprint.family.build(blueprint.config, arrival.tensors, kernels, rotary, tables)
-        pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
-        passes = Scratch(scratch, blueprint.widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
-        buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
-        wanted = kernels.workspace(blueprint.widths.shape, blueprint.context, blueprint.activation, blueprint.widths.columns)
-        kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
-        graphs, drafting = Graphs(), None
-        if draft_shape is not None:
-            layer = build_draft(blueprint.config, arrival.tensors, network, rotary)
-            drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
-        runner = Runner(network, pages, passes, buffers, arrival, drafting)
-        stepper = graph_stepper(runner, scratch, blueprint.widths.vocab, graphs)
+        runner, stepper = build_runner(blueprint, arrival.tensors, kernels, (kv, scratch), opening, arrival)
         undo.pop_all()
-        costs = PassCosts(guess_share=blueprint.guess_bytes / max(1, blueprint.pass_bytes))
-        return Session(leases, arrival, runner, kernels, stepper, costs)
+        return Session(leases, arrival, runner, kernels, stepper, blueprint.first_costs)
+
+
+def build_runner(
+    blueprint: Blueprint,
+    tensors: Mapping[str, Weight],
+    kernels: ReferenceKernels,
+    leases: tuple[Lease, Lease],
+    opening: Opening,
+    gate: WeightArrival | None = None,
+) -> tuple[Runner, Stepper]:
+    """The network over `tensors` (keys of the plan's destinations), and all that runs it, in the `leases` of caches and of scratch.
+
+    `gate`: see Runner. Raises FileError for tables that cannot be read, Cancelled.
+    """
+    kv, scratch = leases
+    config, widths, context = blueprint.config, blueprint.widths, blueprint.context
+    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta)
+    reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
+    network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
+    pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
+    passes = Scratch(scratch, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
+    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
+    wanted = kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)
+    kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
+    graphs, drafting = Graphs(), None
+    if draft_shape is not None:
+        layer = build_draft(config, tensors, network, rotary)
+        drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
+    runner = Runner(network, pages, passes, buffers, gate, drafting)
+    return runner, graph_stepper(runner, scratch, widths.vocab, graphs) or HostStepper(runner)
