@@ -10,6 +10,7 @@ from typing import Any
 from comfy_api.latest import ComfyAPI, io, ui
 
 from ..service.api import Model
+from ..service.errors import RequestError
 from ..service.memory.budget import GIB, MemorySettings
 from ..service.memory.pool import Pool
 from ..service.registry import REGISTRY
@@ -127,7 +128,10 @@ class OnedeskMemory(io.ComfyNode):
         value: Any = None,
     ) -> io.NodeOutput:
         pool = bridge.pool()
-        _resize(pool, budget, floor)
+        try:
+            _resize(pool, budget, floor)
+        except RequestError as error:
+            raise RequestError(error.told(_as_widget)) from error
         if policy != AS_CHOSEN:
             terms = policy_of(policy, ttl)
             for chosen in [bridge.open_model(model)] if model else bridge.open_models():
@@ -150,6 +154,11 @@ def _resize(pool: Pool, budget: int, floor: float) -> None:
         settings = replace(settings, floor=int(nbytes) if math.isfinite(nbytes) else nbytes)  # type: ignore[arg-type] - the pool refuses it
     if settings != pool.settings:
         pool.resize(settings)
+
+
+def _as_widget(name: str) -> str:
+    """What the node calls a setting of the pool."""
+    return "budget" if name == "limit" else name
 
 
 def _look(pool: Pool) -> Desk:

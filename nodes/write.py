@@ -64,7 +64,7 @@ class Writing:
             try:
                 requests.append(question.request(model))
             except RequestError as error:
-                raise RequestError(self._named(place, str(error))) from error
+                raise RequestError(self._named(place, ""), *error.args) from error
         self._written = [_Written() for _ in self._questions]
         if isinstance(model, RemoteModel):  # it may have to be started first
             self._view.write(f"(waiting for {model.peer.title})")

@@ -24,7 +24,7 @@ from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
 from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session, pick_context, pick_device
 from .engine.stages import StageMeter, stages_line
-from .errors import Cancelled, RequestError
+from .errors import Cancelled, Field, RequestError
 from .loader.checkpoint import open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
@@ -259,7 +259,7 @@ class OpenModel:
         """Raise RequestError unless `ids` are one or more of the model's token ids, and no more than the context."""
         check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
-            raise RequestError(f"{len(ids)} token ids are longer than the context of {self.context}; give fewer or open with more context")
+            raise RequestError(f"{len(ids)} ids are longer than the ", Field("context"), f" of {self.context}; give fewer, or raise it")
 
     def give_way(self) -> tuple[Released, ...]:
         """Return the model's bytes, measured; the handle stays and loads again when it is next used.
@@ -388,7 +388,7 @@ def open_model(
     Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()` turns true.
     """
     if quant not in QUANTIZATIONS:
-        raise RequestError(f"quant is {quant!r}; use {', '.join(QUANTIZATIONS)}")
+        raise RequestError(Field("quant"), f" is {quant!r}; use {', '.join(QUANTIZATIONS)}")
     path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
     checkpoint = open_checkpoint(path, roots=roots.bases if roots else ())
     cache = kernel_cache or load_config(None).cache

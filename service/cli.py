@@ -30,7 +30,7 @@ from .setup.console import (
     read_text_file,
     write_json,
 )
-from .setup.options import batches, number, size, switch, token_ids, whole, whole_from
+from .setup.options import as_typed, batches, number, size, switch, token_ids, whole, whole_from
 
 if TYPE_CHECKING:
     from .api import OpenModel
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], *, as_json: bool) -> int:
+    args = argparse.Namespace()
     try:
         args, unknown = _parser().parse_known_args(arguments)
         if unknown:
@@ -82,14 +83,15 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
     except (OnedeskError, OSError, RuntimeError, MemoryError, ImportError) as error:
         # RuntimeError: what torch raises when a device fails or has no memory left; ImportError: no torch here (see onedesk doctor)
         log.debug("the command failed", exc_info=True)
-        return _fail(error, FAILURE, as_json)
+        return _fail(error, FAILURE, as_json, args)
 
 
-def _fail(error: Exception, status: int, as_json: bool) -> int:
+def _fail(error: Exception, status: int, as_json: bool, args: argparse.Namespace | None = None) -> int:
+    message = as_typed(error, args or ())
     if as_json:
-        write_json(failure(error))
+        write_json(failure(error, message))
     else:
-        print(f"onedesk: {error}", file=sys.stderr)
+        print(f"onedesk: {message}", file=sys.stderr)
     return status
 
 
@@ -287,7 +289,7 @@ def _checked_options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     try:
         Request(ids=(0,), **options).validated()
     except RequestError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(as_typed(error, args)) from error
     return options
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from .errors import RequestError
+from .errors import Field, RequestError
 
 Finish = Literal["stop", "length", "stop_string", "repetition", "cancelled"]
 Thinking = Literal["on", "off", "auto"]
@@ -70,12 +70,12 @@ class Sampling:
         for name, low, high, low_open in _RANGES:
             _check_range(name, getattr(self, name), low, high, low_open)
         if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0):
-            raise RequestError(f"top_k is {self.top_k!r}; use a whole number, 0 for no limit")
+            raise RequestError(Field("top_k"), f" is {self.top_k!r}; use a whole number, 0 for no limit")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEED_LIMIT):
-            raise RequestError(f"seed is {self.seed!r}; use a whole number from 0 to 2^64-1")
+            raise RequestError(Field("seed"), f" is {self.seed!r}; use a whole number from 0 to 2^64-1")
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or token < 0 or not isinstance(bias, int | float) or not math.isfinite(bias):
-                raise RequestError(f"logit_bias has {token!r}: {bias!r}; use token ids from 0 and finite numbers")
+                raise RequestError(Field("logit_bias"), f" has {token!r}: {bias!r}; use token ids from 0 and finite numbers")
         return self
 
     def with_defaults(self, defaults: Sampling) -> Sampling:
@@ -105,7 +105,7 @@ def _check_range(name: str, value: float | None, low: float, high: float, low_op
     if not number or value < low or value > high or (low_open and value == low):
         above = f"above {low:g}" if low_open else f"from {low:g}"
         limit = "" if math.isinf(high) else f" to {high:g}"
-        raise RequestError(f"{name} is {value!r}; use a number {above}{limit}")
+        raise RequestError(Field(name), f" is {value!r}; use a number {above}{limit}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +151,17 @@ class Request:
         if sum(given) != 1:
             raise RequestError(f"a request needs exactly one of messages, prompt and ids; {sum(given)} were given")
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens!r}; use a whole number from 1")
+            raise RequestError(Field("max_tokens"), f" is {self.max_tokens!r}; use a whole number from 1")
         budget = self.thinking_budget
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-            raise RequestError(f"thinking_budget is {budget!r}; use a whole number from 0")
+            raise RequestError(Field("thinking_budget"), f" is {budget!r}; use a whole number from 0")
         if self.thinking not in ("on", "off", "auto"):
-            raise RequestError(f"thinking is {self.thinking!r}; use on, off or auto")
+            raise RequestError(Field("thinking"), f" is {self.thinking!r}; use on, off or auto")
         if any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError("a stop string is empty; leave it out or write at least one character")
+            raise RequestError("a ", Field("stop"), " string is empty; leave it out or write at least one character")
         top = self.logprobs
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= LOGPROBS_LIMIT):
-            raise RequestError(f"logprobs is {top!r}; use a whole number from 0 to {LOGPROBS_LIMIT}")
+            raise RequestError(Field("logprobs"), f" is {top!r}; use a whole number from 0 to {LOGPROBS_LIMIT}")
         self._check_text()
         self.sampling.validated()
         self._check_choices()
@@ -176,28 +176,31 @@ class Request:
             if value is None and name != "n":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-                raise RequestError(f"{name} is {value!r}; use a whole number from 1 to {limit}")
+                raise RequestError(Field(name), f" is {value!r}; use a whole number from 1 to {limit}")
         if self.best_of is not None and self.beams is not None:
-            raise RequestError("best_of and beams exclude each other: one draws, the other searches; give one of them")
+            words = " exclude each other: one draws, the other searches; give one of them"
+            raise RequestError(Field("best_of"), " and ", Field("beams"), words)
         for name, value in (("best_of", self.best_of), ("beams", self.beams)):
             if value is not None and value < self.n:
-                raise RequestError(f"{name} is {value} and n is {self.n}; {name} must be at least n, for the n best of it are given")
+                words = f" is {self.n}; the first must be at least the second, which says how many of its best are given"
+                raise RequestError(Field(name), f" is {value} and ", Field("n"), words)
         if self.beams is not None:
             self._check_search()
 
     def _check_search(self) -> None:
         s = self.sampling
         if s.temperature:
-            raise RequestError(f"beams search without drawing, and temperature is {s.temperature:g}; leave it out, or draw with best_of")
+            words = f" is {s.temperature:g}; leave it out, or draw with "
+            raise RequestError(Field("beams"), " searches without drawing, and ", Field("temperature"), words, Field("best_of"))
         drawing = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = [name for name in drawing if getattr(s, name) is not None]
         if given:
-            raise RequestError(f"beams search the model's own scores, and {given[0]} would change them; leave it out, or draw with best_of")
+            words = " would change them; leave it out, or draw with "
+            raise RequestError(Field("beams"), " searches by the model's own scores, and ", Field(given[0]), words, Field("best_of"))
         unknown = [name for name in ("stop", "thinking_budget", "json_schema", "logprobs") if getattr(self, name) not in (None, ())]
         if unknown:
-            raise RequestError(
-                f"a search with beams ends at the model's own end or max_tokens and does not know {unknown[0]}; leave it out"
-            )
+            parts = " ends at the model's own end or ", Field("max_tokens"), " and does not know "
+            raise RequestError("a search with ", Field("beams"), *parts, Field(unknown[0]), "; leave it out")
 
     def _check_text(self) -> None:
         if self.ids is not None:

@@ -1,8 +1,30 @@
 """The one error family: a message says what happened, with the figures, and what to do next."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Field(str):
+    """Within a message: the name of a value that somebody gave. Whoever asked them for it may call it as they do, see `told`."""
+
+    __slots__ = ()
+
 
 class OnedeskError(Exception):
-    """Base of every error that Onedesk raises on purpose."""
+    """Base of every error that Onedesk raises on purpose. Its arguments are the parts of its message, texts and fields."""
+
+    def __str__(self) -> str:
+        return self.told(str)
+
+    def told(self, name: Callable[[str], str]) -> str:
+        """The message, with `name` of each field in its place: the command says --max-tokens for max_tokens."""
+        return "".join(name(str(part)) if isinstance(part, Field) else str(part) for part in self.args)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that the message is about, the one that is wrong first."""
+        return tuple(str(part) for part in self.args if isinstance(part, Field))
 
 
 class ModelError(OnedeskError):

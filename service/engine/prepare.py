@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cache.paged import blocks_for
 from ..core import Request, Sampling
-from ..errors import ModelError, OnedeskError, RequestError
+from ..errors import Field, ModelError, OnedeskError, RequestError
 from ..kernels.rows import BLOCK
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
@@ -34,7 +34,8 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
     if room < 1:
         raise RequestError(
             f"the prompt has {len(ids)} tokens and the context is {blueprint.context}: no room for an answer; "
-            f"shorten the prompt by {1 - room} tokens or open the model with a larger context"
+            f"shorten the prompt by {1 - room} tokens or open the model with a larger ",
+            Field("context"),
         )
     tokenizer = language.tokenizer_if_any if request.ids is not None else language.tokenizer
     vocab = blueprint.widths.vocab
@@ -77,7 +78,7 @@ def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Lan
         except OnedeskError as error:
             if len(requests) == 1:
                 raise
-            raise type(error)(f"item {place} of {len(requests)}: {error}") from error
+            raise type(error)(f"item {place} of {len(requests)}: ", *error.args) from error
     return prepared
 
 
@@ -94,7 +95,7 @@ def check_biases(biases: Mapping[int, float], vocab: int) -> None:
     """Raise RequestError if a bias is for an id that the model does not have."""
     for token in biases:
         if token >= vocab:
-            raise RequestError(f"logit_bias has token id {token}, which is not one of the model's {vocab}; use 0 to {vocab - 1}")
+            raise RequestError(Field("logit_bias"), f" has token id {token}, which is not one of the model's {vocab}; use 0 to {vocab - 1}")
 
 
 def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
@@ -157,7 +158,8 @@ def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> No
     if need > there:
         raise RequestError(
             f"{beams} beams of up to {room} tokens behind a prompt of {tokens} need KV for {need * BLOCK:,} tokens, and the context gives "
-            f"{there * BLOCK:,}; use fewer beams, a smaller max_tokens, or open the model with a larger context"
+            f"{there * BLOCK:,}; use fewer ",
+            *(Field("beams"), ", a smaller ", Field("max_tokens"), ", or open the model with a larger ", Field("context")),
         )
 
 

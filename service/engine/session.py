@@ -17,7 +17,7 @@ from ..cache.hybrid import HybridKV
 from ..cache.paged import KVShape, PagedKV
 from ..cache.recurrent import RecurrentStates, StateShape
 from ..core import CancelCheck, ProgressReport
-from ..errors import RequestError
+from ..errors import Field, RequestError
 from ..kernels.choose import choose_kernels, row_reader, workspace_bytes
 from ..kernels.reference import ReferenceKernels
 from ..kernels.rows import BLOCK, RotaryTable
@@ -165,9 +165,9 @@ class Blueprint:
 def pick_device(device: str) -> torch.device:
     """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
     if device not in ("auto", "cpu", "cuda"):
-        raise RequestError(f"device is {device!r}; use auto, cpu or cuda")
+        raise RequestError(Field("device"), f" is {device!r}; use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("device is cuda, but torch sees no CUDA device here; use auto or cpu")
+        raise RequestError(Field("device"), " is cuda, but torch sees no CUDA device here; use auto or cpu")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -176,9 +176,9 @@ def pick_context(context: int | None, allowed: int) -> int:
     if context is None:
         return min(DEFAULT_CONTEXT, allowed)
     if isinstance(context, bool) or not isinstance(context, int) or context < 2:
-        raise RequestError(f"context is {context!r}; use a whole number from 2")
+        raise RequestError(Field("context"), f" is {context!r}; use a whole number from 2")
     if context > allowed:
-        raise RequestError(f"context is {context}, but the model's config allows {allowed}; use at most that")
+        raise RequestError(Field("context"), f" is {context}, but the model's config allows {allowed}; use at most that")
     return context
 
 

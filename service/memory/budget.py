@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
-from ..errors import RequestError
+from ..errors import Field, RequestError
 from .truth import Truth
 
 KIB = 1 << 10
@@ -50,7 +50,7 @@ class MemorySettings:
             value = getattr(self, name)
             low = 0 if name == "floor" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise RequestError(f"memory {name} is {value!r}; use a whole number of bytes from {low}")
+                raise RequestError("memory ", Field(name), f" is {value!r}; use a whole number of bytes from {low}")
         for name in ("align", "weight_align"):
             value = getattr(self, name)
             if value & (value - 1):
@@ -71,7 +71,7 @@ def _check_share(name: str, value: float, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high:
         shown = f"{value:.0%}" if number else repr(value)
-        raise RequestError(f"memory {name} is {shown}; use {low:.0%} to {high:.0%}")
+        raise RequestError("memory ", Field(name), f" is {shown}; use {low:.0%} to {high:.0%}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,8 @@ def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0) -> Budg
     available = min(truth.total, truth.available + own)
     if settings.floor >= truth.total:
         raise RequestError(
-            f"memory floor is {show(settings.floor)}, but the machine has {show(truth.total)} in all; use a floor below that"
+            *("memory ", Field("floor")),
+            f" is {show(settings.floor)}, but the machine has {show(truth.total)} in all; use less than that",
         )
     limit = int(available * settings.limit)
     if settings.limit_bytes is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast, get_args
 
 from ..core import SEED_LIMIT, Event, Finish, Message, Progress, Request, Result, Stage, Usage
-from ..errors import PeerError, RequestError
+from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
 from ..text.reasoning import ReasoningSplitter, Segment
 from .peer import Address, Wanted
@@ -63,11 +63,11 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: W
 def _check_askable(request: Request, address: Address, *, ours: bool) -> None:
     for name in ("best_of", "beams", "json_schema", "logprobs"):
         if getattr(request, name) is not None:
-            raise RequestError(f"{name} is not passed on to {address.title}; leave it out, or run the model in this process")
+            raise RequestError(Field(name), f" is not passed on to {address.title}; leave it out, or run the model in this process")
     if request.tools:
-        raise RequestError(f"tools are not passed on to {address.title}; leave them out, or run the model in this process")
+        raise RequestError(Field("tools"), f" are not passed on to {address.title}; leave them out, or run the model in this process")
     if request.thinking_budget is not None and not ours:
-        raise RequestError(f"{address.title} knows no thinking_budget; leave it out (-1), or run the model in this process")
+        raise RequestError(f"{address.title} knows no ", Field("thinking_budget"), "; leave it out (-1), or run the model in this process")
 
 
 def _sampling(request: Request) -> dict[str, Any]:

@@ -52,7 +52,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     for kind, status, code in _FAMILY:
         if isinstance(error, kind):
-            return ApiError(status, str(error), code=code, retry_after=SOON if status == 503 else None)
+            param = next(iter(error.fields), None)
+            return ApiError(status, str(error), code=code, param=param, retry_after=SOON if status == 503 else None)
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the service failed at this request; its log says more", code="internal_error")
 

@@ -100,9 +100,9 @@ def show_progress(progress: Progress) -> None:
     sys.stderr.flush()
 
 
-def failure(error: Exception) -> dict[str, Any]:
-    """The document of an error."""
-    return {"error": {"type": type(error).__name__, "message": str(error)}}
+def failure(error: Exception, message: str | None = None) -> dict[str, Any]:
+    """The document of an error, with its own message or another one."""
+    return {"error": {"type": type(error).__name__, "message": str(error) if message is None else message}}
 
 
 def read_text_file(path: Path) -> str:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
+from ..errors import OnedeskError
 from ..loader.files import short
 from ..toml_file import parse_bytes
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf)")
+
+
+def as_typed(error: Exception, taken: Container[str]) -> str:
+    """The message of an error for somebody at a terminal: a field that is one of the options `taken` is called as it is typed there."""
+    if not isinstance(error, OnedeskError):
+        return str(error)
+    return error.told(lambda name: f"--{name.replace('_', '-')}" if name in taken else name)
 
 
 def token_ids(text: str) -> tuple[int, ...]:

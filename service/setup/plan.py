@@ -14,7 +14,7 @@ from ..engine.buffers import MAX_BATCH
 from ..engine.drafting import BESIDE, REACH
 from ..engine.runner import SCORED_ROWS, chunk_rows
 from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
-from ..errors import FileError, ModelError, RequestError
+from ..errors import Field, FileError, ModelError, RequestError
 from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
 from ..loader.files import exists, read_json_object
 from ..memory.budget import MemorySettings, show
@@ -138,7 +138,7 @@ def plan_model(
     if (images or 0) > machine.memory:
         raise RequestError(f"--images is {show(images or 0)} of {show(machine.memory)}; name less, or a larger --memory")
     if context is not None and context > census.max_position:
-        raise RequestError(f"context is {context}, but the model's config allows {census.max_position}; use at most that")
+        raise RequestError(Field("context"), f" is {context}, but the model's config allows {census.max_position}; use at most that")
     if census.heads % nodes:
         raise RequestError(f"--nodes is {nodes}, and {census.heads} attention heads do not divide by it; use a divisor of {census.heads}")
     rows = [row for form in _forms(title, described, census, nodes) for row in _rows(form, census, machine, context)]

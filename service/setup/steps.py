@@ -8,11 +8,13 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ..errors import OnedeskError
+from .telling import EVERY, LOOK, Teller
 from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
@@ -33,9 +35,10 @@ def tail(log: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Runs the steps of one installation in `tree`."""
+    """Runs the steps of one installation in `tree`; of a long one it tells every so many seconds what it does."""
 
     tree: Tree
+    every: float = EVERY
 
     @property
     def stamps(self) -> Path:
@@ -84,10 +87,7 @@ class Steps:
             out.write(f"$ {' '.join(words)}\n".encode())
             out.flush()
             try:
-                environment = self.environment() | dict(more or {})
-                code = subprocess.run(
-                    words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, timeout=timeout, check=False
-                ).returncode
+                code = self._wait(step, words, out, timeout, self.environment() | dict(more or {}))
                 ending = f"it ended with status {code}"
             except subprocess.TimeoutExpired:
                 code, ending = -1, f"it did not end within {timeout:g} s"
@@ -95,6 +95,24 @@ class Steps:
                 code, ending = -1, f"it could not be started: {error.strerror}"
         if code != 0:
             raise SetupError(f"step {step} failed: {Path(words[0]).name}: {ending}\n{tail(log)}\n  log: {log}\n  what to do: {advice}")
+
+    def _wait(self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]) -> int:
+        """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it does not go on alone."""
+        teller = Teller(step, self.tree.logs / f"{step}.log", self.tree.cache / "tmp", self.every)
+        end = None if timeout is None else time.monotonic() + timeout
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(LOOK, self.every))
+                if end is not None and time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(words, timeout or 0)
+                teller.tell()
+        finally:
+            teller.end()
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
     def ask(self, python: Path, code: str) -> str | None:
         """What a line of Python prints in the environment of `python`; None if it fails."""

@@ -106,8 +106,8 @@ def refused(comfyui: Comfy, **inputs: Any) -> str:
 
 def test_bad_values_give_the_pools_own_messages_and_change_nothing(comfyui: Comfy):
     before = line(report(comfyui), "limit ")
-    assert "memory limit is 5%; use 10% to 95%" in refused(comfyui, budget=5)
-    assert "memory limit is 100%; use 10% to 95%" in refused(comfyui, budget=100)
+    assert "memory budget is 5%; use 10% to 95%" in refused(comfyui, budget=5)
+    assert "memory budget is 100%; use 10% to 95%" in refused(comfyui, budget=100)
     assert "memory floor is 1048576 GiB, but the machine has " in refused(comfyui, floor=2.0**20)
     assert line(report(comfyui), "limit ") == before
 

@@ -50,7 +50,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(registry: 
         (ask(n=129), "n is 129"),
         (ask(n=True), "n is True"),
         (ask(best_of=0), "best_of is 0"),
-        (ask(best_of=2, n=3), "best_of is 2 and n is 3; best_of must be at least n"),
+        (ask(best_of=2, n=3), "best_of is 2 and n is 3; the first must be at least the second"),
         (ask(beams=9), "beams is 9; use a whole number from 1 to 8"),
         (ask(beams=2, n=3), "beams is 2 and n is 3"),
         (ask(beams=2, best_of=2), "best_of and beams exclude each other"),

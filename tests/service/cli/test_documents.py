@@ -160,6 +160,30 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
     assert 0 < len(document["error"]["message"]) < 400
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0; use a whole number from 1"),
+        (["--temperature", "-1"], "--temperature is -1.0; use a number from 0"),
+        (["--top-p", "0"], "--top-p is 0.0; use a number above 0 to 1"),
+        (["--min-p", "2"], "--min-p is 2.0; use a number from 0 to 1"),
+        (["--top-k", "-1"], "--top-k is -1; use a whole number, 0 for no limit"),
+        (["--seed", "-1"], "--seed is -1; use a whole number from 0 to 2^64-1"),
+        (["--thinking-budget", "-1"], "--thinking-budget is -1; use a whole number from 0"),
+        (["--stop", ""], "a --stop string is empty; leave it out or write at least one character"),
+        (["--n", "200"], "--n is 200; use a whole number from 1 to 128"),
+        (["--best-of", "2", "--beams", "2"], "--best-of and --beams exclude each other: one draws, the other searches; give one of them"),
+        (
+            ["--beams", "2", "--stop", "x"],
+            "a search with --beams ends at the model's own end or --max-tokens and does not know --stop; leave it out",
+        ),
+    ],
+)
+def test_an_option_is_called_as_it_was_typed(run, options, message):
+    status, document = run("generate", "a cat", *options)
+    assert (status, document["error"]["message"]) == (2, message)
+
+
 @pytest.mark.parametrize("words", [("generate", "a cat"), ("models",), ("demo", "a cat")], ids=lambda words: words[0])
 def test_an_unknown_option_points_to_the_help_of_its_command(run, words):
     status, document = run(*words, "--frobnicate")
@@ -178,8 +202,12 @@ def test_an_unknown_option_points_to_the_help_of_its_command(run, words):
         (["generate", "a cat", "--stop", "\udc80", "--model", "tiny"], "RequestError", "lone surrogate"),
         (["generate", "x" * 300, "--model", "tiny"], "RequestError", "the context is 256"),
         (["generate", "--ids", "512", "--model", "tiny"], "RequestError", "use 0 to 511"),
-        (["generate", "a cat", "--model", "tiny", "--context", "257"], "RequestError", "context is 257, but the model's config allows 256"),
-        (["score", "--ids", ",".join(["1"] * 257), "--model", "tiny"], "RequestError", "longer than the context of 256"),
+        (
+            ["generate", "a cat", "--model", "tiny", "--context", "257"],
+            "RequestError",
+            "--context is 257, but the model's config allows 256",
+        ),
+        (["score", "--ids", ",".join(["1"] * 257), "--model", "tiny"], "RequestError", "longer than the --context of 256"),
         (["score", "--text-file", "lost.txt", "--model", "tiny"], "FileError", "cannot read the text file lost.txt"),
         (["generate", "a cat", "--model", ""], "FileError", "'' is neither a model name nor a path"),
         (["models", "--model", "lost"], "ModelError", "there is no model 'lost'"),

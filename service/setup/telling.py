@@ -1,0 +1,87 @@
+"""What a long step of the installer is doing, read from the log that its command writes. Standard library only."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+LOG = logging.getLogger(__name__)
+# Seconds between two lines where nobody watches (a file, a pipe), and between two looks on a terminal, whose line is written over.
+EVERY = 20.0
+LOOK = 1.0
+WIDTH = 100
+LARGE = 5.0  # MB from which on a file's size is told
+
+# pip's words; it speaks English everywhere and gives sizes in bytes, kB and MB of 1,000.
+_FETCHING = re.compile(r"^\s*Downloading (\S+)(?: \(([\d.]+) (bytes|kB|MB)\))?", re.MULTILINE)
+_LOOKING = re.compile(r"^Collecting (\S+)", re.MULTILINE)
+_UNPACKING = re.compile(r"^Installing collected packages: (.+)$", re.MULTILINE)
+_UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0}
+
+
+def doing(log: str, temporary: Path) -> str:
+    """The last thing that pip began by its log; "working" where it says none. `temporary` is the folder that it downloads into."""
+    last = max((match for kind in (_FETCHING, _LOOKING, _UNPACKING) for match in kind.finditer(log)), key=re.Match.start, default=None)
+    if last is None:
+        return "working"
+    if last.re is _LOOKING:
+        return f"looking for {last[1]}"
+    if last.re is _UNPACKING:
+        names = last[1].split(", ")
+        return f"unpacking {len(names)} packages, {names[-1]} the last" if len(names) > 1 else f"unpacking {names[0]}"
+    name = unquote(last[1]).rpartition("/")[2].partition("#")[0]
+    if last[2] is None:
+        return f"fetching {name}"
+    size = float(last[2]) * _UNITS[last[3]]
+    return f"fetching {name}" + (f", {min(_fetched(temporary, name), size):,.0f} of {size:,.0f} MB" if size >= LARGE else "")
+
+
+def _fetched(temporary: Path, name: str) -> float:
+    """MB of the file that are there; pip takes it away when it is unpacked."""
+    with suppress(OSError):
+        return max((path.stat().st_size for path in temporary.rglob(name)), default=0) / 1e6
+    return 0.0
+
+
+@dataclass(slots=True)
+class Teller:
+    """Tells every now and then what the command of `step` does; a terminal has one line, which is written over."""
+
+    step: str
+    log: Path
+    temporary: Path
+    every: float = EVERY
+    began: float = field(default_factory=time.monotonic)
+    told: float = field(default_factory=time.monotonic)
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        self.start = self.log.stat().st_size  # earlier runs stand before it
+
+    def tell(self) -> None:
+        """Say it, unless it was said a moment ago."""
+        now, live = time.monotonic(), sys.stdout.isatty()
+        if not live and now - self.told < self.every:
+            return
+        self.told = now
+        with self.log.open("rb") as file:
+            file.seek(self.start)
+            what = doing(file.read().decode("utf-8", errors="replace"), self.temporary)
+        line = f"{self.step:<9} {now - self.began:.0f} s: {what}"
+        if live:
+            sys.stdout.write(f"\r{line[:WIDTH]}\x1b[K")
+            sys.stdout.flush()
+        else:
+            LOG.info("%s", line)
+
+    def end(self) -> None:
+        """Take the line of a terminal away."""
+        if sys.stdout.isatty():
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
