@@ -10,13 +10,15 @@ from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
 from .parts import AttentionHeads, AttentionRows, IndexedRows, Indexer
 from .rows import BLOCK, FEW_ROWS, HeadShape, Rows
-from .triton_attend import attend_chunk, attend_step, join_splits
+from .triton_attend import attend_chunk, attend_rows, attend_step, join_splits
 from .triton_places import attend_places, choose_stretches, close_gates, part_gates, place_turned, pool_keys, score_stretches
 from .triton_rows import place_heads
 
 # Programs that share the positions of a sequence, by the batch: so many that all processors of a large GPU have some.
 SPLITS = {1: 16, 2: 16, 4: 8, 8: 8}
-# Largest group of queries that share a key/value head.
+# Results of splits that there is room for, of each key/value head.
+UNITS = max(batch * splits for batch, splits in SPLITS.items())
+# Queries below each other in a tile, and the largest group that shares a key/value head.
 GROUP = 16
 # Numbers of joined results that a program holds, and columns of a head that it takes where they are more.
 JOINED, JOINED_COLUMNS = 16384, 64
@@ -36,7 +38,9 @@ class AttentionKernels(FusedProducts):
         few = rows.start is not None and _held(rows)
         if few or 2 * heads.rotary.cos.shape[1] != shape.head_dim:
             self._place(heads, at)
-            if few or rows.start is None:
+            if few:
+                return self._attend_rows(at, forms)
+            if rows.start is None:
                 return self._attend_places(at, forms, rows.positions, rows.positions, 0, 1)
             return self._attend_chunk(at, forms)
         parts = _placing(heads, at)
@@ -141,12 +145,25 @@ class AttentionKernels(FusedProducts):
         )  # fmt: skip
         return at.out if splits == 1 else self._join(lengths, at.out, forms, splits, 0 if ratio else 1)
 
-    def _join(self, lengths: torch.Tensor, out: torch.Tensor, forms: dict[str, Any], splits: int, more: int) -> torch.Tensor:
+    def _attend_rows(self, at: AttentionRows, forms: dict[str, Any]) -> torch.Tensor:
+        """As `_attend_places` a few rows of one sequence, over all that each sees."""
+        count, rows, room = at.qkv.shape[0], at.rows, self.room
+        tiles = -(-count // (GROUP // forms["GP"]))
+        splits = min(SPLITS[power(tiles)], UNITS // power(count))
+        on_grid(attend_rows, (tiles, forms["KV"], splits))(
+            at.qkv, at.keys, at.values, rows.positions, rows.tables, room.heads, *room.heads_scores, at.out, count,
+            SPLITS=splits, PDL=self.device.early, num_warps=4, **forms, **self.launch,
+        )  # fmt: skip
+        return self._join(rows.positions[count - 1 :], at.out, forms, splits, 1, together=True)
+
+    def _join(
+        self, lengths: torch.Tensor, out: torch.Tensor, forms: dict[str, Any], splits: int, more: int, *, together: bool = False
+    ) -> torch.Tensor:
         wide = splits * forms["GP"] * forms["D"] > JOINED
         columns = JOINED_COLUMNS if wide else forms["D"]
         on_grid(join_splits, (out.shape[0], forms["KV"], forms["D"] // columns))(
-            lengths, self.room.heads, *self.room.heads_scores, out, SPLITS=splits, MORE=more, COLUMNS=columns, PDL=self.device.early,
-            num_warps=4, **forms, **self.launch,
+            lengths, self.room.heads, *self.room.heads_scores, out, SPLITS=splits, MORE=more, COLUMNS=columns, TOGETHER=together,
+            PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
         return out
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .cuda_attention import SPLITS, AttentionKernels
+from .cuda_attention import UNITS, AttentionKernels
 from .cuda_delta import DeltaKernels
 from .cuda_experts import ExpertKernels
 from .cuda_ngram import NgramKernels
@@ -47,7 +47,7 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
     @classmethod
     def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
         group = -(-heads.heads // heads.kv_heads)
-        units = max(batch * splits for batch, splits in SPLITS.items()) * heads.kv_heads * power(group)
+        units = UNITS * heads.kv_heads * power(group)
         return (
             ((columns // 2,), torch.int32),
             ((columns // 8 + 2,), torch.float32),

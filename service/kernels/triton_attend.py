@@ -53,10 +53,10 @@ def own_heads(qkv, kv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
 def join_splits(
     positions, parts, tops, sums, out,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, MORE: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The results of all splits of `attend_step` as one: grid (B, KV, blocks of COLUMNS). Where one split had all the work, its result
-    stands already. What was shared out were positions [B] places and MORE.
+    stands already. What was shared out were positions [B] places and MORE; TOGETHER: for all rows as many, positions [1] of them.
 
     A kernel of its own: when the last split to come did it, behind a fence and a counter, it took 4.6 us a layer on an H200, not 2.
     """
@@ -65,7 +65,7 @@ def join_splits(
     kv = tl.program_id(1)
     # Of chosen places it is the kernel before that says how many.
     early(PDL)
-    pos = tl.load(positions + b) + MORE
+    pos = tl.load(positions if TOGETHER else positions + b) + MORE
     active = tl.maximum(tl.cdiv(pos, split_size(pos, SPLITS)), 1)
     if active > 1:
         q = tl.arange(0, SPLITS)[:, None]
@@ -86,6 +86,19 @@ def join_splits(
 def split_size(pos, SPLITS: tl.constexpr):
     """Positions of a split, whole blocks, where `pos` are shared out."""
     return (tl.maximum(tl.cdiv(pos, SPLITS), 1) + 31) // 32 * 32
+
+
+@triton.jit
+def with_block(ql, qh, low, high, held, visible, m, weight_sum, acc):
+    """What queries (halves) have seen once they attended to a `block_tile` too, as far as it is visible to each: see `attend_step`."""
+    scores = tl.dot(qh, high.T, tl.dot(ql, low.T))
+    scores = tl.where(visible, scores, -1e30)
+    top = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - top[:, None])
+    fade = tl.exp2(m - top)
+    weight_sum = weight_sum * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(held.dtype), held, acc * fade[:, None])
+    return top, weight_sum, acc
 
 
 @triton.jit
@@ -142,14 +155,8 @@ def attend_step(
         qh = qh.to(keys.dtype.element_ty)
         for at in range(start, end, 32):
             low_next, high_next, held_next = block_tile(keys, values, table, at + 32, end, kv, KV, D)
-            scores = tl.dot(qh, high.T, tl.dot(ql, low.T))
-            scores = tl.where((at + tl.arange(0, 32) < end)[None, :], scores, -1e30)
-            top = tl.maximum(m, tl.max(scores, 1))
-            p = tl.exp2(scores - top[:, None])
-            fade = tl.exp2(m - top)
-            weight_sum = weight_sum * fade + tl.sum(p, 1)
-            acc = tl.dot(p.to(keys.dtype.element_ty), held, acc * fade[:, None])
-            m = top
+            visible = (at + tl.arange(0, 32) < end)[None, :]
+            m, weight_sum, acc = with_block(ql, qh, low, high, held, visible, m, weight_sum, acc)
             low, high, held = low_next, high_next, held_next
         o = out + b * (HEADS * D)
         if active == 1:
@@ -160,6 +167,62 @@ def attend_step(
             tl.store(parts + row[:, None] * D + d[None, :], acc, (i < GP)[:, None])
             tl.store(tops + row, m, i < GP)
             tl.store(sums + row, weight_sum, i < GP)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["positions"])
+def attend_rows(
+    qkv, keys, values, positions, table, parts, tops, sums, out, count,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A few rows of one sequence, queries normed and turned, keys and values in the cache: grid (tiles of 16 // GP rows, KV, SPLITS).
+
+    Rows of a tile have their queries below each other, so that each key is read once for all of them. All places up to the last row's are
+    shared out among the splits, see `attend_step`, the same ones for every row.
+    """
+    G: tl.constexpr = HEADS // KV
+    H: tl.constexpr = D // 2
+    W: tl.constexpr = (HEADS + 2 * KV) * D
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
+    i = tl.arange(0, 16)
+    t = (tl.program_id(0) * (16 // GP) + i // GP).to(tl.int64)
+    g = i % GP
+    live = (t < count) & (g < G)
+    pos = tl.load(positions + t, mask=t < count, other=0)
+    most = tl.load(positions + count - 1) + 1
+    size = split_size(most, SPLITS)
+    active = tl.maximum(tl.cdiv(most, size), 1)
+    start = split * size
+    end = tl.minimum(start + size, most)
+    h = tl.arange(0, H)[None, :]
+    d = tl.arange(0, D)[None, :]
+    early(PDL)
+    if split < active:
+        p = qkv + t[:, None] * W + (kv * G + g)[:, None] * D + h
+        # exp2 and its scale in place of exp.
+        ql = tl.load(p, mask=live[:, None], other=0.0).to(tl.float32) * (1.4426950408889634 / D**0.5)
+        qh = tl.load(p + H, mask=live[:, None], other=0.0).to(tl.float32) * (1.4426950408889634 / D**0.5)
+        ql = ql.to(keys.dtype.element_ty)
+        qh = qh.to(keys.dtype.element_ty)
+        m = tl.full([16], -1e30, tl.float32)
+        weight_sum = tl.zeros([16], tl.float32)
+        acc = tl.zeros([16, D], tl.float32)
+        low, high, held = block_tile(keys, values, table, start, end, kv, KV, D)
+        for at in range(start, end, 32):
+            low_next, high_next, held_next = block_tile(keys, values, table, at + 32, end, kv, KV, D)
+            # A row that sees nothing of a split has a least score there, with which its share counts nothing.
+            visible = (at + tl.arange(0, 32))[None, :] <= tl.minimum(pos, end - 1)[:, None]
+            m, weight_sum, acc = with_block(ql, qh, low, high, held, visible, m, weight_sum, acc)
+            low, high, held = low_next, high_next, held_next
+        if active == 1:
+            o = out + t[:, None] * (HEADS * D) + (kv * G + g)[:, None] * D + d
+            tl.store(o, (acc / weight_sum[:, None]).to(out.dtype.element_ty), live[:, None])
+        else:
+            row = ((t * KV + kv) * SPLITS + split) * GP + g
+            there = t < count
+            tl.store(parts + row[:, None] * D + d, acc, there[:, None])
+            tl.store(tops + row, m, there)
+            tl.store(sums + row, weight_sum, there)
 
 
 @triton.jit(do_not_specialize=["start", "count"])
