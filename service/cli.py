@@ -198,10 +198,10 @@ def _doctor(args: argparse.Namespace) -> int:
     from .setup.doctor import examine
 
     if args.plan is not None:
-        from .setup import plan
+        from .setup import plan, plan_report
 
         planned = plan.run(args)
-        write_json(planned) if args.json else print(plan.plan_table(planned))
+        write_json(planned) if args.json else print(plan_report.plan_table(planned))
         return SUCCESS
     if args.memory is not None or args.images is not None or args.nodes != 1:
         raise UsageError("--memory, --images and --nodes are for --plan; see onedesk doctor --help")

@@ -20,10 +20,10 @@ from ..loader.files import exists, read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
 from ..model.families import describe
-from ..peers.cluster import Share, cluster, cluster_text
+from ..peers.cluster import Share, cluster
 from ..quant.published import KEY
 from .census import Census, take_census
-from .console import UsageError, columns
+from .console import UsageError
 from .forms import SIZED, Engine, Form, Sized, form_of_config, forms_of
 from .published import PUBLISHED, published_name
 
@@ -346,25 +346,3 @@ def _run_by(form: Form | Sized, machine: Machine, resident: bool) -> str:
     if not _opens(form):
         return "; this version does not open it yet"
     return "; this version reads the table from its file" if resident else ""
-
-
-def plan_table(document: dict[str, Any]) -> str:
-    """The document for a terminal, what fits first, and of that what Onedesk runs itself."""
-    unit, letter = (1e9, "B") if document["parameters"] >= 1e8 else (1e6, "M")
-    kinds = ", ".join(f"{kind} {count / unit:,.2f}" for kind, count in document["kinds"].items() if count >= unit / 200)
-    head = (
-        f"{document['model']} ({document['family']}): {document['parameters'] / unit:,.1f} {letter} parameters, "
-        f"{document['active_parameters'] / unit:,.1f} {letter} active; by kind: {kinds}\n"
-        f"{show(document['memory'])} of memory"
-        + (f" on each of {document['nodes']} nodes" if document["nodes"] > 1 else "")
-        + f", {show(document['images'])} for images: {show(document['room'])} for a model"
-    )
-    lines: list[tuple[str, ...]] = [("FORM", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH", "FITS", "CONTEXT", "")]
-    for row in sorted(document["forms"], key=lambda row: (not row["fits"], row["engine"] != "onedesk")):
-        sizes = row["bytes"]
-        shown = [show(sizes[part]) for part in ("file", "weights", "table", "kv", "scratch")]
-        answer = ["yes" if row["fits"] else "no", f"{row['context']:,}" if row["context"] else "-", row["why"]]
-        lines.append((row["format"], *shown, *answer))
-    several = document.get("cluster")
-    words = f"\n\n{several['format']}: {cluster_text(several)}" if several else ""
-    return f"{head}\n{columns(lines)}{words}"

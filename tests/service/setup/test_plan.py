@@ -21,7 +21,8 @@ from onedesk.service.model.draft import with_draft
 from onedesk.service.model.families import family_of, text_config
 from onedesk.service.setup.census import take_census
 from onedesk.service.setup.forms import WITH_TABLE
-from onedesk.service.setup.plan import TABLE_CACHE, Machine, load_of, plan_model, plan_table
+from onedesk.service.setup.plan import TABLE_CACHE, Machine, load_of, plan_model
+from onedesk.service.setup.plan_report import WIDTH, plan_table
 from onedesk.service.setup.published import PUBLISHED
 from published import compressed
 from tiny_qwen3 import write_tiny_qwen3
@@ -207,6 +208,9 @@ def test_the_command_answers_as_a_table_or_one_document(tmp_path: Path, capsys: 
     assert cli.main(common) == 0
     table = capsys.readouterr().out
     assert table.startswith("Qwen3.8-Flash-Next (qwen4_exp): 180.0 B parameters, 6.7 B active; by kind: ")
+    assert max(map(len, table.splitlines())) <= WIDTH
+    first = next(row for row in document["forms"] if row["fits"])
+    assert f"{first['format']}\n  yes" in table
     assert table.strip() == plan_table(document)
     for wrong in (
         ["--memory", "1GiB"],
