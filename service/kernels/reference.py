@@ -60,7 +60,7 @@ class ReferenceKernels:
         self._contiguous = tuple(buffers)
 
     def captures(self, heads: HeadShape, parts: Iterable[Part]) -> bool:
-        """Whether a decode step over these parts makes no look at values, so that a CUDA graph can hold it."""
+        """Whether a decode step, or a few rows of one sequence, looks at no value in these parts, so that a CUDA graph can hold it."""
         return False
 
     def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:

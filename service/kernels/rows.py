@@ -61,7 +61,8 @@ class Rows:
     positions: int32 [T], the position of each row in its sequence. tables: int32 [S, max_blocks], the KV block ids of each sequence.
     start: a chunk (S = 1) has rows start..start+T-1 of one sequence; None is a decode step, where row i belongs to sequence i (S = T).
     trail: a chunk of up to FEW_ROWS rows leaves a recurrent state behind each of them: row i goes on from the one that row i - 1 left.
-    longest: upper bound of positions + 1 that the host knows; under a CUDA graph that of its bucket.
+    longest: upper bound of positions + 1 that the host knows; under a CUDA graph that of its bucket. A graph of up to FEW_ROWS rows of one
+    sequence is replayed at other places: kernels that can be captured use neither it nor start for them.
     slots: of networks with recurrent layers, else None. ids: those of the rows, and before: those just before a chunk, as far as the host
     knows them without asking the device, which would wait for all that it does.
     parts: chunks of several sequences in one pass, each with the rows of the pass that it has; the fields beside are those of the first.
