@@ -22,9 +22,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .errors import FileError
+from .places import FILE_NAME, TREE_LINK
 from .toml_file import Kind, checked, read_document
-
-FILE_NAME = "onedesk.toml"
 
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -167,7 +166,8 @@ class PeerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings. `tree` is the folder of the onedesk.toml that was read, None without one; `memory` has only the keys set there."""
+    """All settings. `tree` is the folder of the onedesk.toml that was read, None without one or where that lies in the package itself;
+    `memory` has only the keys set there."""
 
     tree: Path | None = None
     file: Path | None = None
@@ -204,16 +204,17 @@ def own_version() -> str:
 def installed_file() -> Path | None:
     """The onedesk.toml of the tree that the running pack or Python belongs to, None where they belong to none.
 
-    The link in the custom_nodes of somebody's own ComfyUI leads through the tree that made it, by TREE/envs/pack; a tree's own Python is in
-    TREE/envs/NAME.
+    The link in the custom_nodes of somebody's own ComfyUI leads through the tree that made it, by TREE/envs/pack; a checkout that stands
+    there itself has the link .tree instead; a tree's own Python is in TREE/envs/NAME. Last comes a file in the package's own folder.
     """
     pack = Path(__file__).absolute().parent.parent
-    places = [pack.readlink().parent.parent] if pack.is_symlink() else []
-    for envs in (*places, Path(sys.prefix).absolute().parent):
-        file = envs.parent / FILE_NAME
-        if envs.name == "envs" and file.is_file():
-            return file
-    return None
+    places = [Path(sys.prefix).absolute().parent]
+    if pack.is_symlink():
+        places.insert(0, pack.readlink().parent.parent)
+    elif (pack / TREE_LINK).is_symlink():
+        places.insert(0, (pack / TREE_LINK).readlink() / "envs")
+    files = [envs.parent / FILE_NAME for envs in places if envs.name == "envs"]
+    return next((file for file in (*files, package_folder() / FILE_NAME) if file.is_file()), None)
 
 
 def load_config(path: Path | None = None) -> Config:
@@ -232,7 +233,7 @@ def load_config(path: Path | None = None) -> Config:
     tree = path.resolve().parent
     models = tables["models"]
     return Config(
-        tree=tree,
+        tree=None if tree == package_folder() else tree,
         file=path.resolve(),
         model_roots=_with_toys([_place(f"{path.name}: roots in [models]", tree, root) for root in models.get("roots", ["models"])]),
         default_model=models.get("default"),

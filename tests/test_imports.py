@@ -27,10 +27,10 @@ ROOMS = (
     ("service/kernels",),
     ("service/quant",),
     ("service/memory",),
-    ("service/core", "service/config", "service/toml_file", "service/errors"),
+    ("service/core", "service/config", "service/toml_file", "service/errors", "service/places"),
 )
 # Below the lowest: each of these may use those behind it, nothing else.
-BASE_ORDER = ("service/config", "service/toml_file", "service/core", "service/errors")
+BASE_ORDER = ("service/config", "service/toml_file", "service/core", "service/errors", "service/places")
 ROOT = Path(__file__).resolve().parents[1]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}
 COMFYUI |= {"node_helpers", "nodes", "server"}

@@ -22,6 +22,13 @@ def test_every_package_is_named(repository: Path, settings: dict[str, Any]) -> N
     assert set(settings["packages"]) == {"onedesk", *(".".join(("onedesk", *folder.parts)) for folder in folders)}
 
 
+def test_what_comfyui_manager_installs_is_what_the_package_needs_and_never_torch(repository: Path) -> None:
+    lines = (repository / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    needed = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    assert [line.replace('"', "'") for line in lines if not line.startswith("#")] == needed
+    assert not any("torch" in line for line in needed)
+
+
 def test_every_data_file_is_covered(repository: Path, settings: dict[str, Any]) -> None:
     listed = subprocess.run(["git", "ls-files", "-z", *SOURCES, "workflows"], cwd=repository, capture_output=True, check=True)
     data = {repository / name for name in listed.stdout.decode().split("\0") if name and not name.endswith(".py")}

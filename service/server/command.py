@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import FILE_NAME, Config, load_config, own_version
+from ..config import Config, load_config, own_version
+from ..places import FILE_NAME
 from ..setup.console import UsageError
 from ..setup.options import whole_from
 

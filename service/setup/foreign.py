@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..places import TREE_LINK
 from .environment import PINS, VERSIONS, Environment, pinned
 from .pack import NAME, Project, link
 from .steps import SetupError, Steps
@@ -83,15 +84,19 @@ class Foreign:
                 service.pip("service", "--no-deps", *wanted)
             self.steps.mark("service", " ".join(wanted))
 
-    def add_pack(self, checkout: Path, pack: Path) -> tuple[str, Path | None]:
-        """Link the pack into its custom_nodes, through the tree's own link `pack` / NAME: so it finds its tree (see config.installed_file).
+    def add_pack(self, checkout: Path, tree: Tree) -> tuple[str, Path]:
+        """Link the pack into its custom_nodes, through the tree's own link to it: so it finds its tree (see config.installed_file).
 
-        Returns the pack's name there and the link, None if the checkout itself stands there.
+        If the checkout itself stands there, the link leads from it to the tree. Returns the pack's name there and the link.
         """
         nodes = self.folder / "custom_nodes"
         if nodes.is_dir() and checkout.parent.samefile(nodes):
-            return checkout.name, None
-        link(nodes / NAME, pack / NAME)
+            place = checkout / TREE_LINK
+            if place.is_symlink():  # to the tree of an earlier installation
+                place.unlink()
+            link(place, tree.prefix)
+            return checkout.name, place
+        link(nodes / NAME, tree.pack / NAME)
         return NAME, nodes / NAME
 
 

@@ -131,10 +131,10 @@ def install_beside(tree: Tree, options: argparse.Namespace) -> Environment:
         add_package(service, tree, CHECKOUT)
         write_if_changed(tree.model_paths, model_paths(tree))
         previous = tree.load_desk()
-        pack, place = foreign.add_pack(CHECKOUT, tree.pack)
+        pack, place = foreign.add_pack(CHECKOUT, tree)
         if previous and previous.link and Path(previous.link) != place:
             remove_link(Path(previous.link))
-        tree.save_desk(Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place) if place else None))
+        tree.save_desk(Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)))
     return service
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..places import FILE_NAME
+
 # The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's cache/.
 CACHES: Mapping[str, str] = {
     "XDG_CACHE_HOME": "xdg",
@@ -144,7 +146,7 @@ class Tree:
     @property
     def settings(self) -> Path:
         """The one configuration file."""
-        return self.prefix / "onedesk.toml"
+        return self.prefix / FILE_NAME
 
     @property
     def script(self) -> Path:

@@ -19,7 +19,8 @@ import pytest
 from onedesk.service.setup import source
 from onedesk.service.setup.comfyui import command, operators_missing
 from onedesk.service.setup.environment import PINS, TEST_PINS, VERSIONS, Environment, pinned
-from onedesk.service.setup.install import parse
+from onedesk.service.setup.foreign import Foreign
+from onedesk.service.setup.install import parse, remove_link
 from onedesk.service.setup.steps import SetupError, Steps, locked
 from onedesk.service.setup.tree import Tree
 
@@ -184,20 +185,40 @@ def test_the_pack_is_linked_and_the_service_sees_that_environment(beside: Beside
     assert isinstance(json.loads(answer.stdout), list)
 
 
-def test_the_pack_in_a_given_comfyui_reads_the_settings_of_its_tree(beside: Beside) -> None:
-    """Also where that ComfyUI's Python stands in no tree, or in another one."""
-    service = beside.comfyui / "custom_nodes" / "onedesk" / "service"
+def settings_of(pack: Path) -> str:
+    """The onedesk.toml that a ComfyUI reads whose Python stands in no tree, or in another one, where it loads the pack from there."""
     code = f"""
 import importlib.util, sys
-place = {str(service)!r}
+place = {str(pack / "service")!r}
 spec = importlib.util.spec_from_file_location("pack", place + "/__init__.py", submodule_search_locations=[place])
 sys.modules["pack"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from pack.config import installed_file
 print(installed_file())
 """
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True)
-    assert answer.stdout.strip() == str(beside.tree.settings)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout.strip()
+
+
+def test_the_pack_in_a_given_comfyui_reads_the_settings_of_its_tree(beside: Beside) -> None:
+    assert settings_of(beside.comfyui / "custom_nodes" / "onedesk") == str(beside.tree.settings)
+
+
+def test_a_checkout_that_stands_in_custom_nodes_reads_the_settings_of_the_tree_made_from_it(repository: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "ComfyUI" / "custom_nodes" / "Onedesk"
+    shutil.copytree(repository / "service", pack / "service", ignore=shutil.ignore_patterns("__pycache__"))
+    assert settings_of(pack) == "None"
+    (pack / "onedesk.toml").touch()
+    assert settings_of(pack) == str(pack / "onedesk.toml")
+    for name in ("first", "second"):
+        tree = Tree(tmp_path / name)
+        tree.make()
+        tree.write_files()
+        named, link = Foreign(tmp_path / "ComfyUI", Path(sys.executable), Steps(tree)).add_pack(pack, tree)
+        assert (named, link) == ("Onedesk", pack / ".tree")
+        assert settings_of(pack) == str(tree.settings)
+    assert list((tmp_path / "ComfyUI" / "custom_nodes").iterdir()) == [pack]
+    remove_link(pack / ".tree")
+    assert settings_of(pack) == str(pack / "onedesk.toml")
 
 
 def test_a_second_run_changes_nothing(beside: Beside, repository: Path) -> None:

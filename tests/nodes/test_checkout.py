@@ -1,0 +1,65 @@
+"""A checkout that somebody cloned into custom_nodes, in the real ComfyUI: without install.sh, a tree or an environment of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from comfyui import BoundComfy, Comfy
+from kept_kernels import keep_kernels
+from node_graphs import shown, writing
+from tiny_models import write_language_model
+
+PARTS = ("__init__.py", "pyproject.toml", "models", "nodes", "service", "workflows")
+
+
+def files(folder: Path) -> set[str]:
+    """All of a folder that is no cache."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in found if path.parts[0] != ".cache" and "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def pack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ComfyUI uses of a clone, under another name than ours, and settings in its folder."""
+    base = tmp_path_factory.mktemp("cloned")
+    pack = base / "custom_nodes" / "ComfyUI-Onedesk"
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
+    listed = subprocess.run(words, cwd=repository, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (repository / name).is_file():
+            (pack / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(repository / name, pack / name)
+    (pack / "onedesk.toml").write_text('[models]\nroots = ["../../more"]\n[peers.far]\nkind = "openai"\nurl = "http://127.0.0.1:9/v1"\n')
+    keep_kernels(pack / ".cache")
+    write_language_model(base / "more" / "elsewhere")
+    write_language_model(base / "models" / "llm" / "in-comfyui")
+    return pack
+
+
+@pytest.fixture(scope="module")
+def cloned(comfyui_folder: Path, pack: Path) -> Iterator[Comfy]:
+    base = pack.parents[1]
+    words = "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
+    arguments = ["--base-directory", str(base), *words.split(), "--whitelist-custom-nodes", pack.name]
+    process = BoundComfy(Path(sys.executable), comfyui_folder, arguments, log=base / "comfyui.log", environment={})
+    process.start()
+    yield Comfy(process, base)
+    process.stop()
+
+
+def test_it_offers_its_own_models_those_of_comfyui_and_those_of_the_settings_beside_it(cloned: Comfy) -> None:
+    inputs = cloned.object_info("OnedeskLoadModel")["input"]
+    assert set(inputs["required"]["model"][1]["options"]) == {"in-comfyui", "elsewhere", "onedesk-demo-writer"}
+    assert inputs["optional"]["where"][1]["options"] == ["in this process", "local service", "other server: far"]
+
+
+def test_it_writes_and_leaves_nothing_but_its_cache_in_the_checkout(cloned: Comfy, pack: Path) -> None:
+    before = files(pack)
+    outcome = cloned.run(writing(model="elsewhere"))
+    assert len(shown(outcome, "text")) >= 12
+    assert files(pack) == before
