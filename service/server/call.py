@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ..api import OpenModel
 from ..core import Event
@@ -18,8 +19,10 @@ Work = Callable[[OpenModel, Callable[[], bool]], Any]
 HESITATION = 0.25
 # A prompt with more tokens to read is told of when that begins, not at the end of somebody's patience.
 LONG = 256
-# What may take events the moment they come, on the event loop; whether it has.
-Sink = Callable[[Sequence[Event]], bool]
+# What may take an event the moment it comes, in the thread that made it; whether it has. It must not wait, and nothing may go wrong in it.
+Sink = Callable[[Event], bool]
+# When the reader should look: it need not, when the step is over, at once.
+Look: TypeAlias = Literal["", "soon", "now"]
 
 
 class Call:
@@ -38,6 +41,7 @@ class Call:
         self.outcome: Any = None  # what other work found
         self.results = 0  # that the model's thread has handed over
         self.loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # held while the sink takes something, and where it is lent and taken back
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._ended = False
@@ -70,16 +74,22 @@ class Call:
         if self._waited:
             self.wake()
 
-    def put(self, event: Event) -> bool:
-        """Take what came; whether its reader should look at once. Otherwise they may look when the step is over, see `hand_over`, or at the
-        end of their patience: so for the end of reading a prompt, which the first token follows, and for the beginning of a short one."""
+    def put(self, event: Event) -> Look:
+        """Take what came; when its reader should look, see `hand_over`. While the reader waits, what its sink takes wakes nobody.
+
+        They may look at the end of their patience for the end of reading a prompt, which the first token follows, and for the beginning of
+        a short one.
+        """
         first = event.token is not None and self.first_token is None
         if first:
             self.first_token = time.perf_counter()
-        self._events.append(event)
-        progress = event.progress
-        left = 0 if progress is None else progress.total - progress.done
-        return first or (event.token is None and (progress is None or left > (0 if self._waited else LONG)))
+        with self._lock:
+            if self._sink is not None and not self._events and self._sink(event):
+                return ""
+            self._events.append(event)
+        if event.token is not None or event.progress is None:
+            return "now" if first or event.token is None else "soon"
+        return "now" if event.progress.total - event.progress.done > (0 if self._waited else LONG) else ""
 
     @property
     def _waited(self) -> bool:
@@ -106,17 +116,20 @@ class Call:
     async def take(self, seconds: float, sink: Sink | None = None) -> Sequence[Event] | None:
         """What came since the last look, perhaps nothing where only a place has changed or `seconds` went by; None at the end.
 
-        While this waits, `sink` is offered what comes and may take it there and then; a token then costs no turn of a task.
+        While this waits, `sink` is lent to the model's thread: what it takes there costs no turn of the loop.
         Raises what the model failed with, once everything before it was taken.
         """
         if not self._news and not self._events and not self._ended:
-            self._waiter, self._sink = self.loop.create_future(), sink
-            alarm = self.loop.call_later(seconds, _release, self._waiter)
+            waiter = self.loop.create_future()
+            with self._lock:
+                self._waiter, self._sink = waiter, sink
+            alarm = self.loop.call_later(seconds, self._release)
             try:
-                await self._waiter
+                await waiter
             finally:
                 alarm.cancel()
-                self._waiter = self._sink = None
+                with self._lock:
+                    self._waiter = self._sink = None
         ended, self._news = self._ended, False
         events = [self._events.popleft() for _ in range(len(self._events))]
         if events or not ended:
@@ -126,17 +139,16 @@ class Call:
         return None
 
     def look(self) -> None:
-        """Something came: offer it to the sink, else let the reader have it."""
-        self._woken = False
-        if self._sink is not None and self._events and not self._ended:
-            count = len(self._events)
-            if self._sink([self._events[at] for at in range(count)]):
-                for _ in range(count):
-                    self._events.popleft()
-                return
-        self._news = True
-        if self._waiter is not None:
-            _release(self._waiter)
+        """Something came: let the reader have it."""
+        self._woken, self._news = False, True
+        self._release()
+
+    def _release(self) -> None:
+        """Take the sink back, then let the reader go on: what it sends comes behind everything that the sink has sent."""
+        with self._lock:
+            self._sink = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def pending(self) -> bool:
         """Whether its reader has yet to be told; from then on it counts as told."""
@@ -154,8 +166,3 @@ def hand_over(calls: Sequence[Call]) -> None:
 def _look(calls: Sequence[Call]) -> None:
     for call in calls:
         call.look()
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

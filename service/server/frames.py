@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from ..core import Event
@@ -24,14 +23,9 @@ class Frames:
         self._writer = writer
         self._patterns: dict[tuple[int, Channel], Pattern] = {}
 
-    def of(self, events: Sequence[tuple[int, Event]]) -> bytes | None:
-        """The bytes of the events with the indexes of their choices, perhaps none; None where one of them does more than add a piece."""
-        frames: list[bytes] = []
-        for index, event in events:
-            if not _plain(event) or not self._writer.only_adds(index):
-                return None
-            frames.append(self._frame(index, event))
-        return b"".join(frames)
+    def of(self, index: int, event: Event) -> bytes | None:
+        """The bytes of an event of the choice `index`, perhaps none; None where it does more than add a piece."""
+        return self._frame(index, event) if _plain(event) and self._writer.only_adds(index) else None
 
     def _frame(self, index: int, event: Event) -> bytes:
         channel: Channel = "text" if event.text else "reasoning" if event.reasoning else ""

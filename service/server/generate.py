@@ -87,11 +87,11 @@ def _scored(model: OpenModel, ids: Sequence[int], top: int, cancel: CancelCheck)
     return [(ids[0], None), *zip(ids[1:], model.scored(ids, top, cancel=cancel), strict=True)]
 
 
-_Sink = Callable[[Sequence[tuple[int, Event]]], bool]
+_Sink = Callable[[int, Event], bool]
 
 
-def _offer(sink: _Sink, first: int, events: Sequence[Event]) -> bool:
-    return sink([(first + event.choice, event) for event in events])
+def _offer(sink: _Sink, first: int, event: Event) -> bool:
+    return sink(first + event.choice, event)
 
 
 @dataclass(slots=True)
@@ -122,12 +122,11 @@ class _Answering:
         for index, event in events:
             self.writer.collect(index, event)
 
-    def collect_now(self, events: Sequence[tuple[int, Event]]) -> bool:
-        """Take events unless one ends a choice: its result is wanted elsewhere too."""
-        if any(event.result is not None for _, event in events):
-            return False
-        self.collect(events)
-        return True
+    def collect_now(self, index: int, event: Event) -> bool:
+        """Take an event, in the model's thread, unless it ends a choice: its result is wanted elsewhere too."""
+        if event.result is None:
+            self.writer.collect(index, event)
+        return event.result is None
 
     @property
     def usage(self) -> Document:
@@ -153,40 +152,47 @@ async def _only_prompts(request: web.Request, ask: Ask, answering: _Answering) -
     if not ask.stream:
         answering.collect(ends)
         return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
-    out = EventStream(request)
-    await out.send(answering.writer.chunks(ends))
-    if ask.include_usage:
-        await out.send([answering.writer.usage_chunk(answering.usage)])
-    return await out.done()
+    with EventStream(request) as out:
+        await out.send(answering.writer.chunks(ends))
+        if ask.include_usage:
+            await out.send([answering.writer.usage_chunk(answering.usage)])
+        return await out.done()
 
 
 async def _stream(service: Service, request: web.Request, answering: _Answering, *, include_usage: bool) -> web.StreamResponse:
     """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its own."""
-    out, frames = EventStream(request), Frames(answering.writer)
-    told: int | None = None
-    sent = 0
+    with EventStream(request) as out:
+        try:
+            await _send_all(service, answering, out)
+            if include_usage:
+                await out.send([answering.writer.usage_chunk(answering.usage)])
+        except (OnedeskError, RuntimeError, MemoryError) as error:
+            # RuntimeError: what torch raises when a device fails
+            if out.response is None:
+                raise
+            await out.fail(as_api_error(error))
+        return await out.done()
 
-    def send_now(events: Sequence[tuple[int, Event]]) -> bool:
-        written = frames.of(events)
+
+async def _send_all(service: Service, answering: _Answering, out: EventStream) -> None:
+    """Send what comes, and a comment where nothing does for long."""
+    writer, frames = answering.writer, Frames(answering.writer)
+    told: int | None = None
+    sent, since = 0, time.perf_counter()  # parts that were sent when it was last looked, and since when nothing was
+
+    def send_now(index: int, event: Event) -> bool:
+        written = frames.of(index, event)
         return written is not None and out.send_now(written)
 
-    try:
-        async for call, events in answering.events(service, send_now):
-            place = service.place(answering.name, call) if call.entered is None else None
-            if place is not None and place != told:
-                told = place
-                await out.comment(f"waiting, place {place}")
-                await out.send(answering.writer.progress([(0, Event(progress=Progress("queue", place, 0)))]))
-            elif not events and out.sent == sent and (sent or time.perf_counter() - call.made >= TICK):
-                await out.comment("working")
-            visible = [(index, event) for index, event in events if event.progress is None]
-            await out.send([*answering.writer.progress(events), *answering.writer.chunks(visible)])
-            sent = out.sent
-        if include_usage:
-            await out.send([answering.writer.usage_chunk(answering.usage)])
-    except (OnedeskError, RuntimeError, MemoryError) as error:
-        # RuntimeError: what torch raises when a device fails
-        if out.response is None:
-            raise
-        await out.fail(as_api_error(error))
-    return await out.done()
+    async for call, events in answering.events(service, send_now):
+        place = service.place(answering.name, call) if call.entered is None else None
+        if place is not None and place != told:
+            told = place
+            await out.comment(f"waiting, place {place}")
+            await out.send(writer.progress([(0, Event(progress=Progress("queue", place, 0)))]))
+        elif not events and out.sent == sent and time.perf_counter() - since >= TICK / 2:
+            await out.comment("working")
+        visible = [(index, event) for index, event in events if event.progress is None]
+        await out.send([*writer.progress(events), *writer.chunks(visible)])
+        if out.sent != sent:
+            sent, since = out.sent, time.perf_counter()

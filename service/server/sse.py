@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,13 +32,24 @@ class _Response(web.StreamResponse):
 
 
 class EventStream:
-    """An answer in parts. The first part sends the headers; after that an error can only be a part too."""
+    """An answer in parts. The first part sends the headers; after that an error can only be a part too. A context manager: to be ended."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self._loop = asyncio.get_running_loop()
         self.response: web.StreamResponse | None = None
         self.sent = 0  # parts so far
         self._chunked = False
+        # The connection by a number of its own, for `send_now`: the transport's may already be another client's when this one is gone.
+        self._socket: socket.socket | None = None
+        self._clear = False  # whether all that was sent before is with the system
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
     async def comment(self, text: str) -> None:
         """Send what clients skip."""
@@ -50,16 +62,25 @@ class EventStream:
             await self._write(data)
 
     def send_now(self, frames: bytes) -> bool:
-        """Send events that are written down already, without waiting; False where the client has not taken all that was sent before.
+        """Send events that are written down already, without waiting, in any thread while no other sends; False where the client has not
+        taken all that was sent before.
 
-        Past the response's own writer, which would make four coroutines of it: 40 us a token.
+        Past the loop and the response's own writer: a wake-up of the loop and four coroutines were 0.3 ms a token.
         """
-        transport, response = self._request.transport, self.response
-        if response is None or transport is None or transport.is_closing() or transport.get_write_buffer_size():
+        made, transport = self._socket, self._request.transport
+        if not self._clear or made is None or transport is None or transport.is_closing():
             return False
-        if frames:
-            self.sent += 1
-            transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
+        if not frames:
+            return True
+        data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames
+        try:
+            taken = made.send(data)
+        except OSError:  # full, or gone, which the loop is told by itself
+            return False
+        self.sent += 1
+        if taken < len(data):
+            self._clear = False
+            self._loop.call_soon_threadsafe(transport.write, data[taken:])
         return True
 
     async def fail(self, error: ApiError) -> None:
@@ -77,6 +98,8 @@ class EventStream:
         if response is None:
             response = self.response = _Response(headers=HEADERS)
             await response.prepare(self._request)
+            own = self._request.get_extra_info("socket")
+            self._socket = None if own is None else own.dup()
             self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         self.sent += 1
         transport = self._request.transport
@@ -84,10 +107,11 @@ class EventStream:
             raise ClientGoneError("the client is gone")
         if transport.get_write_buffer_size() == 0:
             await response.write(data)
-            return response
-        try:
-            await asyncio.wait_for(response.write(data), WRITE_SECONDS)
-        except asyncio.TimeoutError:
-            transport.abort()
-            raise ClientGoneError("the client took nothing for too long") from None
+        else:
+            try:
+                await asyncio.wait_for(response.write(data), WRITE_SECONDS)
+            except asyncio.TimeoutError:
+                transport.abort()
+                raise ClientGoneError("the client took nothing for too long") from None
+        self._clear = transport.get_write_buffer_size() == 0
         return response

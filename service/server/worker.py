@@ -167,10 +167,10 @@ class Worker:
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()
-            urgent = call.put(event)
-            if urgent or event.progress is None:
+            look = call.put(event)
+            if look:
                 self._came.append(call)
-            if urgent:
+            if look == "now":
                 self._hand_over()
             if event.result is not None and self._told(call, event):
                 del numbered[event.request]

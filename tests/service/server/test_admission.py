@@ -14,8 +14,8 @@ import openai
 import pytest
 from serving import MODEL, Server, write_tree
 
-# Drawn from the whole vocabulary, so that no repetition ends it early.
-FREE = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}
+# Drawn from the whole vocabulary, so that no repetition ends it early, and with a seed that draws no end.
+FREE = {"temperature": 2.0, "top_p": 1.0, "top_k": 0, "seed": 1}
 LONG = {"model": MODEL, "max_tokens": 3500, **FREE}
 SHORT = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "a cat"}]}
 

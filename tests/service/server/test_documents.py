@@ -198,18 +198,17 @@ def test_what_is_sent_at_once_is_what_documents_would_say(pieces: list[tuple[str
     ):
         writer.detail = detail
         frames = Frames(writer)
-        assert frames.of([(0, Event("a", token=1))]) is None  # its role has not been told
+        assert frames.of(0, Event("a", token=1)) is None  # its role has not been told
         writer.chunks([(0, Event("a")), (1, Event("b"))])
-        events = [
-            (index, Event("" if thought else text, text if thought else "", token=at)) for at, (text, thought, index) in enumerate(pieces)
-        ]
-        assert frames.of(events) == b"".join(as_events(writer.chunks([event])) for event in events)
+        for at, (text, thought, index) in enumerate(pieces):
+            event = Event("" if thought else text, text if thought else "", token=at)
+            assert frames.of(index, event) == as_events(writer.chunks([(index, event)]))
 
 
 def test_what_does_more_than_add_a_piece_is_not_sent_at_once() -> None:
     writer = ChatWriter("m", None, stream=True, with_logprobs=False, tools=(TOOL,))
     writer.chunks([(0, Event("a"))])
-    assert Frames(writer).of([(0, Event("b", token=1))]) is None  # it may be a call's beginning
+    assert Frames(writer).of(0, Event("b", token=1)) is None  # it may be a call's beginning
     writer = ChatWriter("m", None, stream=True, with_logprobs=True, tools=())
     writer.chunks([(0, Event("a"))])
     for event in (
@@ -218,4 +217,4 @@ def test_what_does_more_than_add_a_piece_is_not_sent_at_once() -> None:
         Event(progress=Progress("prefill", 1, 2)),
         Event("b", "c", 1),
     ):
-        assert Frames(writer).of([(0, event)]) is None
+        assert Frames(writer).of(0, event) is None

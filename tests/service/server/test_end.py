@@ -21,7 +21,7 @@ from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService
 from serving import MODEL, Server, alive, write_tree
 
-LONG: Any = {"model": MODEL, "max_tokens": 4000, "temperature": 2.0, "top_p": 1.0, "top_k": 0}
+LONG: Any = {"model": MODEL, "max_tokens": 4000, "temperature": 2.0, "top_p": 1.0, "top_k": 0, "seed": 1}
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4}
 
 
