@@ -20,9 +20,9 @@ CHANNELS, PIECE_CHANNELS, PIECE_ROWS = 256, 1024, 4
 VALUES = 64
 # Pieces on their way to such a program: two take 75 us and three 46, but many GPUs' shared memory has room for no more than two.
 STAGES = 4
-# Registers of a thread that solves, so that three programs share a processor: 79 us without. Where tensor cores do not read shared memory,
-# as on GPUs with little of it, it would be short of registers.
-SOLVING, LARGE_SHARED = 168, 131072
+# Registers of a thread that solves, so that three programs share a processor: 79 us without. Where tensor cores do not read shared memory
+# it is short of registers as it is: on sm_80, which has 163 KiB of it, a thread would spill 1,036 bytes for 400, on sm_121 920 for 328.
+SOLVING, LARGE_SHARED = 168, 192 << 10
 
 
 class DeltaKernels(FusedProducts):

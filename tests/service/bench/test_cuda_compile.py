@@ -101,3 +101,10 @@ def test_wrong_names_are_wrong_usage(capsys: pytest.CaptureFixture[str]):
 def test_shapes_and_forms_are_known_ones():
     assert set(SHAPES) <= set(PUBLISHED)
     assert {form for forms in SHAPES.values() for form in forms} == set(FORMS)
+
+
+def test_registers_are_limited_only_where_tensor_cores_read_shared_memory(launches: list[Launch]):
+    found = {arch: launches_of(arch, DEVICES[arch], {"Qwen3.5-4B": ("bf16",)}) for arch in (80, 90)} | {SPARK: launches}
+    limits = {arch: {one.options["maxnreg"] for one in every if one.name == "solve_piece"} for arch, every in found.items()}
+    assert limits[80] == limits[SPARK] == {None}
+    assert None not in limits[90]
