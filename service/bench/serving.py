@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 from ..api import OpenModel
 from ..config import Config, load_config
-from ..core import Request, Sampling
+from ..core import Request, Result, Sampling
 from ..errors import OnedeskError, PeerError
 from ..kernels.compile import compile_library
 from ..loader.checkpoint import Checkpoint, open_checkpoint
@@ -39,12 +40,15 @@ from .run import end_tokens, find_model, random_prompt
 PROMPT = 32
 IDLE_SECONDS = 10.0
 SETTLE_SECONDS = 2.0
+# Between two turns: threads that computed spin for some ms behind their last product, on cores that the other engine's turn would lack.
+PAUSE_SECONDS = 0.05
 RELEASES = 3
 
 
 def measure_serving(plan: argparse.Namespace, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document: seconds to the first token and for each further one, inside and through the service, medians of plan.cycles; tokens a
-    second of one stream and of plan.streams; the share of a core that the idle service takes; what a release gave back, and when.
+    """The document: seconds to the first token, of it those in which the prompt was not read ("way"), and for each further one, inside and
+    through the service, medians of plan.cycles; tokens a second of one stream and of plan.streams; the share of a core that the idle
+    service takes; what a release gave back, and when.
 
     Starts a service of its own, in a tree of its own. Raises ModelError, FileError, MemoryFull, PeerError.
     """
@@ -75,16 +79,18 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
     context = PROMPT + plan.tokens
     inside = registry.open(path, roots=roots, context=context, quant=plan.quant, device=plan.device, sequences=plan.streams)
     served = registry.open_in_service(path.name, roots=roots, context=context, quant=plan.quant, device=plan.device)
-    samples: dict[str, list[tuple[float, float]]] = {"inside": [], "service": []}
+    samples: dict[str, list[tuple[float, ...]]] = {"inside": [], "service": []}
     spent = dict.fromkeys(samples, 0.0)
     for cycle in range(plan.cycles + 1):  # the first one loads, and does not count
         turns: list[tuple[str, OpenModel | RemoteModel]] = [("inside", inside), ("service", served)]
         for name, model in turns if cycle % 2 else reversed(turns):
+            time.sleep(PAUSE_SECONDS)
             before = _spent(served) if cycle else 0.0
-            sample = _times(model, [_request(checkpoint, plan.tokens, cycle)])
+            turn = _turn(model, [_request(checkpoint, plan.tokens, cycle)])
             if cycle:
                 spent[name] += _spent(served) - before
-                samples[name].append((sample[0], (sample[-1] - sample[0]) / (len(sample) - 1)))
+                first, read = turn.times[0], turn.results[0].stages["prefill"].seconds
+                samples[name].append((first, first - read, (turn.times[-1] - first) / (len(turn.times) - 1)))
     return {
         "kind": "serving",
         "model": checkpoint.name,
@@ -93,7 +99,8 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
         "threads": torch.get_num_threads(),
         "cores": psutil.cpu_count(),
         "first_token": _beside(samples, 0),
-        "token": _beside(samples, 1),
+        "way": _beside(samples, 1),
+        "token": _beside(samples, 2),
         "processor_seconds_a_token": {name: seconds / plan.cycles / plan.tokens for name, seconds in spent.items()},
         "streams": _streams(served, checkpoint, plan),
         "idle_share_of_a_core": _idle_share(served),
@@ -103,21 +110,38 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
     }
 
 
-def _beside(samples: dict[str, list[tuple[float, float]]], which: int) -> dict[str, float]:
-    """Medians, and the median of what the service added in each cycle."""
+def _beside(samples: dict[str, list[tuple[float, ...]]], which: int) -> dict[str, float]:
+    """Medians, and the median of what the service added in each cycle, with the quarters about it."""
     inside, service = ([sample[which] for sample in samples[name]] for name in ("inside", "service"))
-    added = statistics.median(there - here for here, there in zip(inside, service, strict=True))
-    middle = statistics.median(inside)
-    return {"inside": middle, "service": statistics.median(service), "added": added, "added_share": added / middle}
+    more = sorted(there - here for here, there in zip(inside, service, strict=True))
+    added, middle, quarter = statistics.median(more), statistics.median(inside), len(more) // 4
+    found = {"inside": middle, "service": statistics.median(service), "added": added, "added_share": added / middle}
+    return found | {"added_low": more[quarter], "added_high": more[-1 - quarter]}
 
 
-def _times(model: OpenModel | RemoteModel, requests: Sequence[Request]) -> list[float]:
-    """Seconds until each token was there, of all requests together, from when they were asked."""
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Seconds until each token was there, of all requests together, and until each request had its first, from when they were asked."""
+
+    times: list[float]
+    begun: list[float]
+    results: list[Result]
+
+
+def _turn(model: OpenModel | RemoteModel, requests: Sequence[Request]) -> _Turn:
     started = time.perf_counter()
-    times = [time.perf_counter() - started for event in model.generate_batch(requests) if event.token is not None]
+    times: list[float] = []
+    begun: dict[int, float] = {}
+    results: list[Result] = []
+    for event in model.generate_batch(requests):
+        if event.token is not None:
+            times.append(time.perf_counter() - started)
+            begun.setdefault(event.request, times[-1])
+        if event.result is not None:
+            results.append(event.result)
     if len(times) != sum(request.max_tokens for request in requests):
         raise PeerError(f"{len(times)} tokens came of {sum(request.max_tokens for request in requests)}; see the service's log")
-    return times
+    return _Turn(times, list(begun.values()), results)
 
 
 def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
@@ -126,14 +150,18 @@ def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
 
 
 def _streams(model: OpenModel | RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second from the question to the last token."""
+    """Tokens a second from the question to the last token, and seconds until all streams had their first one."""
     rates: dict[int, list[float]] = {1: [], plan.streams: []}
+    begun: list[float] = []
     for cycle in range(max(1, plan.cycles // 3)):
         for count, found in rates.items():
+            time.sleep(PAUSE_SECONDS)
             asked = [_request(checkpoint, plan.tokens, 1000 + 100 * cycle + 10 * count + i) for i in range(count)]
-            found.append(plan.tokens * count / _times(model, asked)[-1])
+            turn = _turn(model, asked)
+            found.append(plan.tokens * count / turn.times[-1])
+            begun += [max(turn.begun)] if count > 1 else []
     one, many = (statistics.median(found) for found in rates.values())
-    return {"count": plan.streams, "one": one, "many": many, "ratio": many / one}
+    return {"count": plan.streams, "one": one, "many": many, "ratio": many / one, "begun": statistics.median(begun or [0.0])}
 
 
 def _idle_share(served: RemoteModel) -> float:
@@ -170,19 +198,21 @@ def _released(served: RemoteModel, checkpoint: Checkpoint) -> dict[str, float]:
         for released in served.give_way():
             asked, measured = asked + released.asked, measured + released.measured
         longest = max(longest, time.perf_counter() - started)
-        _times(served, [_request(checkpoint, 2, cycle)])
+        _turn(served, [_request(checkpoint, 2, cycle)])
     return {"asked": asked, "measured": measured, "share": measured / asked if asked else 0.0, "seconds": longest}
 
 
 def summary(document: dict[str, Any]) -> str:
     """The document for people."""
-    rows: list[tuple[str, ...]] = [("", "IN PROCESS, ms", "SERVICE, ms", "ADDED, ms", "ADDED")]
-    for name, key in (("first token", "first_token"), ("each further token", "token")):
+    parts = ("inside", "service", "added", "added_low", "added_high")
+    rows: list[tuple[str, ...]] = [("", "IN PROCESS, ms", "SERVICE, ms", "ADDED, ms", "A QUARTER BELOW", "ABOVE", "ADDED")]
+    for name, key in (("first token", "first_token"), ("of it not reading", "way"), ("each further token", "token")):
         found = document[key]
-        rows.append((name, *(f"{1000 * found[part]:.2f}" for part in ("inside", "service", "added")), f"{found['added_share']:.1%}"))
+        rows.append((name, *(f"{1000 * found[part]:.2f}" for part in parts), f"{found['added_share']:.1%}"))
     release, (inside, service) = document["release"], document["processor_seconds_a_token"].values()
     streams = "".join(
-        f"{found['count']} streams {where} write {found['many']:.1f} tokens/s, one {found['one']:.1f}: {found['ratio']:.2f}x\n"
+        f"{found['count']} streams {where} write {found['many']:.1f} tokens/s, one {found['one']:.1f}: {found['ratio']:.2f}x; "
+        f"all had begun after {1000 * found['begun']:.1f} ms\n"
         for where, found in (("through the service", document["streams"]), ("in process", document["streams_inside"]))
     )
     return (

@@ -12,6 +12,7 @@ from tiny_qwen3 import write_tiny_qwen3
 def test_every_figure_is_there_and_releases_give_everything_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(serving, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "PAUSE_SECONDS", 0.0)
     model = write_tiny_qwen3(tmp_path / "models" / "tiny", context=256)
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
@@ -20,7 +21,10 @@ def test_every_figure_is_there_and_releases_give_everything_back(tmp_path, capsy
     assert serving.main([*options, "--config", str(config), "--json"]) == 0
     shown = capsys.readouterr()
     document = json.loads(shown.out)
-    assert set(document["first_token"]) == set(document["token"]) == {"inside", "service", "added", "added_share"}
+    for name in ("first_token", "way", "token"):
+        assert set(document[name]) == {"inside", "service", "added", "added_share", "added_low", "added_high"}
+    assert document["way"]["inside"] < document["first_token"]["inside"]
+    assert document["streams"]["begun"] > 0
     assert document["streams"]["count"] == document["streams_inside"]["count"] == 2
     assert document["threads"] >= 1
     assert set(document["processor_seconds_a_token"]) == {"inside", "service"}
