@@ -1,4 +1,4 @@
-"""Gated delta nets on CUDA between their projections: two kernels for a decode step or a few rows, four for a chunk of any length."""
+"""Gated delta nets on CUDA between their projections: two kernels for a decode step, three for a few rows, four for a chunk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
 from .delta import CHUNK, DeltaHeads, DeltaStep
-from .triton_delta import answer_piece, convolve_piece, convolve_rows, scan_pieces, solve_piece, step_states, trail_states
+from .triton_delta import answer_piece, convolve_piece, convolve_rows, scan_pieces, solve_piece, step_states
+from .triton_trail import gate_answers, trail_states
 
 # Widest head: one program of a decode step holds a state.
 WIDEST = 128
+# Values of a head that one warp takes through a few rows: a program for a whole head took 4.3 us a row on an H200.
+TRAIL_VALUES = 16
 # What follows is the fastest of some 40 forms for 2,048 tokens of 48 heads of 128 on an H200: 45, 73, 42 and 70 us for the four kernels.
 # Channels of a convolution, and its rows in a chunk.
 CHANNELS, PIECE_CHANNELS, PIECE_ROWS = 256, 1024, 4
@@ -38,13 +41,22 @@ class DeltaKernels(FusedProducts):
             step.projected, step.windows, heads.taps, slots.source, slots.target, seen,
             K=heads.taps.shape[0], FUSED=heads.fused, BLOCK=CHANNELS, TRAIL=step.trail, num_warps=2, **wide, **early,
         )  # fmt: skip
-        every = heads.key_heads * heads.group
-        kernel, grid, rows, warps = (trail_states, (every,), (count,), 8) if step.trail else (step_states, (count, every), (), 4)
-        on_grid(kernel, grid)(
-            seen, step.projected, step.rates, heads.decay, heads.bias, heads.norm.weight, heads.norm.eps, step.states, slots.source,
-            slots.target, step.out, *rows, DP=power(heads.key_dim), EP=power(heads.value_dim), FUSED=heads.fused,
-            SIGMOID=heads.gate == "sigmoid", num_warps=warps, **wide, **early,
+        every, forms = heads.key_heads * heads.group, {"FUSED": heads.fused, "DP": power(heads.key_dim), **early}
+        gates: dict[str, Any] = {"EP": power(heads.value_dim), "SIGMOID": heads.gate == "sigmoid"}
+        if not step.trail:
+            on_grid(step_states, (count, every))(
+                seen, step.projected, step.rates, heads.decay, heads.bias, heads.norm.weight, heads.norm.eps, step.states, slots.source,
+                slots.target, step.out, num_warps=4, **gates, **forms, **wide,
+            )  # fmt: skip
+            return True
+        answers, block = self.kept("delta answers", torch.float32, step.projected, count, heads.values), min(TRAIL_VALUES, gates["EP"])
+        on_grid(trail_states, (-(-heads.value_dim // block), every))(
+            seen, step.rates, heads.decay, heads.bias, step.states, slots.source, slots.target, answers, count, BE=block, num_warps=1,
+            **forms, **sizes,
         )  # fmt: skip
+        on_grid(gate_answers, (count, every))(
+            answers, step.projected, heads.norm.weight, heads.norm.eps, step.out, FUSED=heads.fused, num_warps=1, **gates, **wide, **early
+        )
         return True
 
     def delta_chunk(self, heads: DeltaHeads, step: DeltaStep) -> bool:

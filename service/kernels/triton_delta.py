@@ -99,21 +99,17 @@ def convolve_rows(
 
 @triton.jit
 def row_of(
-    seen, projected, rates, decay, bias, b, j, live,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    FUSED: tl.constexpr,
+    seen, rates, decay, bias, b, j, e, live,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """What row b has for value head j: log of what is left of the state, rate of correction, query, key, value, gates; 0 if not `live`."""
-    C: tl.constexpr = 2 * H * D + H * R * E
+    """What row b has for value head j: log of what is left of the state, rate of correction, query, key, values e; 0 if not `live`."""
     d = tl.arange(0, DP)
-    e = tl.arange(0, EP)
     g, beta = head_rates(rates, decay, bias, b, j, live, H, R, FUSED)
-    row = seen + b * C
+    row = seen + b * (2 * H * D + H * R * E)
     q = tl.load(row + (j // R) * D + d, mask=live & (d < D), other=0.0)
     k = tl.load(row + H * D + (j // R) * D + d, mask=live & (d < D), other=0.0)
     v = tl.load(row + 2 * H * D + j * E + e, mask=live & (e < E), other=0.0)
-    z = tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=live & (e < E), other=0.0)
-    return g, beta, q, k, v, z
+    return g, beta, q, k, v
 
 
 @triton.jit
@@ -128,8 +124,17 @@ def advanced(s, g, beta, q, k, v, D: tl.constexpr):
 
 
 @triton.jit
+def gates_of(
+    projected, b, j, e,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Gates of the answers of value head j in row b."""
+    return tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def gated_answer(y, z, weight, eps, E: tl.constexpr, SIGMOID: tl.constexpr):
-    """An answer [EP], normed, times its gates."""
+    """An answer [EP], normed, times its gates z."""
     y *= tl.rsqrt(tl.sum(y * y) / E + eps) * weight
     gate = tl.sigmoid(z)
     if not SIGMOID:
@@ -158,47 +163,12 @@ def step_states(
     s = tl.load(states + tl.load(source + b) * (H * R * D * E) + at, mask=inside, other=0.0)
     new = states + tl.load(target + b) * (H * R * D * E) + at
     early(PDL)
-    g, beta, q, k, v, z = row_of(seen, projected, rates, decay, bias, b, j, j >= 0, WIDTH, H, R, D, E, DP, EP, FUSED)
+    g, beta, q, k, v = row_of(seen, rates, decay, bias, b, j, e, j >= 0, H, R, D, E, DP, FUSED)
+    z = gates_of(projected, b, j, e, WIDTH, H, R, D, E, FUSED)
     s, y = advanced(s, g, beta, q, k, v, D)
     tl.store(new, s, inside)
-    y = gated_answer(y, z.to(tl.float32), weight, eps, E, SIGMOID)
+    y = gated_answer(y, z, weight, eps, E, SIGMOID)
     tl.store(out + b * (H * R * E) + j * E + e, y.to(out.dtype.element_ty), e < E)
-
-
-@triton.jit(do_not_specialize=["count"])
-def trail_states(
-    seen, projected, rates, decay, bias, norm, eps, states, source, target, out, count,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    FUSED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `step_states` the rows of one sequence one behind the other, from the state of slot source[0]; the one behind row i is left in
-    slot target[i]. Grid (H * R,): a program holds the state of its head. What the next row has is read while a row is worked on.
-    """
-    j = tl.program_id(0)
-    d = tl.arange(0, DP)
-    e = tl.arange(0, EP)
-    weight = tl.load(norm + e, mask=e < E, other=0.0)
-    inside = (d < D)[:, None] & (e < E)[None, :]
-    at = j * (D * E) + d[:, None] * E + e[None, :]
-    # No other kernel of a pass writes states.
-    s = tl.load(states + tl.load(source) * (H * R * D * E) + at, mask=inside, other=0.0)
-    slot = tl.load(target)
-    early(PDL)
-    b = slot * 0
-    g, beta, q, k, v, z = row_of(seen, projected, rates, decay, bias, b, j, j >= 0, WIDTH, H, R, D, E, DP, EP, FUSED)
-    for _row in range(count):
-        more = b + 1 < count
-        next_slot = tl.load(target + b + 1, mask=more, other=0)
-        next_g, next_beta, next_q, next_k, next_v, next_z = row_of(
-            seen, projected, rates, decay, bias, b + 1, j, more, WIDTH, H, R, D, E, DP, EP, FUSED
-        )
-        s, y = advanced(s, g, beta, q, k, v, D)
-        tl.store(states + slot * (H * R * D * E) + at, s, inside)
-        y = gated_answer(y, z.to(tl.float32), weight, eps, E, SIGMOID)
-        tl.store(out + b * (H * R * E) + j * E + e, y.to(out.dtype.element_ty), e < E)
-        slot = next_slot
-        g, beta, q, k, v, z = next_g, next_beta, next_q, next_k, next_v, next_z
-        b += 1
 
 
 @triton.jit(do_not_specialize=["count"])
