@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from .config import Config, load_config, own_version
 from .core import BEAMS_LIMIT, CHOICES_LIMIT, QUANTIZATIONS, Message, Request, Sampling
@@ -30,7 +30,7 @@ from .setup.console import (
     read_text_file,
     write_json,
 )
-from .setup.options import as_typed, batches, number, size, switch, token_ids, whole, whole_from
+from .setup.options import Parser, as_typed, batches, number, size, switch, token_ids, whole, whole_from
 
 if TYPE_CHECKING:
     from .api import OpenModel
@@ -40,14 +40,10 @@ log = logging.getLogger(__name__)
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
 WATCH_SECONDS = 1.0
+NO_COMMAND = 'no command was given; try onedesk models, or onedesk generate "a cat on a mat"; onedesk --help lists all'
 # What is meant where no --model is given, unless it is one model; no default is told where none is opened.
 _MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": ""}
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], *, as_json: bool) -> int:
     args = argparse.Namespace()
     try:
+        if not arguments:
+            raise UsageError(NO_COMMAND)
         args, unknown = _parser().parse_known_args(arguments)
         if unknown:
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            words = "" if unknown[0].startswith("-") else "; put a text of several words in quotes"
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{words}")
         logging.basicConfig(stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], force=True)
         return args.run(args)
     except UsageError as error:
@@ -311,9 +310,11 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("onedesk", description="Qwen beside your image models in one memory pool, offline.", allow_abbrev=False)
+    words = "onedesk models lists what can be opened; onedesk COMMAND --help tells the options of a command."
+    about = "Qwen beside your image models in one memory pool, offline."
+    parser = Parser("onedesk", description=about, epilog=words, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"onedesk {own_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
     def command(
         name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True, model: str = "store"

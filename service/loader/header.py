@@ -19,6 +19,7 @@ from .scan import DAMAGED, HeaderText, say
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 PREFIX_BYTES = 8
+ENDINGS = (".safetensors", ".sft")
 SIZE_LIMIT = 2**63 - 1  # no file and no tensor is larger
 RANK_LIMIT = 64  # dimensions; torch has no operation on more
 
@@ -73,9 +74,10 @@ def read_header(path: Path, *, shown: str | None = None) -> Header:
             text, data_start = _read_text(fd, source)
         except FileError as error:
             looks = _looks_like(read_exactly(fd, min(source.size, 256), 0, shown))
-            if looks is None:
+            if looks is None and shown.endswith(ENDINGS):
                 raise
-            raise FileError(f"{shown} is not a safetensors file: it looks like {looks}") from error
+            told = f": it looks like {looks}" if looks else f"; name the model's folder, or a file that ends in {ENDINGS[0]}"
+            raise FileError(f"{shown} is not a safetensors file{told}") from error
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     for name in text.keys():  # noqa: SIM118 (a cursor, not a mapping)

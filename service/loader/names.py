@@ -170,5 +170,7 @@ def _names(folder: Path) -> list[str]:
 def _advice(name: str, known: Sequence[str]) -> str:
     if not known:
         return "the model folders are empty: put a model folder there (config.json, tokenizer.json, *.safetensors)"
+    if len(known) == 1:
+        return f"the only one is {short(known[0])}"
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:5]
     return f"there are {len(known)}, such as {', '.join(short(n) for n in near)}"

@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Container
+from typing import NoReturn
 
 from ..errors import OnedeskError
 from ..loader.files import short
 from ..toml_file import parse_bytes
+from .console import UsageError
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf)")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def as_typed(error: Exception, taken: Container[str]) -> str:
@@ -34,7 +43,7 @@ def whole_from(low: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= low):
-            raise argparse.ArgumentTypeError(f"{short(text)} is no whole number from {low}")
+            raise argparse.ArgumentTypeError(f"{short(text)} is no whole number from {low}, of at most 19 digits")
         return int(text)
 
     return read

@@ -161,6 +161,32 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "a", "cat"], "unrecognized arguments: cat; put a text of several words in quotes; see onedesk generate --help"),
+        (["generate", "a cat", "--context", "9" * 30], "is no whole number from 2, of at most 19 digits; see onedesk generate --help"),
+        (["frobnicate"], "invalid choice: 'frobnicate' (choose from"),
+    ],
+)
+def test_wrong_words_are_answered_with_what_to_do(run, words, message):
+    status, document = run(*words)
+    assert status == 2
+    assert message in document["error"]["message"]
+
+
+def test_no_command_names_two_to_begin_with(capsys):
+    assert cli.main([]) == 2
+    assert "try onedesk models, or onedesk generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_another_file_of_a_model_is_not_called_damaged(run, tree, name):
+    status, document = run("generate", "a cat", "--model", str(tree / "models" / "tiny" / name))
+    assert (status, document["error"]["type"]) == (1, "FileError")
+    assert document["error"]["message"] == f"{name} is not a safetensors file; name the model's folder, or a file that ends in .safetensors"
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--max-tokens", "0"], "--max-tokens is 0; use a whole number from 1"),
