@@ -30,13 +30,13 @@ from .cuda_launches import SHAPES, Launch, kernels_of_tree, launches_of, part_of
 # compute capability (163, 99, 227 KiB). Processors: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090, DGX Spark. Programmatic dependent
 # launch as in kernels/cuda_fused.
 DEVICES: Mapping[int, Device] = {
-    80: Device(108, 163 << 10, early=False),
-    86: Device(82, 99 << 10, early=False),
-    89: Device(128, 99 << 10, early=False),
-    90: Device(132, 227 << 10, early=True),
-    100: Device(148, 227 << 10, early=True),
-    120: Device(170, 99 << 10, early=True),
-    121: Device(48, 99 << 10, early=True),
+    80: Device(108, 163 << 10, 40 << 20, early=False),
+    86: Device(82, 99 << 10, 6 << 20, early=False),
+    89: Device(128, 99 << 10, 72 << 20, early=False),
+    90: Device(132, 227 << 10, 50 << 20, early=True),
+    100: Device(148, 227 << 10, 126 << 20, early=True),
+    120: Device(170, 99 << 10, 96 << 20, early=True),
+    121: Device(48, 99 << 10, 24 << 20, early=True),
 }
 SPARK = 121
 # Characters of an error's end that are told.

@@ -112,6 +112,8 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
         tensors[planned.destination.key] = filled(planned.carve(weights.carve), planned.destination, random)
     if blueprint.config.draft:
         rig(tensors, random)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what rigging took is no memory of the network's
     kernels = choose_kernels(device, blueprint.activation, cache)
     runner, stepper = build_runner(blueprint, tensors, kernels, (kv, scratch), Opening(pool, cache))
     arrival = cast(WeightArrival, Filled())

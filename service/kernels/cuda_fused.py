@@ -30,7 +30,8 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
     def for_device(cls, activation: torch.dtype) -> FusedCudaKernels:
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
         shared = getattr(found, "shared_memory_per_block_optin", 101376)
-        return cls(activation, Device(found.multi_processor_count, shared, found.major >= 9))
+        cache = getattr(found, "L2_cache_size", 0)
+        return cls(activation, Device(found.multi_processor_count, shared, cache, found.major >= 9))
 
     def captures(self, heads: HeadShape, parts: Iterable[Part]) -> bool:
         return self.fuses_attention(heads) and all(self._fuses(part) for part in parts)

@@ -1,7 +1,7 @@
 """Products with weights on CUDA, by fused kernels: what the layers' own kernels are built on.
 
-Products of one row stream the weights (triton_gemv), of up to 16 rows go through small tensor-core tiles (triton_skinny), of more rows
-through cuBLAS. All run in the stream of torch and look at no value, so that a CUDA graph can hold them.
+Products of one row, and of a few where weights are small, stream the weights (triton_gemv); up to 16 rows go through small tensor-core
+tiles (triton_skinny), more through cuBLAS. All run in the stream of torch and look at no value, so that a CUDA graph can hold them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ..quant.weight import Format, QuantizedWeight, Weight
 from .cuda import CudaKernels
-from .cuda_plan import TILE_ROWS, Device, GemvPlan, Shape, gemv_plan, on_grid, shape_of, skinny_plan
+from .cuda_plan import TILE_ROWS, Device, GemvPlan, Shape, gemv_plan, on_grid, shape_of, skinny_plan, streams
 from .rows import NormWeight
 from .triton_gemv import gemv
 from .triton_rows import embed, fixed_point, rms_norm, silu_mul, widen
@@ -100,9 +100,9 @@ class FusedProducts(CudaKernels):
 
     def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         shape = self.shape(weight)
-        if x.shape[0] > 1 or isinstance(shape, str):
+        if isinstance(shape, str) or not self._norms(x.shape[0], shape):
             return self.linear(self.rms_norm(x, norm, normed), weight, out)
-        return self._normed_row(x, norm, weight, shape, out, gated=False)
+        return self._normed_rows(x, norm, weight, shape, out, gated=False)
 
     def linear_add(self, x: torch.Tensor, weight: Weight, residual: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
         shape = self.shape(weight)
@@ -120,8 +120,8 @@ class FusedProducts(CudaKernels):
         shape = self.shape(gate_up)
         if isinstance(shape, str):
             return super().norm_gate_up(x, norm, gate_up, out, normed, both)
-        if x.shape[0] == 1:
-            return self._normed_row(x, norm, gate_up, shape, out, gated=True)
+        if self._norms(x.shape[0], shape):
+            return self._normed_rows(x, norm, gate_up, shape, out, gated=True)
         self.rms_norm(x, norm, normed)
         if x.shape[0] <= TILE_ROWS:
             return self.few(normed, gate_up, shape, out, gated=True)
@@ -148,10 +148,14 @@ class FusedProducts(CudaKernels):
         on_grid(silu_mul, (count, -(-cols // 1024)))(gate_up, out, COLS=cols, BLOCK=1024)
         return out
 
-    def _normed_row(
+    def _norms(self, count: int, shape: Shape) -> bool:
+        """Whether products of so many rows norm them on their way; of several fixed-point rows they do not."""
+        return count == 1 or (shape.form not in ("int8", "int4") and streams(shape, count, self.device))
+
+    def _normed_rows(
         self, x: torch.Tensor, norm: NormWeight, weight: Weight, shape: Shape, out: torch.Tensor, *, gated: bool
     ) -> torch.Tensor:
-        """A product of one row that is normed on the way: by the kernel itself, or before it, as fixed-point numbers."""
+        """A product of rows that are normed on the way: by the kernel itself, or before it, as fixed-point numbers."""
         words = norm.weight.view(torch.int64)
         if shape.form not in ("int8", "int4"):
             return self.one(x, words, weight, shape, out, normed=True, eps=norm.eps, gated=gated)
@@ -167,7 +171,7 @@ class FusedProducts(CudaKernels):
         self, x: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, *, add: bool = False, gated: bool = False, fold: float = 0.0
     ) -> torch.Tensor:
         """A product of 1 to TILE_ROWS rows; `fold`: silu of so much of it. `out` may be of another type than x."""
-        if x.shape[0] == 1:
+        if streams(shape, x.shape[0], self.device):
             return self.one(x, x, weight, shape, out, add=add, gated=gated, fold=fold)
         rows = shape.rows // 2 if gated else shape.rows
         plan = skinny_plan(shape, gated, self.device)
@@ -189,9 +193,11 @@ class FusedProducts(CudaKernels):
         self, x: torch.Tensor, norm: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, *,
         normed: bool = False, held: bool = False, eps: float = 0.0, add: bool = False, gated: bool = False, fold: float = 0.0,
     ) -> torch.Tensor:  # fmt: skip
-        """A product of one row, by `gemv`."""
-        plan = gemv_plan(shape, gated, self.device)
-        self._stream(x, norm, weight, shape, out, plan, (plan.grid,), NORM=normed, HELD=held, ADD=add, GATED=gated, FOLD=fold, eps=eps)
+        """A product of one row, or of several that `streams` says, by `gemv`."""
+        plan, count = gemv_plan(shape, gated, self.device), out.shape[0]
+        grid = (plan.grid,) if count == 1 else (plan.grid, count)
+        kind = {"NORM": normed, "HELD": held, "ADD": add, "GATED": gated, "FOLD": fold, "SEVERAL": count > 1}
+        self._stream(x, norm, weight, shape, out, plan, grid, eps=eps, **kind)
         return out
 
     def picked(
@@ -211,7 +217,7 @@ class FusedProducts(CudaKernels):
         data, scales, offsets = tensors_of(weight)
         if x.dtype == self.activation:
             x = x.view(torch.int32 if shape.form == "float" else torch.int64)
-        forms = {"NORM": False, "HELD": False, "ADD": False, "GATED": False, "FOLD": 0.0, "PICKED": 0} | kind
+        forms = {"NORM": False, "HELD": False, "ADD": False, "GATED": False, "FOLD": 0.0, "PICKED": 0, "SEVERAL": False} | kind
         on_grid(gemv, grid)(
             x, norm, data.view(torch.int32), scales, offsets, out, x if picks is None else picks,
             shape.rows // 2 if forms["GATED"] else shape.rows, eps,

@@ -232,7 +232,7 @@ def gemv(
     COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr,
     BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr,
     NORM: tl.constexpr, HELD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, PICKED: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SEVERAL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows] = w [rows, COLS] times x, or out += (ADD), or silu of that times the same with the rows after `rows` (GATED); FOLD: see
     `folded`.
@@ -242,7 +242,7 @@ def gemv(
     unit as one number, and the rows' factors in place of offsets.
 
     PICKED: grid (programs, picks). Pick i is times weight picks[i] of several that lie one behind the other, and row i // PICKED of x; its
-    result is row i of out [picks, rows].
+    result is row i of out [picks, rows]. SEVERAL: grid (programs, rows of x), of which each gives a row of out.
     """
     BITS: tl.constexpr = 16 if FORMAT == "float" else 4 if FORMAT == "int4" or FORMAT == "nvfp4" else 8
     UNITS: tl.constexpr = COLS * BITS // 128
@@ -260,6 +260,10 @@ def gemv(
         offsets += before_it * (1 if FORMAT == "nvfp4" else GROUPS)
         x += (pick // PICKED) * (COLS // 2 if BITS == 16 else COLS // 4)
         out += pick * rows
+    if SEVERAL:
+        own = tl.program_id(1).to(tl.int64)
+        x += own * (COLS // 2 if BITS == 16 else COLS // 4)
+        out += own * rows
     up = w + rows.to(tl.int64) * (UNITS * 4)
     up_scales = scales + rows.to(tl.int64) * GROUPS
     up_offsets = offsets + rows.to(tl.int64) * (1 if FORMAT == "nvfp4" else GROUPS)
