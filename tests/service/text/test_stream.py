@@ -32,6 +32,14 @@ def test_reasoning_and_answer_come_apart(tokenizer: Tokenizer) -> None:
         assert not stream.stopped
 
 
+@pytest.mark.parametrize(
+    "answer", ["First, a cat.\n\nThen a mat.", "Wait: a cat.\n\nNext, a mat.", "Okay, so: a cat\n", '"a cat"', "Prompt: a cat"]
+)
+def test_an_answer_that_sounds_like_thinking_or_like_a_frame_stays_word_for_word(tokenizer: Tokenizer, answer: str) -> None:
+    stream = TextStream(tokenizer)
+    assert run(stream, tokenizer.encode(answer)) == ("", answer)
+
+
 def test_a_prompt_that_opened_reasoning(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, in_reasoning=True)
     assert stream.in_reasoning
