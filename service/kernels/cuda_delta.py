@@ -24,8 +24,9 @@ VALUES = 64
 # Pieces on their way to such a program: two take 75 us and three 46, but many GPUs' shared memory has room for no more than two.
 STAGES = 4
 # Registers of a thread that solves, so that three programs share a processor: 79 us without. Where tensor cores do not read shared memory
-# it is short of registers as it is: on sm_80, which has 163 KiB of it, a thread would spill 1,036 bytes for 400, on sm_121 920 for 328.
-SOLVING, LARGE_SHARED = 168, 192 << 10
+# (on sm_80 too, which has 163 KiB of it) a thread would spill 920 to 1,036 bytes; of so many columns at a time none without that limit, and
+# 328 to 436 of all.
+SOLVING, SOLVED, LARGE_SHARED = 168, 64, 192 << 10
 
 
 class DeltaKernels(FusedProducts):
@@ -73,7 +74,7 @@ class DeltaKernels(FusedProducts):
         on_grid(solve_piece, (room.pieces, every))(
             room.seen, step.rates, heads.decay, heads.bias, room.values, room.keys, room.totals, room.kept, count,
             FUSED=heads.fused, LEVELS=CHUNK.bit_length() - 1, num_warps=4, num_stages=1, **tiles, **sizes,
-            **({"maxnreg": SOLVING} if self.device.shared > LARGE_SHARED else {}),
+            **({"COLUMNS": WIDEST, "maxnreg": SOLVING} if self.device.shared > LARGE_SHARED else {"COLUMNS": SOLVED}),
         )  # fmt: skip
         block = min(VALUES, room.value_dim)
         # A piece is a tile each of keys twice and of values, of 2 bytes a number; results on their way out and rates take 10 KiB more.

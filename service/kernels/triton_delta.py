@@ -204,8 +204,8 @@ def convolve_piece(
 
 
 @triton.jit
-def rows_of(p, first, count, STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr):
-    """N rows [N, DP] from `first` on; 0 from `count` on."""
+def rows_of(p, first, count, STRIDE: tl.constexpr, D, DP: tl.constexpr, N: tl.constexpr):
+    """N rows [N, DP] from `first` on; 0 from `count` on, and from column D on."""
     d = tl.arange(0, DP)[None, :]
     n = tl.arange(0, N)[:, None]
     return tl.load(p + tl.cast(first, tl.int64) * STRIDE + n * STRIDE + d, mask=(n < count - first) & (d < D), other=0.0)
@@ -240,9 +240,10 @@ def inverse_of(system, N: tl.constexpr, LEVELS: tl.constexpr):
 def solve_piece(
     seen, rates, decay, bias, values, keys, totals, kept, count,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
-    FUSED: tl.constexpr, LEVELS: tl.constexpr,
+    FUSED: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of N tokens of one value head: the triangular system that ties their corrections, solved for both things it is asked of.
+    """Of N tokens of one value head: the triangular system that ties their corrections, solved for both things it is asked of, COLUMNS of
+    them at a time.
 
     Corrections are values - keys @ (the state before the N tokens): values [pieces, H R, EP, N], keys [pieces, H R, N, DP], activations.
     totals fp32 [pieces, H R, N]: log of what is left of that state at each token; kept: what the state behind them takes of raw keys.
@@ -266,19 +267,26 @@ def solve_piece(
     unit_at = (piece * (H * R) + j).to(tl.int64)
     tl.store(totals + unit_at * N + n, total)
     tl.store(kept + unit_at * N + n, unit * tl.exp(last - total))
-    d = tl.arange(0, DP)
-    e = tl.arange(0, EP)
     kind = seen.dtype.element_ty
     # In two parts: rounded to bf16 alone, states behind repeated keys are off four times as far (4.2e-3, 9.5e-4).
     wide = inverse * (unit * beta * tl.exp(total))[None, :]
     part = wide.to(kind)
-    found = tl.dot((wide - part.to(tl.float32)).to(kind), k, tl.dot(part, k))
-    tl.store(keys + unit_at * (N * DP) + n[:, None] * DP + d[None, :], found.to(kind))
-    v = rows_of(seen + 2 * H * D + j * E, piece * N, count, C, E, EP, N)
-    wide = inverse * beta[None, :]
-    part = wide.to(kind)
-    found = tl.dot(v.T, (wide - part.to(tl.float32)).to(kind).T, tl.dot(v.T, part.T))
-    tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], found.to(values.dtype.element_ty))
+    rest = (wide - part.to(tl.float32)).to(kind)
+    BD: tl.constexpr = COLUMNS if COLUMNS < DP else DP
+    for at in tl.range(0, DP, BD, num_stages=1):
+        d = at + tl.arange(0, BD)
+        some = k if BD == DP else rows_of(seen + H * D + (j // R) * D + at, piece * N, count, C, D - at, BD, N)
+        found = tl.dot(rest, some, tl.dot(part, some))
+        tl.store(keys + unit_at * (N * DP) + n[:, None] * DP + d[None, :], found.to(kind))
+    BE: tl.constexpr = COLUMNS if COLUMNS < EP else EP
+    for at in tl.range(0, EP, BE, num_stages=1):
+        e = at + tl.arange(0, BE)
+        v = rows_of(seen + 2 * H * D + j * E + at, piece * N, count, C, E - at, BE, N)
+        wide = inverse * beta[None, :]
+        part = wide.to(kind)
+        rest = (wide - part.to(tl.float32)).to(kind)
+        turned = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
+        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], turned.to(values.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count"])
