@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from ..core import Progress
 from ..errors import Cancelled, FileError, OnedeskError, RequestError
 
+WIDTH = 100  # columns of a table and of the sentences below its rows
 TEXT_LIMIT = 16 << 20  # bytes; what a chat template takes
 
 
@@ -155,3 +157,8 @@ def columns(rows: list[tuple[str, ...]]) -> str:
     """Rows as left-aligned columns, the first row being the titles."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def wrapped(text: str, indent: str) -> list[str]:
+    """A sentence in lines of WIDTH columns, none for an empty one; a word that is longer stays whole."""
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

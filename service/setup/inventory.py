@@ -18,7 +18,7 @@ from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
 from ..model.families import describe
 from .census import take_census
-from .console import columns
+from .console import columns, wrapped
 from .footprint import Here, longest, stored_bytes
 
 TOY_PREFIX = "onedesk-demo-"
@@ -175,11 +175,11 @@ def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget)
 
 
 def model_table(rows: list[dict[str, Any]]) -> str:
-    """The rows for a terminal."""
+    """The rows for a terminal, below each what there is to say of it."""
     if not rows:
         return "no models; put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
     lines: list[tuple[str, ...]] = [
-        ("NAME", "FAMILY", "FORMAT", "PARAMETERS", "ACTIVE", "WEIGHTS", "TABLE", "KV / 1000", "FITS", "CONTEXT", "IMAGES", "")
+        ("NAME", "FAMILY", "FORMAT", "PARAMETERS", "ACTIVE", "WEIGHTS", "TABLE", "KV / 1000", "FITS", "CONTEXT", "IMAGES")
     ]
     for row in rows:
         sizes = [row["bytes"][part] for part in ("weights", "table", "kv_per_1k")]
@@ -194,7 +194,10 @@ def model_table(rows: list[dict[str, Any]]) -> str:
                 "yes" if row["fits"] else "no",
                 "-" if row["context"] is None else f"{row['context']:,}",
                 "-" if row["images"] is None else show(row["images"]),
-                "; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part),
             )
         )
-    return columns(lines)
+    head, *figures = columns(lines).splitlines()
+    shown = [head]
+    for row, line in zip(rows, figures, strict=True):
+        shown += [line, *wrapped("; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part), "  ")]
+    return "\n".join(shown)

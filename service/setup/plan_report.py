@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 from ..memory.budget import show
 from ..peers.cluster import cluster_text
-from .console import columns
+from .console import columns, wrapped
 
-WIDTH = 100
 INDENT = "  "
 _PARTS = ("file", "weights", "table", "kv", "scratch")
 _TITLES = ("FITS", "CONTEXT", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH")
@@ -21,7 +19,7 @@ def plan_table(document: dict[str, Any]) -> str:
     titles, *figures = columns([_TITLES, *map(_figures, forms)]).splitlines()
     lines = [*_head(document), "", "FORM", INDENT + titles]
     for row, line in zip(forms, figures, strict=True):
-        lines += [*_wrapped(row["format"], ""), INDENT + line, *_wrapped(row["why"], INDENT)]
+        lines += [*wrapped(row["format"], ""), INDENT + line, *wrapped(row["why"], INDENT)]
     several = document.get("cluster")
     return "\n".join(lines) + (f"\n\n{several['format']}: {cluster_text(several)}" if several else "")
 
@@ -32,13 +30,9 @@ def _head(document: dict[str, Any]) -> list[str]:
     counted = f"{document['parameters'] / unit:,.1f} {letter} parameters, {document['active_parameters'] / unit:,.1f} {letter} active"
     nodes = f" on each of {document['nodes']} nodes" if document["nodes"] > 1 else ""
     memory = f"{show(document['memory'])} of memory{nodes}, {show(document['images'])} for images: {show(document['room'])} for a model"
-    return [*_wrapped(f"{document['model']} ({document['family']}): {counted}; by kind: {kinds}", ""), *_wrapped(memory, "")]
+    return [*wrapped(f"{document['model']} ({document['family']}): {counted}; by kind: {kinds}", ""), *wrapped(memory, "")]
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:
     context = f"{row['context']:,}" if row["context"] else "-"
     return "yes" if row["fits"] else "no", context, *(show(row["bytes"][part]) for part in _PARTS)
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -20,9 +20,10 @@ from onedesk.service.memory.budget import MemorySettings, Need
 from onedesk.service.model.draft import with_draft
 from onedesk.service.model.families import family_of, text_config
 from onedesk.service.setup.census import take_census
+from onedesk.service.setup.console import WIDTH
 from onedesk.service.setup.forms import WITH_TABLE
 from onedesk.service.setup.plan import TABLE_CACHE, Machine, load_of, plan_model
-from onedesk.service.setup.plan_report import WIDTH, plan_table
+from onedesk.service.setup.plan_report import plan_table
 from onedesk.service.setup.published import PUBLISHED
 from published import compressed
 from tiny_qwen3 import write_tiny_qwen3
