@@ -30,6 +30,7 @@ class SlotBuffers:
     def __init__(self, lease: Lease, rows: int) -> None:
         self._places = lease.carve((2, rows), torch.int64).zero_()
         self._of_sequences = self._places.t()
+        self._held: list[tuple[int, int]] = []
 
     @staticmethod
     def nbytes(rows: int) -> int:
@@ -40,9 +41,11 @@ class SlotBuffers:
         """Those of the first `count` sequences."""
         return Slots(self._places[0, :count], self._places[1, :count])
 
-    def fill(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Bring in source and target of each sequence."""
-        _put(self._of_sequences[: len(slots)], slots)
+    def fill(self, slots: list[tuple[int, int]]) -> None:
+        """Bring in source and target of each sequence; from step to step they are mostly the same."""
+        if self._held[: len(slots)] != slots:
+            _put(self._of_sequences[: len(slots)], slots)
+            self._held = [*slots, *self._held[len(slots) :]]
 
 
 class DecodeBuffers:
