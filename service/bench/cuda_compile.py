@@ -116,6 +116,7 @@ def check(archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequ
                 _tell(f"{len(own)} of {len(launches)}: {line_of(own[-1])}")
         rows += own
         summaries.append(summary(arch, own, time.perf_counter() - began))
+        _tell(summary_line(summaries[-1]))
     failures = [line_of(row) for row in rows if not row["fits"]]
     if shapes == SHAPES:
         launched = {row["kernel"] for row in rows}
@@ -147,6 +148,15 @@ def line_of(row: Mapping[str, Any]) -> str:
     return f"sm_{row['arch']} {row['kernel']}: {row['error'] or became}  ({row['first']}; {row['form']})"
 
 
+def summary_line(row: Mapping[str, Any]) -> str:
+    """What `summary` found, in a line."""
+    return (
+        f"sm_{row['arch']}: {row['fit']} of {row['forms']} forms of {row['kernels']} kernels compile and fit, the largest takes "
+        f"{row['shared'] / 1024:.1f} of {row['limit'] >> 10} KiB; {row['spilling']} spill, at most {row['spilled']} bytes; "
+        f"{row['seconds']:.0f} s"
+    )
+
+
 def _tell(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
@@ -175,16 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(failure(error))
         sys.stderr.write(f"cuda_compile: {error}\n")
         return 1
-    write = sys.stderr.write if args.json else sys.stdout.write
-    for row in document["archs"]:
-        write(
-            f"sm_{row['arch']}: {row['fit']} of {row['forms']} forms of {row['kernels']} kernels compile and fit, the largest takes "
-            f"{row['shared'] / 1024:.1f} of {row['limit'] >> 10} KiB; {row['spilling']} spill, at most {row['spilled']} bytes; "
-            f"{row['seconds']:.0f} s\n"
-        )
-    write("".join(line + "\n" for line in document["failures"]))
     if args.json:
         write_json(document)
+    else:
+        sys.stdout.write("".join(summary_line(row) + "\n" for row in document["archs"]))
+    sys.stderr.write("".join(line + "\n" for line in document["failures"]))
     return 1 if document["failures"] else 0
 
 
