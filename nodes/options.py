@@ -36,7 +36,7 @@ def _bias(number: int, line: str) -> tuple[int | str, float]:
             raise ValueError
     except ValueError:
         raise RequestError(
-            f'logit bias, line {number}: {line.strip()[:60]!r}; write a token and a number, as 1234: -5 or " cat": 2.5'
+            f'logit_bias, line {number}: {line.strip()[:60]!r}; write a token and a number, as 1234: -5 or " cat": 2.5'
         ) from None
     return token, bias
 

@@ -166,9 +166,9 @@ def _why_empty(result: Result, max_tokens: int) -> str:
 def _token(model: Model, token: int | str) -> int:
     if isinstance(token, int):
         if model.vocab_size is not None and token >= model.vocab_size:
-            raise RequestError(f"logit bias: {model.name} has no token {token}; use 0 to {model.vocab_size - 1}")
+            raise RequestError(f"logit_bias: {model.name} has no token {token}; use 0 to {model.vocab_size - 1}")
         return token
     ids = model.encode(token)
     if len(ids) != 1:
-        raise RequestError(f"logit bias: {token!r} is {len(ids)} tokens of {model.name} ({ids[:8]}); name one token, by its text or its id")
+        raise RequestError(f"logit_bias: {token!r} is {len(ids)} tokens of {model.name} ({ids[:8]}); name one token, by its text or its id")
     return ids[0]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 from ..errors import OnedeskError
 from ..peers.note import running as running_service
@@ -38,9 +39,14 @@ ROOM_CUDA = 8 * GIB
 ROOM_SERVICE = GIB // 4
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"install.sh: {message}; see install.sh --help\n")
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line of install.sh; exits with 2 for a wrong one."""
-    parser = argparse.ArgumentParser(prog="install.sh", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="install.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("--prefix", type=Path, default=Path.home() / "dgx-local")
     parser.add_argument("--comfyui", type=Path)
     parser.add_argument("--comfyui-python", type=Path)

@@ -23,7 +23,7 @@ def test_biases():
 
 @pytest.mark.parametrize("line", ["1234", "cat: 1", "1234: x", '"open: 1', "1: nan", ": 1", "-1: 2", '"\\x": 1'])
 def test_a_bias_that_cannot_be_read_names_its_line(line: str):
-    with pytest.raises(RequestError, match=r"logit bias, line 2: .* write a token and a number"):
+    with pytest.raises(RequestError, match=r"logit_bias, line 2: .* write a token and a number"):
         parse_bias(f"1: 1\n{line}")
 
 

@@ -46,7 +46,7 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int, str | None]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["--bogus"], "install.sh: unrecognized arguments: --bogus; see install.sh --help"),
         (["extra"], "unrecognized arguments: extra"),
         (["--prefix"], "expected one argument"),
         (["--prefix", "/"], "that folder has other uses"),
