@@ -98,7 +98,8 @@ class Steps:
 
     def _wait(self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]) -> int:
         """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it does not go on alone."""
-        teller = Teller(step, self.tree.logs / f"{step}.log", self.tree.cache / "tmp", self.every)
+        log, temporary, folder = self.tree.logs / f"{step}.log", self.tree.cache / "tmp", Path(words[0]).parent.parent
+        teller = Teller(step, log, temporary, folder, self.every)
         end = None if timeout is None else time.monotonic() + timeout
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -15,7 +16,6 @@ LOG = logging.getLogger(__name__)
 # Seconds between two lines where nobody watches (a file, a pipe), and between two looks on a terminal, whose line is written over.
 EVERY = 20.0
 LOOK = 1.0
-WIDTH = 100
 LARGE = 5.0  # MB from which on a file's size is told
 
 # pip's words; it speaks English everywhere and gives sizes in bytes, kB and MB of 1,000.
@@ -25,21 +25,29 @@ _UNPACKING = re.compile(r"^Installing collected packages: (.+)$", re.MULTILINE)
 _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0}
 
 
-def doing(log: str, temporary: Path) -> str:
-    """The last thing that pip began by its log; "working" where it says none. `temporary` is the folder that it downloads into."""
+def doing(log: str, temporary: Path, environment: Path) -> str:
+    """The last thing that pip began by its log; "working" where it says none. It downloads into `temporary`, and installs into
+    `environment`."""
     last = max((match for kind in (_FETCHING, _LOOKING, _UNPACKING) for match in kind.finditer(log)), key=re.Match.start, default=None)
     if last is None:
         return "working"
     if last.re is _LOOKING:
         return f"looking for {last[1]}"
     if last.re is _UNPACKING:
-        names = last[1].split(", ")
-        return f"unpacking {len(names)} packages, {names[-1]} the last" if len(names) > 1 else f"unpacking {names[0]}"
+        return _unpacking(last[1].split(", "), environment)
     name = unquote(last[1]).rpartition("/")[2].partition("#")[0]
     if last[2] is None:
         return f"fetching {name}"
     size = float(last[2]) * _UNITS[last[3]]
     return f"fetching {name}" + (f", {min(_fetched(temporary, name), size):,.0f} of {size:,.0f} MB" if size >= LARGE else "")
+
+
+def _unpacking(names: list[str], environment: Path) -> str:
+    """pip unpacks one after the other, and says of none that it is done: then it has its record."""
+    there = {record.name.partition("-")[0].lower() for record in environment.glob("lib/python3*/site-packages/*.dist-info")}
+    lacking = [place for place, name in enumerate(names) if re.sub(r"[-.]", "_", name).lower() not in there]
+    place = lacking[0] if lacking else len(names) - 1
+    return f"unpacking {names[place]}, {place + 1} of {len(names)}"
 
 
 def _fetched(temporary: Path, name: str) -> float:
@@ -56,6 +64,7 @@ class Teller:
     step: str
     log: Path
     temporary: Path
+    environment: Path
     every: float = EVERY
     began: float = field(default_factory=time.monotonic)
     told: float = field(default_factory=time.monotonic)
@@ -72,10 +81,10 @@ class Teller:
         self.told = now
         with self.log.open("rb") as file:
             file.seek(self.start)
-            what = doing(file.read().decode("utf-8", errors="replace"), self.temporary)
+            what = doing(file.read().decode("utf-8", errors="replace"), self.temporary, self.environment)
         line = f"{self.step:<9} {now - self.began:.0f} s: {what}"
         if live:
-            sys.stdout.write(f"\r{line[:WIDTH]}\x1b[K")
+            sys.stdout.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
             sys.stdout.flush()
         else:
             LOG.info("%s", line)

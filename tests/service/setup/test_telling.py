@@ -27,8 +27,9 @@ FETCHING = f"{COLLECTING}  Downloading https://host/whl/{WHEEL.replace('+', '%2B
         (FETCHING.partition(" (200")[0], f"fetching {WHEEL}"),
         (f"{FETCHING}Collecting sympy>=1.13 (from torch==2.13.0)\n", "looking for sympy>=1.13"),
         (f"{FETCHING}  Downloading mpmath-1.3.0-py3-none-any.whl (536 kB)\n", "fetching mpmath-1.3.0-py3-none-any.whl"),
-        (f"{FETCHING}Installing collected packages: mpmath, sympy, torch\n", "unpacking 3 packages, torch the last"),
-        (f"{FETCHING}Installing collected packages: torch\n", "unpacking torch"),
+        (f"{FETCHING}Installing collected packages: mpmath, sympy, torch\n", "unpacking sympy, 2 of 3"),
+        (f"{FETCHING}Installing collected packages: Typing.Extensions, mpmath, torch\n", "unpacking torch, 3 of 3"),
+        (f"{FETCHING}Installing collected packages: mpmath\n", "unpacking mpmath, 1 of 1"),
     ],
 )
 def test_a_log_of_pip_says_what_it_is_doing(tmp_path: Path, log: str, wanted: str) -> None:
@@ -36,7 +37,10 @@ def test_a_log_of_pip_says_what_it_is_doing(tmp_path: Path, log: str, wanted: st
     folder.mkdir()
     with (folder / WHEEL).open("wb") as file:
         file.truncate(50_200_000)
-    assert doing(log, tmp_path) == wanted
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name in ("mpmath-1.3.0", "typing_extensions-4.15.0"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    assert doing(log, tmp_path, tmp_path) == wanted
 
 
 @pytest.fixture
