@@ -19,7 +19,7 @@ Work = Callable[[OpenModel, Callable[[], bool]], Any]
 HESITATION = 0.25
 # A prompt with more tokens to read is told of when that begins, not at the end of somebody's patience.
 LONG = 256
-# What may take an event the moment it comes, in the thread that made it; whether it has. It must not wait, and nothing may go wrong in it.
+# What may take an event the moment it comes, in the thread that made it or on the loop; whether it has. It must not wait or fail.
 Sink = Callable[[Event], bool]
 # When the reader should look: it need not, when the step is over, at once.
 Look: TypeAlias = Literal["", "soon", "now"]
@@ -74,8 +74,9 @@ class Call:
         if self._waited:
             self.wake()
 
-    def put(self, event: Event) -> Look:
-        """Take what came; when its reader should look, see `hand_over`. While the reader waits, what its sink takes wakes nobody.
+    def put(self, event: Event, *, alone: bool) -> Look:
+        """Take what came; when its reader should look, see `hand_over`. `alone`: the reader's sink may take it here and now, while the
+        reader waits, and nobody is woken. Beside others that would hold up the step: 8 sends take the thread 1.2 ms, and the loop has time.
 
         They may look at the end of their patience for the end of reading a prompt, which the first token follows, and for the beginning of
         a short one.
@@ -84,7 +85,7 @@ class Call:
         if first:
             self.first_token = time.perf_counter()
         with self._lock:
-            if self._sink is not None and not self._events and self._sink(event):
+            if alone and self._sink is not None and not self._events and self._sink(event):
                 return ""
             self._events.append(event)
         if event.token is not None or event.progress is None:
@@ -116,7 +117,7 @@ class Call:
     async def take(self, seconds: float, sink: Sink | None = None) -> Sequence[Event] | None:
         """What came since the last look, perhaps nothing where only a place has changed or `seconds` went by; None at the end.
 
-        While this waits, `sink` is lent to the model's thread: what it takes there costs no turn of the loop.
+        While this waits, `sink` is lent to who has something: what it takes costs no turn of this task, or no wake-up of the loop at all.
         Raises what the model failed with, once everything before it was taken.
         """
         if not self._news and not self._events and not self._ended:
@@ -139,9 +140,19 @@ class Call:
         return None
 
     def look(self) -> None:
-        """Something came: let the reader have it."""
-        self._woken, self._news = False, True
-        self._release()
+        """Something came: offer it to the sink, else let the reader have it."""
+        self._woken = False
+        if not self._offered():
+            self._news = True
+            self._release()
+
+    def _offered(self) -> bool:
+        """Whether there was something and the sink took all of it."""
+        with self._lock:
+            came = bool(self._events)
+            while self._sink is not None and self._events and self._sink(self._events[0]):
+                self._events.popleft()
+        return came and not self._events and not self._ended
 
     def _release(self) -> None:
         """Take the sink back, then let the reader go on: what it sends comes behind everything that the sink has sent."""

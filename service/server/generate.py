@@ -123,7 +123,7 @@ class _Answering:
             self.writer.collect(index, event)
 
     def collect_now(self, index: int, event: Event) -> bool:
-        """Take an event, in the model's thread, unless it ends a choice: its result is wanted elsewhere too."""
+        """Take an event, in whichever thread, unless it ends a choice: its result is wanted elsewhere too."""
         if event.result is None:
             self.writer.collect(index, event)
         return event.result is None

@@ -160,14 +160,14 @@ class Worker:
 
         def report(progress: Progress) -> None:
             if progress.stage == "load":
-                first.put(Event(progress=progress))
+                first.put(Event(progress=progress), alone=False)
                 first.wake()
 
         for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report):
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()
-            look = call.put(event)
+            look = call.put(event, alone=len(self.working) == 1)
             if look:
                 self._came.append(call)
             if look == "now":

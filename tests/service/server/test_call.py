@@ -13,7 +13,7 @@ from onedesk.service.server.call import Call
 LONG = 60.0
 
 
-def told(call: Call, events: list[Event], refused: frozenset[int], patience: float) -> tuple[list[int], int]:
+def told(call: Call, events: list[Event], refused: frozenset[int], patience: float, alone: list[bool]) -> tuple[list[int], int]:
     """The tokens in the order in which they came, and how many of them the sink took."""
     came: list[int] = []
     taken = 0
@@ -27,8 +27,8 @@ def told(call: Call, events: list[Event], refused: frozenset[int], patience: flo
         return True
 
     def write() -> None:
-        for event in events:
-            if call.put(event):
+        for at, event in enumerate(events):
+            if call.put(event, alone=alone[at % len(alone)]):
                 call.wake()
         call.end()
 
@@ -52,14 +52,21 @@ def made(loop: asyncio.AbstractEventLoop) -> Call:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 300), st.frozensets(st.integers(0, 300), max_size=40), st.sampled_from([0.0, 0.0005, LONG]))
-def test_what_the_sink_takes_and_what_the_loop_takes_are_in_order(count: int, refused: frozenset[int], patience: float) -> None:
+@given(
+    st.integers(0, 300),
+    st.frozensets(st.integers(0, 300), max_size=40),
+    st.sampled_from([0.0, 0.0005, LONG]),
+    st.lists(st.booleans(), min_size=1, max_size=20),
+)
+def test_what_the_sink_takes_and_what_the_loop_takes_are_in_order(
+    count: int, refused: frozenset[int], patience: float, alone: list[bool]
+) -> None:
     loop = asyncio.new_event_loop()
     try:
         events = [Event(token=at) if at % 7 else Event("x", token=at) for at in range(count)]
         if count:
             events.insert(count // 2, Event(progress=Progress("prefill", 1, 1000)))
-        came, taken = told(made(loop), events, refused, patience)
+        came, taken = told(made(loop), events, refused, patience, alone)
         assert came == list(range(count))
         assert taken <= count
     finally:
@@ -72,13 +79,16 @@ def test_a_token_that_the_sink_takes_wakes_nobody() -> None:
         came: list[Event] = []
         waiting = asyncio.ensure_future(call.take(LONG, lambda event: event.result is None and not came.append(event)))
         await asyncio.sleep(0)  # it waits, and has lent its sink
-        looks = await asyncio.to_thread(lambda: [call.put(Event("a", token=at)) for at in range(100)])
+        looks = await asyncio.to_thread(lambda: [call.put(Event("a", token=at), alone=True) for at in range(100)])
         assert looks == [""] * 100
         assert [event.token for event in came] == list(range(100))
         assert not waiting.done()
+        assert await asyncio.to_thread(call.put, Event("a", token=100), alone=False) == "soon"
+        call.look()
+        assert (len(came), waiting.done()) == (101, False)  # it was taken on the loop, and the task sleeps on
         call.end()
         assert await waiting is None
-        assert call.put(Event("a", token=100)) == "soon"  # nobody waits any more
-        assert len(came) == 100
+        assert call.put(Event("a", token=101), alone=True) == "soon"  # nobody waits any more
+        assert len(came) == 101
 
     asyncio.run(run())
