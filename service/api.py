@@ -259,7 +259,7 @@ class OpenModel:
         """Raise RequestError unless `ids` are one or more of the model's token ids, and no more than the context."""
         check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
-            raise RequestError(f"{len(ids)} ids are longer than the ", Field("context"), f" of {self.context}; give fewer, or raise it")
+            raise RequestError(f"{len(ids)} token ids are longer than the ", Field("context"), f" of {self.context}; cut them or raise it")
 
     def give_way(self) -> tuple[Released, ...]:
         """Return the model's bytes, measured; the handle stays and loads again when it is next used.

@@ -147,7 +147,7 @@ def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0) -> Budg
     if settings.floor >= truth.total:
         raise RequestError(
             *("memory ", Field("floor")),
-            f" is {show(settings.floor)}, but the machine has {show(truth.total)} in all; use less than that",
+            f" is {show(settings.floor)}, but the machine has {show(truth.total)} in all; use a floor below that",
         )
     limit = int(available * settings.limit)
     if settings.limit_bytes is not None:
