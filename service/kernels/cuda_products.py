@@ -158,21 +158,21 @@ class FusedProducts(CudaKernels):
         """A product of rows that are normed on the way: by the kernel itself, or before it, as fixed-point numbers."""
         words = norm.weight.view(torch.int64)
         if shape.form not in ("int8", "int4"):
-            return self.one(x, words, weight, shape, out, normed=True, eps=norm.eps, gated=gated)
+            return self.one(x, words, weight, shape, out, x.shape[0], normed=True, eps=norm.eps, gated=gated)
         unit_words = 8 if shape.form == "int4" else 4
         fixed, sums = self.room.words, self.room.sums
         on_grid(fixed_point, (1,))(
             x.view(torch.int64), words, fixed, sums, norm.eps, COLS=shape.cols, UNIT_WORDS=unit_words, ROOM=power(shape.units),
             HALF=self.half, ASM=self.asm, PDL=self.device.early, num_warps=8, **self.launch,
         )  # fmt: skip
-        return self.one(fixed, sums, weight, shape, out, held=True, gated=gated)
+        return self.one(fixed, sums, weight, shape, out, 1, held=True, gated=gated)
 
     def few(
         self, x: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, *, add: bool = False, gated: bool = False, fold: float = 0.0
     ) -> torch.Tensor:
         """A product of 1 to TILE_ROWS rows; `fold`: silu of so much of it. `out` may be of another type than x."""
         if streams(shape, x.shape[0], self.device):
-            return self.one(x, x, weight, shape, out, add=add, gated=gated, fold=fold)
+            return self.one(x, x, weight, shape, out, x.shape[0], add=add, gated=gated, fold=fold)
         rows = shape.rows // 2 if gated else shape.rows
         plan = skinny_plan(shape, gated, self.device)
         data, scales, offsets = tensors_of(weight)
@@ -190,11 +190,11 @@ class FusedProducts(CudaKernels):
         return out
 
     def one(
-        self, x: torch.Tensor, norm: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, *,
+        self, x: torch.Tensor, norm: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, count: int, *,
         normed: bool = False, held: bool = False, eps: float = 0.0, add: bool = False, gated: bool = False, fold: float = 0.0,
     ) -> torch.Tensor:  # fmt: skip
-        """A product of one row, or of several that `streams` says, by `gemv`."""
-        plan, count = gemv_plan(shape, gated, self.device), out.shape[0]
+        """A product of `count` rows, as many as `streams` allows, by `gemv`; `out` may be larger."""
+        plan = gemv_plan(shape, gated, self.device)
         grid = (plan.grid,) if count == 1 else (plan.grid, count)
         kind = {"NORM": normed, "HELD": held, "ADD": add, "GATED": gated, "FOLD": fold, "SEVERAL": count > 1}
         self._stream(x, norm, weight, shape, out, plan, grid, eps=eps, **kind)
