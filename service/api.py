@@ -349,7 +349,7 @@ class OpenModel:
                     meter.add("release", self._released)
                     self._released = Stage()
                 with self._session_for(orders.progress, orders.cancel, meter) as session:
-                    books = Books(meter, self._leaks, self._blueprint.pass_bytes, self._blueprint.guess_bytes)
+                    books = Books(meter, self._leaks, session.pass_bytes, session.guess_bytes)
                     for event in Generation(requests, session, books, orders).events(started):
                         if event.result is not None:
                             finished.add(event.request)

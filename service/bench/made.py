@@ -117,7 +117,7 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
     kernels = choose_kernels(device, blueprint.activation, cache)
     runner, stepper = build_runner(blueprint, tensors, kernels, (kv, scratch), Opening(pool, cache))
     arrival = cast(WeightArrival, Filled())
-    return Made(blueprint, Session(leases, arrival, runner, kernels, stepper, blueprint.first_costs), kernels)
+    return Made(blueprint, Session(leases, arrival, runner, kernels, stepper, blueprint), kernels)
 
 
 # What is to add nothing to the residual has zeros, by the last part of its key.

@@ -150,16 +150,20 @@ def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
 
 
 def _streams(model: OpenModel | RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second from the question to the last token, and seconds until all streams had their first one."""
+    """Tokens a second from the question to the last token, and seconds until all streams had their first one.
+
+    Medians behind a first turn that does not count: what reads and steps so many rows may be prepared in it, on CUDA for a second.
+    """
     rates: dict[int, list[float]] = {1: [], plan.streams: []}
     begun: list[float] = []
-    for cycle in range(max(1, plan.cycles // 3)):
+    for cycle in range(max(1, plan.cycles // 3) + 1):
         for count, found in rates.items():
             time.sleep(PAUSE_SECONDS)
             asked = [_request(checkpoint, plan.tokens, 1000 + 100 * cycle + 10 * count + i) for i in range(count)]
             turn = _turn(model, asked)
-            found.append(plan.tokens * count / turn.times[-1])
-            begun += [max(turn.begun)] if count > 1 else []
+            if cycle:
+                found.append(plan.tokens * count / turn.times[-1])
+                begun += [max(turn.begun)] if count > 1 else []
     one, many = (statistics.median(found) for found in rates.values())
     return {"count": plan.streams, "one": one, "many": many, "ratio": many / one, "begun": statistics.median(begun or [0.0])}
 

@@ -15,7 +15,8 @@ from ..errors import ModelError
 # Below it the scores divided by the temperature leave fp32: greedy, as the limit is.
 GREEDY_BELOW = 1e-5
 # Scores that are added up together before a draw looks among them: 152,000 scores then need no second copy of themselves, whose new pages
-# took longer than the sum.
+# took longer than the sum. All scores go through numpy: torch wakes a thread a processor for them, which then spin for milliseconds where
+# others want to run (of a service on 16 processors its client).
 DRAWN_TOGETHER = 1024
 # Candidates looked at first: top_p and min_p rarely need more, and a full sort of 150,000 scores takes 10 ms.
 FIRST_CANDIDATES = 1024
@@ -44,6 +45,7 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._random = torch.Generator().manual_seed(seed)
         self._uniforms: list[float] = []
+        self._exps: np.ndarray | None = None
         bias = {token: value for token, value in sampling.logit_bias.items() if token < limit}
         self._bias = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)) if bias else None
 
@@ -82,10 +84,9 @@ class Sampler:
         return not penalties and self._bias is None and self.allowed is None and self.top is None
 
     def _chosen(self, scores: torch.Tensor) -> int:
-        allowed = self.allowed() if self.allowed is not None else None
+        allowed, values = self.allowed() if self.allowed is not None else None, scores.numpy()
         if allowed is not None:
-            scores.masked_fill_(~torch.from_numpy(allowed)[: len(scores)], float("-inf"))
-        values = scores.numpy()
+            np.copyto(values, -np.inf, where=~allowed[: len(values)])
         if self._bias is not None:
             values[self._bias[0]] += self._bias[1]
         self._penalize(scores)
@@ -108,24 +109,31 @@ class Sampler:
             scores[seen] -= presence + frequency * counts
 
     def _draw(self, scores: torch.Tensor) -> int:
-        s = self.sampling
-        best = float(scores.max())
+        s, every = self.sampling, scores.numpy()
+        best = float(every.max())
         _require_number(best)
-        scores.sub_(best).div_(s.temperature or 1.0)
+        every -= best
+        every /= s.temperature or 1.0
         width = min(s.top_k or self.limit, self.limit)
         filtered = (s.top_p or 1.0) < 1.0 or (s.min_p or 0.0) > 0.0
         if width == self.limit and not filtered:
-            return self._pick_of_all(scores.exp_())
+            return self._pick_of_all(np.exp(every, out=every))
         if width < self.limit:
             values, ids = scores.topk(width)
             return self._pick(self._filtered(values.softmax(0)), ids)
-        whole = scores.logsumexp(0)
+        whole = self._log_of_sum(every)
         values, ids = scores.topk(min(width, FIRST_CANDIDATES))
         chances = (values - whole).exp()
         if len(values) < width and not self._enough(chances):
             values, ids = scores.sort(descending=True)
             chances = (values - whole).exp()
         return self._pick(self._filtered(chances), ids)
+
+    def _log_of_sum(self, values: np.ndarray) -> float:
+        """log of the sum of all exp(values), of which the largest is 0."""
+        if self._exps is None or len(self._exps) != len(values):
+            self._exps = np.empty_like(values)
+        return math.log(float(np.exp(values, out=self._exps).sum(dtype=np.float64)))
 
     def _enough(self, chances: torch.Tensor) -> bool:
         """Whether these candidates, the likeliest, hold all that top_p and min_p keep."""
@@ -144,9 +152,8 @@ class Sampler:
         """The draw whose turn it is, by the inverse of the cumulative distribution."""
         return int(ids[_place(chances.numpy(), self.uniform(self.drawn))])
 
-    def _pick_of_all(self, chances: torch.Tensor) -> int:
-        """The same among all tokens, some of them at a time; `chances` need not add up to 1."""
-        values = chances.numpy()
+    def _pick_of_all(self, values: np.ndarray) -> int:
+        """The same among all tokens, some of them at a time; the chances `values` need not add up to 1."""
         totals = np.add.reduceat(values, range(0, len(values), DRAWN_TOGETHER), dtype=np.float64)
         sums = totals.cumsum()
         aim = self.uniform(self.drawn) * sums[-1]

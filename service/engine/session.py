@@ -156,11 +156,6 @@ class Blueprint:
         own = (t for t in self.plan.tensors if t.destination.part == draft_part(self.config) or t.destination.key == head)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in own) if self.config.draft else 0
 
-    @property
-    def first_costs(self) -> PassCosts:
-        """What is known of its passes before the first one."""
-        return PassCosts(guess_share=self.guess_bytes / max(1, self.pass_bytes))
-
 
 def pick_device(device: str) -> torch.device:
     """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
@@ -209,14 +204,16 @@ class Session:
         runner: Runner,
         kernels: ReferenceKernels,
         stepper: Stepper,
-        costs: PassCosts,
+        blueprint: Blueprint,
     ) -> None:
         self.runner = runner
         # What earlier prompts left in the cache; it gives way block by block.
         self.prefix = PrefixIndex(runner.kv)
         runner.kv.keeper = self.prefix
         self.stepper = stepper
-        self.costs = costs
+        # What a pass reads, and a drafted token: worked out once, it takes longer than anything else before a first token.
+        self.pass_bytes, self.guess_bytes = blueprint.pass_bytes, blueprint.guess_bytes
+        self.costs = PassCosts(guess_share=self.guess_bytes / max(1, self.pass_bytes))
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival
@@ -325,7 +322,7 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         undo.callback(arrival.stop)  # first of all: it reads while the rest is made
         runner, stepper = build_runner(blueprint, arrival.tensors, kernels, (kv, scratch), opening, arrival)
         undo.pop_all()
-        return Session(leases, arrival, runner, kernels, stepper, blueprint.first_costs)
+        return Session(leases, arrival, runner, kernels, stepper, blueprint)
 
 
 def build_runner(

@@ -266,7 +266,7 @@ def _loaded(weights: int, table: int, draft: int, census: Census, machine: Machi
 
 def _draft_bytes(form: Form | Sized, census: Census, machine: Machine) -> int:
     """Bytes of a layer for multi-token prediction that is opened."""
-    return form.draft_bytes(census) if isinstance(form, Form) and machine.draft and machine.device == "cpu" and machine.nodes == 1 else 0
+    return form.draft_bytes(census) if isinstance(form, Form) and machine.draft and machine.nodes == 1 else 0
 
 
 def load_of(weights: int, table: int, census: Census, machine: Machine, *, draft: bool = False) -> Load:
