@@ -81,9 +81,10 @@ class PassCosts:
         each = seconds / (tokens + (unread - 1) / READ_AT_ONCE)
         self.drafted = each if not self.drafted else self.drafted + LEARNING * (each - self.drafted)
 
-    def draft(self, tokens: int, unread: int) -> float:
-        """What drafting so many tokens is going to take; until it was measured, by the bytes that it reads."""
-        return (self.drafted or self.guess_share * self.at_most(1)) * (tokens + (unread - 1) / READ_AT_ONCE)
+    @property
+    def a_draft(self) -> float:
+        """What a drafted token is going to take; until it was measured, by the bytes that it reads."""
+        return self.drafted or self.guess_share * self.at_most(1)
 
     def at_most(self, rows: int) -> float:
         """What a step of so many rows takes at most: beyond what was measured BEYOND times as much for each; 0 if nothing was."""
@@ -182,14 +183,19 @@ class Speculator:
     def _best(self, record: Record, most: int, room: Room, unread: int | None) -> tuple[int, float]:
         """How many tokens of a kind of guess are the best to check, and the seconds that they save then; `unread` of drafts only."""
         costs, allowed = self._costs, self._saved + RISK * self._spent
-        single, now = costs.at_most(1), room.behind + 1
+        single, now, chance = costs.at_most(1), room.behind + 1, record.chance
+        base = costs.likely(now)
+        token = costs.a_draft if unread else 0.0
+        first, usual = ((rows - 1) / READ_AT_ONCE for rows in (unread or 1, min(unread or 1, USUAL_UNREAD)))
         best, best_gain, expected, power = 0, 0.0, 0.0, 1.0
         for count in range(1, most + 1):
-            power *= record.chance
+            power *= chance
             expected += power
-            draft, usual = (costs.draft(count, rows) if unread else 0.0 for rows in (unread or 0, min(unread or 0, USUAL_UNREAD)))
-            gain = expected * single - (costs.likely(now + count) - costs.likely(now)) - usual
-            risk = costs.at_most(now + count) - single + draft
+            worth = expected * single - token * (count + usual)
+            if worth <= best_gain:
+                continue  # it would not be if rows cost nothing: most steps of a text that guesses do not suit end here
+            gain = worth - (costs.likely(now + count) - base)
+            risk = costs.at_most(now + count) - single + token * (count + first)
             if gain > best_gain and risk <= allowed:
                 best, best_gain = count, gain
         return best, best_gain
