@@ -46,11 +46,10 @@ def only_one(cache: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(f"the cache folder cannot be written: {error.strerror}; use a tree of your own (--config)") from error
     try:
-        if not any(_locked(lock, fcntl.LOCK_EX, wait=attempt > 0) for attempt in range(_TRIES)):
+        if not any(_begun(lock, cache, wait=attempt > 0) for attempt in range(_TRIES)):
             note = read_note(cache)
             where = "" if note is None else f" (process {note.pid}, {note.where})"
             raise PeerError(f"a service of this tree runs already{where}; use it, or end it first")
-        (cache / FILE_NAME).unlink(missing_ok=True)  # of a service that was killed
         yield
     finally:
         os.close(lock)
@@ -103,10 +102,19 @@ def taken(cache: Path) -> bool:
         os.close(lock)
 
 
-def _locked(lock: int, kind: int, *, wait: bool = False) -> bool:
-    """Whether the lock could be had, now or after a moment."""
+def _begun(lock: int, cache: Path, *, wait: bool) -> bool:
+    """Whether the tree could be had, now or after a moment. First as one who only looks: then no service runs, and the note of one that was
+    killed goes before the tree counts as taken. Behind that, who looked in between took it for this one's."""
     if wait:
         time.sleep(_TRY_SECONDS)
+    if not _locked(lock, fcntl.LOCK_SH):
+        return False
+    (cache / FILE_NAME).unlink(missing_ok=True)
+    return _locked(lock, fcntl.LOCK_EX)
+
+
+def _locked(lock: int, kind: int) -> bool:
+    """Whether the lock can be had."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except OSError:

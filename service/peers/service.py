@@ -35,8 +35,8 @@ LOG_NAME = "logs/service.log"
 LAUNCHER = Path(__file__).with_name("launch_service.py")
 # Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks whether it does.
 _STARTS_WITHIN, _LOOK = 120.0, 0.05
-# Seconds that a service has to end after it was asked to; it lets answers be finished first.
-_ENDS_WITHIN = 30.0
+# Seconds that a service has to end after it was asked to; it lets answers be finished first. And for a killed one to be gone.
+_ENDS_WITHIN, _GOES_WITHIN = 30.0, 1.0
 # Seconds without a byte after which our own service is taken for dead: in a stream it says something every 10.
 _SILENCE = 60.0
 # Seconds for an answer about memory: where it must not stand in ComfyUI's way, and where bytes are given back before it comes.
@@ -150,7 +150,12 @@ class LocalService(Peer):
         """Let the model give way there; returns once its bytes are back, measured by the service."""
         if not taken(self._cache):
             return ()
-        document = self._ask("POST", "/memory/release", {"owner": wanted.name, **_form(wanted)}, seconds=_RELEASE)
+        try:
+            document = self._ask("POST", "/memory/release", {"owner": wanted.name, **_form(wanted)}, seconds=_RELEASE)
+        except PeerError:
+            if self._ends():
+                return ()
+            raise
         with self._lock:
             busy = wanted.name in document.get("busy", ())
             self._busy = self._busy | {wanted} if busy else self._busy - {wanted}
@@ -200,6 +205,15 @@ class LocalService(Peer):
         if not isinstance(document, Mapping):
             raise PeerError(f"{self.title} answers {route.partition('?')[0]} with no object; is it another program?")
         return document
+
+    def _ends(self) -> bool:
+        """Whether the service has gone, or goes now: one that is killed listens no longer some moments before its lock is free."""
+        until = time.monotonic() + _GOES_WITHIN
+        while taken(self._cache):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK)
+        return True
 
     def _running(self) -> Found | None:
         """The service, if it runs; one that we started and that has ended is taken note of."""
