@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from drafted import Told
 from onedesk.service.bench import cuda_families, flash_next
 from onedesk.service.bench.cuda_families import broken_rows
+from onedesk.service.engine import session, speculate
 
 
 @pytest.mark.parametrize("model", ["Qwen3.8-Flash-Next", "qwen3.5-4b"])
@@ -21,6 +23,17 @@ def test_a_small_shape_is_made_and_every_figure_is_there(model: str, tmp_path: P
     assert [row["batch"] for row in document["decode"]] == [1, 2]
     assert document["memory"]["need"] == document["need"] > 0
     assert len(written.err.splitlines()) >= 8  # told as it went
+
+
+def test_texts_with_guesses_are_those_without(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session, "PassCosts", lambda guess_share: Told())
+    monkeypatch.setattr(speculate, "RISK", 1e9)
+    arguments = ["--device", "cpu", "--tiny", "--prompt", "32", "--tokens", "40", "--experts", "bf16", "--drafts", "100,0"]
+    assert flash_next.main([*arguments, "--folder", str(tmp_path), "--json"]) == 0
+    right, wrong = json.loads(capsys.readouterr().out)["drafts"]
+    assert (right["right"], wrong["right"]) == (100, 0)
+    assert right["differing_texts"] == wrong["differing_texts"] == 0
+    assert max(right["passes"]) < 10 < 30 < min(wrong["passes"])  # of 39 steps
 
 
 def test_no_part_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]):

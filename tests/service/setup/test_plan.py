@@ -75,6 +75,17 @@ def test_a_plan_is_what_an_opening_states(tmp_path: Path, name: str, layers: int
     assert row["opens"] is row["fits"] is True
 
 
+@pytest.mark.parametrize("name", ["Qwen3.5-4B", FLASH_NEXT])
+def test_a_plan_for_a_gpu_counts_the_layer_that_drafts_as_an_opening_does(tmp_path: Path, name: str):
+    checkpoint = hollow(tmp_path / name, name, 8)
+    blueprint = draw_blueprint(checkpoint, torch.device("cuda"), 4096)
+    rows = rows_of(plan_model(str(tmp_path / name), Config(), memory=SPARK, context=4096, device="cuda"))
+    sizes = next(row["bytes"] for title, row in rows.items() if title.startswith("BF16"))
+    assert sizes["draft"] == pytest.approx(blueprint.draft_bytes, rel=0.002)
+    assert sizes["draft"] > 0
+    assert sum(sizes[part] for part in ("weights", "kv", "scratch")) == pytest.approx(blueprint.need.total, rel=0.03)
+
+
 def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the_file():
     document = plan_model(FLASH_NEXT, Config(), memory=SPARK, images=24 * GIB)
     assert (document["model"], document["family"], document["memory"], document["images"]) == (FLASH_NEXT, "qwen4_exp", SPARK, 24 * GIB)
