@@ -139,7 +139,7 @@ def install_beside(tree: Tree, options: argparse.Namespace) -> Environment:
         previous = tree.load_desk()
         pack, place = foreign.add_pack(CHECKOUT, tree)
         if previous and previous.link and Path(previous.link) != place:
-            remove_link(Path(previous.link))
+            remove_pack(Path(previous.link), tree)
         tree.save_desk(Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)))
     return service
 
@@ -182,6 +182,14 @@ def remove_link(place: Path) -> None:
         LOG.info("removed   %s", place)
 
 
+def remove_pack(place: Path, tree: Tree) -> None:
+    """Take away the link that `add_pack` made for the tree, unless it was made anew for another one since."""
+    if place.is_symlink() and place.exists() and place.readlink() not in (tree.prefix, tree.pack / NAME):
+        LOG.info("kept      %s, which leads to another installation", place)
+    else:
+        remove_link(place)
+
+
 def noted_process(tree: Tree) -> int | None:
     """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see desk.find_running."""
     try:
@@ -206,7 +214,7 @@ def uninstall(tree: Tree) -> int:
                 f"a service still runs from {tree.prefix} (process {service.pid}); end it first, with Ctrl-C or kill {service.pid}"
             )
         if desk := tree.load_desk():
-            remove_link(Path(desk.link)) if desk.link else None
+            remove_pack(Path(desk.link), tree) if desk.link else None
         for place in [*tree.models.glob(f"{PREFIX_OF_DEMO}*"), *tree.image_models.glob(f"*/{PREFIX_OF_DEMO}*")]:
             remove_link(place)
         for folder in (tree.envs, tree.cache):
