@@ -202,9 +202,20 @@ class _Lane:
     ended: bool = False
 
     def begin(self, started: float, inbox: _Inbox) -> None:
-        """Ask, in a thread that puts what comes into `inbox`: documents, then an error, or None where the stream ended."""
+        """Ask, in a thread that puts what comes into `inbox`: documents, then an error, or None where the stream ended.
+
+        A server on this machine is asked before the thread begins, which takes half a millisecond of the first token's way.
+        """
         self.reader = Reader(self.address, self.ask.seed, started)
         self.exchange = Exchange(self.address, "POST", self.ask.route, self.ask.body)
+        if self.exchange.near:
+            try:
+                self.exchange.send()
+            except OnedeskError as error:
+                self.exchange.close()
+                for came in (error, None):
+                    inbox.put((self, came))
+                return
         threading.Thread(target=self._read, args=(self.exchange, inbox), name="onedesk-peer", daemon=True).start()
 
     def _read(self, exchange: Exchange, inbox: _Inbox) -> None:

@@ -23,7 +23,8 @@ CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
 DOCUMENT_LIMIT = 64 << 20  # bytes of a whole answer
 LINE_LIMIT = 16 << 20  # bytes of one event
-_PIECE = 1 << 16  # bytes that are read at most at a time
+_PIECE = 1 << 16  # bytes that are read at most at a time, and of a question that a socket takes at once
+_HERE = ("127.0.0.1", "::1", "localhost")
 _SAID_LIMIT = 400  # characters of what a server says of an error
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 # What our own service calls its errors -> ours again. Others' are told by their status.
@@ -150,7 +151,18 @@ class Exchange:
                 self._socket.close()
                 self._socket = None
 
-    def _open(self) -> http.client.HTTPResponse:
+    @property
+    def near(self) -> bool:
+        """Whether sending the question waits for nobody: it goes to a socket of this machine, whole."""
+        here = self._address.uds is not None or (self._address.host in _HERE and not self._address.tls)
+        return here and len(self._body or b"") <= _PIECE
+
+    def send(self) -> None:
+        """Connect, and send the question; whoever waits for the answer does it where it was not done. Raises PeerError, Cancelled."""
+        with self._telling():
+            self._send()
+
+    def _send(self) -> _Plain:
         address = self._address
         connection = self._connection = _connection(address)
         connection.connect()
@@ -163,6 +175,10 @@ class Exchange:
         if address.key is not None:
             headers["Authorization"] = f"Bearer {address.key}"
         connection.ask(self._method, self._route, self._body, headers)
+        return connection
+
+    def _open(self) -> http.client.HTTPResponse:
+        address, connection = self._address, self._connection or self._send()
         response = self._response = connection.getresponse()
         if response.status != 200:
             raise failure(address, response.status, response.read(DOCUMENT_LIMIT))

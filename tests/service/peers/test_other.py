@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import re
@@ -22,7 +21,7 @@ from onedesk.service.errors import FileError, MemoryFull, ModelError, OnedeskErr
 from onedesk.service.peers.other import OtherServer
 from onedesk.service.peers.peer import Address, Wanted
 from onedesk.service.peers.remote import RemoteModel
-from onedesk.service.peers.wire import Exchange, failure
+from onedesk.service.peers.wire import failure
 
 KEY = "sk-very-secret-0123456789"
 HOST = "localhost"
@@ -379,22 +378,3 @@ def test_the_services_own_errors_come_back_as_what_they_were() -> None:
     for code, kind in (("memory_full", MemoryFull), ("model_not_found", ModelError), ("invalid_request", RequestError)):
         error = failure(address, 503, {"error": {"message": "what it said", "code": code}})
         assert (type(error), str(error)) == (kind, "what it said")
-
-
-@pytest.mark.parametrize("body", [{}, {"messages": ["x" * 3000]}])
-def test_a_request_is_sent_whole(fake: Fake, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
-    """Headers and body apart wake the server twice."""
-    sent: list[bytes] = []
-    real = http.client.HTTPConnection.send
-
-    def send(connection: http.client.HTTPConnection, data: bytes) -> None:
-        sent.append(data)
-        real(connection, data)
-
-    monkeypatch.setattr(http.client.HTTPConnection, "send", send)
-    fake.script = status(200, b"{}")
-    with Exchange(Address("a server", port=fake.server_address[1]), "POST", "/x", body) as exchange:
-        assert exchange.document() == {}
-    assert len(sent) == 1
-    assert sent[0].startswith(b"POST /v1/x HTTP/1.1\r\n")
-    assert sent[0].endswith(b"\r\n\r\n" + json.dumps(body).encode())
