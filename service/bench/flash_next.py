@@ -185,16 +185,16 @@ def memory_row(name: str, args: argparse.Namespace, blueprint: Blueprint, held: 
     row: dict[str, Any] = {"need": need, "held": held, "share": held / need}
     clock.tell(f"memory: the device holds {held / 1e9:.2f} GB, asked for {need / 1e9:.2f} GB ({held / need - 1:+.1%})")
     if not args.tiny and args.experts in STORES:
-        form = Form(f"experts {args.experts}", {"experts": args.experts})
-        planned = planned_bytes(PUBLISHED[name], form, blueprint, args.device)
+        form = Form(f"experts {args.experts}", {"experts": args.experts}, {"experts": args.experts})
+        planned = planned_bytes(form, blueprint, args.device)
         row |= {"plan_bytes": planned, "of_plan": held / planned}
         clock.tell(f"memory: the plan of this form counts {planned / 1e9:.2f} GB ({held / planned - 1:+.1%})")
     return row
 
 
-def planned_bytes(config: Mapping[str, Any], form: Form, blueprint: Blueprint, device: str) -> int:
+def planned_bytes(form: Form, blueprint: Blueprint, device: str) -> int:
     """Bytes by the arithmetic of `doctor --plan`, with keys and values of several sequences."""
-    census, draft, context = take_census(config), blueprint.config.draft, blueprint.context
+    census, draft, context = take_census(blueprint.checkpoint.config), blueprint.config.draft, blueprint.context
     machine = Machine(1 << 40, None, MemorySettings(), pick_device(device).type, draft=draft)
     load = load_of(form.held_bytes(census) + draft * form.draft_bytes(census), 0, census, machine, draft=draft)
     return load.weights + load.kv(context) + (blueprint.sequences - 1) * context * load.kv_token + load.scratch(context)
