@@ -76,7 +76,8 @@ class Call:
 
     def put(self, event: Event, *, alone: bool) -> Look:
         """Take what came; when its reader should look, see `hand_over`. `alone`: the reader's sink may take it here and now, while the
-        reader waits, and nobody is woken. Beside others that would hold up the step: 8 sends take the thread 1.2 ms, and the loop has time.
+        reader waits, and nobody is woken. Where a step writes for several that would hold it up: 8 sends take the thread 1.2 ms, and the
+        loop has time.
 
         They may look at the end of their patience for the end of reading a prompt, which the first token follows, and for the beginning of
         a short one.

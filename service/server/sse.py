@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -114,6 +115,7 @@ class EventStream:
                 raise ClientGoneError("the client took nothing for too long") from None
         own = self._request.get_extra_info("socket")
         if self._socket is None and own is not None and not transport.is_closing():
-            self._socket = own.dup()  # behind the first part, which is waited for
+            with suppress(OSError):  # too many open files: then all goes this way
+                self._socket = own.dup()  # behind the first part, which is waited for
         self._clear = transport.get_write_buffer_size() == 0
         return response

@@ -167,7 +167,7 @@ class Worker:
             call = numbered[event.request]
             if call.entered is None:
                 call.enter()
-            look = call.put(event, alone=len(self.working) == 1)
+            look = call.put(event, alone=len(self.working) == call.places == 1)
             if look:
                 self._came.append(call)
             if look == "now":

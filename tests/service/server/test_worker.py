@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,3 +132,31 @@ def test_a_step_wakes_the_loop_once_however_many_it_writes_for(monkeypatch: pyte
 
     # Each first token and each end at once, the tokens of every other step together, and the thread's own end.
     assert asyncio.run(run()) <= 2 * count + tokens + 2
+
+
+@pytest.mark.parametrize("choices", [1, 8])
+def test_the_model_sends_one_text_itself_and_leaves_several_of_a_request_to_the_loop(choices: int) -> None:
+    async def run() -> set[bool]:
+        desk, own, found = Desk(), threading.get_ident(), set()
+        call = Call(desk.model, replace(PREPARED, n=choices))  # type: ignore[arg-type]
+
+        def sink(event: Event) -> bool:
+            found.add(threading.get_ident() == own)
+            return event.result is None
+
+        def serve(arrivals: Callable[[], Sequence[Prepared]], **_: Any) -> Iterator[Event]:
+            assert arrivals()
+            while call._sink is None:  # until the reader waits
+                time.sleep(0.001)
+            yield from (Event("a", token=1, choice=choice) for choice in range(choices))
+            arrivals()
+            yield from (Event(choice=choice, result=Result("a", "", (1,), "stop", 7, Usage(1, 1, 0), {}, {})) for choice in range(choices))
+
+        desk.model.serve = serve  # type: ignore[method-assign]
+        desk.worker.ask(call)
+        while await call.take(LONG, sink) is not None:
+            continue
+        await desk.worker.close()
+        return found
+
+    assert (False in asyncio.run(run())) == (choices == 1)
