@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..config import Config, load_config
 from ..errors import OnedeskError
-from .tree import Tree
+from .tree import Desk, Tree
 
 Status = Literal["ok", "warning", "failure"]
 OLDEST_PYTHON = (3, 10)
@@ -210,10 +210,14 @@ def _engines(config: Config, device: str) -> Iterator[Check]:
 def _comfyui(config: Config) -> Check:
     if config.tree is None:
         return Check("comfyui", "ok", "none is looked for without an installed tree")
-    comfyui = Tree(config.tree).comfyui
-    pack = comfyui / "custom_nodes" / "onedesk"
-    if not comfyui.is_dir():
+    tree = Tree(config.tree)
+    desk = tree.load_desk() or Desk(str(tree.comfyui), sys.executable, made=True)
+    comfyui = Path(desk.comfyui)  # also one that was there before
+    pack = comfyui / "custom_nodes" / desk.pack
+    if not comfyui.is_dir() and desk.made:
         return Check("comfyui", "ok", "this tree has none of its own (install.sh --comfyui links the pack into yours)")
+    if not comfyui.is_dir():
+        return Check("comfyui", "warning", f"{comfyui} is gone", "run install.sh --comfyui with the folder where ComfyUI is now")
     if not pack.exists():
         return Check("comfyui", "failure", f"{pack} is missing: ComfyUI does not see the nodes", "run install.sh again; it makes the link")
     if not pack.resolve().samefile(Path(__file__).resolve().parents[2]):

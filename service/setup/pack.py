@@ -59,6 +59,8 @@ def link(place: Path, target: Path) -> bool:
     if place.is_symlink() and (not place.exists() or is_onedesk(place)):
         place.unlink()
     elif place.is_symlink() or place.exists():
+        if is_onedesk(place):
+            raise SetupError(f"{place} is a copy of Onedesk already: run the install.sh in it, or move it away and run this one again")
         raise SetupError(f"{place} is there already and is not ours; move it away, then run install.sh again")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(target, target_is_directory=True)

@@ -13,7 +13,7 @@ from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.meminfo import read_meminfo
 from onedesk.service.setup import doctor
 from onedesk.service.setup.doctor import Check, examine
-from onedesk.service.setup.tree import Tree
+from onedesk.service.setup.tree import Desk, Tree
 from tiny_qwen3 import write_tiny_qwen3
 
 PACKAGE = Path(__file__).resolve().parents[3]
@@ -90,6 +90,18 @@ def test_a_link_to_another_copy_is_told(tree, tmp_path):
     pack.symlink_to(other)
     found = checks(tree)["comfyui"]
     assert (found.status, str(other) in found.detail) == ("warning", True)
+
+
+def test_a_comfyui_that_was_there_before_is_looked_at(tree, tmp_path):
+    theirs = tmp_path / "theirs"
+    tree.comfyui.rename(theirs)
+    tree.save_desk(Desk(str(theirs), sys.executable, made=False))
+    assert checks(tree)["comfyui"].detail == f"{theirs} sees this pack"
+    (theirs / "custom_nodes" / "onedesk").unlink()
+    assert checks(tree)["comfyui"].status == "failure"
+    theirs.rename(tmp_path / "moved")
+    found = checks(tree)["comfyui"]
+    assert (found.status, found.detail) == ("warning", f"{theirs} is gone")
 
 
 def test_a_wrong_configuration_ends_the_examination_with_its_reason(tree):

@@ -116,6 +116,9 @@ def test_link_never_replaces_what_is_not_ours(tmp_path: Path, repository: Path) 
             link(place, repository)
     assert folder.is_dir()
     assert foreign.resolve() == folder
+    (folder / "pyproject.toml").write_text('name = "onedesk"\n', encoding="utf-8")
+    with pytest.raises(SetupError, match="is a copy of Onedesk already: run the install"):
+        link(folder, repository)
 
 
 def test_package_is_importable_and_listed_without_a_file_in_the_checkout(tree: Tree, checkout: Path, repository: Path) -> None:
