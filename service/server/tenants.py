@@ -87,12 +87,19 @@ class Tenants:
                 pool.arbiter.add_neighbour(self)
             if len(self._tenants) >= TENANTS_LIMIT:
                 raise ApiError(429, f"{TENANTS_LIMIT} leases of other processes are open already; give one back", code="too_many_leases")
-        lacking = tenant.promised - pool.room().machine
-        released = pool.make_room(lacking) if lacking > 0 else []
-        room = pool.room().machine
-        if tenant.promised > room:
+        room = pool.room()
+        most = max(0, room.machine + room.yielding + room.neighbours)
+        if tenant.promised > most:  # nobody gives way in vain
             raise MemoryFull(
-                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine has {show(max(0, room))} above the floor, now that "
+                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine would have {show(most)} above the floor if "
+                "everybody gave way who can; ask for less, or close other programs"
+            )
+        lacking = tenant.promised - room.machine
+        released = pool.make_room(lacking) if lacking > 0 else []
+        left = pool.room().machine
+        if tenant.promised > left:
+            raise MemoryFull(
+                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine has {show(max(0, left))} above the floor, now that "
                 "everybody gave way who could; ask for less, or close other programs"
             )
         with self._lock:

@@ -40,3 +40,22 @@ def test_two_who_come_at_once_are_not_promised_the_same_bytes(monkeypatch: pytes
     assert told.count("taken") == 1  # of one or the other
     assert sum(" asks for " in answer for answer in told) == 1
     assert len(tenants) == 1
+
+
+def test_nobody_gives_way_for_what_the_machine_can_never_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
+    asked: list[int] = []
+    monkeypatch.setattr(pool, "make_room", asked.append)
+    tenants = Tenants(lambda: pool)
+    with pytest.raises(MemoryFull, match="if everybody gave way who can; ask for less"):
+        tenants.take(Tenant("one", 2**50, 0, HEARTBEAT, False))
+    assert (asked, len(tenants)) == ([], 0)
+
+
+def test_owners_give_way_for_what_the_machine_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
+    freed: list[int] = []
+    monkeypatch.setattr(pool, "room", lambda: Room(budget=0, machine=100 + sum(freed), yielding=50, neighbours=0, used=50, available=0))
+    monkeypatch.setattr(pool, "make_room", freed.append)
+    Tenants(lambda: pool).take(Tenant("one", 130, 0, HEARTBEAT, False))
+    assert freed == [30]
