@@ -44,6 +44,7 @@ NO_COMMAND = 'no command was given; try onedesk models, or onedesk generate "a c
 # What is meant where no --model is given, unless it is one model; no default is told where none is opened.
 _MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": ""}
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+_FORMATS = ("onedesk: %(message)s", logging.BASIC_FORMAT)  # where a message comes from is of use with -v alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         if unknown:
             words = "" if unknown[0].startswith("-") else "; put a text of several words in quotes"
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{words}")
-        logging.basicConfig(stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], force=True)
+        logging.basicConfig(stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], format=_FORMATS[args.verbose > 0], force=True)
         return args.run(args)
     except UsageError as error:
         return _fail(error, USAGE, as_json)
@@ -242,6 +243,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from .setup.demo import run_demo
 
+    if args.model is not None or args.quant != "none" or args.context is not None:
+        raise UsageError("the demo has its own two models: leave --model, --quant and --context out; onedesk generate takes them")
     with ends_as_interrupted():
         result = run_demo(args.idea, load_config(args.config))
     if args.json:
@@ -378,8 +381,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="S", help="the system prompt")
-    words = "tokens of the answer, 1 or more; default %(default)s"
-    parser.add_argument("--max-tokens", type=whole, default=512, metavar="N", help=words)
+    parser.add_argument("--max-tokens", type=whole, default=512, metavar="N", help="tokens of the answer, 1 or more; default %(default)s")
     own = "default: the model's own"
     parser.add_argument("--temperature", type=number, metavar="T", help=f"0 (always the likeliest token) or more; {own}")
     parser.add_argument("--top-p", type=number, metavar="P", help=f"draw among the likeliest that make up so much, above 0 to 1; {own}")

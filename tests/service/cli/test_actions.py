@@ -161,6 +161,13 @@ def test_doctor_says_ok_or_what_to_do(run, tree, tmp_path):
     assert {"name", "status", "detail", "fix"} == set(document["checks"][0])
 
 
+def test_a_warning_reads_as_the_other_lines_and_tells_its_place_with_v_alone(tree, capsys):
+    for words, shown in (((), "onedesk: it is slow"), (("-v",), "WARNING:onedesk.service.cli:it is slow")):
+        assert cli.main(["models", *words, "--config", str(tree / "onedesk.toml")]) == 0
+        cli.log.warning("it is %s", "slow")
+        assert shown in capsys.readouterr().err.splitlines()
+
+
 def test_version_and_help_are_no_errors(capsys):
     for arguments in (["--version"], ["--help"], ["generate", "--help"]):
         with pytest.raises(SystemExit) as ended:

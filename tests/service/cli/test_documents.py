@@ -150,6 +150,8 @@ def test_without_a_name_among_many_the_usage_is_wrong(run, tmp_path):
         ["bench", "decode", "--batch", "x"],
         ["bench", "decode", "--cycles", "0"],
         ["bench", "decode", "--against", "nobody"],
+        ["demo", "a cat", "--model", "tiny"],
+        ["demo", "a cat", "--quant", "int8"],
     ],
 )
 def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
