@@ -130,7 +130,11 @@ def _prompt(request: Request, context: int, language: Language) -> tuple[Sequenc
     text = request.prompt if request.prompt is not None else _rendered(request, language)
     fewest = len(text) // (SHRINKS * tokenizer.longest)
     if fewest > context:
-        raise RequestError(f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters)")
+        raise RequestError(
+            f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters), or open the "
+            "model with a larger ",
+            Field("context"),
+        )
     return tokenizer.encode(text), opens_reasoning(text)
 
 

@@ -34,7 +34,8 @@ class Policy:
             return
         number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool) and math.isfinite(self.seconds)
         if not number or self.seconds is None or self.seconds < 0:
-            raise RequestError(f"memory policy ttl has {self.seconds!r} seconds; use a number from 0, for example ttl 300")
+            had = "no seconds" if self.seconds is None else f"{self.seconds!r} seconds"
+            raise RequestError(f"memory policy ttl has {had}; use a number from 0, for example ttl 300")
 
     def __str__(self) -> str:
         return self.name if self.seconds is None else f"{self.name} {self.seconds:g}"

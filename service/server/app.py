@@ -120,7 +120,8 @@ async def listen(app: web.Application, address: Address) -> tuple[web.AppRunner,
         await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        what = "is taken by another program; choose one with --port" if taken else f"cannot be bound: {error.strerror}"
+        bound = f"cannot be bound: {error.strerror}; name an address of this machine with --host, and a port that you may take with --port"
+        what = "is taken by another program; choose one with --port" if taken else bound
         raise RequestError(f"port {address.port} of {address.host} {what}") from error
     host, port = runner.addresses[0][:2]
     return runner, Address(str(host), int(port))

@@ -99,7 +99,7 @@ def _check_object(value: dict[str, Any], schema: Schema, path: str) -> None:
 def describe(schema: Schema) -> str:
     """What a schema takes, in words."""
     if "anyOf" in schema:
-        return " or ".join(map(describe, schema["anyOf"]))
+        return " or ".join(dict.fromkeys(map(describe, schema["anyOf"])))
     if "enum" in schema:
         return "one of " + ", ".join("null" if item is None else str(item) for item in schema["enum"])
     return " or ".join(_WORDS[kind](schema) for kind in _kinds(schema)) or "any value"
@@ -110,15 +110,18 @@ def _numbers(schema: Schema, word: str) -> str:
     return word + ("" if low is None else f" from {low}") + ("" if high is None else f" up to {high}")
 
 
-def _counted(schema: Schema, word: str, low: str, high: str) -> str:
+def _counted(schema: Schema, word: str, low: str, high: str, unit: str) -> str:
     fewest, most = schema.get(low), schema.get(high)
     bounds = [f"at least {fewest}"] if fewest else []
     bounds += [f"at most {most}"] if most is not None else []
-    return word + (f" of {' and '.join(bounds)}" if bounds else "")
+    one = bounds and (fewest if most is None else most) == 1
+    return word + (f" of {' and '.join(bounds)} {unit}{'' if one else 's'}" if bounds else "")
 
 
 def _text(schema: Schema) -> str:
-    return f"a text like {schema['examples'][0]}" if "pattern" in schema else _counted(schema, "a text", "minLength", "maxLength")
+    return (
+        f"a text like {schema['examples'][0]}" if "pattern" in schema else _counted(schema, "a text", "minLength", "maxLength", "character")
+    )
 
 
 _WORDS: Mapping[str, Callable[[Schema], str]] = {
@@ -126,7 +129,7 @@ _WORDS: Mapping[str, Callable[[Schema], str]] = {
     "integer": lambda schema: _numbers(schema, "a whole number"),
     "number": lambda schema: _numbers(schema, "a number"),
     "boolean": lambda _: "true or false",
-    "array": lambda schema: _counted(schema, "a list", "minItems", "maxItems"),
+    "array": lambda schema: _counted(schema, "a list", "minItems", "maxItems", "item"),
     "object": lambda _: "an object",
     "null": lambda _: "null",
 }
