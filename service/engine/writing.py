@@ -38,7 +38,7 @@ class Writing:
         if room is not None:
             guess, drafting = self._guess(rows[0], room)
             if guess or room.behind:
-                yield from self._check(rows[0], guess, began, drafting)
+                yield from self._check(rows[0], guess, began, drafting, captured)
                 return
         if not call.flights:
             rows = self._with_room(rows)
@@ -117,9 +117,12 @@ class Writing:
             self._call.session.costs.note_draft(plan.drafts, room.unread, seconds)
         return guess, seconds
 
-    def _check(self, row: Row, guess: list[int], began: float, drafting: float) -> Iterator[Event]:
-        """Read the latest tokens and a guess in one pass, and choose at each place as if it had been read alone, until one differs."""
-        kv, speculator, meter, captured = row.kv, row.speculator, self._meter, self._stepper.captured
+    def _check(self, row: Row, guess: list[int], began: float, drafting: float, captured: int) -> Iterator[Event]:
+        """Read the latest tokens and a guess in one pass, and choose at each place as if it had been read alone, until one differs.
+
+        `captured`: of the stepper when the step `began`, with a guess that may have been drafted by a pass of a new kind.
+        """
+        kv, speculator, meter = row.kv, row.speculator, self._meter
         if kv is None or speculator is None:
             raise ValueError("a row without a cache or a speculator has no guess")
         fed, right = list(row.feed), 0

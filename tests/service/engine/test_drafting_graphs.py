@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafted import PROMPT, Told, passes, start, tell, write, written
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
-from onedesk.service.core import Request, Result, Sampling
+from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import speculate
 from onedesk.service.engine.speculate import PassCosts, Plan, Room, Speculator
+from onedesk.service.engine.work import Row
+from onedesk.service.engine.writing import Writing
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
@@ -107,15 +110,32 @@ class Noting(PassCosts):
         self.noted.append(-tokens)
 
 
-def test_a_pass_that_is_captured_says_nothing_of_what_others_cost(model: OpenModel, stepper: OnTheCpu) -> None:
-    costs = Noting()
+def test_a_step_that_captures_says_nothing_of_what_others_cost(
+    model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by its own pass nor by the one of the layer that drafts before it: guessing would seem to cost what it never will again."""
+    costs, graphs, grew = Noting(), stepper._graphs, list[bool]()
     tell(model, costs)
-    graphs = stepper._graphs
-    assert isinstance(graphs, ReplayedGraphs)
+    real_step, real_note, told = Writing.step, Speculator.note, list[float | None]()
+
+    def step(writing: Writing, rows: Sequence[Row]) -> Iterator[Event]:
+        before = graphs.captured
+        try:
+            yield from real_step(writing, rows)
+        finally:  # the last one is left where the text ends
+            grew.append(graphs.captured > before)
+
+    def note(speculator: Speculator, guessed: int, right: int, seconds: float | None, **more: Any) -> None:
+        told.append(seconds)
+        real_note(speculator, guessed, right, seconds, **more)
+
+    monkeypatch.setattr(Writing, "step", step)
+    monkeypatch.setattr(Speculator, "note", note)
     written(model, ask(WAYS["greedy"], speculation=True))
-    ran = stepper.checked + stepper.launches
-    first = sum(key[0] != "draft" for key in graphs.keys)
-    assert len([rows for rows in costs.noted if rows > 0]) == ran - first
+    assert len(grew) == stepper.checked + stepper.launches
+    assert any(grew)
+    count = len([rows for rows in costs.noted if rows > 0])
+    assert count == len([seconds for seconds in told if seconds is not None]) == grew.count(False)
 
 
 def test_a_text_whose_steps_are_under_way_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:
