@@ -23,7 +23,9 @@ async def metrics(service: Service, request: web.Request) -> web.Response:
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
-        raise ApiError(501, "figures need the package prometheus_client; install onedesk[service]", code="not_installed") from error
+        raise ApiError(
+            501, "figures need the package prometheus_client; install it into the environment of Onedesk", code="not_installed"
+        ) from error
 
     def gathered() -> bytes:
         registry = CollectorRegistry()

@@ -70,7 +70,9 @@ class Grammars:
         try:
             import llguidance
         except ImportError as error:
-            raise ModelError("answers bound to a JSON schema need the package llguidance; install onedesk[service]") from error
+            raise ModelError(
+                "answers bound to a JSON schema need the package llguidance; install it into the environment of Onedesk"
+            ) from error
         end_ids = sorted(token for token in ends if token < size)
         if not end_ids:
             raise ModelError("answers bound to a JSON schema need a token that ends a turn, and this model names none")

@@ -41,6 +41,7 @@ LASTING: Mapping[str, tuple[str, bool]] = MappingProxyType(
 MOVES = ("willneed", "aside")
 # Pages are moved in whole pieces of the card's own page size, so that a neighbour's are left where they are.
 PIECE = 2 << 20
+_INSTALL = 'pip install "cuda-bindings>=13" into the environment of Onedesk'
 
 
 class Runtime(Protocol):
@@ -227,9 +228,9 @@ class CudaRuntime:
         try:
             runtime = import_module("cuda.bindings.runtime")  # compiled, without stubs
         except ImportError as error:
-            raise RequestError(f"managed memory needs cuda-bindings: pip install 'onedesk[managed]' ({error})") from error
+            raise RequestError(f"managed memory needs cuda-bindings: {_INSTALL} ({error})") from error
         if not hasattr(runtime, "cudaMemLocation"):
-            raise RequestError("managed memory needs cuda-bindings 13 or newer: pip install 'onedesk[managed]'")
+            raise RequestError(f"managed memory needs cuda-bindings 13 or newer: {_INSTALL}")
         self._cuda: Any = runtime
         self._device = device
         self._index = device.index or 0

@@ -192,9 +192,9 @@ def test_it_says_what_the_machine_can_do():
     assert set(ATTRIBUTES) <= set(found)
 
 
-def test_without_cuda_bindings_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+def test_without_cuda_bindings_the_message_names_the_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(RequestError, match=r"pip install 'onedesk\[managed\]'"):
+    with pytest.raises(RequestError, match='pip install "cuda-bindings>=13" into the environment of Onedesk'):
         ManagedBackend("cuda")
 
 

@@ -125,7 +125,7 @@ def test_without_the_package_the_message_says_what_to_install(tokenizer: Tokeniz
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModelError, match=r"install onedesk\[service\]"):
+    with pytest.raises(ModelError, match="llguidance; install it into the environment of Onedesk"):
         Grammars(tokenizer, tokenizer.size, [0])
 
 
