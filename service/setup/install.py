@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from ..errors import OnedeskError
 from ..peers.note import running as running_service
+from ..places import TREE_LINK
 from .checks import run_checks
 from .environment import PINS, TORCH, Environment
 from .foreign import find_foreign, model_paths, no_comfyui
@@ -184,7 +185,9 @@ def remove_link(place: Path) -> None:
 
 def remove_pack(place: Path, tree: Tree) -> None:
     """Take away the link that `add_pack` made for the tree, unless it was made anew for another one since."""
-    if place.is_symlink() and place.exists() and place.readlink() not in (tree.prefix, tree.pack / NAME):
+    target = place.readlink() if place.is_symlink() else place
+    other = Tree(target if place.name == TREE_LINK else target.parent.parent.parent)
+    if other.script.is_file() and not other.prefix.samefile(tree.prefix):
         LOG.info("kept      %s, which leads to another installation", place)
     else:
         remove_link(place)
