@@ -205,16 +205,20 @@ def installed_file() -> Path | None:
     """The onedesk.toml of the tree that the running pack or Python belongs to, None where they belong to none.
 
     The link in the custom_nodes of somebody's own ComfyUI leads through the tree that made it, by TREE/envs/pack; a checkout that stands
-    there itself has the link .tree instead; a tree's own Python is in TREE/envs/NAME. Last comes a file in the package's own folder.
+    there itself has the link .tree instead, or a file of its own, whichever Python loads it; a tree's own Python is in TREE/envs/NAME. Last
+    comes a file in the package's own folder.
     """
-    pack = Path(__file__).absolute().parent.parent
-    places = [Path(sys.prefix).absolute().parent]
-    if pack.is_symlink():
-        places.insert(0, pack.readlink().parent.parent)
+    pack, own, files = Path(__file__).absolute().parent.parent, package_folder() / FILE_NAME, list[Path]()
+    if pack.is_symlink() and pack.readlink().parent.parent.name == "envs":
+        files.append(pack.readlink().parent.parent.parent / FILE_NAME)
     elif (pack / TREE_LINK).is_symlink():
-        places.insert(0, (pack / TREE_LINK).readlink() / "envs")
-    files = [envs.parent / FILE_NAME for envs in places if envs.name == "envs"]
-    return next((file for file in (*files, package_folder() / FILE_NAME) if file.is_file()), None)
+        files.append((pack / TREE_LINK).readlink() / FILE_NAME)
+    if pack.parent.name == "custom_nodes" and not pack.is_symlink():
+        files.append(own)
+    envs = Path(sys.prefix).absolute().parent
+    if envs.name == "envs":
+        files.append(envs.parent / FILE_NAME)
+    return next((file for file in (*files, own) if file.is_file()), None)
 
 
 def load_config(path: Path | None = None) -> Config:

@@ -171,12 +171,12 @@ def draft_scores(session: Session, hidden: torch.Tensor, ids: list[int], pieces:
     drafting = session.runner.drafting
     assert drafting is not None
     sequence, found, at = drafting.cache.open(CONTEXT), [], 0
-    scratch, chunks = session.runner.scratch, drafting._chunk
+    scratch, inputs = session.runner.scratch, drafting._rows
     with sequence:
         for piece in pieces:
             scratch.rows(piece)["draft_hidden"].copy_(hidden[at : at + piece])
-            chunk, rows = chunks.fill(sequence, ids[at : at + piece])
-            state = drafting._draft.forward(chunk, rows, drafting.cache, scratch).clone()
+            inputs.fill(sequence, piece, ids[at : at + piece])
+            state = drafting._draft.forward(inputs.ids[:piece], inputs.rows[piece], drafting.cache, scratch).clone()
             sequence.advance(piece)
             found += [drafting._draft.network.logits(state[row : row + 1], scratch).clone() for row in range(piece)]
             at += piece
