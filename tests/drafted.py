@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from onedesk.service.api import OpenModel, open_model
 from onedesk.service.core import Request, Result
 from onedesk.service.engine.runner import Runner
-from onedesk.service.engine.speculate import PassCosts
+from onedesk.service.engine.speculate import PassCosts, Plan, Room, Speculator
 from onedesk.service.memory.pool import Pool
 from tiny_drafts import write_drafter, write_rigged
 
@@ -57,3 +59,17 @@ def written(model: OpenModel, request: Request) -> Result:
 
 def passes(model: OpenModel, result: Result) -> int:
     return round(result.stages["decode"].bytes / model._blueprint.pass_bytes)
+
+
+def arbitrary(request: Request, wanted: Sequence[int], draw: random.Random, chance: float) -> type[Speculator]:
+    """A speculator whose guesses have any length and are right with `chance`, token by token, or are drafted; `wanted`: what comes."""
+
+    class Arbitrary(Speculator):
+        def plan(self, room: Room) -> Plan:
+            at, count = len(self._lookup._ids) - len(request.ids or ()), draw.randint(0, max(0, room.most))
+            if room.unread and count and draw.random() < 0.3:
+                return Plan(drafts=count)
+            right = [*wanted[at : at + count], *[3] * count][:count]
+            return Plan(tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right))
+
+    return Arbitrary

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafted import CONTEXT, PROMPT, Told, passes, start, tell, write, written
+from drafted import CONTEXT, PROMPT, Told, arbitrary, passes, start, tell, write, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel, open_model
 from onedesk.service.core import Request, Sampling
 from onedesk.service.engine import speculate
-from onedesk.service.engine.speculate import Plan, Room, Speculator
 from onedesk.service.kernels.rows import BLOCK
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -145,16 +144,8 @@ def test_any_guesses_leave_the_text_as_it_is(misled: OpenModel, seed: int, chanc
     draw, request = random.Random(seed), ask(greedy=seed % 2 == 0, ids=PROMPT[: 5 + seed % 30], prefix_reuse=reuse)
     wanted = written(misled, replace(request, speculation=False)).ids
 
-    class Arbitrary(Speculator):
-        def plan(self, room: Room) -> Plan:
-            at, count = len(self._lookup._ids) - len(request.ids or ()), draw.randint(0, max(0, room.most))
-            if room.unread and count and draw.random() < 0.3:
-                return Plan(drafts=count)
-            right = [*wanted[at : at + count], *[3] * count][:count]
-            return Plan(tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onedesk.service.engine.writing.Speculator", Arbitrary)
+        patch.setattr("onedesk.service.engine.writing.Speculator", arbitrary(request, wanted, draw, chance))
         assert written(misled, request).ids == wanted
     tell(misled).kv.check()
 

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafted import PROMPT, Told, passes, start, tell, write, written
+import torch
+from drafted import PROMPT, Told, arbitrary, passes, start, tell, write, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import speculate
-from onedesk.service.engine.speculate import PassCosts, Plan, Room, Speculator
+from onedesk.service.engine.sampler import Sampler
+from onedesk.service.engine.speculate import PassCosts, Speculator
+from onedesk.service.engine.stepper import Checked
 from onedesk.service.engine.work import Row
 from onedesk.service.engine.writing import Writing
 from onedesk.service.memory.budget import MemorySettings
@@ -77,20 +80,12 @@ def test_guesses_in_graphs_save_passes_and_change_nothing(model: OpenModel, step
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), chance=st.floats(0.0, 1.0), drawn=st.booleans())
 def test_any_guesses_in_graphs_leave_the_text_as_it_is(model: OpenModel, stepper: OnTheCpu, seed: int, chance: float, drawn: bool) -> None:
-    """Guesses of any length, right up to any token, drafted or made up; thoughts are cut short by tokens that nobody chose."""
+    """Guesses of any length, right up to any token, drafted or made up."""
     draw, request = random.Random(seed), ask(WAYS["drawn" if drawn else "greedy"], ids=PROMPT[: 5 + seed % 30], max_tokens=30)
     wanted = written(model, replace(request, speculation=False)).ids
 
-    class Arbitrary(Speculator):
-        def plan(self, room: Room) -> Plan:
-            at, count = len(self._lookup._ids) - len(request.ids or ()), draw.randint(0, max(0, room.most))
-            if room.unread and count and draw.random() < 0.3:
-                return Plan(drafts=count)
-            right = [*wanted[at : at + count], *[3] * count][:count]
-            return Plan(tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onedesk.service.engine.writing.Speculator", Arbitrary)
+        patch.setattr("onedesk.service.engine.writing.Speculator", arbitrary(request, wanted, draw, chance))
         assert written(model, request).ids == wanted
     tell(model).kv.check()
 
@@ -148,3 +143,24 @@ def test_a_text_whose_steps_are_under_way_is_not_checked(model: OpenModel, stepp
 def test_results_tell_of_guesses(model: OpenModel, stepper: OnTheCpu) -> None:
     result: Result = written(model, ask(WAYS["drawn"]))
     assert result.stages["speculation"].accepted >= result.stages["draft"].accepted > 0
+
+
+def test_a_forced_token_inside_a_check_takes_no_draw() -> None:
+    """What the device drew behind it was another token's draw: the host draws anew."""
+    vocab, scores = 50, torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+
+    def sampler() -> Sampler:
+        return Sampler(Sampling(1.3, 0, 1.0, 0.0, 0.0, 0.0, 1.0), 4, [], vocab)
+
+    drawing, chosen = sampler(), []
+    for row in scores:
+        chosen.append(drawing.choose(row.clone()))
+        drawing.accept(chosen[-1])
+    forced = sampler()
+    checked = Checked(forced, scores.clone(), [*chosen[:2], vocab - 1], 0)
+    assert checked.pick(0).token == chosen[0]
+    forced.accept(chosen[0])
+    forced.accept(7, forced=True)
+    alone = sampler()
+    alone.accept(0)
+    assert checked.pick(2).token == alone.choose(scores[2].clone()) != vocab - 1
