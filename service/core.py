@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
 
-from .errors import Field, RequestError
+from .errors import Field, OnedeskError, RequestError
 
 Finish = Literal["stop", "length", "stop_string", "repetition", "cancelled"]
 Thinking = Literal["on", "off", "auto"]
@@ -208,12 +208,8 @@ class Request:
     def _check_choices(self) -> None:
         if self.n is None:
             raise RequestError(Field("n"), f" is None; use a whole number from 1 to {CHOICES_LIMIT}")
-        for name, value, limit in (
-            ("n", self.n, CHOICES_LIMIT),
-            ("best_of", self.best_of, CHOICES_LIMIT),
-            ("beams", self.beams, BEAMS_LIMIT),
-        ):
-            _check_whole(name, value, 1, limit)
+        for name, limit in (("n", CHOICES_LIMIT), ("best_of", CHOICES_LIMIT), ("beams", BEAMS_LIMIT)):
+            _check_whole(name, getattr(self, name), 1, limit)
         if self.best_of is not None and self.beams is not None:
             words = " exclude each other: one draws, the other searches; give one of them"
             raise RequestError(Field("best_of"), " and ", Field("beams"), words)
@@ -321,6 +317,8 @@ class Logprobs:
 class Event:
     """One step of a generation: text that became visible, the token behind it, progress, and on a choice's last event the result.
 
+    `error` is the last event of a request that failed alone, while those beside it go on: none of its choices says more.
+
     `request` is the place of the request in the list that was asked, `choice` the place among its choices. `logprobs` is there where the
     request asked for it and the token belongs to the answer, not to the reasoning.
     """
@@ -330,6 +328,7 @@ class Event:
     token: int | None = None
     progress: Progress | None = None
     result: Result | None = None
+    error: OnedeskError | None = None
     logprobs: Logprobs | None = None
     request: int = 0
     choice: int = 0

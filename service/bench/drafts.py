@@ -16,9 +16,11 @@ from ..engine.call import Books, Orders
 from ..engine.drafting import Drafting
 from ..engine.generation import Generation
 from ..engine.leaks import LeakWatch
+from ..engine.sampler import Adjustments
 from ..engine.sequence import Limits
 from ..engine.stages import StageMeter
 from ..memory.pool import Pool
+from ..text.stops import StopStrings
 from .clock import Clock
 from .guesses import ToldDrafting
 from .made import Made
@@ -88,6 +90,7 @@ def _write(made: Made, pool: Pool, prepared: Prepared) -> tuple[float, list[int]
 def _prepared(made: Made, ids: Sequence[int], tokens: int, *, speculation: bool) -> Prepared:
     limits = Limits(tokens, 0, tokens, frozenset())
     return Prepared(
-        ids=tuple(ids), sampling=PLAIN, seed=0, limits=limits, reserve=tokens, stop=(), in_reasoning=False, repetition_stop=False,
-        tokenizer=None, choosable=made.blueprint.widths.vocab, prefix_reuse=False, speculation=speculation,
+        ids=tuple(ids), sampling=PLAIN, seed=0, limits=limits, reserve=tokens, stop=StopStrings(), in_reasoning=False,
+        repetition_stop=False, tokenizer=None, choosable=made.blueprint.widths.vocab, adjustments=Adjustments(PLAIN, (), 0),
+        prefix_reuse=False, speculation=speculation,
     )  # fmt: skip

@@ -10,8 +10,10 @@ import numpy as np
 
 from ..core import SEED_LIMIT, Event, Finish, Result, Sampling, Stage, Usage
 from ..text.repetition import RepetitionCheck
+from ..text.stops import StopStrings
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
+from .sampler import Adjustments
 from .sequence import Limits, Sequence
 
 # Put behind reasoning that has used up its budget, so that the answer can begin (our wording).
@@ -32,6 +34,8 @@ class Guide(Protocol):
 class Prepared:
     """A request that has passed every check: token ids, complete sampling, seed, limits. `reserve` are the tokens of an answer for which
     room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`.
+
+    Its choices share what is here: `stop`, `closing` (the tokens of CLOSING) and `adjustments` are made once, before the model's turn.
     """
 
     ids: tuple[int, ...]
@@ -39,11 +43,13 @@ class Prepared:
     seed: int
     limits: Limits
     reserve: int
-    stop: tuple[str, ...]
+    stop: StopStrings
     in_reasoning: bool
     repetition_stop: bool
     tokenizer: Tokenizer | None
     choosable: int
+    adjustments: Adjustments
+    closing: tuple[int, ...] = ()
     n: int = 1
     best_of: int | None = None
     beams: int | None = None
@@ -71,7 +77,6 @@ class Answer:
         self._repetition = RepetitionCheck() if prepared.repetition_stop else None
         tokenizer = prepared.tokenizer
         self._text = TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
-        self._closing = tokenizer.encode(CLOSING) if tokenizer else []
         self._guide = prepared.guide() if prepared.guide else None
         # The token that must come next although nobody samples it; None: sample.
         self.coming = self._next_forced()
@@ -158,7 +163,7 @@ class Answer:
     def _next_forced(self) -> int | None:
         if self.finish is not None:
             return None
-        return self._sequence.next_forced(in_reasoning=self.in_reasoning, closing=self._closing)
+        return self._sequence.next_forced(in_reasoning=self.in_reasoning, closing=self._prepared.closing)
 
 
 def cancelled_result(prepared: Prepared, choice: int, seconds: float) -> Result:

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache.paged import blocks_for
-from ..core import Request, Sampling
+from ..core import CancelCheck, Request, Sampling
 from ..errors import Field, ModelError, OnedeskError, RequestError
 from ..kernels.rows import BLOCK
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
-from ..text.stops import check_stops
-from .answer import Prepared
+from ..text.stops import StopStrings
+from .answer import CLOSING, Prepared
+from .sampler import Adjustments
 from .search import Search
 from .sequence import Limits
 from .session import Blueprint
@@ -23,10 +24,13 @@ from .session import Blueprint
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError."""
+def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> Prepared:
+    """Check `request` and turn it into token ids with complete sampling and limits, and make what its choices share.
+
+    Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
+    """
     request = request.validated()
-    check_stops(request.stop)
+    stop = StopStrings(request.stop, cancel)
     ids, in_reasoning = _prompt(request, blueprint.context, language)
     check_ids(ids, blueprint.widths.vocab)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
@@ -46,17 +50,20 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
+    sampling = _sampling(request, blueprint)
     return Prepared(
         ids=tuple(ids),
-        sampling=_sampling(request, blueprint),
+        sampling=sampling,
         seed=request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64),
         limits=limits,
         reserve=_reserve(request, limits, in_reasoning),
-        stop=request.stop,
+        stop=stop,
         in_reasoning=in_reasoning,
         repetition_stop=repetition_stop and request.beams is None,
         tokenizer=tokenizer,
         choosable=choosable,
+        adjustments=Adjustments(sampling, ids, choosable),
+        closing=tuple(tokenizer.encode(CLOSING)) if tokenizer else (),
         n=request.n,
         best_of=request.best_of,
         beams=request.beams,
@@ -67,14 +74,14 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
     )
 
 
-def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language) -> list[Prepared]:
+def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> list[Prepared]:
     """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
     if not requests:
         raise RequestError("the list of requests is empty; give at least one")
     prepared = []
     for place, request in enumerate(requests, 1):
         try:
-            prepared.append(prepare(request, blueprint, language))
+            prepared.append(prepare(request, blueprint, language, cancel))
         except OnedeskError as error:
             if len(requests) == 1:
                 raise

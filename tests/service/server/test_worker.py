@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 from onedesk.service.core import Event, Result, Sampling, Usage
 from onedesk.service.engine.answer import Prepared
+from onedesk.service.engine.sampler import Adjustments
 from onedesk.service.engine.sequence import Limits
 from onedesk.service.server import worker as worker_module
 from onedesk.service.server.call import Call
 from onedesk.service.server.figures import Figures
 from onedesk.service.server.worker import Coming, Worker
+from onedesk.service.text.stops import StopStrings
 
-PREPARED = Prepared((1,), Sampling(), 7, Limits(8, 8, 8, frozenset()), 8, (), False, False, None, 10)
+PREPARED = Prepared(
+    (1,), Sampling(), 7, Limits(8, 8, 8, frozenset()), 8, StopStrings(), False, False, None, 10, Adjustments(Sampling(), (), 10)
+)
 LONG = 60.0  # seconds; no test waits for them
 
 
