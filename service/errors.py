@@ -66,10 +66,8 @@ def in_family(error: BaseException, what: str) -> OnedeskError:
     if isinstance(error, MemoryError):
         named: OnedeskError = MemoryFull(f"{what} failed: this process got no more memory; ask for less at once, or free some")
     else:
-        detail = " ".join(str(error).split())[:_DETAIL_CHARACTERS]
-        named = OnedeskError(
-            f"{what} failed: {type(error).__name__}{': ' if detail else ''}{detail}; report it with the request and the log"
-        )
+        detail = " ".join(f"{type(error).__name__} {error}".split())[:_DETAIL_CHARACTERS]
+        named = OnedeskError(f"{what} failed: {detail}; this is a fault of Onedesk: report it with the request and the log")
     named.__cause__ = error
     return named
 
