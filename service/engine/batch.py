@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core import CancelCheck, Event, Finish, ProgressReport, Result
 from ..errors import Caught, OnedeskError
@@ -125,11 +126,11 @@ class Call:
         request, choice = row.ticket.request, row.ticket.choice
         return event if event.request == request and event.choice == choice else replace(event, request=request, choice=choice)
 
-    def guarded(self, row: Row, steps: Iterator[Event]) -> Generator[Event, None, None]:
-        """What `steps`, which concern this row alone, yield. Whatever they raise ends the row's request with that error."""
+    def guarded(self, row: Row, work: Callable[..., Iterator[Event]], *arguments: Any) -> Iterator[Event]:
+        """What `work(*arguments)`, which concerns this row alone, yields. Whatever it raises ends the row's request with that error."""
         job = self.job(row)
         with Caught("writing an answer") as caught:
-            yield from steps
+            yield from work(*arguments)
         if caught.error is not None:
             yield from self.fail(job, caught.error)
 

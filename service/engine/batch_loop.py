@@ -82,8 +82,10 @@ class Generation:
             if job.rows and self._call.unwanted(job):
                 for row in list(job.rows):
                     if row.ticket.state != "ended":
-                        ends = self._found(row) if row.ticket in self._searches else self._call.end(row, "cancelled")
-                        yield from self._call.guarded(row, ends)
+                        yield from self._call.guarded(row, self._cancel, row)
+
+    def _cancel(self, row: Row) -> Iterator[Event]:
+        return self._found(row) if row.ticket in self._searches else self._call.end(row, "cancelled")
 
     def _enter(self) -> Iterator[Event]:
         """Let in whoever has a place and fits. Whoever is alone always fits, if need be without what is kept for others."""
@@ -108,7 +110,7 @@ class Generation:
             elif ticket.state == "reading":
                 yield self._read_so_far(row)
             elif job.base is not None:
-                yield from self._call.guarded(row, self._begin(row, job.base.scores.clone()))
+                yield from self._call.guarded(row, self._begin, row, job.base.scores.clone())
             if not job.waiting:
                 job.drop_base()
 
@@ -184,7 +186,7 @@ class Generation:
             row.reading += took
             if row.kv is not None and row.kv.length == len(row.prepared.ids):
                 self._settle(row)
-                yield from self._call.guarded(row, self._has_read(row, row.kv, behind))
+                yield from self._call.guarded(row, self._has_read, row, row.kv, behind)
 
     def _pass(self, rows: Sequence[Row]) -> torch.Tensor:
         """The scores [rows, vocab] behind what was read of each. A pass over several is given up when nobody wants it: the others need not
@@ -255,7 +257,7 @@ class Generation:
         for ticket, search in list(self._searches.items()):
             row = self._call.row(ticket)
             if ticket.state == "writing" and not self._call.unwanted(self._call.job(row)):
-                yield from self._call.guarded(row, self._searched(row, search))
+                yield from self._call.guarded(row, self._searched, row, search)
 
     def _searched(self, row: Row, search: Search) -> Iterator[Event]:
         """One step of a search."""

@@ -44,7 +44,7 @@ class Writing:
                 yield from call.fail(call.job(row), caught.error)
                 return
             if guess or (room is not None and room.behind):
-                yield from call.guarded(row, self._check(row, guess, began, drafting, captured))
+                yield from call.guarded(row, self._check, row, guess, began, drafting, captured)
                 return
         if not call.flights:
             rows = self._with_room(rows)
@@ -57,7 +57,7 @@ class Writing:
             rows[0].speculator.note(0, 0, time.perf_counter() - began)
         for row, picked in chosen:
             if row.ticket.state != "ended":  # its request may just have failed with another row
-                yield from call.guarded(row, call.take(row, picked))
+                yield from call.guarded(row, call.take, row, picked)
 
     def _launch(self, rows: Sequence[Row]) -> None:
         with self._meter.measure("decode"):
