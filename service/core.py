@@ -16,6 +16,9 @@ Thinking = Literal["on", "off", "auto"]
 # How weights are held: as stored, or turned into 8 or 4 bits.
 QUANTIZATIONS = ("none", "int8", "int4")
 CancelCheck = Callable[[], bool]
+# Where a value of the sampling in force comes from: the request, the checkpoint's generation_config.json, the family's published advice
+# for checkpoints without that file, or none of them.
+SamplingSource = Literal["request", "checkpoint", "family", "default"]
 
 SEED_LIMIT = 2**64
 WHOLE_LIMIT = 2**63 - 1  # the largest count of tokens in a request
@@ -88,6 +91,18 @@ class Sampling:
             if f.name not in ("seed", "logit_bias") and getattr(self, f.name) is None
         }
         return replace(self, **missing)
+
+
+# What changes nothing of the model's own chances.
+NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingValue:
+    """One value of the sampling in force, and where it comes from."""
+
+    value: float
+    source: SamplingSource
 
 
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
@@ -289,7 +304,8 @@ class Result:
     """The whole of a finished choice. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total.
 
     `stages` are those of the whole call up to then. `logprob` is the sum of the chosen tokens' log-probabilities in the raw model, EOS
-    included and forced tokens left out; None unless best_of or beams asked for it.
+    included and forced tokens left out; None unless best_of or beams asked for it. `sampling` is what was in force, by the names of
+    Sampling; empty where another engine wrote and did not say.
     """
 
     text: str
@@ -301,6 +317,7 @@ class Result:
     seconds: Mapping[str, float]
     stages: Mapping[str, Stage]
     logprob: float | None = None
+    sampling: Mapping[str, SamplingValue] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from ..api import pick_context, pick_device
 from ..config import FILE_NAME, Config
 from ..console import columns, wrapped
-from ..engine.session import draw_blueprint
+from ..core import Sampling
+from ..engine.effective_sampling import effective_sampling
+from ..engine.session import Blueprint, draw_blueprint
 from ..errors import FileError, ModelError, OnedeskError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
@@ -112,7 +114,7 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
     row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
-    row |= {"context": None, "images": None, "opens": False}
+    row |= {"context": None, "images": None, "opens": False, "sampling": None}
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
@@ -131,7 +133,17 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     fits, reason = _verdict(need, context, here.settings, here.budget)
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
-    return row | {"fits": fits, "reason": reason, "opens": True}
+    return row | {"fits": fits, "reason": reason, "opens": True, "sampling": _sampling(sketch)}
+
+
+def _sampling(sketch: Blueprint) -> dict[str, dict[str, Any]] | None:
+    """What is in force where a request says nothing, value by value; None where the checkpoint's own values are out of range."""
+    advice = sketch.family.default_sampling
+    try:
+        values = effective_sampling(Sampling(), sketch.checkpoint, advice, "auto")[1]
+    except ModelError:
+        return None  # opening it is not what fails; each request says what is wrong
+    return {name: asdict(value) for name, value in values.items()}
 
 
 def _context(wanted: int | None, allowed: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..core import (
     Finish,
     Result,
     Sampling,
+    SamplingValue,
     Stage,
     Usage,
 )
@@ -57,6 +58,7 @@ class Prepared:
     tokenizer: Tokenizer | None
     choosable: int
     adjustments: Adjustments
+    in_force: Mapping[str, SamplingValue] = field(default_factory=dict)
     closing: tuple[int, ...] = ()
     n: int = 1
     best_of: int | None = None
@@ -166,6 +168,7 @@ class Answer:
             seconds,
             stages,
             logprob,
+            self._prepared.in_force,
         )
 
     def _next_forced(self) -> int | None:
@@ -177,4 +180,4 @@ class Answer:
 def cancelled_result(prepared: Prepared, choice: int, seconds: float) -> Result:
     """The result of a choice that was stopped before its first token."""
     times = {"load": seconds, "first_token": seconds, "total": seconds}
-    return Result("", "", (), "cancelled", prepared.seed_of(choice), Usage(len(prepared.ids), 0, 0), times, {})
+    return Result("", "", (), "cancelled", prepared.seed_of(choice), Usage(len(prepared.ids), 0, 0), times, {}, sampling=prepared.in_force)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..cache.paged import blocks_for
-from ..core import CancelCheck, Request, Sampling
-from ..errors import Field, ModelError, OnedeskError, RequestError
+from ..core import CancelCheck, Request
+from ..errors import Field, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
@@ -16,6 +15,7 @@ from ..text.reasoning import opens_reasoning
 from ..text.stops import StopStrings
 from .answer import CLOSING, Prepared
 from .beam_search import Search
+from .effective_sampling import effective_sampling
 from .sampler import Adjustments
 from .sequence import Limits
 from .session import Blueprint
@@ -50,7 +50,8 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
-    sampling = _sampling(request, blueprint)
+    advice = blueprint.family.default_sampling
+    sampling, in_force = effective_sampling(request.sampling, blueprint.checkpoint, advice, request.thinking)
     return Prepared(
         ids=tuple(ids),
         sampling=sampling,
@@ -63,6 +64,7 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
         tokenizer=tokenizer,
         choosable=choosable,
         adjustments=Adjustments(sampling, ids, choosable),
+        in_force=in_force,
         closing=tuple(tokenizer.encode(CLOSING)) if tokenizer else (),
         n=request.n,
         best_of=request.best_of,
@@ -118,17 +120,6 @@ def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     return frozenset(token for token in named if token is not None)
 
 
-def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
-    """A checkpoint's own defaults from generation_config.json; a value that is out of range is a ModelError."""
-    if generation.get("do_sample") is False:
-        return Sampling(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    try:
-        return Sampling(**{name: generation[name] for name in names if generation.get(name) is not None}).validated()
-    except RequestError as error:
-        raise ModelError(f"generation_config.json: {error}") from error
-
-
 def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:
     """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
     if request.ids is not None:
@@ -156,12 +147,6 @@ def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
     """The grammar that every choice of the request follows."""
     may_think = request.thinking != "off" and not in_reasoning
     return grammars.guide(request.json_schema or "", frame=request.json_frame, may_think=may_think)
-
-
-def _sampling(request: Request, blueprint: Blueprint) -> Sampling:
-    """The request's own values, then the checkpoint's, then the family's."""
-    own = request.sampling.with_defaults(sampling_defaults(blueprint.checkpoint.generation))
-    return own.with_defaults(blueprint.family.default_sampling(request.thinking))
 
 
 def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:

@@ -59,6 +59,7 @@ class Census:
 class Checkpoint:
     """A validated checkpoint. `folder` holds config.json and the tokenizer; `weight_bytes` is the sum over all tensors.
 
+    `generation` is empty without generation_config.json, see `has_generation`.
     `settings`: the files of SETTINGS as they were when they were read; None where there are none, as of a network that is made up.
     """
 
@@ -69,6 +70,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     weight_bytes: int
     settings: Stamps | None = None
+    has_generation: bool = False
     # The files of the tensors, found once: whether they have changed is asked before each first token of the service.
     sources: frozenset[SourceFile] = field(init=False, repr=False, compare=False)
 
@@ -121,7 +123,7 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     weight_bytes = sum(info.nbytes for info in tensors.values())
     name = lone.stem if lone is not None else folder.resolve().name
     documents = MappingProxyType(config), MappingProxyType(generation)
-    return Checkpoint(folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings)
+    return Checkpoint(folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings, files.has(GENERATION))
 
 
 @dataclass(frozen=True, slots=True)
