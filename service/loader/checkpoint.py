@@ -10,9 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import FileError, ModelError
-from .files import SourceFile, Stamps, exists, is_inside, plain_parts, read_json_object, short, stamps
+from ..errors import FileError, ModelError, brief
+from .files import SourceFile, Stamps, exists, exists_at_all, is_inside, plain_parts, short, stamps
 from .header import TensorInfo, read_header
+from .json_files import INDEX_DOCUMENT, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +35,7 @@ _FOREIGN = (
     ("pickle", (".bin", ".pt", ".pth", ".ckpt", ".pkl")),
     ("ONNX", (".onnx",)),
 )
+END_IDS, LARGEST_ID = 256, 2**31 - 1
 _TELL = 8  # names that a message lists before it says "and N more"
 
 
@@ -123,8 +125,7 @@ class _Files:
     bases: tuple[Path, ...]
 
     def has(self, name: str) -> bool:
-        path = self.folder / name
-        return exists(path) or path.is_symlink()
+        return exists_at_all(self.folder / name)
 
     def path(self, name: str) -> Path:
         if plain_parts(name) is None:
@@ -160,11 +161,20 @@ def _read_config(files: _Files, lone: Path | None) -> dict[str, Any]:
     return config
 
 
+def end_ids(document: Mapping[str, Any], shown: str) -> frozenset[int]:
+    """The ids of eos_token_id in config.json or generation_config.json, none where it is absent. Raises ModelError."""
+    value = document.get("eos_token_id")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if len(values) > END_IDS or not all(type(item) is int and 0 <= item <= LARGEST_ID for item in values):
+        raise ModelError(f"{shown} has eos_token_id = {brief(value)}; a whole number from 0 is needed, or a list of at most {END_IDS}")
+    return frozenset(values)
+
+
 def modelopt_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """What HF_QUANT says, as a quantization_config. Raises ModelError."""
     settings = document.get("quantization")
     if not isinstance(settings, dict):
-        raise ModelError(f"{HF_QUANT} has quantization = {settings!r}; an object is needed, get the file again")
+        raise ModelError(f"{HF_QUANT} has quantization = {brief(settings)}; an object is needed, get the file again")
     return {"quant_method": "modelopt", **settings}
 
 
@@ -232,7 +242,7 @@ def _read_numbered(files: _Files, shards: list[tuple[str, re.Match[str]]]) -> di
 
 
 def _read_indexed(files: _Files) -> dict[str, TensorInfo]:
-    weight_map = read_json_object(files.path(INDEX), INDEX).get("weight_map")
+    weight_map = read_json_object(files.path(INDEX), INDEX, INDEX_DOCUMENT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{INDEX} has no weight_map (tensor names with their files); download it again")
     for tensor, name in weight_map.items():

@@ -27,7 +27,7 @@ def read_hybrid_decoder(
     read.require("attention_bias", False, "biases in attention")
     read.require("attn_output_gate", True, "a gate behind attention")
     read.require("output_gate_type", "silu", "the gate behind a delta net", "swish")
-    layers, hidden = read.integer("num_hidden_layers"), read.integer("hidden_size")
+    layers, hidden = read.layers(), read.integer("hidden_size")
     kinds, interval = read_hybrid(config, read, layers)
     delta = read_delta(read, fused=fused)
     intermediate = read.integer("intermediate_size") if experts is None or dense or sparse_step > 1 else 0

@@ -20,7 +20,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read and check a qwen3 config.json; raises ModelError for what would change the arithmetic."""
     read = ConfigReader(config)
     require_plain(read)
-    layers = read.integer("num_hidden_layers")
+    layers = read.layers()
     read_attention_only(config, layers, "qwen3")
     widths = read_widths(read, None, read.integer("intermediate_size"))
     return DecoderConfig(

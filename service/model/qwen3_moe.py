@@ -20,7 +20,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read and check a qwen3_moe config.json; raises ModelError for what would change the arithmetic."""
     read = ConfigReader(config)
     require_plain(read)
-    layers = read.integer("num_hidden_layers")
+    layers = read.layers()
     read_attention_only(config, layers, "qwen3_moe")
     experts = read_experts(read, shared=False)
     dense, step = frozenset(read.numbers("mlp_only_layers")), read.integer("decoder_sparse_step", 1)

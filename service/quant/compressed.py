@@ -9,7 +9,7 @@ from typing import Any
 from .fields import Fields
 from .formats import MXFP8, NVFP4
 from .microscaled import CACHE_SCALES, Mxfp8, Nvfp4
-from .mixed import Packings, plain_name
+from .mixed import Modules, Packings, plain_name
 from .packings import BLOCK, Fp8Blocks, PackedRows, Packing, Rows8
 
 KINDS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
@@ -27,7 +27,7 @@ def read_compressed(fields: Fields) -> Packings:
     groups = list(fields.each("config_groups"))
     if not groups:
         fields.refuse("config_groups", "at least one")
-    left_out = tuple(pattern for text in fields.texts("ignore") if (pattern := _pattern(text)) is not None)
+    left_out = _modules(fields.texts("ignore"))
     if len(groups) == 1:  # whatever it is for: what lies in the files says the rest
         return Packings(_group(fields, groups[0][1]), left_out=left_out)
     usual, patterned = None, []
@@ -42,6 +42,13 @@ def read_compressed(fields: Fields) -> Packings:
             else:
                 usual = usual or packing
     return Packings(usual, patterned=tuple(patterned), left_out=left_out)
+
+
+def _modules(texts: tuple[str, ...]) -> Modules:
+    """The modules that a list of targets means, as far as its expressions are taken."""
+    endings = [plain_name(text) for text in texts if not text.startswith("re:")]
+    patterns = [pattern.pattern for text in texts if text.startswith("re:") and (pattern := _pattern(text)) is not None]
+    return Modules.of(endings=endings, patterns=patterns)
 
 
 def _pattern(target: str) -> re.Pattern[str] | None:

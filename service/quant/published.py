@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, brief
 from .compressed import read_compressed
 from .fields import Fields
 from .mixed import Packings
@@ -21,10 +21,10 @@ def read_packings(config: Mapping[str, Any]) -> Packings | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ModelError(f"config.json has {KEY} = {value!r}; an object is needed")
+        raise ModelError(f"config.json has {KEY} = {brief(value)}; an object is needed")
     fields = Fields(value, KEY)
     method = fields.get("quant_method")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         fields.refuse("quant_method", ", ".join(_METHODS))
     return _METHODS[method](fields)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from ..errors import ModelError
+from ..errors import ModelError, brief
 from ..kernels.parts import pick_numbers
 from ..model.families import ALIASES, text_config
+from ..model.ngram import is_prime
 from ..model.spec import ConfigReader
 
 Kind = Literal[
@@ -25,6 +26,7 @@ Part = Literal["text", "mtp", "vision"]
 KINDS_OF_TYPE = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 FULL = ("full_attention", "indexed_attention")
 LINEAR = "linear_attention"
+DRAFT_LAYERS = 64  # that a config may name; published: 1
 CONV_LAG = 9  # tokens that the n-gram block's convolution looks back: 3 taps, dilation 3
 
 
@@ -100,7 +102,7 @@ def family_name(config: Mapping[str, Any]) -> str:
     kind = str(text_config(config).get("model_type")).removesuffix("_text")
     kind = ALIASES.get(kind, kind)
     if kind not in KINDS_OF_TYPE:
-        raise ModelError(f"model_type {kind!r} is not known; known are {', '.join(KINDS_OF_TYPE)}")
+        raise ModelError(f"model_type {brief(kind)} is not known; known are {', '.join(KINDS_OF_TYPE)}")
     return kind
 
 
@@ -116,9 +118,7 @@ def take_census(config: Mapping[str, Any]) -> Census:
 
 def _layer_kinds(text: Mapping[str, Any], read: ConfigReader, family: str) -> list[bool]:
     """For each layer whether its attention is linear."""
-    layers = read.integer("num_hidden_layers")
-    if layers > 1000:
-        raise ModelError(f"config.json has num_hidden_layers = {layers}; no known family has more than 1000")
+    layers = read.layers()
     if family in ("qwen3", "qwen3_moe"):
         return [False] * layers
     named = text.get("layer_types")
@@ -161,7 +161,7 @@ class _Network:
 
     def mtp(self) -> Iterator[Tensors]:
         """The draft layers of multi-token prediction: what joins state and embedding, attention with feed-forward, the last norm."""
-        layers = self.read.integer("mtp_num_hidden_layers") if self.read.has("mtp_num_hidden_layers") else 0
+        layers = self.read.integer("mtp_num_hidden_layers", most=DRAFT_LAYERS) if self.read.has("mtp_num_hidden_layers") else 0
         if not layers:
             return
         found = [_one("norms", self.hidden), _one("norms", self.hidden * max(1, self.streams))]
@@ -216,7 +216,7 @@ class _Network:
     def _is_sparse(self, layer: int) -> bool:
         if self.family in ("qwen3", "qwen3_5"):
             return False
-        dense = _numbers(self.text_config, "mlp_only_layers")
+        dense = self.read.numbers("mlp_only_layers")
         return layer not in dense and (layer + 1) % self.read.integer("decoder_sparse_step", 1) == 0
 
     def _gated(self, kind: Kind, width: int) -> Iterator[Tensors]:
@@ -241,7 +241,7 @@ class _Network:
 
     def _ngram(self) -> Iterator[Tensors]:
         wide, width = self.streams * self.hidden, self.read.integer("ple_embed_dim")
-        layers = _numbers(self.text_config, "ple_layer_ids")
+        layers = self.read.numbers("ple_layer_ids")
         parts = (self.read.integer("ngram_size") - 1) * self.read.integer("heads_per_ngram")
         base, multiple = self.read.integer("ngram_vocab_size_base"), self.read.integer("make_ngram_vocab_size_divisible_by", 128)
         for index in range(len(layers)):
@@ -281,7 +281,7 @@ class _Network:
         if self.family == "qwen4_exp":
             pooled = self.read.integer("indexer_kv_heads", 1) * self.read.integer("indexer_head_dim")
             indexer = full * pooled // self.read.integer("indexer_compress_ratio")
-            state += len(_numbers(self.text_config, "ple_layer_ids")) * 4 * CONV_LAG * self.streams * self.hidden
+            state += len(self.read.numbers("ple_layer_ids")) * 4 * CONV_LAG * self.streams * self.hidden
         position = self.read.integer("max_position_embeddings", 32768)
         widths = self.heads, self.kv_heads, self.head_dim
         return Census(self.family, tensors, position, self.vocab, *widths, full + linear, full, indexer, state, self._row(), self._picks())
@@ -304,24 +304,14 @@ class _Network:
         return self.hidden * (2 + 3 * self.streams) + attention + forward
 
 
-def _numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """The whole numbers from 0 that `key` lists, at most 1000; none where it is absent."""
-    value = config.get(key)
-    if value is None:
-        return ()
-    if not isinstance(value, list) or len(value) > 1000 or not all(type(item) is int and 0 <= item < 2**31 for item in value):
-        raise ModelError(f"config.json has {key} = {value!r}; a list of whole numbers from 0 is needed")
-    return tuple(value)
-
-
 def ngram_rows(parts: int, base: int, multiple: int, index: int = 0) -> int:
     """Rows of the table `index`: its `parts` primes added up, to a multiple of `multiple`. Primes go on from table to table from `base`."""
     wanted = parts * (index + 1)
-    if wanted > 256 or base > 1 << 31:
-        raise ModelError(f"config.json asks for {wanted} n-gram tables of {base} rows; at most 256 of 2^31 are counted")
+    if not 0 < wanted <= 256 or base > 1 << 31:
+        raise ModelError(f"config.json asks for {wanted} n-gram tables of {base} rows; 1 to 256 of 2^31 are counted")
     found, number = [], max(2, base)
     while len(found) < wanted:
-        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+        if is_prime(number):
             found.append(number)
         number += 1
     return -(-sum(found[parts * index :]) // multiple) * multiple

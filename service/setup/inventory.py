@@ -10,9 +10,10 @@ import torch
 
 from ..api import pick_context, pick_device
 from ..config import FILE_NAME, Config
+from ..engine.prepare import sampling_defaults
 from ..engine.session import draw_blueprint
 from ..errors import FileError, ModelError, OnedeskError
-from ..loader.checkpoint import Checkpoint, open_checkpoint
+from ..loader.checkpoint import CONFIG, GENERATION, Checkpoint, end_ids, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
@@ -117,6 +118,7 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
         row |= _from_config(checkpoint)
+        _check_generation(checkpoint)
         sketch = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache, draft=asked.draft)
     except OnedeskError as error:
         return row | {"reason": str(error)}
@@ -132,6 +134,13 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
     return row | {"fits": fits, "reason": reason, "opens": True}
+
+
+def _check_generation(checkpoint: Checkpoint) -> None:
+    """Raise ModelError for what would be refused of every request."""
+    end_ids(checkpoint.config, CONFIG)
+    end_ids(checkpoint.generation, GENERATION)
+    sampling_defaults(checkpoint.generation)
 
 
 def _context(wanted: int | None, allowed: int) -> int:

@@ -16,7 +16,8 @@ from ..engine.runner import SCORED_ROWS, chunk_rows
 from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
 from ..errors import Field, FileError, ModelError, RequestError
 from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
-from ..loader.files import exists, read_json_object
+from ..loader.files import exists
+from ..loader.json_files import read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
 from ..model.families import describe
@@ -287,7 +288,7 @@ def load_of(weights: int, table: int, census: Census, machine: Machine, *, draft
         token += 2 * census.kv_heads * census.head_dim * number
     # Of every sequence that decodes the states of one layer are worked on beside those that are kept.
     states = STATES * census.state + MAX_BATCH * census.state // max(1, census.layers - census.full)
-    own = (REACH + BESIDE) * kv // census.full if draft else 0  # the keys and values of that layer
+    own = (REACH + BESIDE) * kv // max(1, census.full) if draft else 0  # the keys and values of that layer
     return Load(weights, table, kv, own - (-states // nodes), fixed, token)
 
 

@@ -1,0 +1,144 @@
+"""Whatever the JSON files of a model folder hold, it is a row with its reason: nothing else is raised, and little memory is taken."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import folder_faults as faults
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onedesk.service.api import open_model
+from onedesk.service.config import Config
+from onedesk.service.errors import OnedeskError
+from onedesk.service.loader.names import ModelRoots
+from onedesk.service.memory.budget import MemorySettings
+from onedesk.service.memory.pool import Pool
+from onedesk.service.memory.truth import read_truth
+from onedesk.service.setup.inventory import default_model, model_rows, model_table
+from onedesk.service.setup.plan import plan_model
+from tiny_families import FAMILIES, write_family
+from tiny_models import write_language_model
+
+MIB = 1 << 20
+MOST = 48 * MIB  # of Python's objects, whatever the folder holds: 3 MB were measured for a whole one
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A whole folder of each family."""
+    root = tmp_path_factory.mktemp("whole")
+    found = {family: write_family(root / family, family) for family in FAMILIES}
+    found["spoken"] = write_language_model(root / "spoken")
+    return found
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("roots") / "bad"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
+
+
+def put(source: Path, bad: Path, changes: dict[str, bytes]) -> None:
+    shutil.rmtree(bad, ignore_errors=True)
+    shutil.copytree(source, bad, symlinks=True)
+    for name, content in changes.items():
+        (bad / name).write_bytes(content)
+
+
+def survives(bad: Path, pool: Pool) -> dict[str, Any]:
+    """The row of the folder, after every door was tried. Raises what is no OnedeskError."""
+    config, roots = Config(model_roots=(bad.parent,)), ModelRoots([bad.parent])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        (row,) = model_rows(config, None, device="cpu", context=None)
+        json.dumps(row).encode()
+        model_table([row]).encode()
+        default_model(config)
+        _tried(lambda: plan_model("bad", config, memory=64 << 30))
+        _tried(lambda: open_model("bad", pool=pool, roots=roots, device="cpu", load=False, kernel_cache=bad.parent / "cache").close())
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()
+    assert row["reason"]
+    assert len(row["reason"]) < 2000
+    return row
+
+
+def _tried(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except OnedeskError as error:
+        assert str(error)
+        str(error).encode()
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_value_anywhere_in_a_file_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, data: st.DataObject):
+    source = whole[data.draw(st.sampled_from(sorted(whole)))]
+    name = data.draw(st.sampled_from((faults.CONFIG, faults.CONFIG, faults.GENERATION, faults.INDEX, faults.HF_QUANT, faults.PREPROCESSOR)))
+    document = faults.document_of(source, name)
+    if name == faults.CONFIG and data.draw(st.booleans()):
+        document = document | {"quantization_config": data.draw(st.sampled_from(faults.QUANTIZATIONS))}
+    put(source, bad, {name: data.draw(faults.faulty(document))})
+    survives(bad, pool)
+
+
+@pytest.mark.parametrize("value", [*faults.NUMBERS, *faults.OTHERS])
+def test_every_field_with_one_value_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, value: str):
+    """Every key that any family reads, one after the other, with this value."""
+    for family in ("qwen3", "qwen4_exp"):
+        document = faults.document_of(whole[family], faults.CONFIG)
+        for key in (*document, "rope_scaling", "quantization_config", "text_config", "layer_types", "mtp_num_hidden_layers"):
+            text = json.dumps(document | {key: faults.MARK}).replace(json.dumps(faults.MARK), value)
+            put(whole[family], bad, {faults.CONFIG: text.encode()})
+            survives(bad, pool)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"num_experts": 200_000}),
+        ("qwen3_moe", {"num_experts": 800_000}),
+        ("qwen3_moe", {"num_experts": 4096, "num_hidden_layers": 1000}),
+        ("qwen4_exp", {"split_ngram_parts": 1_000_000, "ngram_vocab_size_base": 2_000_000_000}),
+        ("qwen4_exp", {"split_ngram_parts": 2**31 - 1}),
+        ("qwen4_exp", {"ple_layer_ids": [1, 2, 3, 4], "heads_per_ngram": 64, "ngram_vocab_size_base": 2**31 - 1}),
+        ("qwen4_exp", {"mtp_num_hidden_layers": 2**31 - 1}),
+        ("qwen3_5", {"num_hidden_layers": 2**31 - 1}),
+        ("qwen3_5", {"num_hidden_layers": 2**31 - 1, "layer_types": None}),
+        ("qwen3", {"num_hidden_layers": 2**31 - 1}),
+        ("qwen3_next", {"linear_conv_kernel_dim": 2**31 - 1, "vocab_size": 2**31 - 1}),
+    ],
+)
+def test_a_small_config_of_huge_sizes_takes_little_memory_to_refuse(
+    whole: dict[str, Path], bad: Path, pool: Pool, family: str, changes: dict[str, Any]
+):
+    document = faults.document_of(whole[family], faults.CONFIG) | changes
+    put(whole[family], bad, {faults.CONFIG: json.dumps(document).encode()})
+    assert not survives(bad, pool)["opens"]
+
+
+def test_a_broken_folder_leaves_the_others_listed(whole: dict[str, Path], bad: Path):
+    text = json.dumps(faults.document_of(whole["qwen3"], faults.CONFIG) | {"rms_norm_eps": faults.MARK})
+    put(whole["qwen3"], bad, {faults.CONFIG: text.replace(json.dumps(faults.MARK), "1" + "0" * 400).encode()})
+    shutil.copytree(whole["qwen3"], bad.parent / "good")
+    try:
+        rows = {row["name"]: row for row in model_rows(Config(model_roots=(bad.parent,)), None, device="cpu", context=None)}
+    finally:
+        shutil.rmtree(bad.parent / "good")
+    assert rows["good"]["opens"]
+    assert not rows["bad"]["opens"]
+    assert rows["bad"]["reason"] == "config.json has a whole number of 401 digits at 'rms_norm_eps'; at most 64 are read"
