@@ -41,6 +41,8 @@ KEYS = (
     "partial_rotary_factor", "mrope_section", "quant_method", "bits", "group_size", "sym", "dynamic", "config_groups", "ignore",
     "quant_algo", "quantized_layers", "weight_block_size", "kv_cache_scheme", "extra_config", "packing_format", "vocab", "merges",
 )  # fmt: skip
+# Of those the ones that a config need not have.
+ADDED = ("rope_scaling", "quantization_config", "text_config", "vision_config", "layer_types", "mtp_num_hidden_layers", "mlp_only_layers")
 QUANTIZATIONS: tuple[dict[str, Any], ...] = (
     {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "dynamic": {"-:.*attn.*": {}, "lm_head": {}}},
     {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},

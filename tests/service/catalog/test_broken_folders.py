@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import open_model
+from onedesk.service.catalog.inventory import default_model, model_rows, model_table
+from onedesk.service.catalog.plan import plan_model
 from onedesk.service.config import Config
 from onedesk.service.errors import OnedeskError
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
-from onedesk.service.setup.inventory import default_model, model_rows, model_table
-from onedesk.service.setup.plan import plan_model
 from tiny_families import FAMILIES, write_family
 from tiny_models import write_language_model
 
@@ -50,8 +52,12 @@ def pool() -> Pool:
 
 
 def put(source: Path, bad: Path, changes: dict[str, bytes]) -> None:
+    """Make `bad` of the files of `source` (those of tensors are links) and of `changes`."""
     shutil.rmtree(bad, ignore_errors=True)
-    shutil.copytree(source, bad, symlinks=True)
+    bad.mkdir()
+    for path in source.iterdir():
+        if path.name not in changes:
+            os.link(path, bad / path.name)
     for name, content in changes.items():
         (bad / name).write_bytes(content)
 
@@ -77,14 +83,11 @@ def survives(bad: Path, pool: Pool) -> dict[str, Any]:
 
 
 def _tried(action: Callable[[], object]) -> None:
-    try:
+    with suppress(OnedeskError):
         action()
-    except OnedeskError as error:
-        assert str(error)
-        str(error).encode()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_value_anywhere_in_a_file_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, data: st.DataObject):
     source = whole[data.draw(st.sampled_from(sorted(whole)))]
@@ -96,12 +99,14 @@ def test_any_value_anywhere_in_a_file_is_a_row(whole: dict[str, Path], bad: Path
     survives(bad, pool)
 
 
-@pytest.mark.parametrize("value", [*faults.NUMBERS, *faults.OTHERS])
-def test_every_field_with_one_value_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, value: str):
-    """Every key that any family reads, one after the other, with this value."""
-    for family in ("qwen3", "qwen4_exp"):
-        document = faults.document_of(whole[family], faults.CONFIG)
-        for key in (*document, "rope_scaling", "quantization_config", "text_config", "layer_types", "mtp_num_hidden_layers"):
+@pytest.mark.parametrize("family", ["qwen3", "qwen4_exp"])
+def test_every_field_with_a_value_of_each_kind_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, family: str):
+    """Each field with three values, which go round from field to field, so that each value is met and each field has other ones."""
+    document = faults.document_of(whole[family], faults.CONFIG)
+    values = [*faults.NUMBERS, *faults.OTHERS]
+    for place, key in enumerate((*document, *faults.ADDED)):
+        for turn in range(3):
+            value = values[(3 * place + turn) % len(values)]
             text = json.dumps(document | {key: faults.MARK}).replace(json.dumps(faults.MARK), value)
             put(whole[family], bad, {faults.CONFIG: text.encode()})
             survives(bad, pool)
