@@ -282,7 +282,7 @@ class _Network:
             pooled = self.read.integer("indexer_kv_heads", 1) * self.read.integer("indexer_head_dim")
             indexer = full * pooled // self.read.integer("indexer_compress_ratio")
             state += len(self.read.numbers("ple_layer_ids")) * 4 * CONV_LAG * self.streams * self.hidden
-        position = self.read.integer("max_position_embeddings", 32768)
+        position = self.read.max_position()
         widths = self.heads, self.kv_heads, self.head_dim
         return Census(self.family, tensors, position, self.vocab, *widths, full + linear, full, indexer, state, self._row(), self._picks())
 

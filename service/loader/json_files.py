@@ -85,10 +85,7 @@ def _check_depth(value: Mapping[str, Any], shown: str) -> None:
     level: list[Any] = [value]
     for _ in range(DEPTH):
         level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)
         ]
         if not level:
             return

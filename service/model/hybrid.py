@@ -38,11 +38,12 @@ def read_hybrid_decoder(
     return DecoderConfig(
         widths=read_widths(read, HEAD_DIM, intermediate, projected, *rooms),
         layers=layers,
-        max_position=read.integer("max_position_embeddings", 32768),
+        max_position=read.max_position(),
         eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rotary_dim=rotary_dim,
         tied=read.flag("tie_word_embeddings", False),
+        yarn=read.yarn(),
         kinds=kinds,
         interval=interval,
         gated=True,

@@ -26,11 +26,12 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         widths=widths,
         layers=layers,
-        max_position=read.integer("max_position_embeddings", 32768),
+        max_position=read.max_position(),
         eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=read.rope_theta(10000.0),
         rotary_dim=widths.head_dim,
         tied=read.flag("tie_word_embeddings", False),
+        yarn=read.yarn(),
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ModelError, brief
+from ..kernels.rotary import Yarn, yarn_attention
 
 # What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms), or channels and
 # taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
 Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
+YARN, ORIGINAL = "yarn", "original_max_position_embeddings"
+_YARN_KEYS = {ORIGINAL, "factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 _PARTIAL = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 # The normal numbers of a 32-bit float.
 SMALLEST_FLOAT, LARGEST_FLOAT = 1.17549435e-38, 3.4028235e38
@@ -142,7 +145,7 @@ class ConfigReader:
             raise ModelError(f"config.json has {key} = {brief(value)}; only {allowed!r} is supported ({meaning})")
 
     def rope_theta(self, default: float) -> float:
-        """The base of the plain rotary embedding, from rope_parameters or the older rope_theta; scaled kinds are refused, not guessed."""
+        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are refused, not guessed."""
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
     def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
@@ -159,19 +162,57 @@ class ConfigReader:
             )
         return rope.number("rope_theta", self.number("rope_theta", default)), width
 
-    def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
-        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is `understood`."""
-        found = None
+    def max_position(self) -> int:
+        """Positions that prompt and answer may have together: with YaRN those of training times its factor."""
+        stated = self.integer("max_position_embeddings", 32768)
+        yarn = self.yarn()
+        return stated if yarn is None else max(1, min(LARGEST, yarn.reach))
+
+    def yarn(self) -> Yarn | None:
+        """How rope_parameters or rope_scaling stretch the rotary embedding by YaRN; None where they do not."""
+        rope = next((rope for rope in self._ropes() if _kind(rope) == YARN), None)
+        if rope is None:
+            return None
+        read = ConfigReader(rope)
+        original = read.integer(ORIGINAL, self.integer("max_position_embeddings", 32768))
+        factor = read.number("factor", self.integer("max_position_embeddings", 32768) / original)
+        scale, scale_of_all = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
+        usual = yarn_attention(factor, scale) / yarn_attention(factor, scale_of_all) if scale and scale_of_all else yarn_attention(factor)
+        fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
+        if fast < slow or self._theta(rope) <= 1:
+            raise ModelError(
+                f"config.json has beta_fast = {fast:g}, beta_slow = {slow:g} and rope_theta = {self._theta(rope):g} for YaRN; the first must "
+                "be at least the second, and the third above 1"
+            )
+        return Yarn(factor, original, fast, slow, read.number("attention_factor", usual), read.flag("truncate", True))
+
+    def _theta(self, rope: Mapping[str, Any]) -> float:
+        return ConfigReader(rope).number("rope_theta", self.number("rope_theta", 10000.0))
+
+    def _ropes(self) -> Iterator[Mapping[str, Any]]:
         for key in ("rope_parameters", "rope_scaling"):
             rope = self._config.get(key)
             if rope is None:
                 continue
             if not isinstance(rope, Mapping):
                 raise ModelError(f"config.json has {key} = {brief(rope)}; an object is needed")
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"} - understood)
-            if kind != "default" or unknown:
-                named = ", ".join([f"rope_type {kind!r}", *unknown])
-                raise ModelError(f"config.json asks for rotary scaling that is not supported: {named}; supported is rope_type 'default'")
-            found = found or ConfigReader(rope)
-        return found
+            yield rope
+
+    def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
+        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is `understood`."""
+        found: dict[str, Any] = {}
+        for rope in self._ropes():
+            kind = _kind(rope)
+            known = {"rope_type", "type", "rope_theta"} | understood | (_YARN_KEYS if kind == YARN else set())
+            unknown = sorted(set(rope) - known)
+            if kind not in ("default", YARN) or unknown:
+                named = ", ".join([f"rope_type {brief(kind)}", *map(str, unknown[:8])])
+                raise ModelError(
+                    f"config.json asks for rotary scaling that is not supported: {named}; supported are rope_type 'default' and 'yarn'"
+                )
+            found = {**rope, **found}
+        return ConfigReader(found) if found else None
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))

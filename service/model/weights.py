@@ -173,7 +173,7 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     tables = tuple(table for table in found if isinstance(table, PlannedTable))
     known = {info.name for tensor in found for info in tensor.parts} | set(_ignored(planned, packings))
     known |= {info.name for table in tables for info in (*table.groups, table.scale) if info is not None}
-    unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
+    unknown = sorted(name for name, info in checkpoint.tensors.items() if info.named and name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(
             f"{checkpoint.name} has {len(unknown)} tensors that its config.json does not account for, the first is {unknown[0]}; "

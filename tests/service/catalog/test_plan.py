@@ -200,7 +200,7 @@ def test_what_cannot_be_planned_is_told_with_the_figures(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
-    [({"num_experts_per_tok": 999}, "num_experts_per_tok = 999"), ({"rope_scaling": {"rope_type": "yarn"}}, "rotary scaling")],
+    [({"num_experts_per_tok": 999}, "num_experts_per_tok = 999"), ({"rope_scaling": {"rope_type": "linear"}}, "rotary scaling")],
 )
 def test_a_form_that_the_family_would_refuse_is_not_said_to_open(tmp_path: Path, wrong: dict[str, Any], told: str):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-30B-A3B"] | wrong))
