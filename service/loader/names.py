@@ -44,7 +44,9 @@ class RefusedLink:
     def reason(self) -> str:
         """Why not, and what to write into the settings; names the folder that the link leads to."""
         target = self.path.resolve()
-        return f"it is a link to {short(str(target), 300)}, which is in none of the model folders; {_HELP}: {json.dumps(str(target.parent))}"
+        return (
+            f"it is a link to {short(str(target), 300)}, which is in none of the model folders; {_HELP}: {json.dumps(str(target.parent))}"
+        )
 
 
 _HELP = "add the folder that it lies in to roots under [models] in onedesk.toml"

@@ -47,6 +47,10 @@ class Fields:
             self.refuse(key, "-1 (all columns of a row) and multiples of 32")
         return max(0, value)
 
+    def over(self, other: Fields) -> Fields:
+        """These fields, and of `other` those that are not among them."""
+        return Fields({**other._values, **self._values}, self._path)
+
     def inner(self, key: str) -> Fields:
         value = self.get(key)
         if not isinstance(value, Mapping):

@@ -14,6 +14,21 @@ from .packings import Packing
 # What stands before a module's own name; a config and its tensors need not have the same.
 _PREFIXES = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 
+# Regular expressions of names that take no long time on any name: letters, points, digits and classes of them, alternatives without
+# repetition, and a few repetitions of single characters.
+_PART = r"[\w\-]|\\\.|\.\*|\.|\\d\+?|\[[\w\-]+\]\+?"
+_GROUP = r"\((?:\?:)?(?:[\w\-|.]|\\\.)+\)"
+_SAFE = re.compile(rf"(?:{_PART}|{_GROUP})+")
+_REPETITIONS, _LONGEST = 6, 300
+
+
+def safe_pattern(text: str) -> re.Pattern[str] | None:
+    """An expression that matches from the beginning of a name, as one of whole names; None for one that may take for ever."""
+    inner = text.removeprefix("^").removesuffix("$")
+    if not _SAFE.fullmatch(inner) or inner.count("*") + inner.count("+") > _REPETITIONS or len(inner) > _LONGEST:
+        return None
+    return re.compile(inner + ("" if text.endswith("$") else ".*"))
+
 
 def plain_name(module: str) -> str:
     """A module's name without what stands before the text network: layers.0.mlp.gate_proj, lm_head."""
@@ -64,7 +79,7 @@ class Packings:
 
     usual: Packing | None
     named: Mapping[str, Packing | None] = field(default_factory=lambda: MappingProxyType({}))
-    patterned: tuple[tuple[re.Pattern[str], Packing], ...] = ()
+    patterned: tuple[tuple[re.Pattern[str], Packing | None], ...] = ()
     left_out: Modules = field(default_factory=Modules)
     beside: tuple[str, ...] = ()
 

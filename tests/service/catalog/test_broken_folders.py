@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -65,7 +64,6 @@ def put(source: Path, bad: Path, changes: dict[str, bytes]) -> None:
 def survives(bad: Path, pool: Pool) -> dict[str, Any]:
     """The row of the folder, after every door was tried. Raises what is no OnedeskError."""
     config, roots = Config(model_roots=(bad.parent,)), ModelRoots([bad.parent])
-    gc.collect()
     tracemalloc.start()
     try:
         (row,) = model_rows(config, None, device="cpu", context=None)

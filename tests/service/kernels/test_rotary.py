@@ -16,7 +16,11 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PARAMETERS = st.fixed_dictionaries(
-    {"factor": st.floats(1.0, 64.0), "original_max_position_embeddings": st.integers(64, 1 << 18), "rope_theta": st.sampled_from([1e4, 5e6])},
+    {
+        "factor": st.floats(1.0, 64.0),
+        "original_max_position_embeddings": st.integers(64, 1 << 18),
+        "rope_theta": st.sampled_from([1e4, 5e6]),
+    },
     optional={
         "beta_fast": st.floats(8.0, 64.0),
         "beta_slow": st.floats(0.5, 4.0),

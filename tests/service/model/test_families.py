@@ -266,7 +266,10 @@ def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> No
         ({"linear_key_head_dim": 8}, r"in_proj_qkv\.weight: wanted \[96, 64\] by config.json, found \[128, 64\]"),
         ({"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'; only 'silu'"),
         ({"attn_output_gate": False}, r"attn_output_gate = False"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, r"rotary scaling that is not supported: rope_type 'dynamic', factor"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            r"rotary scaling that is not supported: rope_type 'dynamic', factor",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.3}}, r"partial_rotary_factor = 0.3 of head_dim = 32: 9 dimensions"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor = 1.5 of head_dim = 32"),
         ({"num_hidden_layers": 2**31 - 1, "layer_types": None}, r"lacks the tensor model\.layers\.\d\."),
