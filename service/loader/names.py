@@ -49,7 +49,7 @@ class RefusedLink:
         )
 
 
-_HELP = "add the folder that it lies in to roots under [models] in onedesk.toml"
+_HELP = "add the folder that its target lies in to roots under [models] in onedesk.toml"
 
 
 class ModelRoots:
@@ -87,7 +87,7 @@ class ModelRoots:
             if LANGUAGE_MODELS in parts and any(entry.path == path for entry, _ in entries):  # LLM/NAME, as it was called before
                 return path
             if exists(path) and not is_inside(path, self.bases):
-                raise FileError(f"the model {short(name)} is a link to a folder that is in none of the model folders; {_HELP}")
+                raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; {_HELP}")
             if exists(path):
                 raise ModelError(
                     f"{short(name)} is there but is no model: a folder needs config.json and safetensors files, "

@@ -35,6 +35,7 @@ def read_folder(files: FolderFiles) -> FolderTensors:
         if not files.has(SINGLE) or SINGLE in weight_map.values():
             return _read_indexed(files, weight_map)
         if all(files.has(name) for name in set(weight_map.values())):
+            files.path(SINGLE)  # a link that leaves the model folders is refused all the same
             found = _read_indexed(files, weight_map)
             return replace(found, notes=(*found.notes, f"{SINGLE} was left out: {INDEX} names other files"))
         return FolderTensors(read_tensors(files, [SINGLE]), (f"{INDEX} was left out: it names files that are not there",))

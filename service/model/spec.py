@@ -145,7 +145,7 @@ class ConfigReader:
             raise ModelError(f"config.json has {key} = {brief(value)}; only {allowed!r} is supported ({meaning})")
 
     def rope_theta(self, default: float) -> float:
-        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are refused, not guessed."""
+        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are refused."""
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
     def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
@@ -179,9 +179,10 @@ class ConfigReader:
         scale, scale_of_all = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
         usual = yarn_attention(factor, scale) / yarn_attention(factor, scale_of_all) if scale and scale_of_all else yarn_attention(factor)
         fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
-        if fast < slow or self._theta(rope) <= 1:
+        theta = self._theta(rope)
+        if fast < slow or theta <= 1:
             raise ModelError(
-                f"config.json has beta_fast = {fast:g}, beta_slow = {slow:g} and rope_theta = {self._theta(rope):g} for YaRN; the first must "
+                f"config.json has beta_fast = {fast:g}, beta_slow = {slow:g} and rope_theta = {theta:g} for YaRN; the first must "
                 "be at least the second, and the third above 1"
             )
         return Yarn(factor, original, fast, slow, read.number("attention_factor", usual), read.flag("truncate", True))

@@ -196,7 +196,7 @@ def _zero_biases(planned: Iterable[PlannedTensor], checkpoint: Checkpoint) -> It
             continue
         if not is_all_zero(bias):
             raise ModelError(
-                f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; this family has no biases: get another model"
+                f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; the family has no biases: get another model"
             )
         yield bias.name
 

@@ -119,7 +119,6 @@ def test_every_field_with_a_value_of_each_kind_is_a_row(whole: dict[str, Path], 
         ("qwen4_exp", {"split_ngram_parts": 1_000_000, "ngram_vocab_size_base": 2_000_000_000}),
         ("qwen4_exp", {"split_ngram_parts": 2**31 - 1}),
         ("qwen4_exp", {"ple_layer_ids": [1, 2, 3, 4], "heads_per_ngram": 64, "ngram_vocab_size_base": 2**31 - 1}),
-        ("qwen4_exp", {"mtp_num_hidden_layers": 2**31 - 1}),
         ("qwen3_5", {"num_hidden_layers": 2**31 - 1}),
         ("qwen3_5", {"num_hidden_layers": 2**31 - 1, "layer_types": None}),
         ("qwen3", {"num_hidden_layers": 2**31 - 1}),
@@ -132,6 +131,12 @@ def test_a_small_config_of_huge_sizes_takes_little_memory_to_refuse(
     document = faults.document_of(whole[family], faults.CONFIG) | changes
     put(whole[family], bad, {faults.CONFIG: json.dumps(document).encode()})
     assert not survives(bad, pool)["opens"]
+
+
+def test_layers_that_draft_without_number_are_not_counted(whole: dict[str, Path], bad: Path, pool: Pool):
+    document = faults.document_of(whole["qwen4_exp"], faults.CONFIG) | {"mtp_num_hidden_layers": 2**31 - 1}
+    put(whole["qwen4_exp"], bad, {faults.CONFIG: json.dumps(document).encode()})
+    assert survives(bad, pool)["opens"]  # the checkpoint has none of them
 
 
 def test_a_broken_folder_leaves_the_others_listed(whole: dict[str, Path], bad: Path):
