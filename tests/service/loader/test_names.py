@@ -196,7 +196,10 @@ def test_a_link_to_a_folder_elsewhere_says_what_to_write_into_the_settings(tmp_p
     assert roots.list() == []
     (link,) = roots.refused_links()
     assert (link.name, link.path) == ("Linked", root / "Linked")
-    assert f"it is a link to {str(target)!r}, which is in none of the model folders; add the folder that its target lies in to roots" in link.reason
+    assert (
+        f"it is a link to {str(target)!r}, which is in none of the model folders; add the folder that its target lies in to roots"
+        in link.reason
+    )
     assert link.reason.endswith(f": {json.dumps(str(target.parent))}")
     with pytest.raises(FileError, match="leaves the model folders; add the folder that its target lies in to roots under") as caught:
         roots.resolve("Linked")

@@ -177,7 +177,7 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield "gptq", r"quantization_config = 'gptq'; an object is needed"
     yield (
         {"quant_method": "bitsandbytes"},
-        r"quant_method = 'bitsandbytes', which is not supported; supported: awq, compressed-tensors, fp8, gptq",
+        r"quant_method = 'bitsandbytes', which is not supported; supported: auto-round, awq, compressed-tensors, fp8, gptq",
     )
     yield {"bits": 4}, r"quant_method = None, which is not supported"
     yield gptq | {"bits": 3}, r"bits = 3, which is not supported; supported: 4, 8"
@@ -215,7 +215,10 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield MODELOPT | {"quant_algo": "NVFP4_AWQ"}, r"quant_algo = 'NVFP4_AWQ'"
     yield MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, r"group_size = 32, which is not supported; supported: 16"
     yield MODELOPT | {"quant_algo": "MXFP8", "group_size": 16}, r"group_size = 16, which is not supported; supported: 32"
-    yield MODELOPT | {"quant_algo": "NVFP4", "ignore": "lm_head"}, r"ignore = 'lm_head', which is not supported; supported: a list of texts"
+    yield (
+        MODELOPT | {"quant_algo": "NVFP4", "ignore": "lm_head"},
+        r"ignore = 'lm_head', which is not supported; supported: a list of at most",
+    )
     yield mixed({"model.layers.0.mlp": 3}), r"quantized_layers.model.layers.0.mlp = 3, which is not supported; supported: an object"
     yield mixed({"model.layers.0.mlp": {"quant_algo": "INT4_AWQ"}}), r"layers.0.mlp.quant_algo = 'INT4_AWQ', which is not supported; supp"
     yield mixed({"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO", "group_size": 64}}), r"group_size = 64, which is not supported"
