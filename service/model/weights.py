@@ -195,9 +195,7 @@ def _zero_biases(planned: Iterable[PlannedTensor], checkpoint: Checkpoint) -> It
         if bias is None or bias.shape != source.shape[:1] or bias.dtype not in STORED:
             continue
         if not is_all_zero(bias):
-            raise ModelError(
-                f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; the family has no biases: get another model"
-            )
+            raise ModelError(f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; the family has no biases: get another model")
         yield bias.name
 
 
