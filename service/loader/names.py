@@ -20,8 +20,8 @@ from .shards import SHARD, SINGLE
 logger = logging.getLogger(__name__)
 
 IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds live under this folder of the tree
-# Where packs for ComfyUI keep language models: a folder of this name in a root, or among ComfyUI's own, is a root too.
-LANGUAGE_MODELS = "LLM"
+# Where packs for ComfyUI keep language models: a folder of such a name in a root, or among ComfyUI's own, is a root too.
+LANGUAGE_MODELS = ("LLM", "llm")
 _MODEL_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
@@ -84,7 +84,7 @@ class ModelRoots:
                 return entry.path
         for root in self.roots:
             path = root.joinpath(*parts)
-            if LANGUAGE_MODELS in parts and any(entry.path == path for entry, _ in entries):  # LLM/NAME, as it was called before
+            if parts[0] in LANGUAGE_MODELS and any(entry.path == path for entry, _ in entries):  # LLM/NAME, as it was called before
                 return path
             if exists(path) and not is_inside(path, self.bases):
                 raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; {_HELP}")
@@ -152,14 +152,14 @@ def _scan_root(root: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         yield root.name, root
     yield from ((name, root / name) for name in _lone(root, names, bases))
     for folder in _folders(root, bases):
-        if folder.name != IMAGE_MODELS and not (folder.name == LANGUAGE_MODELS and CONFIG not in _names(folder)):
+        if folder.name != IMAGE_MODELS and not (folder.name in LANGUAGE_MODELS and CONFIG not in _names(folder)):
             yield from _scan_folder(folder, bases)
 
 
 def _with_language_models(root: Path) -> Iterator[Path]:
     """The root, and the folders in it that are roots too."""
     yield root
-    for folder in (root / LANGUAGE_MODELS, root / IMAGE_MODELS / LANGUAGE_MODELS):
+    for folder in (parent / name for parent in (root, root / IMAGE_MODELS) for name in LANGUAGE_MODELS):
         if exists(folder) and folder.is_dir() and not exists(folder / CONFIG):
             yield folder
 

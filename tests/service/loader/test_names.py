@@ -251,7 +251,7 @@ def test_a_snapshot_of_the_hub_s_cache_opens_by_its_path(root: Path, tmp_path: P
         open_checkpoint(snapshot, roots=roots.bases)
 
 
-@pytest.mark.parametrize("parent", ["LLM", "comfyui/LLM"])
+@pytest.mark.parametrize("parent", ["LLM", "comfyui/LLM", "comfyui/llm"])
 def test_a_folder_of_language_models_in_a_root_is_a_root(root: Path, parent: str) -> None:
     folder = make_model(root / parent / "Qwen3-4B")
     inner = make_model(root / parent / "Qwen" / "Qwen3-8B")
