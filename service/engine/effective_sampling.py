@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..core import NEUTRAL, Sampling, SamplingSource, SamplingValue, Thinking
-from ..errors import ModelError, RequestError
-from ..loader.checkpoint import Checkpoint
+from ..errors import ModelError, RequestError, brief
+from ..loader.checkpoint import GENERATION, Checkpoint
 from .sampler import GREEDY_BELOW
 
 NAMES = tuple(f.name for f in fields(Sampling) if f.name not in ("seed", "logit_bias"))
@@ -16,12 +16,15 @@ NAMES = tuple(f.name for f in fields(Sampling) if f.name not in ("seed", "logit_
 
 def checkpoint_sampling(generation: Mapping[str, Any]) -> Sampling:
     """A checkpoint's own values from generation_config.json; one that is out of range is a ModelError."""
+    drawn = generation.get("do_sample")
+    if drawn is not None and not isinstance(drawn, bool):
+        raise ModelError(f"{GENERATION} has do_sample = {brief(drawn)}; true or false is needed")
     try:
         own = Sampling(**{name: generation[name] for name in NAMES if generation.get(name) is not None}).validated()
     except RequestError as error:
-        raise ModelError(f"generation_config.json: {error}") from error
+        raise ModelError(f"{GENERATION}: {error}") from error
     # transformers is greedy then, with the penalties that the file has.
-    return Sampling(0.0, **{name: getattr(own, name) for name in NAMES[1:]}) if generation.get("do_sample") is False else own
+    return Sampling(0.0, **{name: getattr(own, name) for name in NAMES[1:]}) if drawn is False else own
 
 
 def effective_sampling(

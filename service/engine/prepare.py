@@ -9,6 +9,7 @@ from ..cache.paged import blocks_for
 from ..core import CancelCheck, Request
 from ..errors import Field, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
+from ..loader.checkpoint import CONFIG, GENERATION, end_ids
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
@@ -109,11 +110,9 @@ def check_biases(biases: Mapping[int, float], vocab: int) -> None:
 
 def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     """The ids that end a turn: of generation_config.json, else of config.json, else Qwen's two by name."""
-    for source in (blueprint.checkpoint.generation, blueprint.checkpoint.config):
-        value = source.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found = frozenset(i for i in values if isinstance(i, int) and not isinstance(i, bool))
-        if found:
+    checkpoint = blueprint.checkpoint
+    for source, shown in ((checkpoint.generation, GENERATION), (checkpoint.config, CONFIG)):
+        if found := end_ids(source, shown):
             return found
     tokenizer = language.tokenizer_if_any
     named = (tokenizer.id_of(text) for text in ("<|im_end|>", "<|endoftext|>")) if tokenizer else ()
