@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 
 from ..service.core import Sampling
-from ..service.engine.answer import Prepared
 from ..service.engine.batch import Books, Orders
 from ..service.engine.batch_loop import Generation
+from ..service.engine.completion import Prepared
 from ..service.engine.drafting import Drafting
 from ..service.engine.leaks import LeakWatch
 from ..service.engine.sampler import Adjustments

@@ -24,9 +24,9 @@ from .core import (
     Stage,
     Thinking,
 )
-from .engine.answer import Prepared, cancelled_result
 from .engine.batch import Books, Orders
 from .engine.batch_loop import Generation
+from .engine.completion import Prepared, cancelled_result
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.prepare import check_ids, prepare, prepare_all
 from .engine.runner import Stopped

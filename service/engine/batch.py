@@ -11,16 +11,16 @@ from typing import Any
 from ..core import CancelCheck, Event, Finish, ProgressReport, Result
 from ..errors import Caught, OnedeskError
 from ..kernels.forward_batch import BLOCK
-from .answer import Answer, Prepared
 from .beam_search import Found
 from .buffers import MAX_BATCH
+from .completion import Answer, Prepared
 from .flights import Flights
 from .leaks import LeakWatch
+from .request_state import Job, Row
 from .scheduler import Scheduler, Ticket
 from .session import Session
 from .stages import StageMeter
 from .stepper import Picked
-from .work import Job, Row
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from ..cache.paged import SequenceKV
 from ..core import Event, Progress
 from ..errors import Caught, MemoryFull
 from ..kernels.forward_batch import BLOCK, FEW_ROWS
-from .answer import Prepared
 from .batch import Books, Call, Orders
 from .beam_search import Search
+from .completion import Prepared
 from .decode_loop import Writing
+from .request_state import Base, Row
 from .runner import Stopped
 from .scheduler import State, Ticket
 from .session import Session
 from .stepper import Picked, pick
-from .work import Base, Row
 
 # Layers of a pass over prompts, within which those who come still join it: so much is computed anew with them, a few percent of a pass, and
 # of requests that are sent together the first does not read alone.

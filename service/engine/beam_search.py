@@ -10,8 +10,8 @@ import torch
 from ..cache.paged import PagedKV, SequenceKV, blocks_for
 from ..core import Event
 from ..kernels.forward_batch import BLOCK
-from .answer import Answer, Prepared
 from .beams import BeamBook, Candidate, Hypothesis
+from .completion import Answer, Prepared
 from .runner import Runner
 
 

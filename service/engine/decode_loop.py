@@ -12,9 +12,9 @@ from ..errors import Caught, MemoryFull
 from ..kernels.forward_batch import BLOCK
 from .batch import Call
 from .buffers import MAX_BATCH
+from .request_state import Row
 from .speculate import Room, Speculator
 from .stepper import Picked
-from .work import Row
 
 # Blocks that an answer gets which outgrows what it asked for; the first number that is there.
 GROWTH = (4, 1)

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .request_state import Row
 from .stepper import Feed, Picked, Stepper
-from .work import Row
 
 
 @dataclass(frozen=True, slots=True)

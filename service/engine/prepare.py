@@ -14,8 +14,8 @@ from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
 from ..text.stops import StopStrings
-from .answer import CLOSING, Prepared
 from .beam_search import Search
+from .completion import CLOSING, Prepared
 from .effective_sampling import effective_sampling
 from .sampler import Adjustments
 from .sequence import Limits

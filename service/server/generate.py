@@ -20,7 +20,7 @@ from ..core import (
     Result,
     Usage,
 )
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 from ..errors import OnedeskError
 from .body import read_json
 from .error_documents import ApiError, as_api_error, to_json

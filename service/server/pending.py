@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..api import OpenModel
 from ..core import Event
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 
 # What a call does that is no generation, such as an embedding: in the model's thread, told how to ask whether to stop.
 Work = Callable[[OpenModel, Callable[[], bool]], Any]

@@ -18,10 +18,10 @@ from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import speculate
 from onedesk.service.engine.decode_loop import Writing
+from onedesk.service.engine.request_state import Row
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import PassCosts, Speculator
 from onedesk.service.engine.stepper import Checked
-from onedesk.service.engine.work import Row
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth

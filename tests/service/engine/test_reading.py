@@ -13,8 +13,8 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Request, Result, Sampling
-from onedesk.service.engine.answer import Prepared
 from onedesk.service.engine.buffers import MAX_BATCH
+from onedesk.service.engine.completion import Prepared
 from onedesk.service.engine.runner import Runner, Stopped
 from onedesk.service.kernels.forward_batch import BLOCK, FEW_ROWS
 from onedesk.service.registry import Registry

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Sampling
-from onedesk.service.engine.answer import Answer
 from onedesk.service.engine.batch_loop import Generation
 from onedesk.service.engine.beam_search import Search
+from onedesk.service.engine.completion import Answer
+from onedesk.service.engine.request_state import Row
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import Speculator
-from onedesk.service.engine.work import Row
 from onedesk.service.errors import MemoryFull, ModelError, OnedeskError
 
 VICTIM = 666

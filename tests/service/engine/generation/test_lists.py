@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Request, Sampling
-from onedesk.service.engine.work import Row
+from onedesk.service.engine.request_state import Row
 
 ASKED = st.builds(
     lambda text, tokens, seed, n, stop, greedy, penalty: ask(

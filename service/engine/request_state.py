@@ -11,7 +11,7 @@ import torch
 from ..cache.paged import SequenceKV
 from ..core import Event, Stage
 from ..errors import OnedeskError
-from .answer import Answer, Prepared
+from .completion import Answer, Prepared
 from .sampler import Sampler
 from .scheduler import Ticket
 from .speculate import Speculator
