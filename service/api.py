@@ -24,8 +24,8 @@ from .core import (
     Stage,
     Thinking,
 )
-from .engine.batch import Books, Orders
-from .engine.batch_loop import Generation
+from .engine.batch import Accounting, Controls
+from .engine.batch_loop import BatchLoop
 from .engine.completion import Prepared, cancelled_result
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.prepare import check_ids, prepare, prepare_all
@@ -215,10 +215,10 @@ class OpenModel:
         written ends alone, and its error is raised when the others have ended. `cancel_request` is asked, with a request's place in the
         list, whether that one is no longer wanted; its blocks are free at once.
         """
-        orders = Orders(cancel, cancel_request, progress)
+        controls = Controls(cancel, cancel_request, progress)
         with Named("preparing a request"):
             prepared = prepare_all(requests, self._blueprint, self.language, cancel)
-        return self._whole(self._run(prepared, orders))
+        return self._whole(self._run(prepared, controls))
 
     def _whole(self, events: Events) -> Events:
         """`events`, and behind them the first error of a request that failed alone."""
@@ -246,7 +246,7 @@ class OpenModel:
         """As `generate_batch` for requests that come meanwhile: `arrivals` is asked before every step for those that came since, and they
         are numbered in that order. A request that fails ends alone, with an event that has its error. Ends when none is at work and it
         gives none."""
-        return self._run((), Orders(cancel, cancel_request, progress, arrivals))
+        return self._run((), Controls(cancel, cancel_request, progress, arrivals))
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
@@ -371,19 +371,19 @@ class OpenModel:
             if not session.arrived:
                 self._release()
 
-    def _run(self, requests: Sequence[Prepared], orders: Orders) -> Events:
+    def _run(self, requests: Sequence[Prepared], controls: Controls) -> Events:
         started = time.perf_counter()
         meter = StageMeter(self.pool, self.read_ceiling)
         finished: set[int] = set()
         try:
-            with Named(f"a pass of {self.name}"), self._exclusive(orders.cancel):
+            with Named(f"a pass of {self.name}"), self._exclusive(controls.cancel):
                 self._leaks.begin()
                 if self._released != Stage():
                     meter.add("release", self._released)
                     self._released = Stage()
-                with self._session_for(orders.progress, orders.cancel, meter) as session:
-                    books = Books(meter, self._leaks, session.pass_bytes, session.guess_bytes)
-                    for event in Generation(requests, session, books, orders).events(started):
+                with self._session_for(controls.progress, controls.cancel, meter) as session:
+                    accounting = Accounting(meter, self._leaks, session.pass_bytes, session.draft_token_bytes)
+                    for event in BatchLoop(requests, session, accounting, controls).events(started):
                         if event.result is not None:
                             finished.add(event.request)
                             log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))

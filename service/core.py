@@ -173,8 +173,8 @@ class Request:
 
     `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be alone.
     `best_of` draws so many and gives the `n` with the highest summed log-probability, best first. `beams` searches so many wide for the
-    most probable text instead of drawing, see engine/beams.py, and gives the `n` best. `prefix_reuse` allows to begin with keys and
-    values that an earlier prompt left, `speculation` to check several guessed tokens in one pass; neither changes what is written.
+    most probable text instead of drawing, see engine/beam_search.py, and gives the `n` best. `prefix_reuse` allows to begin with keys and
+    values that an earlier prompt left, `speculation` to verify several draft tokens in one pass; neither changes what is written.
 
     `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are the texts before and
     behind the document. `logprobs` N gives each token of the answer its log-probability and those of the N likeliest, see Logprobs.
@@ -285,7 +285,7 @@ class Stage:
     page faults, pool allocations and the seconds they took.
 
     `bandwidth_share` is bytes a second over the machine's measured read ceiling, None where none was measured or it says nothing.
-    `proposed` and `accepted` are guessed tokens, of the stage "speculation" alone.
+    `proposed` and `accepted` are draft tokens, of the stage "speculation" alone.
     """
 
     seconds: float = 0.0

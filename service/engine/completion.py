@@ -1,10 +1,10 @@
-"""One choice of a request while it is written: its tokens, what a reader sees of them, and why it ends."""
+"""One completion while it is written: its tokens, the text that a reader sees, and why it ends."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -18,33 +18,34 @@ from ..core import (
     Stage,
     Usage,
 )
+from ..text.grammar import Guide
 from ..text.repetition import RepetitionCheck
 from ..text.stops import StopStrings
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from .sampler import Adjustments
-from .sequence import Limits, Sequence
 
-# Put behind reasoning that has used up its budget, so that the answer can begin (our wording).
+# Forced after reasoning that has used up its budget, so that the answer can begin (our wording).
 CLOSING = "\n\nThat is enough thinking; the answer follows.\n</think>\n\n"
 
 
-class Guide(Protocol):
-    """What binds an answer to a grammar; it is asked and told of nothing while the model thinks."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a completion ends, in tokens. `room` is what the context leaves after the prompt."""
 
-    def allowed(self) -> np.ndarray:
-        """Which ids may come next: bool, at least one true."""
-        ...
-
-    def accept(self, token: int, /) -> None: ...
+    answer: int
+    reasoning: int
+    room: int
+    eos: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that has passed every check: token ids, complete sampling, seed, limits. `reserve` are the tokens of an answer for which
-    room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`.
+    """A request that has passed every check: token ids, complete sampling, seed, limits.
 
-    Its choices share what is here: `stop`, `closing` (the tokens of CLOSING) and `adjustments` are made once, before the model's turn.
+    `reserve`: tokens of an answer for which KV blocks are reserved at once. An answer whose reasoning has no budget of its own may
+    outgrow it, up to `limits.room`. The choices share what is here: `stop`, `closing` (the tokens of CLOSING) and `adjustments` are
+    made once, before the request waits for the model.
     """
 
     ids: tuple[int, ...]
@@ -78,106 +79,114 @@ class Prepared:
         return (self.seed + choice) % SEED_LIMIT
 
 
-class Answer:
-    """The state of one choice. `take` is the one way in for a token, sampled or forced."""
+class Completion:
+    """The tokens and the text of one choice. `take` is the only way in for a token, sampled or forced."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._sequence = Sequence(prepared.ids, prepared.limits)
+        # The tokens so far, without the final EOS.
+        self.ids: list[int] = []
+        # Tokens taken, the final EOS included, and those of them that belong to the answer and to the reasoning.
+        self.taken = 0
+        self.answer_tokens = 0
+        self.reasoning_tokens = 0
+        # Why it ended; None while it goes on.
+        self.finish: Finish | None = None
         self._repetition = RepetitionCheck() if prepared.repetition_stop else None
         tokenizer = prepared.tokenizer
         self._text = TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
         self._guide = prepared.guide() if prepared.guide else None
-        # The token that must come next although nobody samples it; None: sample.
-        self.coming = self._next_forced()
-
-    @property
-    def ids(self) -> list[int]:
-        """The tokens so far, without the final EOS."""
-        return self._sequence.ids
-
-    @property
-    def completion(self) -> int:
-        """How many tokens were taken, the final EOS included."""
-        return self._sequence.completion
-
-    @property
-    def finish(self) -> Finish | None:
-        """Why it ended, None while it goes on."""
-        return self._sequence.finish
+        self._forced: deque[int] = deque()
+        # The token that must come next although it was not sampled; None: sample.
+        self.forced_token = self._next_forced()
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the model is thinking."""
+        """Whether the next token belongs to the model's reasoning."""
         return self._text.in_reasoning if self._text else False
 
     @property
     def left(self) -> int:
-        """Tokens after which it ends by its limits, if it does not begin to think."""
-        limits, sequence = self._prepared.limits, self._sequence
-        room = limits.room - sequence.completion
-        return room if self.in_reasoning else min(room, limits.answer - sequence.answer)
+        """Tokens until a limit ends it, if it does not begin to reason."""
+        limits = self._prepared.limits
+        room = limits.room - self.taken
+        return room if self.in_reasoning else min(room, limits.answer - self.answer_tokens)
 
     @property
     def guided(self) -> bool:
-        """Whether a grammar binds it."""
+        """Whether it follows a grammar."""
         return self._guide is not None
 
     def allowed(self) -> np.ndarray | None:
-        """Which ids may come next by its grammar, None for all."""
+        """Which ids may come next by the grammar: bool [limit], None for all. Reasoning is free."""
         return None if self._guide is None or self.in_reasoning else self._guide.allowed()
 
     def take(self, token: int, *, forced: bool = False) -> Event | None:
-        """Take the next token in; returns what became visible, None for an EOS."""
-        inside = self.in_reasoning
-        piece = self._text.push(token) if self._text and token not in self._prepared.limits.eos else None
-        # What opens reasoning, and what closes it by force, belongs to it: neither may eat the answer's budget.
-        self._sequence.settle(token, in_reasoning=inside or self.in_reasoning or forced)
-        if self.finish == "stop":
+        """Append the next token; returns what became visible, None for an EOS."""
+        inside, ends = self.in_reasoning, token in self._prepared.limits.eos
+        piece = self._text.push(token) if self._text and not ends else None
+        self.taken += 1
+        if ends:
+            self.finish = "stop"
             return None
+        self.ids.append(token)
+        # The tokens that open reasoning, and those that close it by force, count as reasoning: neither uses up the answer's limit.
+        self._count(in_reasoning=inside or self.in_reasoning or forced)
         if self._guide is not None and not inside and not forced:
             self._guide.accept(token)
         if self._text and self._text.stopped:
-            self._sequence.end("stop_string")
+            self.end("stop_string")
         if self._repetition and self._repetition.push(token):
-            self._sequence.end("repetition")
-        self.coming = self._next_forced()
+            self.end("repetition")
+        self.forced_token = self._next_forced()
         return Event(piece.text, piece.reasoning, token) if piece else Event(token=token)
 
     def end(self, finish: Finish) -> None:
-        """End for a reason that lies outside the tokens."""
-        self._sequence.end(finish)
+        """End for a reason other than an EOS or a limit. An earlier reason stays, but "length" gives way to all except "cancelled"."""
+        if self.finish is None or (self.finish == "length" and finish != "cancelled"):
+            self.finish = finish
 
-    def last(self) -> Event | None:
-        """The answer has ended: what was held back of its text, if anything."""
+    def flush(self) -> Event | None:
+        """After the end: the text that was still held back, if any."""
         piece = self._text.finish() if self._text else None
         return Event(piece.text, piece.reasoning) if piece and (piece.text or piece.reasoning) else None
 
     def result(
         self, seed: int, cached: int, seconds: Mapping[str, float], stages: Mapping[str, Stage], logprob: float | None = None
     ) -> Result:
-        """The whole of it, after `last`; `cached` are the prompt's tokens that were not read anew."""
-        sequence = self._sequence
+        """The whole of it, after `flush`; `cached` are the prompt's tokens that came from the prefix cache."""
         return Result(
             self._text.text if self._text else "",
             self._text.reasoning if self._text else "",
-            tuple(sequence.ids),
-            sequence.finish or "length",
+            tuple(self.ids),
+            self.finish or "length",
             seed,
-            Usage(len(sequence.prompt), sequence.completion, sequence.reasoning, cached),
+            Usage(len(self._prepared.ids), self.taken, self.reasoning_tokens, cached),
             seconds,
             stages,
             logprob,
             self._prepared.in_force,
         )
 
+    def _count(self, *, in_reasoning: bool) -> None:
+        if in_reasoning:
+            self.reasoning_tokens += 1
+        else:
+            self.answer_tokens += 1
+        if self.answer_tokens >= self._prepared.limits.answer or self.taken >= self._prepared.limits.room:
+            self.finish = "length"
+
     def _next_forced(self) -> int | None:
+        """The next token of CLOSING once reasoning has used up its budget."""
         if self.finish is not None:
             return None
-        return self._sequence.next_forced(in_reasoning=self.in_reasoning, closing=self._prepared.closing)
+        if not self._forced and self.in_reasoning and self.reasoning_tokens >= self._prepared.limits.reasoning:
+            self._forced.extend(self._prepared.closing)
+        return self._forced.popleft() if self._forced else None
 
 
 def cancelled_result(prepared: Prepared, choice: int, seconds: float) -> Result:
     """The result of a choice that was stopped before its first token."""
     times = {"load": seconds, "first_token": seconds, "total": seconds}
-    return Result("", "", (), "cancelled", prepared.seed_of(choice), Usage(len(prepared.ids), 0, 0), times, {}, sampling=prepared.in_force)
+    usage = Usage(len(prepared.ids), 0, 0)
+    return Result("", "", (), "cancelled", prepared.seed_of(choice), usage, times, {}, sampling=prepared.in_force)

@@ -50,7 +50,7 @@ class GraphStepper:
 
     A network whose sequences have recurrent states is not stepped ahead: where the host decides otherwise (another token is forced), a
     state cannot be cut back by one token as keys and values can. Nor is one with tables in files: their rows follow from the tokens.
-    Guesses are for those alone: behind a step under way nobody knows yet what to guess.
+    Draft tokens are only verified where no step runs ahead: after a step in flight the tokens to draft from are not known yet.
 
     All buffers are reserved before.
     """

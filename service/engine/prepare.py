@@ -14,11 +14,10 @@ from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
 from ..text.stops import StopStrings
-from .beam_search import Search
-from .completion import CLOSING, Prepared
+from .beam_search import BeamSearch
+from .completion import CLOSING, Limits, Prepared
 from .effective_sampling import effective_sampling
 from .sampler import Adjustments
-from .sequence import Limits
 from .session import Blueprint
 
 # Characters that a tokenizer's normalizer may make one of, at most; a text is only refused unread where it surely does not fit.
@@ -149,7 +148,7 @@ def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
 
 
 def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:
-    need, there = Search.blocks(tokens, room, beams), blocks_for(blueprint.context) * blueprint.sequences
+    need, there = BeamSearch.blocks(tokens, room, beams), blocks_for(blueprint.context) * blueprint.sequences
     if need > there:
         raise RequestError(
             f"{beams} beams of up to {room} tokens behind a prompt of {tokens} need KV for {need * BLOCK:,} tokens, and the context gives "

@@ -13,7 +13,7 @@ from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.draft import carried, residual
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
-from .drafting import HELD, Drafting
+from .drafting import HELD_ROWS, Drafting
 from .scoring import scored_rows
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
@@ -51,7 +51,11 @@ def last_border(start: int, tokens: int) -> int:
 
 
 class Stopped(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
-    """The caller asked to stop in the middle of a chunk; the sequence is as it was before the chunk."""
+    """The caller cancelled in the middle of a chunk; the sequence is as it was before the chunk."""
+
+
+class PassRestarted(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
+    """A prefill pass was given up because it is to be made again with one more prompt; its sequences are as they were before it."""
 
 
 class Runner:
@@ -97,18 +101,19 @@ class Runner:
         report: Callable[[int], None],
         *,
         whole: bool = True,
+        restart: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """Read `ids` behind the sequence, or one chunk of them where not `whole`; `report` gets how many are read.
+        """Prefill `ids` after the sequence, or one chunk of them where not `whole`; `report` gets how many are done.
 
-        Returns the scores [vocab] for the token behind what was read. Raises Stopped when `cancel` turns true, at the latest after one
-        layer of one chunk.
+        Returns the scores [vocab] for the next token. `cancel` and `restart` are asked before each layer of each chunk. Raises Stopped
+        when `cancel` is true, PassRestarted when `restart` is.
         """
         state, done = torch.empty(0), 0
         while done < len(ids):
             left = len(ids) - done
             border = 0 if sequence.cuts_anywhere else last_border(sequence.length, left)
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
-            state = self._forward(sequence, piece, cancel, before=ids[:done])
+            state = self._forward(sequence, piece, cancel, restart=restart, before=ids[:done])
             self._see(sequence, piece, state)
             sequence.keep_border()
             done += len(piece)
@@ -123,16 +128,20 @@ class Runner:
         return self.kv.states is None and self.drafting is None
 
     def prefill_several(
-        self, sequences: Sequence[SequenceKV], prompts: Sequence[Sequence[int]], cancel: CancelCheck | None
+        self,
+        sequences: Sequence[SequenceKV],
+        prompts: Sequence[Sequence[int]],
+        cancel: CancelCheck | None,
+        restart: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """Read prompt i behind sequence i, all of them in one pass of up to `chunk_rows` rows; only where it `reads_several`.
+        """Prefill prompt i after sequence i, all of them in one pass of up to `chunk_rows` rows; only where it `reads_several`.
 
-        Returns the scores [sequences, vocab] behind each. Raises Stopped as `prefill` does; then nothing of any of them was read.
+        Returns the scores [sequences, vocab] after each. Raises as `prefill` does; then no sequence has changed.
         """
         if self.gate is not None:
             self.gate.fetch_rows([token for ids in prompts for token in ids])
         chunk, rows = self.chunk.fill_several(sequences, prompts)
-        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel))
+        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, restart))
         for sequence, ids in zip(sequences, prompts, strict=True):
             sequence.advance(len(ids))
         return self._scores_behind(state, [part.stop - 1 for part, _ in rows.parts])
@@ -167,7 +176,9 @@ class Runner:
         """Let the layer that drafts know what was read, just now or, `ahead`, behind the sequence's end."""
         if self.drafting is not None:
             start = sequence.length - (0 if ahead else len(ids))
-            self.drafting.see(sequence, start, ids, carried(self.network, state[-HELD:] if len(ids) > HELD else state, self.scratch))
+            self.drafting.see(
+                sequence, start, ids, carried(self.network, state[-HELD_ROWS:] if len(ids) > HELD_ROWS else state, self.scratch)
+            )
 
     def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None, *, top: int = 0) -> list[Logprobs]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model, and the `top` likeliest ids there."""
@@ -188,7 +199,7 @@ class Runner:
         with self.kv.open(len(ids)) as sequence:
             for at in range(0, len(ids), self.chunk_rows):
                 kept: dict[int, torch.Tensor] = {}
-                self._forward(sequence, ids[at : at + self.chunk_rows], cancel, _keeper(after, kept))
+                self._forward(sequence, ids[at : at + self.chunk_rows], cancel, observe=_keeper(after, kept))
                 rows.append(torch.cat([kept[index] for index in after], dim=1))
         return torch.cat(rows)
 
@@ -221,27 +232,31 @@ class Runner:
         sequence: SequenceKV,
         ids: Sequence[int],
         cancel: CancelCheck | None,
-        seen: BetweenLayers | None = None,
+        *,
+        restart: Callable[[], bool] | None = None,
+        observe: BetweenLayers | None = None,
         before: Sequence[int] = (),
     ) -> torch.Tensor:
-        """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each. `before`: see
-        ChunkBuffers.fill.
-        """
+        """One chunk; each block waits for its weights. `observe` gets the state before each block. `before`: see ChunkBuffers.fill."""
         if self.gate is not None:
             self.gate.fetch_rows(ids)
         chunk, rows = self.chunk.fill(sequence, ids, before)
-        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, seen))
+        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, restart, observe))
         sequence.advance(len(ids))
         return state
 
-    def _between(self, cancel: CancelCheck | None, seen: BetweenLayers | None = None) -> BetweenLayers:
+    def _between(
+        self, cancel: CancelCheck | None, restart: Callable[[], bool] | None = None, observe: BetweenLayers | None = None
+    ) -> BetweenLayers:
         def between(index: int, state: torch.Tensor) -> None:
             if self.gate is not None:
                 self.gate.wait(index + 1)
             if cancel is not None and cancel():
                 raise Stopped
-            if seen is not None:
-                seen(index, state)
+            if restart is not None and restart():
+                raise PassRestarted
+            if observe is not None:
+                observe(index, state)
 
         return between
 

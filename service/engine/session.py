@@ -38,7 +38,7 @@ from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight, Weight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
 from .cuda_graphs import Graphs
-from .drafting import BESIDE, REACH, Drafting, DraftShape
+from .drafting import DRAFT_CONTEXT, FORK_TOKENS, Drafting, DraftShape
 from .graph_stepper import graph_stepper, graph_stepper_bytes
 from .prefix import PrefixIndex
 from .runner import SCORED_ROWS, Runner, chunk_rows
@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 DEFAULT_CONTEXT = 4096
-# Recurrent states beside those of sequences that decode together: a prompt whose other choices wait, and beginnings to go on behind. A
-# text that is written alone uses those of the others for the states behind guessed tokens.
+# Recurrent states besides those of sequences that decode together: of a shared prompt, and of cached prefixes. A sequence that decodes
+# alone uses the others' states for its draft tokens.
 KEPT_STATES = 4
 
 
@@ -89,11 +89,12 @@ class Blueprint:
 
     @property
     def draft_shape(self) -> DraftShape | None:
-        """What guesses of the layer for multi-token prediction take beside its weights; None without it."""
+        """What drafting takes besides the weights of the layer for multi-token prediction; None without it."""
         if not self.config.draft:
             return None
         tail, whole = self.config.indexer.state if self.config.indexer else (), self.kv_shape
-        return DraftShape(replace(whole, layers=1), tail, min(self.context, REACH) + BESIDE, carried_width(self.config), self.rows)
+        context = min(self.context, DRAFT_CONTEXT) + FORK_TOKENS
+        return DraftShape(replace(whole, layers=1), tail, context, carried_width(self.config), self.rows)
 
     @property
     def draft_bytes(self) -> int:
@@ -151,8 +152,8 @@ class Blueprint:
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in read)
 
     @property
-    def guess_bytes(self) -> int:
-        """Bytes of weights that one guess of the layer for multi-token prediction reads, the head among them; 0 without it."""
+    def draft_token_bytes(self) -> int:
+        """Bytes of weights that one draft token of the layer for multi-token prediction reads, the head included; 0 without it."""
         head = "head" if any(tensor.destination.key == "head" for tensor in self.plan.tensors) else "embedding"
         own = (t for t in self.plan.tensors if t.destination.part == draft_part(self.config) or t.destination.key == head)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in own) if self.config.draft else 0
@@ -183,8 +184,8 @@ def draw_blueprint(
 ) -> Blueprint:
     """Check config and tensors against each other, for weights held as `quant`; what was converted before may lie in `cache`.
 
-    With the layer for multi-token prediction where there is one and guesses are made, unless `draft` is false. Raises ModelError; allocates
-    nothing.
+    With the layer for multi-token prediction where there is one and tokens are drafted, unless `draft` is false. Raises ModelError;
+    allocates nothing.
     """
     family, config, checkpoint = read_family(checkpoint, draft=draft)
     plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
@@ -219,9 +220,9 @@ class Session:
         self.prefix = PrefixIndex(runner.kv)
         runner.kv.keeper = self.prefix
         self.stepper = stepper
-        # What a pass reads, and a drafted token: worked out once, it takes longer than anything else before a first token.
-        self.pass_bytes, self.guess_bytes = blueprint.pass_bytes, blueprint.guess_bytes
-        self.costs = PassCosts(guess_share=self.guess_bytes / max(1, self.pass_bytes))
+        # Bytes that a pass reads, and a draft token: computed once, for it takes longer than anything else before a first token.
+        self.pass_bytes, self.draft_token_bytes = blueprint.pass_bytes, blueprint.draft_token_bytes
+        self.costs = PassCosts(draft_share=self.draft_token_bytes / max(1, self.pass_bytes))
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival

@@ -43,7 +43,7 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A pass over known and guessed tokens: scores [T, vocab] behind the last known one and each guess, until the next pass.
+    """A verify pass: scores [T, vocab] after the last known token and each draft token, valid until the next pass.
 
     `chosen`: what the device chose there, where it did, with the draws from number `drawn` on.
     """
@@ -70,7 +70,7 @@ class Stepper(Protocol):
     for rows whose token is None. Where the host must see a row's scores (see Sampler.plain), `runs_ahead` is false and nothing is launched
     ahead of that row's step: its scores last until the next launch only. `stage` is what
     collecting is booked to: "sample" where the device is done by then or sampling is the host's, "decode" where it waits for the step.
-    `checks`: whether it takes guesses. `captured`: how many kinds of passes it has prepared; the first of a kind takes longer than others.
+    `checks`: whether it verifies draft tokens. `captured`: kinds of passes it has prepared; the first of a kind takes longer than others.
     """
 
     ahead: int
@@ -93,7 +93,7 @@ class Stepper(Protocol):
         ...
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
-        """Read up to MAX_BATCH ids in one pass, of which the first `known` are the text's (at least one) and the others guessed.
+        """Compute up to MAX_BATCH ids in one pass: the first `known` (at least one) are the text's, the others draft tokens.
 
         No step may be under way. The sequence is as it was until the caller advances it, by as many of them as it wants.
         """

@@ -1,71 +1,92 @@
-"""The state of a request: limits, ends, forced tokens."""
+"""A completion's limits, ends and forced tokens, with a real tokenizer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+import qwen_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from onedesk.service.engine.sequence import Limits, Sequence
+from onedesk.service.core import NEUTRAL
+from onedesk.service.engine.completion import CLOSING, Completion, Limits, Prepared
+from onedesk.service.engine.sampler import Adjustments
+from onedesk.service.text.stops import StopStrings
+from onedesk.service.text.tokenizer import Tokenizer, load_tokenizer
 
 EOS = 99
+TOKENIZER = load_tokenizer(qwen_tokenizers.real_tokenizer("qwen3"))
+CLOSED = tuple(TOKENIZER.encode(CLOSING))
+(CLOSE,) = TOKENIZER.encode("</think>")
+WORD, OTHER = TOKENIZER.encode("red fox")
 
 
-def sequence(answer: int = 10, reasoning: int = 5, room: int = 100) -> Sequence:
-    return Sequence((1, 2), Limits(answer, reasoning, room, frozenset({EOS})))
+def prepared(answer: int = 10, reasoning: int = 5, room: int = 100, *, in_reasoning: bool = False, stop: str = "") -> Prepared:
+    """A request whose prompt has two tokens and, `in_reasoning`, has opened the reasoning."""
+    return Prepared(
+        ids=(1, 2), sampling=NEUTRAL, seed=0, limits=Limits(answer, reasoning, room, frozenset({EOS})), reserve=answer,
+        stop=StopStrings((stop,) if stop else ()), in_reasoning=in_reasoning, repetition_stop=False, tokenizer=TOKENIZER,
+        choosable=TOKENIZER.size, adjustments=Adjustments(NEUTRAL, (), 0), closing=CLOSED,
+    )  # fmt: skip
 
 
 def test_eos_ends_and_counts_but_is_no_id() -> None:
-    s = sequence()
-    for token in (5, 6, EOS):
-        s.settle(token, in_reasoning=False)
-    assert (s.ids, s.completion, s.finish) == ([5, 6], 3, "stop")
+    completion = Completion(prepared())
+    for token in (WORD, OTHER, EOS):
+        completion.take(token)
+    assert (completion.ids, completion.taken, completion.finish) == ([WORD, OTHER], 3, "stop")
 
 
-def test_reasoning_does_not_eat_the_answers_tokens() -> None:
-    s = sequence(answer=2, reasoning=100)
-    for token in range(50):
-        s.settle(token, in_reasoning=True)
-    assert s.finish is None
-    s.settle(60, in_reasoning=False)
-    assert s.finish is None
-    s.settle(61, in_reasoning=False)
-    assert (s.finish, s.reasoning, s.answer) == ("length", 50, 2)
+def test_reasoning_does_not_use_up_the_answer() -> None:
+    completion = Completion(prepared(answer=2, reasoning=100, in_reasoning=True))
+    for token in [WORD] * 49 + [CLOSE, WORD]:
+        completion.take(token)
+    assert completion.finish is None
+    completion.take(OTHER)
+    assert (completion.finish, completion.reasoning_tokens, completion.answer_tokens) == ("length", 50, 2)
 
 
 def test_a_spent_budget_forces_the_closing_once() -> None:
-    s, closing, fed = sequence(reasoning=3), [70, 71], []
-    inside = True
-    for token in range(20):
-        forced = s.next_forced(in_reasoning=inside, closing=closing)
-        fed.append(token if forced is None else forced)
-        s.settle(fed[-1], in_reasoning=inside)
-        inside = inside and fed[-1] != 71
-        if s.finish:
-            break
-    assert fed[:6] == [0, 1, 2, 70, 71, 5]
-    assert fed.count(70) == 1
+    completion, taken = Completion(prepared(reasoning=3, in_reasoning=True)), []
+    while completion.finish is None:
+        forced = completion.forced_token
+        taken.append(WORD if forced is None else forced)
+        completion.take(taken[-1], forced=forced is not None)
+    assert taken == [*[WORD] * 3, *CLOSED, *[WORD] * 10]
+    assert (completion.reasoning_tokens, completion.answer_tokens) == (3 + len(CLOSED), 10)
 
 
 @given(
     answer=st.integers(1, 8),
     reasoning=st.integers(0, 8),
     room=st.integers(1, 20),
-    tokens=st.lists(st.tuples(st.integers(0, 98), st.booleans()), max_size=40),
+    in_reasoning=st.booleans(),
+    tokens=st.lists(st.sampled_from([WORD, OTHER, CLOSE]), max_size=40),
 )
-def test_limits_hold(answer: int, reasoning: int, room: int, tokens: list[tuple[int, bool]]) -> None:
-    s = sequence(answer, reasoning, room)
-    for token, inside in tokens:
-        if s.finish:
+def test_limits_hold(answer: int, reasoning: int, room: int, in_reasoning: bool, tokens: list[int]) -> None:
+    completion = Completion(prepared(answer, reasoning, room, in_reasoning=in_reasoning))
+    for token in tokens:
+        if completion.finish:
             break
-        s.settle(token, in_reasoning=inside)
-    assert s.answer <= answer
-    assert s.completion == len(s.ids) == s.answer + s.reasoning <= room
-    assert (s.finish == "length") == (s.answer == answer or s.completion == room)
+        forced = completion.forced_token
+        completion.take(token if forced is None else forced, forced=forced is not None)
+    assert completion.answer_tokens <= answer
+    assert completion.taken == len(completion.ids) == completion.answer_tokens + completion.reasoning_tokens <= room
+    assert (completion.finish == "length") == (completion.answer_tokens == answer or completion.taken == room)
 
 
 def test_a_stop_string_at_the_last_token_is_the_reason() -> None:
-    s = sequence(answer=1)
-    s.settle(5, in_reasoning=False)
-    s.end("stop_string")
-    assert s.finish == "stop_string"
-    s.end("cancelled")
-    assert s.finish == "stop_string"
+    completion = Completion(prepared(answer=1, stop="red"))
+    completion.take(WORD)
+    assert completion.finish == "stop_string"
+    completion.end("cancelled")
+    assert completion.finish == "stop_string"
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, None])
+def test_a_completion_without_a_tokenizer_has_tokens_only(tokenizer: Tokenizer | None) -> None:
+    completion = Completion(replace(prepared(), tokenizer=tokenizer))
+    completion.take(WORD)
+    completion.end("cancelled")
+    result = completion.result(0, 0, {}, {})
+    assert (result.text, result.ids, result.finish) == ("red" if tokenizer else "", (WORD,), "cancelled")

@@ -32,10 +32,10 @@ class Cheap(PassCosts):
     def __init__(self) -> None:
         super().__init__({rows: 1 + 0.05 * (rows - 1) for rows in range(1, 9)}, 0.05, 0.05)
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         pass
 
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+    def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
         pass
 
 
@@ -70,7 +70,7 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Op
 @pytest.fixture(autouse=True)
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds that were told are no share of those that pass."""
-    monkeypatch.setattr(speculate, "RISK", 1e9)
+    monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
 
 
 def cycle_to(folder: Path, token: int, count: int) -> list[int]:

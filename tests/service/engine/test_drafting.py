@@ -40,7 +40,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds that were told are no share of those that pass."""
-    monkeypatch.setattr(speculate, "RISK", 1e9)
+    monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -88,7 +88,7 @@ def test_right_drafts_save_passes_and_change_nothing(rigged: OpenModel, greedy: 
     drafts = guessed.stages["draft"]
     assert drafts.accepted == drafts.proposed > 35
     assert passes(rigged, guessed) < 15
-    assert drafts.bytes == drafts.proposed * rigged._blueprint.guess_bytes
+    assert drafts.bytes == drafts.proposed * rigged._blueprint.draft_token_bytes
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -17,8 +17,8 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import speculate
-from onedesk.service.engine.decode_loop import Writing
-from onedesk.service.engine.request_state import Row
+from onedesk.service.engine.decode_loop import DecodeLoop
+from onedesk.service.engine.request_state import RunningSequence
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import PassCosts, Speculator
 from onedesk.service.engine.stepper import Checked
@@ -37,7 +37,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds that were told are no share of those that pass."""
-    monkeypatch.setattr(speculate, "RISK", 1e9)
+    monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen4_exp"])
@@ -91,17 +91,17 @@ def test_any_guesses_in_graphs_leave_the_text_as_it_is(model: OpenModel, stepper
 
 
 class Noting(PassCosts):
-    """Told costs; what is noted is kept apart."""
+    """Fixed costs; what is recorded is kept apart."""
 
     def __init__(self) -> None:
         told = Told()
-        super().__init__(told.measured, told.guess_share, told.drafted)
+        super().__init__(told.measured, told.draft_share, told.measured_draft)
         self.noted: list[int] = []
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         self.noted.append(rows)
 
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+    def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
         self.noted.append(-tokens)
 
 
@@ -111,26 +111,26 @@ def test_a_step_that_captures_says_nothing_of_what_others_cost(
     """Neither by its own pass nor by the one of the layer that drafts before it: guessing would seem to cost what it never will again."""
     costs, graphs, grew = Noting(), stepper._graphs, list[bool]()
     tell(model, costs)
-    real_step, real_note, told = Writing.step, Speculator.note, list[float | None]()
+    real_step, real_record, recorded = DecodeLoop.step, Speculator.record, list[float | None]()
 
-    def step(writing: Writing, rows: Sequence[Row]) -> Iterator[Event]:
+    def step(loop: DecodeLoop, sequences: Sequence[RunningSequence]) -> Iterator[Event]:
         before = graphs.captured
         try:
-            yield from real_step(writing, rows)
+            yield from real_step(loop, sequences)
         finally:  # the last one is left where the text ends
             grew.append(graphs.captured > before)
 
-    def note(speculator: Speculator, guessed: int, right: int, seconds: float | None, **more: Any) -> None:
-        told.append(seconds)
-        real_note(speculator, guessed, right, seconds, **more)
+    def record(speculator: Speculator, proposed: int, accepted: int, seconds: float | None, **more: Any) -> None:
+        recorded.append(seconds)
+        real_record(speculator, proposed, accepted, seconds, **more)
 
-    monkeypatch.setattr(Writing, "step", step)
-    monkeypatch.setattr(Speculator, "note", note)
+    monkeypatch.setattr(DecodeLoop, "step", step)
+    monkeypatch.setattr(Speculator, "record", record)
     written(model, ask(WAYS["greedy"], speculation=True))
     assert len(grew) == stepper.checked + stepper.launches
     assert any(grew)
     count = len([rows for rows in costs.noted if rows > 0])
-    assert count == len([seconds for seconds in told if seconds is not None]) == grew.count(False)
+    assert count == len([seconds for seconds in recorded if seconds is not None]) == grew.count(False)
 
 
 def test_a_text_whose_steps_are_under_way_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:

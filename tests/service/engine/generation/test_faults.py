@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Sampling
-from onedesk.service.engine.batch_loop import Generation
-from onedesk.service.engine.beam_search import Search
-from onedesk.service.engine.completion import Answer
-from onedesk.service.engine.request_state import Row
+from onedesk.service.engine.batch_loop import BatchLoop
+from onedesk.service.engine.beam_search import BeamSearch
+from onedesk.service.engine.completion import Completion
+from onedesk.service.engine.request_state import RunningSequence
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import Speculator
 from onedesk.service.errors import MemoryFull, ModelError, OnedeskError
@@ -48,24 +48,24 @@ def of_sampler(sampler: Sampler, *_: Any, **__: Any) -> int | None:
     return sampler.sampling.seed
 
 
-def of_answer(answer: Answer, *_: Any, **__: Any) -> int | None:
-    return answer._prepared.sampling.seed
+def of_completion(completion: Completion, *_: Any, **__: Any) -> int | None:
+    return completion._prepared.sampling.seed
 
 
-def of_row(row: Row, prepared: Any = None, *_: Any, **__: Any) -> int | None:
-    return (prepared or row.prepared).sampling.seed
+def of_sequence(sequence: RunningSequence, request: Any = None, *_: Any, **__: Any) -> int | None:
+    return (request or sequence).prepared.sampling.seed
 
 
 STAGES = [
-    Stage(Row, "__init__", of_row),
-    Stage(Generation, "_may_read", lambda loop, row, *_: of_row(row)),
-    Stage(Generation, "_has_read", lambda loop, row, *_: of_row(row)),
+    Stage(RunningSequence, "__init__", of_sequence),
+    Stage(BatchLoop, "_may_prefill", lambda loop, sequence, *_: of_sequence(sequence)),
+    Stage(BatchLoop, "_finish_prefill", lambda loop, sequence, *_: of_sequence(sequence)),
     Stage(Sampler, "choose", of_sampler),
     Stage(Sampler, "accept", of_sampler),
-    Stage(Answer, "take", of_answer),
-    Stage(Answer, "end", of_answer),
-    Stage(Answer, "last", of_answer),
-    Stage(Answer, "result", of_answer),
+    Stage(Completion, "take", of_completion),
+    Stage(Completion, "end", of_completion),
+    Stage(Completion, "flush", of_completion),
+    Stage(Completion, "result", of_completion),
 ]
 
 
@@ -130,7 +130,9 @@ def test_a_fault_of_any_class_at_any_token(
     check_alone(stepped, stage, fault, min(call, n - 1 if stage.method == "end" else call), victim)
 
 
-@pytest.mark.parametrize("stage", [Stage(Search, "step", lambda search: VICTIM), Stage(Search, "best", lambda search, count: VICTIM)])
+@pytest.mark.parametrize(
+    "stage", [Stage(BeamSearch, "step", lambda search: VICTIM), Stage(BeamSearch, "best", lambda search, count: VICTIM)]
+)
 def test_a_fault_of_a_search_ends_it_alone(model: OpenModel, stage: Stage) -> None:
     model.load()
     check_alone(model, stage, OverflowError, 0, ask("victim", sampling=Sampling(), beams=3, n=2, max_tokens=6))
@@ -146,7 +148,7 @@ def test_a_fault_of_the_speculator_ends_its_request(model: OpenModel) -> None:
 
 def test_a_grammar_that_fails_ends_its_request_alone(model: OpenModel) -> None:
     model.load()
-    allowed = Stage(Answer, "allowed", of_answer)
+    allowed = Stage(Completion, "allowed", of_completion)
     victim = ask("victim", sampling=Sampling(seed=VICTIM), json_schema='{"type":"object"}', max_tokens=10)
     check_alone(model, allowed, Panic, 2, victim)
 

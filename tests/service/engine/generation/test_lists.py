@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Request, Sampling
-from onedesk.service.engine.request_state import Row
+from onedesk.service.engine.request_state import RunningSequence
 
 ASKED = st.builds(
     lambda text, tokens, seed, n, stop, greedy, penalty: ask(
@@ -68,14 +68,14 @@ def test_a_spent_budget_of_thinking_is_closed_by_force_in_every_row(stepped: Ope
     assert all("That is enough thinking" in found[place, 0].reasoning for place in range(4))
 
 
-def test_what_outgrows_its_room_sets_back_the_youngest_and_loses_nothing(narrow: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_back: list[int] = []
-    back = Row.set_back
-    monkeypatch.setattr(Row, "set_back", lambda row: (set_back.append(row.ticket.request), back(row)))
+def test_outgrowing_the_reservation_preempts_the_newest(narrow: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[int] = []
+    preempt = RunningSequence.preempt
+    monkeypatch.setattr(RunningSequence, "preempt", lambda self: (preempted.append(self.ticket.request), preempt(self)))
     requests = [thinker(seed) for seed in range(3)]
     found = run(narrow, *requests)
-    assert set_back, "nobody was set back"
-    assert 0 not in set_back, "the oldest was set back"
+    assert preempted, "none was preempted"
+    assert 0 not in preempted, "the oldest was preempted"
     assert "length" in {result.finish for result in found.values()}
     for place, request in enumerate(requests):
         assert same(found[place, 0], alone(narrow, request)), place

@@ -17,7 +17,7 @@ REPEATS = (11, 12, 13, 14, 15, 16, 17, 18) * 6
 class Free(PassCosts):
     """Passes of any width cost the same, so that every guess is checked."""
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         self.measured = dict.fromkeys(range(1, 9), 1.0)
 
 
