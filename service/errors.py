@@ -26,7 +26,7 @@ def brief(value: object) -> str:
 
 
 class Field(str):
-    """Within a message: the name of a value that somebody gave. Whoever asked them for it may call it as they do, see `told`."""
+    """The name of a value within a message. Front ends may rename it (CLI option, widget, JSON field); see `OnedeskError.render`."""
 
     __slots__ = ()
 
@@ -35,10 +35,10 @@ class OnedeskError(Exception):
     """Base of every error that Onedesk raises on purpose. Its arguments are the parts of its message, texts and fields."""
 
     def __str__(self) -> str:
-        return self.told(str)
+        return self.render(str)
 
-    def told(self, name: Callable[[str], str]) -> str:
-        """The message, with `name` of each field in its place: the command says --max-tokens for max_tokens."""
+    def render(self, name: Callable[[str], str]) -> str:
+        """The message, each field renamed by `name`: the command says --max-tokens for max_tokens."""
         return "".join(name(str(part)) if isinstance(part, Field) else str(part) for part in self.args)
 
     @property
