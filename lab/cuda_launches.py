@@ -313,8 +313,8 @@ class _Session:
         if self._cache.states is None:
             return
         with self._cache.open(FEW_ROWS) as sequence:
-            self._step.fill_trail(sequence, [5] * count)
-            self._choose(count, self._step.step(count, self._blueprint.context, prepared=True, trail=True))
+            self._step.fill_verify(sequence, [5] * count)
+            self._choose(count, self._step.step(count, self._blueprint.context, prepared=True, verify=True))
 
     def _choose(self, batch: int, scores: torch.Tensor) -> None:
         plan = self._sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch)

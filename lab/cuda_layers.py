@@ -51,7 +51,7 @@ STREAM_ROWS: Sequence[int] = (1, 3, 8, 40)
 NGRAMS: Sequence[tuple[int, int, int, int, int]] = ((4, 2560, 2048, 4, 3), (2, 96, 64, 2, 2))
 NGRAM_STEPS: Sequence[int] = (1, 3, 8)
 NGRAM_TRAILS: Sequence[int] = (1, 2, 5, 8)
-DELTA_KINDS = ("step", "trail", "chunk")
+DELTA_KINDS = ("step", "verify", "chunk")
 DELTA_STEPS: Sequence[int] = (1, 3, 8)
 DELTA_TRAILS: Sequence[int] = (1, 2, 3, 5, 8)
 DELTA_CHUNKS: Sequence[int] = (1, 2, 63, 64, 65, 500)
@@ -163,7 +163,7 @@ def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iter
         places = torch.randperm(11, device=make.device)[: 2 if kind == "chunk" else count + 1] + 1
         slots = Slots(places[:-1], places[:-1] if kind == "step" else places[1:])
         held = windows.clone(), states.clone()
-        step = DeltaStep(projected, rates, *held, slots, make.empty(count, heads.values), kind == "trail")
+        step = DeltaStep(projected, rates, *held, slots, make.empty(count, heads.values), kind == "verify")
         done = kernels.delta_chunk(heads, step) if kind == "chunk" else kernels.delta_step(heads, step)
         form = f"{heads.key_heads}x{heads.group} of {heads.key_dim}x{heads.value_dim}, {kind} {count}"
         truth = [torch.empty(count, heads.values, device=make.device), windows.clone(), states.clone()]
@@ -237,19 +237,19 @@ def ngram_findings(kernels: CudaKernels, make: Maker, streams: int, hidden: int,
     norms = (NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6) for _ in range(3))
     products = make.rows(channels, width) * 0.2, make.rows(hidden, width) * 0.2
     weights = NgramWeights(*products, *norms, taps=make.normal(taps, channels) * 0.5, apart=spaced)
-    kinds = ("step", NGRAM_STEPS), ("aside", NGRAM_STEPS[-1:]), ("trail", NGRAM_TRAILS)
+    kinds = ("step", NGRAM_STEPS), ("aside", NGRAM_STEPS[-1:]), ("verify", NGRAM_TRAILS)
     cases = [(kind, count) for kind, counts in kinds for count in counts]
     for kind, count in cases:
         places = torch.randperm(2 * FEW_ROWS + 1, device=make.device)
         first = places[:count]
-        slots = Slots(first, {"step": first, "aside": places[count : 2 * count], "trail": places[1 : count + 1]}[kind])
+        slots = Slots(first, {"step": first, "aside": places[count : 2 * count], "verify": places[1 : count + 1]}[kind])
         embedded, before = make.rows(count, width), make.rows(count, channels)
         before[0, :hidden] = 0  # a score of 0
         windows, x = make.normal(2 * FEW_ROWS + 1, (taps - 1) * spaced, channels), before.clone()
         truth = windows.clone(), before.float()
         rooms = make.empty(count, channels), make.empty(count, hidden)
         held = windows.clone()
-        done = kernels.add_ngrams(weights, NgramRows(embedded, x, *rooms, held, slots, kind == "trail"))
+        done = kernels.add_ngrams(weights, NgramRows(embedded, x, *rooms, held, slots, kind == "verify"))
         for row in range(count):
             source, target = int(slots.source[row]), int(slots.target[row])
             truth[1][row], truth[0][target] = _ngram_truth(weights, embedded[row].float(), truth[1][row], truth[0][source])

@@ -11,10 +11,13 @@ from ..service.kernels.cuda.sdpa_kernels import CudaKernels
 from ..service.kernels.forward_batch import (
     BLOCK,
     FEW_ROWS,
+    DecodeBatch,
+    ForwardBatch,
     HeadShape,
+    PrefillChunk,
     RotaryTable,
-    Rows,
     Slots,
+    VerifyPass,
 )
 from ..service.kernels.operands import AttentionHeads, AttentionRows, IndexedRows, Indexer
 from ..service.kernels.reference import ReferenceKernels
@@ -27,7 +30,7 @@ CHUNKS: Sequence[tuple[int, int]] = ((0, 7), (0, 300), (37, 5), (500, 129))
 # Where a few rows of one sequence begin, and how many: at the beginning, over the borders of blocks and stretches, beyond the budget.
 FEW: Sequence[tuple[int, int]] = ((0, 2), (1, 3), (29, 8), (254, 5), (511, 2), (777, 8), (1016, 8))
 # Of each: a state behind every row; one state, in another slot than it was found in; one, in the same slot.
-KINDS = ("trail", "few", "same")
+KINDS = ("verify", "few", "same")
 # What a graph that was captured elsewhere says of where rows begin.
 ELSEWHERE = 1_000_000
 # Those of a network that looks at chosen stretches only; its indexer's heads, width, budget and ratio.
@@ -42,29 +45,32 @@ def rotary_table(make: Maker, turned: int) -> RotaryTable:
     return RotaryTable(angles.cos(), angles.sin())
 
 
-def _rows(make: Maker, lengths: Sequence[int], kind: str = "") -> Rows:
+def _batch(make: Maker, lengths: Sequence[int], kind: str = "") -> ForwardBatch:
     """A step behind sequences of these lengths, or where they are a tuple a chunk, in scattered blocks and slots.
 
-    `kind`: of a few rows "trail", else whether the slot that a chunk is found in is the one that it leaves its state in ("same").
+    `kind`: of a few rows "verify", else whether the slot that a chunk is found in is the one that it leaves its state in ("same").
     """
     chunk, table = isinstance(lengths, tuple), CONTEXT // BLOCK
     sequences = 1 if chunk else len(lengths)
     blocks = torch.randperm(sequences * table, device=make.device).view(sequences, table).int()
     positions = torch.arange(lengths[0], sum(lengths)) if chunk else torch.tensor(lengths)
     slots = torch.randperm(FEW_ROWS + 1, device=make.device)
-    if kind == "trail":
+    if kind == "verify":
         places = Slots(slots[: lengths[1]], slots[1 : lengths[1] + 1])
     elif chunk:
         places = Slots(slots[:1], slots[:1] if kind == "same" else slots[1:2])
     else:
         places = Slots(slots[:sequences], slots[:sequences])
-    return Rows(positions.int().to(make.device), blocks, lengths[0] if chunk else None, CONTEXT, places, trail=kind == "trail")
+    where = positions.int().to(make.device), blocks, CONTEXT, places
+    if not chunk:
+        return DecodeBatch(*where)
+    return (VerifyPass if kind == "verify" else PrefillChunk)(*where, start=lengths[0])
 
 
-def _elsewhere(rows: Rows) -> Rows:
+def _elsewhere(batch: ForwardBatch) -> ForwardBatch:
     """As a graph of the pass has it, which was captured at another place: of a few rows the host's numbers are wrong."""
-    few = rows.start is not None and len(rows.positions) <= FEW_ROWS
-    return replace(rows, start=ELSEWHERE, longest=0) if few else rows
+    few = isinstance(batch, PrefillChunk) and len(batch.positions) <= FEW_ROWS
+    return replace(batch, start=ELSEWHERE, longest=0) if few else batch
 
 
 def _layer(make: Maker, heads: HeadShape, turned: int) -> AttentionHeads:
@@ -75,14 +81,14 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turn
     """Decode steps of several batches and lengths, and chunks and a few rows at several places."""
     layer = _layer(make, heads, turned)
     for lengths in [*STEPS, *CHUNKS, *FEW]:
-        rows = _rows(make, lengths)
-        count = len(rows.positions)
-        keys, values = (make.rows(rows.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
+        batch = _batch(make, lengths)
+        count = len(batch.positions)
+        keys, values = (make.rows(batch.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
         qkv, wide_keys, wide_values = make.rows(count, heads.qkv), keys.float(), values.float()
-        wide = AttentionRows(qkv.float(), wide_keys, wide_values, rows, torch.empty(count, heads.queries, device=make.device))
+        wide = AttentionRows(qkv.float(), wide_keys, wide_values, batch, torch.empty(count, heads.queries, device=make.device))
         truth = ReferenceKernels().attend(layer, wide)
-        found = kernels.attend(layer, AttentionRows(qkv, keys, values, _elsewhere(rows), make.empty(count, heads.queries)))
-        form = f"{heads.heads}/{heads.kv_heads} of {turned}/{heads.head_dim}, {'step' if rows.start is None else 'chunk'} {lengths}"
+        found = kernels.attend(layer, AttentionRows(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries)))
+        form = f"{heads.heads}/{heads.kv_heads} of {turned}/{heads.head_dim}, {'chunk' if batch.one_sequence else 'step'} {lengths}"
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend", form, apart(found, truth), bound)
         yield Finding("attend, cache", form, max(apart(keys, wide_keys), apart(values, wide_values)), bound)
@@ -109,47 +115,49 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, turned
     rotary = layer.rotary
     cases = [*((lengths, "") for lengths in [*INDEXED_STEPS, *INDEXED_CHUNKS]), *((few, kind) for few in FEW for kind in KINDS)]
     for turn, (lengths, kind) in enumerate(cases):
-        rows = _rows(make, lengths, kind)
-        count, sequences, table = len(rows.positions), *rows.tables.shape
+        batch = _batch(make, lengths, kind)
+        count, sequences, table = len(batch.positions), *batch.tables.shape
         raw = make.rows(sequences, CONTEXT, indexer.dim)
         pooled = _pooled(raw, indexer, rotary)
-        firsts = rows.positions.tolist() if rows.start is None else [rows.start]
+        firsts = batch.positions.tolist()[: 1 if batch.one_sequence else None]
         per = BLOCK // indexer.ratio
         held = torch.full((sequences * table, per, indexer.dim), float("nan"), device=make.device)
         tails = torch.full((FEW_ROWS + 1, indexer.ratio - 1, indexer.dim), float("nan"), device=make.device)
-        slots = rows.slots or Slots(rows.positions, rows.positions)
+        slots = batch.slots or Slots(batch.positions, batch.positions)
         for sequence, first in enumerate(firsts):
-            full, block = first // indexer.ratio, rows.tables[sequence].long()
+            full, block = first // indexer.ratio, batch.tables[sequence].long()
             for stretch in range(full):
                 held[block[stretch // per], stretch % per] = pooled[sequence, stretch]
             tails[slots.source[sequence], : first % indexer.ratio] = raw[sequence, full * indexer.ratio : first].float()
         queries = make.rows(count, indexer.heads * indexer.dim) * float(turn % 2 == 0)
-        sequence_of = torch.arange(count, device=make.device) * (rows.start is None)
-        indexed = torch.cat((queries, raw[sequence_of, rows.positions.long()]), dim=1)
-        keys, values = (make.rows(rows.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
+        sequence_of = torch.arange(count, device=make.device) * (not batch.one_sequence)
+        indexed = torch.cat((queries, raw[sequence_of, batch.positions.long()]), dim=1)
+        keys, values = (make.rows(batch.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
         qkv, out, wide_keys, wide_values = make.rows(count, heads.qkv), make.empty(count, heads.queries), keys.float(), values.float()
-        turned_queries = ReferenceKernels().place(layer, AttentionRows(qkv.float(), wide_keys, wide_values, rows, out))
+        turned_queries = ReferenceKernels().place(layer, AttentionRows(qkv.float(), wide_keys, wide_values, batch, out))
         asked = queries.float().view(count, indexer.heads, indexer.dim)
         ReferenceKernels().rms_norm(asked, indexer.q_norm, asked)
-        ReferenceKernels().rotate(asked, rotary.cos[rows.positions], rotary.sin[rows.positions])
+        ReferenceKernels().rotate(asked, rotary.cos[batch.positions], rotary.sin[batch.positions])
         truth = torch.empty(count, heads.heads, heads.head_dim, device=make.device)
-        for row, place in enumerate(rows.positions.tolist()):
+        for row, place in enumerate(batch.positions.tolist()):
             sequence = int(sequence_of[row])
             tokens = _chosen(asked[row], pooled[sequence], place + 1, indexer)
-            blocks, at = rows.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
+            blocks, at = batch.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
             k, v = (part[blocks, :, at].transpose(0, 1) for part in (wide_keys, wide_values))
             ReferenceKernels().attention(turned_queries[row][None], k, v, len(tokens) - 1, truth[row][None])
-        own = AttentionRows(qkv, keys, values, _elsewhere(rows), out)
+        own = AttentionRows(qkv, keys, values, _elsewhere(batch), out)
         done = kernels.attend_indexed(layer, own, indexer, IndexedRows(indexed, tails, held))
-        form = f"{heads.heads}/{heads.kv_heads} of {turned}/{heads.head_dim}, {'step' if rows.start is None else kind or 'chunk'} {lengths}"
+        form = (
+            f"{heads.heads}/{heads.kv_heads} of {turned}/{heads.head_dim}, {(kind or 'chunk') if batch.one_sequence else 'step'} {lengths}"
+        )
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend_indexed", form, apart(out, truth.flatten(1)) if done else float("inf"), bound)
-        ends = [first + 1 for first in firsts] if rows.start is None else [rows.start + count]
-        if rows.trail:
-            ends = [place + 1 for place in rows.positions.tolist()]
+        ends = [position + 1 for position in batch.positions.tolist()]
+        if not batch.state_per_row:
+            ends = ends[-1:]
         for row, end in enumerate(ends):
-            sequence = 0 if rows.trail else row
-            full, block = end // indexer.ratio, rows.tables[sequence].long()
+            sequence = 0 if batch.one_sequence else row
+            full, block = end // indexer.ratio, batch.tables[sequence].long()
             stretches = torch.arange(full, device=make.device)
             found = held[block[stretches // per], stretches % per]
             tail = tails[slots.target[row], : end % indexer.ratio]

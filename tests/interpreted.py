@@ -103,7 +103,7 @@ def layers() -> dict[str, Any]:
     cases.NGRAM_STEPS, cases.NGRAM_TRAILS = (1, 2), (4,)
     found += cases.ngram_findings(fused, make, 2, 48, 32, 3, 2)
     heads, places.CONTEXT, places.INDEXER = HeadShape(3, 1, 64), 96, (2, 24, 16, 4)
-    places.KINDS = ("trail", "same")
+    places.KINDS = ("verify", "same")
     places.STEPS, places.CHUNKS, places.FEW, places.INDEXED_STEPS, places.INDEXED_CHUNKS = (
         ([31, 70],),
         ((33, 9),),

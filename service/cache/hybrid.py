@@ -134,7 +134,7 @@ class HybridSequence(SequenceKV):
         return [self._slot, *self._ahead, *(snapshot.slot for snapshot in self._snapshots if snapshot.slot is not None)]
 
     @property
-    def trail(self) -> list[tuple[int, int]]:
+    def verify_slots(self) -> list[tuple[int, int]]:
         return list(zip([self._slot, *self._ahead], self._ahead, strict=False))
 
     @property

@@ -265,7 +265,7 @@ class SequenceKV:
         return 0, 0
 
     @property
-    def trail(self) -> list[tuple[int, int]]:
+    def verify_slots(self) -> list[tuple[int, int]]:
         """As `slots`, for each row of a pass that `ensure` was called for with `each`."""
         return []
 

@@ -56,7 +56,7 @@ class DeltaHeads:
 class DeltaStep:
     """Decode of B rows: projected [B, channels + values] and rates [B, 2 * H * R] give out [B, H * R * E].
 
-    windows [slots, K - 1, channels] and states [slots, H, R, D, E] fp32 are read and written where `slots` says. `trail`: see Rows.
+    windows [slots, K - 1, channels] and states [slots, H, R, D, E] fp32 are read and written where `slots` says. `verify`: see VerifyPass.
     """
 
     projected: torch.Tensor
@@ -65,7 +65,7 @@ class DeltaStep:
     states: torch.Tensor
     slots: Slots
     out: torch.Tensor
-    trail: bool = False
+    verify: bool = False
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ..quant.weight import Weight
 from .delta import DeltaHeads
-from .forward_batch import HeadShape, NormWeight, RotaryTable, Rows, Slots
+from .forward_batch import ForwardBatch, HeadShape, NormWeight, RotaryTable, Slots
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class NgramWeights:
 class NgramRows:
     """embedded [T, width] is let into streams [T, streams * hidden]; windows [slots, (K - 1) * apart, streams * hidden] move on.
 
-    Room: keys [T, streams * hidden], values [T, hidden]. `trail`: see Rows.
+    Room: keys [T, streams * hidden], values [T, hidden]. `verify`: see VerifyPass.
     """
 
     embedded: torch.Tensor
@@ -117,7 +117,7 @@ class NgramRows:
     values: torch.Tensor
     windows: torch.Tensor
     slots: Slots
-    trail: bool = False
+    verify: bool = False
 
 
 @dataclass(slots=True)
@@ -137,14 +137,14 @@ class AttentionHeads:
 class AttentionRows:
     """qkv [T, shape.qkv], which is overwritten, gives out [T, shape.queries] over a layer's paged cache, both of the kernels' activation.
 
-    keys, values [blocks, kv_heads, BLOCK, head_dim] in the cache's type are written at the places of `rows`, then each row reads those of
+    keys, values [blocks, kv_heads, BLOCK, head_dim] in the cache's type are written at the positions of `batch`; each row then attends to
     its sequence up to itself.
     """
 
     qkv: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    rows: Rows
+    batch: ForwardBatch
     out: torch.Tensor
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
 from .delta import DeltaHeads, DeltaStep
-from .forward_batch import BLOCK, HeadShape, NormWeight, Rows
+from .forward_batch import BLOCK, ForwardBatch, HeadShape, NormWeight, PrefillChunk
 from .operands import (
     AttentionHeads,
     AttentionRows,
@@ -110,14 +110,14 @@ class ReferenceKernels:
 
         Queries and keys are normed a head and rotated, keys and values written, then every row attends to its sequence up to itself.
         """
-        q, rows = self.place(heads, at), at.rows
+        q, batch = self.place(heads, at), at.batch
         mixed = at.out.view(q.shape)
-        if rows.start is not None:
-            held = self.contiguous(at.keys, at.values, rows.tables[0], rows.start + q.shape[0])
-            self.attention(q, *held, rows.start, mixed)
+        if isinstance(batch, PrefillChunk):
+            held = self.contiguous(at.keys, at.values, batch.tables[0], batch.start + q.shape[0])
+            self.attention(q, *held, batch.start, mixed)
             return at.out
-        for row, position in enumerate(rows.positions.tolist()):
-            held = self.contiguous(at.keys, at.values, rows.tables[row], position + 1)
+        for row, position in enumerate(batch.positions.tolist()):
+            held = self.contiguous(at.keys, at.values, batch.tables[row], position + 1)
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return at.out
 
@@ -142,13 +142,13 @@ class ReferenceKernels:
 
     def place(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
         """The first part of `attend`: queries and keys normed and rotated, keys and values written; returns the queries [T, heads, dim]."""
-        shape, positions = heads.shape, at.rows.positions
+        shape, positions = heads.shape, at.batch.positions
         split = at.qkv.view(at.qkv.shape[0], shape.heads + 2 * shape.kv_heads, shape.head_dim)
         q, k, v = split.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
         cos, sin = heads.rotary.cos[positions], heads.rotary.sin[positions]
         self.rotate(self.rms_norm(q, heads.q_norm, q), cos, sin)
         self.rotate(self.rms_norm(k, heads.k_norm, k), cos, sin)
-        write_rows(k, v, at.keys, at.values, at.rows)
+        write_rows(k, v, at.keys, at.values, at.batch)
         return q
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
@@ -177,7 +177,7 @@ class ReferenceKernels:
         return False
 
     def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
-        """A decode step, or a trail, through the block of n-grams behind its table; False where there is no faster way than its parts."""
+        """A decode step or a VerifyPass through the n-gram block after its table; False where there is no faster way than its parts."""
         return False
 
     def stretch(self, owner: object, place: int, work: Callable[[], None]) -> None:
@@ -241,10 +241,10 @@ class ReferenceKernels:
         return torch.mul(F.silu(gate), up, out=out)
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Rows) -> None:
-    """Store k, v [T, kv_heads, head_dim] at the places of `rows` in the paged keys, values [blocks, kv_heads, BLOCK, head_dim]."""
-    block, slot = rows.positions.long() // BLOCK, rows.positions.long() % BLOCK
-    held = rows.tables[0, block] if rows.start is not None else rows.tables.gather(1, block[:, None])[:, 0]
+def write_rows(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
+    """Store k, v [T, kv_heads, head_dim] at the positions of `batch` in the paged keys, values [blocks, kv_heads, BLOCK, head_dim]."""
+    block, slot = batch.positions.long() // BLOCK, batch.positions.long() % BLOCK
+    held = batch.tables[0, block] if batch.one_sequence else batch.tables.gather(1, block[:, None])[:, 0]
     keys[held, :, slot] = k.to(keys.dtype)
     values[held, :, slot] = v.to(values.dtype)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.forward_batch import NormWeight, RotaryTable
+from ..kernels.forward_batch import NormWeight, PackedPrompts, RotaryTable
 from ..kernels.operands import AttentionHeads, AttentionRows, Part
 from ..quant.weight import Weight
 from .layers import Pass
@@ -70,13 +70,14 @@ class Attention:
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         own = self._rows(at, qkv, mixed)
-        if not at.rows.parts:
+        if not isinstance(at.batch, PackedPrompts):
             at.kernels.attend(self.heads, own)
-        for part, rows in at.rows.parts:
-            at.kernels.attend(self.heads, replace(own, qkv=qkv[part], rows=rows, out=mixed[part]))
+            return
+        for rows, chunk in at.batch.chunks:
+            at.kernels.attend(self.heads, replace(own, qkv=qkv[rows], batch=chunk, out=mixed[rows]))
 
     def _rows(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> AttentionRows:
-        return AttentionRows(qkv, at.cache.keys[self.index], at.cache.values[self.index], at.rows, mixed)
+        return AttentionRows(qkv, at.cache.keys[self.index], at.cache.values[self.index], at.batch, mixed)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from ..cache.paged import PagedKV
 from ..errors import ModelError
-from ..kernels.forward_batch import NormWeight, Rows
+from ..kernels.forward_batch import ForwardBatch, NormWeight
 from ..quant.weight import Weight
 from . import streams
 from .layers import Decoder, Pass, PassRows, Room, Scratch
@@ -137,14 +137,14 @@ class Draft:
         """Whether a pass of a few rows can be a CUDA graph."""
         return self.network.captured and self.network.kernels.captures(self.network.shape, self.joints)
 
-    def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
         """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until the next pass.
 
-        `rows` are the places in `kv`, which holds the keys and values of this layer alone: a place's is that of the state it goes on from.
+        `kv` holds the keys and values of this layer alone. A position in it is that of the state it continues from.
         """
         network, views = self.network, scratch.rows(ids.shape[0])
         x = network.kernels.embed(ids, network.embedding, views["x"])
-        at = Pass(ids, rows, kv, scratch, views, network.kernels, x, x)
+        at = Pass(ids, batch, kv, scratch, views, network.kernels, x, x)
         if len(self.joints) > 1:
             x = self._join_streams(at)
         else:

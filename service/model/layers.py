@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..cache.paged import PagedKV
-from ..kernels.forward_batch import FEW_ROWS, HeadShape, NormWeight, Rows
+from ..kernels.forward_batch import FEW_ROWS, ForwardBatch, HeadShape, NormWeight
 from ..kernels.operands import JointRows, Part
 from ..kernels.reference import ReferenceKernels
 from ..loader.table import FileTable
@@ -109,7 +109,7 @@ class Pass:
     """
 
     ids: torch.Tensor
-    rows: Rows
+    batch: ForwardBatch
     cache: PagedKV
     scratch: Scratch
     views: PassRows
@@ -201,27 +201,34 @@ class Decoder:
         begins = [0, *(index for index, block in enumerate(self.blocks) if block.before is not None and index)]
         self.stretches = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
-    def prepare(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> None:
+    def prepare(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> None:
         """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host must see."""
         if self.early:
             views = scratch.rows(ids.shape[0])
-            at = Pass(ids, rows, kv, scratch, views, self.kernels, views["x"], views["x"])
+            at = Pass(ids, batch, kv, scratch, views, self.kernels, views["x"], views["x"])
             for early in self.early:
                 early.begin(at)
             for early in self.early:
                 early.fetch(at)
 
     def forward(
-        self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None, *, prepared: bool = False
+        self,
+        ids: torch.Tensor,
+        batch: ForwardBatch,
+        kv: PagedKV,
+        scratch: Scratch,
+        between: BetweenLayers | None = None,
+        *,
+        prepared: bool = False,
     ) -> torch.Tensor:
-        """Read ids [T] int64 that stand at `rows`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
+        """Read ids [T] int64 that stand at `batch`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
 
-        The blocks that `rows` names must belong to their sequences already; their lengths are the caller's to advance.
+        The blocks that `batch` names must belong to their sequences already; their lengths are the caller's to advance.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
         """
         views = scratch.rows(ids.shape[0])
         x = views["x"]
-        at = Pass(ids, rows, kv, scratch, views, self.kernels, x, x)
+        at = Pass(ids, batch, kv, scratch, views, self.kernels, x, x)
         self.kernels.embed(ids, self.embedding, x)
         if not isinstance(self.norm, NormWeight):
             streams = views["streams"]
@@ -229,11 +236,11 @@ class Decoder:
             x = streams
         for early in () if prepared else self.early:
             early.begin(at)
-        if between is None and (rows.start is None or rows.trail):
+        if between is None and batch.state_per_row:
             for first, last in self.stretches:
                 if not prepared:
                     self._fetch(at, first)
-                self.kernels.stretch(rows, first, partial(self._run, at, first, last))
+                self.kernels.stretch(batch, first, partial(self._run, at, first, last))
             return x
         for index in range(len(self.blocks)):
             if between is not None:
@@ -258,17 +265,17 @@ class Decoder:
             block.forward.run(at)
         at.let_in()
 
-    def logits(self, state: torch.Tensor, scratch: Scratch, rows: Rows | None = None) -> torch.Tensor:
+    def logits(self, state: torch.Tensor, scratch: Scratch, batch: ForwardBatch | None = None) -> torch.Tensor:
         """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call.
 
-        `rows`: those of a decode step, if it was one.
+        `batch`: that of a decode step, if it was one.
         """
         scores = scratch.logits(state.shape[0])
         work = partial(self._score, state, scratch, scores)
-        if rows is None:
+        if batch is None:
             work()
         else:
-            self.kernels.stretch(rows, len(self.blocks), work)
+            self.kernels.stretch(batch, len(self.blocks), work)
         return scores
 
     def _score(self, state: torch.Tensor, scratch: Scratch, scores: torch.Tensor) -> None:

@@ -138,7 +138,7 @@ class CpuKernels(ReferenceKernels):
     def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
         def build() -> Call | None:
             a = cpu_operands.attention(self._calls, heads, at)
-            few = at.rows.start is None or at.qkv.shape[0] <= FEW_ROWS
+            few = not at.batch.one_sequence or at.qkv.shape[0] <= FEW_ROWS
             return None if a is None else Call.of(self._native.attend_rows if few else self._native.attend_chunk, a, heads, at)
 
         return at.out if self._calls.make(_step_key(heads, at), build) else super().attend(heads, at)
@@ -163,7 +163,7 @@ class CpuKernels(ReferenceKernels):
         return self._calls.make(_few_key(mixed, run, projected, qkv), build)
 
     def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
-        key = (id(heads), id(step.projected), id(step.rates), id(step.windows), id(step.slots), id(step.out), step.trail)
+        key = (id(heads), id(step.projected), id(step.rates), id(step.windows), id(step.slots), id(step.out), step.verify)
         return self._calls.make(key, lambda: cpu_operands.delta(self._calls, heads, step))
 
     def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
@@ -216,10 +216,10 @@ class CpuKernels(ReferenceKernels):
 
 
 def _step_key(heads: AttentionHeads, at: AttentionRows, *parts: object) -> tuple[int, ...] | None:
-    """What a call of a decode step or a trail is kept under; other chunks are made anew each time."""
-    if at.rows.start is not None and not at.rows.trail:
+    """What a call of a decode step or a verify pass is kept under; other chunks are made anew each time."""
+    if not at.batch.state_per_row:
         return None
-    return id(heads), id(at.qkv), id(at.keys), id(at.values), id(at.rows), id(at.out), *map(id, parts)
+    return id(heads), id(at.qkv), id(at.keys), id(at.values), id(at.batch), id(at.out), *map(id, parts)
 
 
 def _few_key(rows: torch.Tensor, *parts: object) -> tuple[int, ...] | None:

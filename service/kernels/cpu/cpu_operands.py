@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from ..delta import DeltaHeads, DeltaStep
-from ..forward_batch import HeadShape, NormWeight
+from ..forward_batch import HeadShape, NormWeight, VerifyPass
 from ..operands import (
     AttentionHeads,
     AttentionRows,
@@ -44,7 +44,7 @@ SCORED_BYTES = 8
 
 def attention(calls: Calls, heads: AttentionHeads, at: AttentionRows) -> Attention | None:
     """Of attend_rows and attend_chunk; holds addresses, not tensors."""
-    shape, rotary, keys, values, rows = heads.shape, heads.rotary, at.keys, at.values, at.rows
+    shape, rotary, keys, values, batch = heads.shape, heads.rotary, at.keys, at.values, at.batch
     ready = plain_rows(at.qkv) and plain_rows(at.out) and keys.dtype == values.dtype == torch.float32
     if not ready or not fits(shape, calls.native.attention_width):
         return None
@@ -53,15 +53,15 @@ def attention(calls: Calls, heads: AttentionHeads, at: AttentionRows) -> Attenti
     a.keys, a.values, a.q_norm, a.k_norm = keys.data_ptr(), values.data_ptr(), q_norm.weight.data_ptr(), k_norm.weight.data_ptr()
     a.cos, a.sin, a.qkv, a.out = rotary.cos.data_ptr(), rotary.sin.data_ptr(), at.qkv.data_ptr(), at.out.data_ptr()
     a.heads, a.kv_heads, a.dim, a.tokens = shape.heads, shape.kv_heads, shape.head_dim, at.qkv.shape[0]
-    a.positions, a.tables, a.table_ahead = rows.positions.data_ptr(), rows.tables.data_ptr(), rows.tables.stride(0)
-    a.chunk = rows.start is not None
+    a.positions, a.tables, a.table_ahead = batch.positions.data_ptr(), batch.tables.data_ptr(), batch.tables.stride(0)
+    a.chunk = batch.one_sequence
     a.scratch, a.stride = calls.scratch(0, calls.native.attention_scratch(shape.heads, shape.kv_heads, shape.head_dim))
     return a
 
 
 def indexed(calls: Calls, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> Call | None:
     """Attention to chosen stretches."""
-    attends, slots = attention(calls, heads, at), at.rows.slots
+    attends, slots = attention(calls, heads, at), at.batch.slots
     weights = indexer.q_norm.weight, indexer.k_norm.weight
     held = (keyed.indexed, *weights, keyed.tails, keyed.pooled)
     if attends is None or slots is None or indexer.dim % HEAD_STEP or not all(map(plain_rows, held)):
@@ -71,7 +71,7 @@ def indexed(calls: Calls, heads: AttentionHeads, at: AttentionRows, indexer: Ind
     queue = heads.rotary.cos.shape[0] // indexer.ratio + 1
     queues = torch.empty((calls.threads, queue * SCORED_BYTES), dtype=torch.uint8)
     x = Indexed(a=attends, heads=indexer.heads, dim=indexer.dim, queue=queue, q_eps=indexer.q_norm.eps, k_eps=indexer.k_norm.eps)
-    x.trail = at.rows.trail
+    x.verify = isinstance(at.batch, VerifyPass)
     x.a.chosen, x.a.most, x.a.ratio = chosen.data_ptr(), most, indexer.ratio
     x.indexed, x.q_norm, x.k_norm, x.tails, x.pooled = (tensor.data_ptr() for tensor in held)
     x.sources, x.targets, x.queues = slots.source.data_ptr(), slots.target.data_ptr(), queues.data_ptr()
@@ -84,7 +84,7 @@ def delta(calls: Calls, heads: DeltaHeads, step: DeltaStep) -> Call | None:
         return None
     d = Delta(rows=step.out.shape[0], taps_count=heads.taps.shape[0], eps=heads.norm.eps, threads=calls.threads)
     d.key_heads, d.group, d.key_dim, d.value_dim = heads.key_heads, heads.group, heads.key_dim, heads.value_dim
-    d.fused, d.sigmoid, d.trail = heads.fused, heads.gate == "sigmoid", step.trail
+    d.fused, d.sigmoid, d.verify = heads.fused, heads.gate == "sigmoid", step.verify
     d.projected, d.rates, d.windows, d.states, d.taps, d.decay, d.bias, d.norm, d.out = (tensor.data_ptr() for tensor in held)
     d.sources, d.targets = step.slots.source.data_ptr(), step.slots.target.data_ptr()
     return Call.of(calls.native.delta_rows, d, *held, heads, step.slots)

@@ -18,7 +18,7 @@ struct delta {
     float *out;                     /* [rows][key_heads][group][value_dim] */
     const int64_t *sources, *targets; /* [rows]: slots that are read and written */
     int64_t rows, key_heads, group, key_dim, value_dim, taps_count, fused, sigmoid, threads;
-    int64_t trail; /* whether the rows are of one sequence, each going on from what the row before left; else of one each */
+    int64_t verify; /* whether the rows are of one sequence, each going on from what the row before left; else of one each */
     double eps;
 };
 
@@ -110,7 +110,7 @@ static void key_head(const struct delta *d, long row, long h) {
 
 void delta_rows(const struct delta *d) {
     /* A head's rows of one sequence follow each other while its states are in the cache of the core. */
-    const long together = d->trail ? d->rows : 1, tasks = d->rows / together * d->key_heads;
+    const long together = d->verify ? d->rows : 1, tasks = d->rows / together * d->key_heads;
     const int many = d->rows * d->key_heads * d->group * d->key_dim * d->value_dim * (long)sizeof(float) >= ALONE;
 #pragma omp parallel for schedule(static) num_threads((int)d->threads) if (many)
     for (long task = 0; task < tasks; task++)

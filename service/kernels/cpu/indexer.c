@@ -12,11 +12,11 @@ struct indexer {
     float *indexed;                     /* [tokens][heads + 1][dim]: queries, then a key; the queries are overwritten */
     const float *q_norm, *k_norm;       /* [dim] */
     float *tails;                       /* [slots][ratio - 1][dim]: the raw keys of the stretch that is not full */
-    const int64_t *sources, *targets;   /* [sequences], or [tokens] of a trail: slots that are read and written */
+    const int64_t *sources, *targets;   /* [sequences], or [tokens] in a verify pass: slots that are read and written */
     float *pooled;                      /* [blocks][BLOCK / ratio][dim] */
     struct scored *queues;              /* [threads][queue] */
     int64_t heads, dim, queue;
-    int64_t trail;                      /* whether slots are of each row, though all rows are of one sequence */
+    int64_t verify;                     /* whether slots are of each row, though all rows are of one sequence */
     double q_eps, k_eps;
 };
 
@@ -41,7 +41,7 @@ static void pool_key(const struct indexer *x, long t, float *tail) {
 static void pool_keys(const struct indexer *x) {
     const long kept = (x->a.ratio - 1) * x->dim;
     for (long t = 0; t < x->a.tokens; t++) {
-        const long own = x->a.chunk && !x->trail ? 0 : t;
+        const long own = x->a.chunk && !x->verify ? 0 : t;
         float *tail = x->tails + x->targets[own] * kept;
         if (own == t && x->sources[own] != x->targets[own]) memcpy(tail, x->tails + x->sources[own] * kept, kept * sizeof *tail);
         pool_key(x, t, tail);

@@ -64,9 +64,9 @@ class Delta(ctypes.Structure):
 
     _fields_ = structure(
         "projected rates windows states taps decay bias norm out sources targets "
-        "rows key_heads group key_dim value_dim taps_count fused sigmoid threads trail eps",
+        "rows key_heads group key_dim value_dim taps_count fused sigmoid threads verify eps",
         pointers="projected rates windows states taps decay bias norm out sources targets",
-        integers="rows key_heads group key_dim value_dim taps_count fused sigmoid threads trail",
+        integers="rows key_heads group key_dim value_dim taps_count fused sigmoid threads verify",
         doubles="eps",
     )
 
@@ -104,9 +104,9 @@ class Indexed(ctypes.Structure):
     _fields_ = [
         ("a", Attention),
         *structure(
-            "indexed q_norm k_norm tails sources targets pooled queues heads dim queue trail q_eps k_eps",
+            "indexed q_norm k_norm tails sources targets pooled queues heads dim queue verify q_eps k_eps",
             pointers="indexed q_norm k_norm tails sources targets pooled queues",
-            integers="heads dim queue trail",
+            integers="heads dim queue verify",
             doubles="q_eps k_eps",
         ),
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..forward_batch import BLOCK, FEW_ROWS, HeadShape, Rows
+from ..forward_batch import BLOCK, FEW_ROWS, ForwardBatch, HeadShape, PrefillChunk, VerifyPass
 from ..operands import AttentionHeads, AttentionRows, IndexedRows, Indexer
 from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
@@ -39,51 +40,51 @@ class AttentionKernels(FusedProducts):
     """A decode step, and a few rows of one sequence, share the places of each row out among programs; a chunk shares out its rows."""
 
     def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
-        shape, rows, count = heads.shape, at.rows, at.qkv.shape[0]
+        shape, batch, count = heads.shape, at.batch, at.qkv.shape[0]
         if not self.fuses_attention(shape):
             return super().attend(heads, at)
         forms = _forms(shape)
-        few = rows.start is not None and _held(rows)
+        few = batch.one_sequence and _in_graph(batch)
         if few or 2 * heads.rotary.cos.shape[1] != shape.head_dim:
             self._place(heads, at)
             if few:
                 return self._attend_rows(at, forms)
-            if rows.start is None:
-                return self._attend_places(at, forms, rows.positions, rows.positions, 0, 1)
-            return self._attend_chunk(at, forms)
+            if not isinstance(batch, PrefillChunk):
+                return self._attend_places(at, forms, batch.positions, batch.positions, 0, 1)
+            return self._attend_chunk(at, forms, batch.start)
         parts = _placing(heads, at)
-        if rows.start is None:
+        if not isinstance(batch, PrefillChunk):
             splits, room = SPLITS[power(count)], self.room
             on_grid(attend_step, (count, shape.kv_heads, splits))(
-                *parts, rows.tables.stride(0), room.heads, *room.heads_scores, at.out, SPLITS=splits, PDL=self.device.early, num_warps=4,
+                *parts, batch.tables.stride(0), room.heads, *room.heads_scores, at.out, SPLITS=splits, PDL=self.device.early, num_warps=4,
                 **forms, **self.launch,
             )  # fmt: skip
-            return self._join(rows.positions, at.out, forms, splits, 0)
+            return self._join(batch.positions, at.out, forms, splits, 0)
         room = power(shape.heads + 2 * shape.kv_heads)
         on_grid(place_heads, (count,))(*parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, ROOM=room, num_warps=8)
-        return self._attend_chunk(at, forms)
+        return self._attend_chunk(at, forms, batch.start)
 
     def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
-        qkv, rows, rotary = at.qkv, at.rows, heads.rotary
-        if not self.fuses_attention(heads.shape) or rows.slots is None:
+        qkv, batch, rotary = at.qkv, at.batch, heads.rotary
+        if not self.fuses_attention(heads.shape) or batch.slots is None:
             return False
-        count, held, forms = qkv.shape[0], _held(rows), _forms(heads.shape)
+        count, held, forms = qkv.shape[0], _in_graph(batch), _forms(heads.shape)
         self._place(heads, at)
         queries = self._room_for("indexer queries", torch.float32, qkv, held, count * (indexer.heads + 1) * indexer.dim)
         early = {"PDL": self.device.early, **self.launch}
         sizes = {"HEADS": indexer.heads, "DIM": indexer.dim, "DP": power(indexer.dim), "RATIO": indexer.ratio}
-        ahead = _ahead(rows)
+        ahead = _ahead(batch)
         on_grid(pool_keys, (count, indexer.heads + 1))(
             keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps,
-            indexer.k_norm.eps, rotary.cos, rotary.sin, rows.positions, rows.tables, ahead, rows.slots.source, rows.slots.target, count,
-            HALF=rotary.cos.shape[1], CHUNK=rows.start is not None, TRAIL=rows.trail, num_warps=1, **sizes, **early,
+            indexer.k_norm.eps, rotary.cos, rotary.sin, batch.positions, batch.tables, ahead, batch.slots.source, batch.slots.target, count,
+            HALF=rotary.cos.shape[1], CHUNK=batch.one_sequence, VERIFY=isinstance(batch, VerifyPass), num_warps=1, **sizes, **early,
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
-        if not held and rows.start is not None and rows.start + count <= seen:
-            self._attend_chunk(at, forms)
+        if not held and isinstance(batch, PrefillChunk) and batch.start + count <= seen:
+            self._attend_chunk(at, forms, batch.start)
             return True
         # A graph must fit every length up to the whole table's; programs behind a row's last stretch end at once.
-        longest = rows.tables.shape[1] * BLOCK if held or rows.start is None else rows.start + count
+        longest = batch.tables.shape[1] * BLOCK if held or not isinstance(batch, PrefillChunk) else batch.start + count
         width, most = longest // indexer.ratio, indexer.budget // indexer.ratio
         step = count if held else max(1, min(count, SCORES // max(1, width)))
         scores = self._room_for("indexer scores", torch.float32, qkv, held, step * width)
@@ -92,10 +93,10 @@ class AttentionKernels(FusedProducts):
         for first in range(0, count, step):
             piece = slice(first, min(first + step, count))
             some = piece.stop - first
-            positions = rows.positions[piece]
+            positions = batch.positions[piece]
             asked = queries[first * indexer.heads * indexer.dim :]
             on_grid(score_stretches, (some, -(-width // STRETCHES)))(
-                asked, keyed.pooled, positions, rows.tables, ahead, scores, width, BLOCK=STRETCHES, num_warps=4, **sizes, **early
+                asked, keyed.pooled, positions, batch.tables, ahead, scores, width, BLOCK=STRETCHES, num_warps=4, **sizes, **early
             )
             on_grid(choose_stretches, (some,))(
                 scores,
@@ -109,7 +110,7 @@ class AttentionKernels(FusedProducts):
                 num_warps=8,
                 **early,
             )
-            part = Rows(positions, rows.tables, rows.start, rows.longest)
+            part = replace(batch, positions=positions)
             few = AttentionRows(qkv[piece], at.keys, at.values, part, at.out[piece])
             self._attend_places(few, forms, chosen, lengths, indexer.ratio, most)
         return True
@@ -137,7 +138,7 @@ class AttentionKernels(FusedProducts):
     def _place(self, heads: AttentionHeads, at: AttentionRows) -> None:
         shape = heads.shape
         on_grid(place_turned, (at.qkv.shape[0], shape.heads + 2 * shape.kv_heads))(
-            *_placing(heads, at), _ahead(at.rows), HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim,
+            *_placing(heads, at), _ahead(at.batch), HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim,
             HALF=heads.rotary.cos.shape[1], PDL=self.device.early, num_warps=1, **self.launch,
         )  # fmt: skip
 
@@ -145,24 +146,24 @@ class AttentionKernels(FusedProducts):
         self, at: AttentionRows, forms: dict[str, Any], chosen: torch.Tensor, lengths: torch.Tensor, ratio: int, most: int
     ) -> torch.Tensor:
         """Rows of queries that are turned, over the cache that has their keys."""
-        count, rows, room = at.qkv.shape[0], at.rows, self.room
+        count, batch, room = at.qkv.shape[0], at.batch, self.room
         splits = SPLITS[power(count)] if count <= FEW_ROWS else 1
         on_grid(attend_places, (count, forms["KV"], splits))(
-            at.qkv, at.keys, at.values, rows.positions, rows.tables, _ahead(rows), chosen, lengths, room.heads,
+            at.qkv, at.keys, at.values, batch.positions, batch.tables, _ahead(batch), chosen, lengths, room.heads,
             *room.heads_scores, at.out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
         return at.out if splits == 1 else self._join(lengths, at.out, forms, splits, 0 if ratio else 1)
 
     def _attend_rows(self, at: AttentionRows, forms: dict[str, Any]) -> torch.Tensor:
         """As `_attend_places` a few rows of one sequence, over all that each sees."""
-        count, rows, room = at.qkv.shape[0], at.rows, self.room
+        count, batch, room = at.qkv.shape[0], at.batch, self.room
         tiles = -(-count // (GROUP // forms["GP"]))
         splits = min(SPLITS[power(tiles)], UNITS // power(count))
         on_grid(attend_rows, (tiles, forms["KV"], splits))(
-            at.qkv, at.keys, at.values, rows.positions, rows.tables, room.heads, *room.heads_scores, at.out, count,
+            at.qkv, at.keys, at.values, batch.positions, batch.tables, room.heads, *room.heads_scores, at.out, count,
             SPLITS=splits, PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
-        return self._join(rows.positions[count - 1 :], at.out, forms, splits, 1, together=True)
+        return self._join(batch.positions[count - 1 :], at.out, forms, splits, 1, together=True)
 
     def _join(
         self, lengths: torch.Tensor, out: torch.Tensor, forms: dict[str, Any], splits: int, more: int, *, together: bool = False
@@ -176,16 +177,16 @@ class AttentionKernels(FusedProducts):
         return out
 
     @staticmethod
-    def _attend_chunk(at: AttentionRows, forms: dict[str, Any]) -> torch.Tensor:
+    def _attend_chunk(at: AttentionRows, forms: dict[str, Any], start: int) -> torch.Tensor:
         count, narrow = at.qkv.shape[0], forms["D"] <= 128
         tile = 128 if count * forms["GP"] > 64 and narrow else 64
         on_grid(attend_chunk, (-(-count * forms["GP"] // tile), forms["KV"]))(
             at.qkv,
             at.keys,
             at.values,
-            at.rows.tables,
+            at.batch.tables,
             at.out,
-            at.rows.start,
+            start,
             count,
             BM=tile,
             BN=64 if narrow else 32,
@@ -196,21 +197,21 @@ class AttentionKernels(FusedProducts):
         return at.out
 
 
-def _held(rows: Rows) -> bool:
+def _in_graph(batch: ForwardBatch) -> bool:
     """Whether a graph may hold the pass: then nothing that the host knows of its places may decide anything, for they are others later."""
-    return rows.positions.shape[0] <= FEW_ROWS
+    return batch.positions.shape[0] <= FEW_ROWS
 
 
-def _ahead(rows: Rows) -> int:
+def _ahead(batch: ForwardBatch) -> int:
     """How far apart the tables of two rows lie."""
-    return rows.tables.stride(0) if rows.start is None else 0
+    return 0 if batch.one_sequence else batch.tables.stride(0)
 
 
 def _placing(heads: AttentionHeads, at: AttentionRows) -> tuple[Any, ...]:
     """What kernels that norm, turn and write rows begin with."""
-    q_norm, k_norm, rotary, rows = heads.q_norm, heads.k_norm, heads.rotary, at.rows
+    q_norm, k_norm, rotary, batch = heads.q_norm, heads.k_norm, heads.rotary, at.batch
     norms = q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps
-    return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, rows.positions, rows.tables
+    return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, batch.positions, batch.tables
 
 
 def _forms(heads: HeadShape) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from .triton_delta import (
     solve_piece,
     step_states,
 )
-from .triton_verify import gate_answers, trail_states
+from .triton_verify import gate_answers, verify_states
 
 # Widest head: one program of a decode step holds a state.
 WIDEST = 128
 # Values of a head that one warp takes through a few rows: a program for a whole head took 4.3 us a row on an H200.
-TRAIL_VALUES = 16
+VERIFY_VALUES = 16
 # What follows is the fastest of some 40 forms for 2,048 tokens of 48 heads of 128 on an H200: 45, 73, 42 and 70 us for the four kernels.
 # Channels of a convolution, and its rows in a chunk.
 CHANNELS, PIECE_CHANNELS, PIECE_ROWS = 256, 1024, 4
@@ -47,18 +47,18 @@ class DeltaKernels(FusedProducts):
         wide, early = {"WIDTH": step.projected.shape[1], **sizes}, {"PDL": self.device.early, **self.launch}
         on_grid(convolve_rows, (count, -(-heads.channels // CHANNELS)))(
             step.projected, step.windows, heads.taps, slots.source, slots.target, seen,
-            K=heads.taps.shape[0], FUSED=heads.fused, BLOCK=CHANNELS, TRAIL=step.trail, num_warps=2, **wide, **early,
+            K=heads.taps.shape[0], FUSED=heads.fused, BLOCK=CHANNELS, VERIFY=step.verify, num_warps=2, **wide, **early,
         )  # fmt: skip
         every, forms = heads.key_heads * heads.group, {"FUSED": heads.fused, "DP": power(heads.key_dim), **early}
         gates: dict[str, Any] = {"EP": power(heads.value_dim), "SIGMOID": heads.gate == "sigmoid"}
-        if not step.trail:
+        if not step.verify:
             on_grid(step_states, (count, every))(
                 seen, step.projected, step.rates, heads.decay, heads.bias, heads.norm.weight, heads.norm.eps, step.states, slots.source,
                 slots.target, step.out, num_warps=4, **gates, **forms, **wide,
             )  # fmt: skip
             return True
-        answers, block = self.kept("delta answers", torch.float32, step.projected, count, heads.values), min(TRAIL_VALUES, gates["EP"])
-        on_grid(trail_states, (-(-heads.value_dim // block), every))(
+        answers, block = self.kept("delta answers", torch.float32, step.projected, count, heads.values), min(VERIFY_VALUES, gates["EP"])
+        on_grid(verify_states, (-(-heads.value_dim // block), every))(
             seen, step.rates, heads.decay, heads.bias, step.states, slots.source, slots.target, answers, count, BE=block, num_warps=1,
             **forms, **sizes,
         )  # fmt: skip

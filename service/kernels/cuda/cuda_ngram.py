@@ -30,6 +30,6 @@ class NgramKernels(FusedProducts):
         )  # fmt: skip
         on_grid(let_in_rows, (count, -(-streams * hidden // CHANNELS)))(
             values, gates, weights.conv_norm.weight, weights.taps, at.windows, at.slots.source, at.slots.target, at.streams,
-            K=weights.taps.shape[0], APART=weights.apart, BLOCK=CHANNELS, TRAIL=at.trail, num_warps=2, **sizes, **early,
+            K=weights.taps.shape[0], APART=weights.apart, BLOCK=CHANNELS, VERIFY=at.verify, num_warps=2, **sizes, **early,
         )  # fmt: skip
         return True

@@ -60,18 +60,18 @@ def head_rates(rates, decay, bias, row, j, live, H: tl.constexpr, R: tl.constexp
 def convolve_rows(
     projected, windows, taps, source, target, out,
     WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, FUSED: tl.constexpr,
-    BLOCK: tl.constexpr, TRAIL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode: out fp32 [B, C] = silu of the convolution behind windows [slots, K - 1, C], which go on. Grid (B, blocks of C).
 
-    TRAIL: the rows are of one sequence; each stands behind the window of slot source[0] and the rows before it.
+    VERIFY: the rows are of one sequence; each stands behind the window of slot source[0] and the rows before it.
     """
     CHANNELS: tl.constexpr = 2 * H * D + H * R * E
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < CHANNELS
     # No other kernel of a pass writes windows.
-    gone = b if TRAIL else b * 0
+    gone = b if VERIFY else b * 0
     old = windows + tl.load(source + (b - gone)) * ((K - 1) * CHANNELS) + c
     new = windows + tl.load(target + b) * ((K - 1) * CHANNELS) + c
     last = tl.load(taps + (K - 1) * CHANNELS + c, mask=live, other=0.0)
@@ -82,7 +82,7 @@ def convolve_rows(
     early(PDL)
     place = place_of(c, H, R, D, E, FUSED)
     x = tl.load(projected + b * WIDTH + place, mask=live, other=0.0).to(tl.float32)
-    if TRAIL:
+    if VERIFY:
         seen = ()
         for i in tl.static_range(K - 1):
             row = b + i - (K - 1)

@@ -51,12 +51,12 @@ def gated_row(values, gates, row, live, c, STREAMS: tl.constexpr, HIDDEN: tl.con
 @triton.jit
 def let_in_rows(
     values, gates, norm, taps, windows, source, target, streams,
-    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr, TRAIL: tl.constexpr,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """streams [T, STREAMS HIDDEN] += the gated values and silu of their convolution, K taps APART tokens apart, of what is normed.
 
-    It is behind windows [slots, (K - 1) APART, STREAMS HIDDEN], one a row, which go on. TRAIL: the rows are of one sequence; each stands
+    It is behind windows [slots, (K - 1) APART, STREAMS HIDDEN], one a row, which go on. VERIFY: the rows are of one sequence; each stands
     behind the window of slot source[0] and the rows before it. Grid (T, blocks of channels).
     """
     WIDE: tl.constexpr = STREAMS * HIDDEN
@@ -64,7 +64,7 @@ def let_in_rows(
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < WIDE
-    gone = t if TRAIL else t * 0
+    gone = t if VERIFY else t * 0
     # No other kernel of a pass writes windows.
     old = windows + tl.load(source + (t - gone)) * (KEPT * WIDE) + c
     new = windows + tl.load(target + t) * (KEPT * WIDE) + c
@@ -75,7 +75,7 @@ def let_in_rows(
     early(PDL)
     added, scale = gated_row(values, gates, t, live, c, STREAMS, HIDDEN)
     latest = added * scale * weight
-    if TRAIL:
+    if VERIFY:
         seen = ()
         for i in tl.static_range(KEPT):
             row = t + i - KEPT

@@ -142,13 +142,13 @@ def attend_places(
 def pool_keys(
     indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, tables, ahead, source, target, count,
     HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
-    TRAIL: tl.constexpr, PDL: tl.constexpr,
+    VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What an indexer keeps of rows (see IndexedRows), and queries fp32 [T, HEADS, DIM] normed and turned: grid (T, HEADS + 1), one warp.
 
     The last program of a row sees to its key: where its stretch is full, the mean of its raw keys goes into `pooled`, normed and turned to
     the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose tail goes from slot source[0] to
-    slot target[0], or with TRAIL behind each row to a slot target[t] of its own.
+    slot target[0], or with VERIFY behind each row to a slot target[t] of its own.
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -164,9 +164,9 @@ def pool_keys(
         own = indexed + HEADS * DIM + d
         sequence = t * 0 if CHUNK else t
         begin = tl.load(positions) if CHUNK else pos
-        last = tl.load(positions + count - 1) if CHUNK and not TRAIL else pos
+        last = tl.load(positions + count - 1) if CHUNK and not VERIFY else pos
         old = tails + tl.load(source + sequence) * ((RATIO - 1) * DIM) + d
-        new = tails + tl.load(target + (t if TRAIL else sequence)) * ((RATIO - 1) * DIM) + d
+        new = tails + tl.load(target + (t if VERIFY else sequence)) * ((RATIO - 1) * DIM) + d
         if pos % RATIO == RATIO - 1:
             total = tl.zeros([DP], tl.float32)
             for i in tl.static_range(RATIO):
@@ -185,7 +185,7 @@ def pool_keys(
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
         # One program alone reads the old tail and then writes the new one, so that both may lie in one slot.
-        if TRAIL or pos == tl.minimum(begin // RATIO * RATIO + RATIO - 1, last):
+        if VERIFY or pos == tl.minimum(begin // RATIO * RATIO + RATIO - 1, last):
             base = (last + 1) // RATIO * RATIO
             for i in tl.static_range(RATIO - 1):
                 token = base + i

@@ -10,7 +10,7 @@ from .triton_parts import early
 
 
 @triton.jit(do_not_specialize=["count"])
-def trail_states(
+def verify_states(
     seen, rates, decay, bias, states, source, target, answers, count,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, BE: tl.constexpr, FUSED: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,7 +50,7 @@ def gate_answers(
     WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FUSED: tl.constexpr,
     SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H R E]: what `trail_states` answered, normed a head and gated. Grid (T, H * R)."""
+    """out [T, H R E]: what `verify_states` answered, normed a head and gated. Grid (T, H * R)."""
     b = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
     e = tl.arange(0, EP)

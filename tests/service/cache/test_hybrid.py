@@ -117,7 +117,7 @@ class HybridMachine(RuleBasedStateMachine):
             return
         new = [count + row for row in range(count)]
         kv.ensure(count, each=True)
-        for row, (source, target) in enumerate(kv.trail):
+        for row, (source, target) in enumerate(kv.verify_slots):
             self.move([text.ids + new[:row]], [new[row : row + 1]], torch.tensor([[source, target]]))
         for kept in data.draw(st.lists(st.integers(0, count), max_size=3)):
             piece, new = new[:kept], new[kept:]
@@ -126,7 +126,7 @@ class HybridMachine(RuleBasedStateMachine):
             kv.keep_border(written=True)
         if drop:
             assert kv.truncate(kv.length) == len(text.ids)
-            assert len(kv.trail) == 0
+            assert len(kv.verify_slots) == 0
 
     @precondition(lambda self: self.texts)
     @rule(token=st.integers(0, 9))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from onedesk.service.cache.paged import KVShape, PagedKV, SequenceKV, blocks_for
 from onedesk.service.errors import MemoryFull, RequestError
-from onedesk.service.kernels.forward_batch import BLOCK, Rows
+from onedesk.service.kernels.forward_batch import BLOCK, PrefillChunk
 from onedesk.service.kernels.reference import write_rows
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -36,10 +36,11 @@ def pages() -> Iterator[PagedKV]:
 def put(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:
     """Write a row a value behind the sequence, which must have room for them; it is not advanced."""
     positions = torch.arange(sequence.length, sequence.length + len(values), dtype=torch.int32)
-    rows = Rows(positions, torch.tensor([sequence.table], dtype=torch.int32), sequence.length, sequence.length + len(values))
+    tables = torch.tensor([sequence.table], dtype=torch.int32)
+    chunk = PrefillChunk(positions, tables, sequence.length + len(values), start=sequence.length)
     for layer in range(SHAPE.layers):
         k = (torch.tensor(values)[:, None, None] + layer / 8).expand(-1, SHAPE.heads, SHAPE.head_dim)
-        write_rows(k, -k, pages.keys[layer], pages.values[layer], rows)
+        write_rows(k, -k, pages.keys[layer], pages.values[layer], chunk)
 
 
 def write(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:

@@ -145,7 +145,7 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
     places = Slots(torch.tensor(order[:rows]), torch.tensor(order[1 : rows + 1]))
     projected, rates = numbers(rows, 768, seed=3), numbers(rows, 8, seed=4)
     copied, out = [part.clone() for part in (windows, states)], torch.empty(rows, 320)
-    assert CpuKernels(library, threads=2).delta_step(heads, DeltaStep(projected, rates, *copied, places, out, trail=True))
+    assert CpuKernels(library, threads=2).delta_step(heads, DeltaStep(projected, rates, *copied, places, out, verify=True))
     for row in range(rows):
         one = slice(row, row + 1)
         step = DeltaStep(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))

@@ -13,10 +13,11 @@ from onedesk.service.cache.recurrent import RecurrentStates, StateShape
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.forward_batch import (
     BLOCK,
+    DecodeBatch,
     HeadShape,
     NormWeight,
+    PrefillChunk,
     RotaryTable,
-    Rows,
     Slots,
 )
 from onedesk.service.kernels.operands import AttentionHeads, Indexer
@@ -74,12 +75,13 @@ class Sequences:
         places = [self.lengths[sequences[0]] + i for i in range(chunk)] if chunk else [self.lengths[which] for which in sequences]
         targets = [self.slots[which] + (3 if aside and self.slots[which] < 4 else 0) for which in chosen]
         slots = Slots(torch.tensor([self.slots[which] for which in chosen]), torch.tensor(targets))
-        rows = Rows(torch.tensor(places).int(), self.tables[chosen], places[0] if chunk else None, max(places) + 1, slots)
+        where = torch.tensor(places).int(), self.tables[chosen], max(places) + 1, slots
+        batch = PrefillChunk(*where, start=places[0]) if chunk else DecodeBatch(*where)
         views = {"indexed": torch.empty(count, 3 * DIM)}
         source = self.numbers(count, HIDDEN)
         qkv, mixed = self.numbers(count, HEADS.qkv), torch.full((count, HEADS.queries), float("nan"))
         project = lambda norm, weight, out: torch.mm(source, weight.t(), out=out)  # noqa: E731
-        at = SimpleNamespace(kernels=self.kernels, cache=self.cache, rows=rows, views=views, project=project)
+        at = SimpleNamespace(kernels=self.kernels, cache=self.cache, batch=batch, views=views, project=project)
         self.layer._attend(at, qkv, mixed)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
         for which, target in zip(chosen, targets, strict=True):
             self.slots[which] = target

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
-from onedesk.service.kernels.forward_batch import FEW_ROWS, NormWeight, Rows
+from onedesk.service.kernels.forward_batch import FEW_ROWS, DecodeBatch, NormWeight
 from onedesk.service.kernels.operands import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.budget import MemorySettings
@@ -123,8 +123,8 @@ def scratch() -> Iterator[Scratch]:
 def through(experts: ExpertWeights, x: torch.Tensor, kernels: ReferenceKernels, scratch: Scratch) -> torch.Tensor:
     """What the layer adds to rows of 1."""
     out, count = torch.ones_like(x), len(x)
-    rows = Rows(torch.zeros(count, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), None, 1)
-    at = Pass(torch.zeros(count, dtype=torch.int64), rows, None, scratch, scratch.rows(count), kernels, x, out)  # pyright: ignore
+    batch = DecodeBatch(torch.zeros(count, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), 1)
+    at = Pass(torch.zeros(count, dtype=torch.int64), batch, None, scratch, scratch.rows(count), kernels, x, out)  # pyright: ignore
     Experts(None, experts).run(at)
     return out
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.kernels.forward_batch import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
+from onedesk.service.kernels.forward_batch import BLOCK, DecodeBatch, ForwardBatch, HeadShape, NormWeight, PrefillChunk, RotaryTable
 from onedesk.service.kernels.operands import AttentionHeads, AttentionRows
 from onedesk.service.kernels.reference import TILE_ELEMENTS, ReferenceKernels
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize, pack_nibbles
@@ -129,7 +129,7 @@ class Scene:
             rows.append(weights @ torch.stack([value[head // group] for value in values]))
         return torch.cat(rows)
 
-    def check(self, rows: Rows, sequences: list[int], positions: list[int], reserve: bool) -> None:
+    def check(self, batch: ForwardBatch, sequences: list[int], positions: list[int], reserve: bool) -> None:
         kernels, shape = ReferenceKernels(), self.shape
         if reserve:
             wanted = kernels.workspace(shape, self.tables.shape[1] * BLOCK, torch.float32, 1)
@@ -138,7 +138,7 @@ class Scene:
         expected = [self.expected(*place, row) for *place, row in zip(sequences, positions, qkv.clone(), strict=True)]
         out = torch.full((len(positions), shape.queries), float("nan"))
         heads = AttentionHeads(shape, *self.norms, self.rotary)
-        assert kernels.attend(heads, AttentionRows(qkv, self.keys, self.values, rows, out)) is out
+        assert kernels.attend(heads, AttentionRows(qkv, self.keys, self.values, batch, out)) is out
         torch.testing.assert_close(out.double(), torch.stack(expected), rtol=1e-4, atol=1e-5)
         for sequence, position in zip(sequences, positions, strict=True):
             block, slot = int(self.tables[sequence, position // BLOCK]), position % BLOCK
@@ -156,13 +156,13 @@ SHAPES = st.builds(
 def test_a_chunk_sees_its_past_and_itself(shape: HeadShape, past: int, count: int, seed: int, reserve: bool) -> None:
     scene = Scene(shape, [past], count, seed)
     positions = list(range(past, past + count))
-    rows = Rows(torch.tensor(positions, dtype=torch.int32), scene.tables, past, past + count)
-    scene.check(rows, [0] * count, positions, reserve)
+    chunk = PrefillChunk(torch.tensor(positions, dtype=torch.int32), scene.tables, past + count, start=past)
+    scene.check(chunk, [0] * count, positions, reserve)
 
 
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, pasts=st.lists(st.integers(0, 70), min_size=1, max_size=8), more=st.integers(0, 40), seed=st.integers(0, 999))
 def test_a_step_sees_each_sequence_by_itself(shape: HeadShape, pasts: list[int], more: int, seed: int) -> None:
     scene = Scene(shape, pasts, 1, seed)
-    rows = Rows(torch.tensor(pasts, dtype=torch.int32), scene.tables, None, max(pasts) + 1 + more)
-    scene.check(rows, list(range(len(pasts))), pasts, reserve=True)
+    batch = DecodeBatch(torch.tensor(pasts, dtype=torch.int32), scene.tables, max(pasts) + 1 + more)
+    scene.check(batch, list(range(len(pasts))), pasts, reserve=True)
