@@ -144,7 +144,7 @@ def managed_memory(device: str, cache: Path) -> dict[str, Any]:
     lease = pool.lease("check", "weights", MANAGED_BYTES)
     taken = before - free_bytes(device)
     lease.carve((MANAGED_BYTES // 8,), torch.int64).copy_(torch.arange(MANAGED_BYTES // 8, device=device))
-    content, slab = lease.checksum(), lease.place.slab
+    content, slab = lease.checksum(), lease.placement.slab
     slab.advise("aside", 0, MANAGED_BYTES // 2)
     aside = lease.resident(), before - free_bytes(device)
     same = lease.checksum() == content  # the card touches what was set aside

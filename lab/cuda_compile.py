@@ -23,7 +23,7 @@ from typing import Any
 
 from ..service.console import failure, write_json
 from ..service.errors import OnedeskError
-from ..service.kernels.cuda.cuda_plan import Device
+from ..service.kernels.cuda.cuda_plan import GpuDevice
 from .cuda_launches import (
     SHAPES,
     Launch,
@@ -37,14 +37,14 @@ from .cuda_launches import (
 # A device of each architecture. Shared memory that one program may use: CUDA C++ programming guide, table of technical specifications per
 # compute capability (163, 99, 227 KiB). Processors: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090, DGX Spark. Programmatic dependent
 # launch as in kernels/cuda/cuda_fused.
-DEVICES: Mapping[int, Device] = {
-    80: Device(108, 163 << 10, 40 << 20, early=False),
-    86: Device(82, 99 << 10, 6 << 20, early=False),
-    89: Device(128, 99 << 10, 72 << 20, early=False),
-    90: Device(132, 227 << 10, 50 << 20, early=True),
-    100: Device(148, 227 << 10, 126 << 20, early=True),
-    120: Device(170, 99 << 10, 96 << 20, early=True),
-    121: Device(48, 99 << 10, 24 << 20, early=True),
+DEVICES: Mapping[int, GpuDevice] = {
+    80: GpuDevice(108, 163 << 10, 40 << 20, early=False),
+    86: GpuDevice(82, 99 << 10, 6 << 20, early=False),
+    89: GpuDevice(128, 99 << 10, 72 << 20, early=False),
+    90: GpuDevice(132, 227 << 10, 50 << 20, early=True),
+    100: GpuDevice(148, 227 << 10, 126 << 20, early=True),
+    120: GpuDevice(170, 99 << 10, 96 << 20, early=True),
+    121: GpuDevice(48, 99 << 10, 24 << 20, early=True),
 }
 SPARK = 121
 # Characters of an error's end that are told.

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..service.cache.hybrid import HybridKV
+from ..service.cache.hybrid_kv import HybridKV
 from ..service.cache.paged import PagedKV
 from ..service.cache.recurrent import RecurrentStates
 from ..service.catalog.known_configs import PUBLISHED
@@ -28,7 +28,7 @@ from ..service.engine.runner import SCORED_ROWS
 from ..service.engine.session import Blueprint
 from ..service.errors import RequestError
 from ..service.kernels import cuda as fused
-from ..service.kernels.cuda.cuda_plan import Device
+from ..service.kernels.cuda.cuda_plan import GpuDevice
 from ..service.kernels.forward_batch import FEW_ROWS, RotaryTable
 from ..service.loader.checkpoint import Checkpoint
 from ..service.model.decoder import build_draft
@@ -41,7 +41,7 @@ from ..service.quant.formats import FP8_BLOCKS, INT8, NVFP4, int4
 from ..service.quant.weight import Format
 
 Held: TypeAlias = Callable[[Destination], Format | None]
-# The default context, and one whose stretches fill several tiles of an indexer.
+# The default context, and one whose key_blocks fill several tiles of an indexer.
 CONTEXTS = (4096, 32768)
 # Rows of a prompt's passes beside the longest: a few more than a step's, and more than a tile of any kernel.
 SHORT, MIDDLE = 24, 300
@@ -111,7 +111,7 @@ SHAPES: Mapping[str, Sequence[str]] = {
 }
 
 
-def launches_of(arch: int, device: Device, shapes: Mapping[str, Sequence[str]]) -> list[Launch]:
+def launches_of(arch: int, device: GpuDevice, shapes: Mapping[str, Sequence[str]]) -> list[Launch]:
     """All forms that `shapes` (names of PUBLISHED, each in forms of FORMS) take on a device of compute capability arch / 10.
 
     Raises RequestError where Triton is not there, or interprets.
@@ -255,7 +255,7 @@ def _nowhere() -> Any:
 class _Session:
     """A network of one period of layers as a session has it, on no device."""
 
-    def __init__(self, name: str, form: str, device: Device, context: int) -> None:
+    def __init__(self, name: str, form: str, device: GpuDevice, context: int) -> None:
         from ..service.kernels.cuda.cuda_fused import FusedCudaKernels
 
         self._title = f"{name} {form}"
@@ -264,7 +264,9 @@ class _Session:
         config, widths = blueprint.config, blueprint.widths
         tensors = {planned.destination.key: planned.carve(nowhere.carve) for planned in blueprint.plan.tensors}
         kernels = FusedCudaKernels(blueprint.activation, device)
-        kernels.reserve([nowhere.carve(*room) for room in kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)])
+        kernels.reserve(
+            [nowhere.carve(*buffer) for buffer in kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)]
+        )
         rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta)
         tables = {wanted.key: nowhere for wanted in blueprint.family.destinations(config) if wanted.in_file}
         self._blueprint = blueprint
@@ -282,7 +284,7 @@ class _Session:
 
     @property
     def chooses(self) -> bool:
-        """Whether attention looks at chosen stretches, in a form that depends on the context."""
+        """Whether attention looks at chosen key_blocks, in a form that depends on the context."""
         return self._blueprint.config.indexer is not None
 
     def run(self, at: Place) -> None:

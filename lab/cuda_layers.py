@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from ..service.kernels.cuda.sdpa_kernels import CudaKernels
-from ..service.kernels.delta import DeltaHeads, DeltaStep, convolve_chunk, delta_chunk, unit
+from ..service.kernels.delta_rule import DeltaHeads, DeltaOperands, convolve_chunk, delta_chunk, unit
 from ..service.kernels.forward_batch import FEW_ROWS, NormWeight, Slots
 from ..service.kernels.operands import (
-    ExpertRows,
+    ConnectionOperands,
+    ExpertOperands,
     ExpertWeights,
-    JointRows,
-    NgramRows,
+    HyperConnection,
+    NgramOperands,
     NgramWeights,
     SharedWeights,
-    StreamJoint,
     pick_numbers,
 )
 from ..service.kernels.reference import ReferenceKernels
@@ -95,7 +95,7 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
         truth = _expert_truth(experts, x.float())
         before = truth.flip(0, 1).to(make.activation)
         out = before.clone()
-        done = kernels.run_experts(experts, ExpertRows(x, out, *(make.empty(count, width) for width in widths)))
+        done = kernels.run_experts(experts, ExpertOperands(x, out, *(make.empty(count, width) for width in widths)))
         error = apart(out, before.float() + truth) if done else float("inf")
         form = f"{held.name if held else 'float'}-{held.group if held else 0} {case.count} of {case.width}, rows {count}"
         yield Finding("experts", form, error, 4 * BOUNDS[make.activation])
@@ -163,7 +163,7 @@ def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iter
         places = torch.randperm(11, device=make.device)[: 2 if kind == "chunk" else count + 1] + 1
         slots = Slots(places[:-1], places[:-1] if kind == "step" else places[1:])
         held = windows.clone(), states.clone()
-        step = DeltaStep(projected, rates, *held, slots, make.empty(count, heads.values), kind == "verify")
+        step = DeltaOperands(projected, rates, *held, slots, make.empty(count, heads.values), kind == "verify")
         done = kernels.delta_chunk(heads, step) if kind == "chunk" else kernels.delta_step(heads, step)
         form = f"{heads.key_heads}x{heads.group} of {heads.key_dim}x{heads.value_dim}, {kind} {count}"
         truth = [torch.empty(count, heads.values, device=make.device), windows.clone(), states.clone()]
@@ -203,12 +203,12 @@ def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, s
     wide, norm = streams * hidden, NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6)
     down, up = make.rows(rank, wide) * 0.05, make.rows(wide, rank) * 0.2
     inject = make.rows(streams, wide) * 0.05
-    joint = StreamJoint(streams, norm, down, up, inject if injects else None)
+    connection = HyperConnection(streams, norm, down, up, inject if injects else None)
     for count in STREAM_ROWS:
         x = make.rows(count, wide)
         room = [make.empty(count, width) for width in (wide, rank, wide, hidden, streams, hidden)]
-        at = JointRows(x, *room)
-        done = kernels.read_streams(joint, at)
+        at = ConnectionOperands(x, *room)
+        done = kernels.read_connection(connection, at)
         form = f"{streams} of {hidden} by {rank}, rows {count}"
         normed = ReferenceKernels().rms_norm(
             x.float().view(count, streams, hidden), norm, torch.empty(count, streams, hidden, device=x.device)
@@ -222,10 +222,10 @@ def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, s
         yield Finding("streams, weights", form, apart(at.weights, weights) + float(at.found.abs().max()), 2 * BOUNDS[make.activation])
         at.found.copy_(make.rows(count, hidden))
         truth = x.float().view(normed.shape) + at.weights.float()[:, :, None] * at.found.float()[:, None]
-        other = JointRows(x.clone(), *(rows.clone() for rows in room))
+        other = ConnectionOperands(x.clone(), *(rows.clone() for rows in room))
         kernels.inject(at)
         yield Finding("streams, inject", form, apart(x.view(normed.shape), truth), BOUNDS[make.activation])
-        done = kernels.read_streams(joint, at) and kernels.inject_and_read(joint, other)
+        done = kernels.read_connection(connection, at) and kernels.inject_and_read(connection, other)
         pairs = ((other.streams, at.streams), (other.read, at.read), (other.weights, at.weights))
         error = max(apart(*pair) for pair in pairs) + float(other.found.abs().max())
         yield Finding("streams, both", form, error if done else float("inf"), BOUNDS[make.activation])
@@ -249,7 +249,7 @@ def ngram_findings(kernels: CudaKernels, make: Maker, streams: int, hidden: int,
         truth = windows.clone(), before.float()
         rooms = make.empty(count, channels), make.empty(count, hidden)
         held = windows.clone()
-        done = kernels.add_ngrams(weights, NgramRows(embedded, x, *rooms, held, slots, kind == "verify"))
+        done = kernels.add_ngrams(weights, NgramOperands(embedded, x, *rooms, held, slots, kind == "verify"))
         for row in range(count):
             source, target = int(slots.source[row]), int(slots.target[row])
             truth[1][row], truth[0][target] = _ngram_truth(weights, embedded[row].float(), truth[1][row], truth[0][source])

@@ -40,7 +40,7 @@ FORMATS: tuple[Format | None, ...] = (
 # Formats whose numbers become floats in ways of their own; the others only have other scales.
 KINDS: tuple[Format | None, ...] = (None, INT8, MXFP8, int4(128), NVFP4)
 PRODUCTS: Sequence[str] = ("linear", "linear_add", "norm_linear", "norm_gate_up")
-# With how many numbers of a head that are turned.
+# With how many numbers of a head that are rotated.
 HEADS = (
     (HeadShape(32, 8, 128), 128), (HeadShape(16, 8, 128), 128), (HeadShape(8, 1, 64), 64), (HeadShape(10, 2, 128), 128),
     (HeadShape(24, 2, 256), 64), (HeadShape(16, 4, 256), 64),
@@ -101,13 +101,13 @@ def embedding_findings(kernels: CudaKernels, make: Maker) -> Iterator[Finding]:
 
 def _groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[Finding]]]:
     """Everything, for one type of activations: the name of each part, and its findings as they are made."""
-    for heads, turned in HEADS:
-        wanted = kernels.workspace(heads, cuda_positions.CONTEXT, make.activation, WIDEST)
+    for heads, rotated in HEADS:
+        wanted = kernels.workspace_spec(heads, cuda_positions.CONTEXT, make.activation, WIDEST)
         kernels.reserve([torch.empty(shape, dtype=dtype, device=make.device) for shape, dtype in wanted])
-        yield "attention", cuda_positions.attention_findings(kernels, make, heads, turned)
-        if turned < heads.head_dim:
+        yield "attention", cuda_positions.attention_findings(kernels, make, heads, rotated)
+        if rotated < heads.head_dim:
             yield "attention", cuda_positions.gate_findings(kernels, make, heads)
-            yield "indexed", cuda_positions.indexed_findings(kernels, make, heads, turned)
+            yield "indexed", cuda_positions.indexed_findings(kernels, make, heads, rotated)
     yield from layer_groups(kernels, make)
     yield "products", embedding_findings(kernels, make)
     for held, rows, cols, products in product_cases(make.activation):

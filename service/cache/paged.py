@@ -20,7 +20,7 @@ from .recurrent import RecurrentStates
 class KVShape:
     """The size of one layer's keys (and, the same again, values) a token, and how many layers there are.
 
-    `pooled`: fp32 keys of an indexer that a block has in each layer, and their width.
+    `pooled`: fp32 keys of an indexer that a block has in verify layer, and their width.
     """
 
     layers: int
@@ -58,11 +58,11 @@ class Snapshot:
     slot: int | None = None
 
 
-class Keeper(Protocol):
+class BlockEvictor(Protocol):
     """Who keeps blocks that no sequence uses, so that a later prompt can begin with them."""
 
     def evict(self) -> None:
-        """Let go of a block that no sequence uses, with `PagedKV.unkeep`; at least one is kept when this is called."""
+        """Let go of a block that no sequence uses, with `PagedKV.uncache_block`; at least one is kept when this is called."""
         ...
 
 
@@ -89,11 +89,11 @@ class PagedKV:
             self.values.append(lease.carve(shape.part(self.blocks), shape.dtype))
             if math.prod(shape.pooled):
                 self.pooled.append(lease.carve((self.blocks, *shape.pooled), torch.float32))
-        self.keeper: Keeper | None = None
+        self.evictor: BlockEvictor | None = None
         self.states: RecurrentStates | None = None  # of networks with recurrent layers, see hybrid.py
         self._free = list(range(self.blocks - 1, -1, -1))
         self._users = [0] * self.blocks
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self._cold = 0
         self._promised = 0
         self._open: set[SequenceKV] = set()
@@ -139,15 +139,15 @@ class PagedKV:
         """A sequence over `shared` blocks, forked from `past` if that is given."""
         return SequenceKV(self, capacity, shared, length)
 
-    def keep(self, block: int) -> None:
-        """Keep a used block when its users are gone, until `unkeep`; nobody writes in it from now on."""
-        if not self._users[block] or block in self._kept:
+    def cache_block(self, block: int) -> None:
+        """Keep a used block when its users are gone, until `uncache_block`; nobody writes in it from now on."""
+        if not self._users[block] or block in self._cached:
             raise ValueError(f"block {block} with {self._users[block]} users cannot be kept")
-        self._kept.add(block)
+        self._cached.add(block)
 
-    def unkeep(self, block: int) -> None:
+    def uncache_block(self, block: int) -> None:
         """Keep the block no longer; it is free if it has no user."""
-        self._kept.remove(block)
+        self._cached.remove(block)
         if not self._users[block]:
             self._cold -= 1
             self._free.append(block)
@@ -158,7 +158,7 @@ class PagedKV:
 
     def is_shared(self, block: int) -> bool:
         """Whether somebody beside one sequence needs the block as it is."""
-        return self._users[block] > 1 or block in self._kept
+        return self._users[block] > 1 or block in self._cached
 
     def check(self) -> None:
         """Raise AssertionError where an invariant does not hold."""
@@ -171,9 +171,9 @@ class PagedKV:
             if sequence.writes_on:
                 last = sequence.table[sequence.length // BLOCK]
                 writers[last] = writers.get(last, 0) + 1
-                assert last not in self._kept, f"kept block {last} is written on"  # noqa: S101 - invariants of ours, here and below
-        free = [block for block in range(self.blocks) if not users[block] and block not in self._kept]
-        cold = sum(not users[block] for block in self._kept)
+                assert last not in self._cached, f"kept block {last} is written on"  # noqa: S101 - invariants of ours, here and below
+        free = [block for block in range(self.blocks) if not users[block] and block not in self._cached]
+        cold = sum(not users[block] for block in self._cached)
         promised = sum(sequence.promise for sequence in self._open)
         assert users == self._users, "users are not those of the tables"  # noqa: S101
         assert sorted(self._free) == free, f"free blocks are {free}, listed are {sorted(self._free)}"  # noqa: S101
@@ -194,22 +194,22 @@ class PagedKV:
 
     def _use(self, block: int) -> None:
         if not self._users[block]:
-            self._cold -= block in self._kept
+            self._cold -= block in self._cached
         self._users[block] += 1
 
     def _drop(self, block: int) -> None:
         self._users[block] -= 1
         if self._users[block]:
             return
-        if block in self._kept:
+        if block in self._cached:
             self._cold += 1
         else:
             self._free.append(block)
 
     def _take(self) -> int:
         """A free block, used once; a promise stands behind every call."""
-        if not self._free and self.keeper is not None:
-            self.keeper.evict()
+        if not self._free and self.evictor is not None:
+            self.evictor.evict()
         block = self._free.pop()
         self._users[block] = 1
         return block
@@ -266,18 +266,18 @@ class SequenceKV:
 
     @property
     def verify_slots(self) -> list[tuple[int, int]]:
-        """As `slots`, for each row of a pass that `ensure` was called for with `each`."""
+        """As `slots`, for verify row of a pass that `ensure` was called for with `verify`."""
         return []
 
     @property
-    def undoable(self) -> int:
-        """Tokens that `ensure` may be called for with `each`."""
+    def verifiable(self) -> int:
+        """Tokens that `ensure` may be called for with `verify`."""
         return self.capacity - self.length
 
-    def ensure(self, tokens: int, *, undo: bool = False, each: bool = False) -> None:
+    def ensure(self, tokens: int, *, undo: bool = False, verify: bool = False) -> None:
         """Have blocks of its own for `tokens` more tokens, before they are written. Raises RequestError beyond the capacity.
 
-        `undo`: the pass may be given up, and the sequence is then to be as before. `each`: it may be given up behind any of its tokens.
+        `undo`: the pass may be given up, and the sequence is then to be as before. `verify`: it may be given up behind any of its tokens.
         """
         end = self.length + tokens
         if end > self.capacity:
@@ -309,8 +309,8 @@ class SequenceKV:
         """Go back to a snapshot of this sequence. ValueError for one that was given up, or lies before what was cut away since."""
         self.truncate(snapshot.length)
 
-    def keep_border(self, *, written: bool = False) -> None:
-        """At the end of a full block: keep what a later sequence needs to go on behind it, if there is room.
+    def keep_checkpoint(self, *, written: bool = False) -> None:
+        """At the end of a full block: cache_block what a later sequence needs to go on behind it, if there is room.
 
         `written` by decode: of those only the last one is kept.
         """
@@ -384,7 +384,7 @@ class SequenceKV:
         if self._borrowed and index == len(self.table) - 1:
             return True
         block = self.table[index]
-        return self._pages.is_shared(block) and (length < self._sealed or block in self._pages._kept)
+        return self._pages.is_shared(block) and (length < self._sealed or block in self._pages._cached)
 
     def _own_last(self) -> None:
         """Turn the borrowed last block into one of its own; no copy is needed when the others have gone."""

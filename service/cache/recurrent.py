@@ -53,13 +53,13 @@ class RecurrentStates:
         """Bytes of the state of one sequence."""
         return sum(part[0].nbytes for layer in self._parts for part in layer)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A slot with any content. Raises MemoryFull."""
         if not self._free:
             raise MemoryFull(f"all {self.shape.slots - 1} recurrent states of the session are in use; wait until a text has ended")
         return self._free.pop()
 
-    def give(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Return a slot. ValueError for one that was not taken."""
         if slot in self._free or slot == self.spare:
             raise ValueError(f"slot {slot} was not taken")
@@ -81,7 +81,7 @@ class RecurrentStates:
             for part in layer:
                 part[target].copy_(part[source])
 
-    def parts(self, layer: int) -> list[torch.Tensor]:
+    def of_layer(self, layer: int) -> list[torch.Tensor]:
         """The pieces of a layer for all slots, [slots, *piece] each, as they lie in memory."""
         return self._parts[layer]
 

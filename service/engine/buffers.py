@@ -111,10 +111,10 @@ class DecodeBuffers:
     def fill_verify(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, VerifyPass]:
         """Put up to MAX_BATCH `ids` behind one sequence, which can then be advanced by as many of them as turn out to be wanted.
 
-        It gets room for them and is not advanced. Raises RequestError beyond its capacity, MemoryFull for more than are `undoable`.
+        It gets room for them and is not advanced. Raises RequestError beyond its capacity, MemoryFull for more than are `verifiable`.
         """
         count, start = len(ids), sequence.length
-        sequence.ensure(count, each=True)
+        sequence.ensure(count, verify=True)
         self._hold_table(0, sequence)
         _put(self._ids[count], ids)
         _put(self._positions[count], range(start, start + count))

@@ -94,7 +94,7 @@ class GraphStepper:
         self._answer(slot, batch)
         for feed in feeds:
             feed.kv.advance(1)
-            feed.kv.keep_border(written=True)
+            feed.kv.keep_checkpoint(written=True)
         if len(feeds) == 1 and feeds[0].token is not None:
             runner.saw(feeds[0].kv, [feeds[0].token])
         self._under_way.append(_Step(feeds, slot, runner.scratch.logits(batch)))

@@ -110,7 +110,7 @@ class Runner:
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
             state = self._forward(sequence, piece, cancel, before=ids[:done])
             self._see(sequence, piece, state)
-            sequence.keep_border()
+            sequence.keep_checkpoint()
             done += len(piece)
             report(done)
             if not whole:
@@ -143,7 +143,7 @@ class Runner:
         scores = self.buffers.step(len(sequences), longest)
         for sequence in sequences:
             sequence.advance(1)
-            sequence.keep_border(written=True)
+            sequence.keep_checkpoint(written=True)
         if len(sequences) == 1:
             self.saw(sequences[0], tokens)
         return scores

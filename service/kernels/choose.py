@@ -46,11 +46,11 @@ def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader 
 
 
 def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:
-    """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace`."""
+    """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace_spec`."""
     possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
     if device.type == "cuda":
         possible = (fused_or_not(activation)[0],)
-    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation, columns)) for kind in possible)
+    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns)) for kind in possible)
 
 
 def fused_or_not(activation: torch.dtype) -> tuple[type[CudaKernels], str]:

@@ -1,4 +1,4 @@
-"""What kernels may take in one call between a network's small operations: joints of residual streams, sparse experts, n-grams, indexers."""
+"""What kernels may take in one call between a network's small operations: connections of residual streams, sparse experts, n-grams, indexers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeAlias
 import torch
 
 from ..quant.weight import Weight
-from .delta import DeltaHeads
+from .delta_rule import DeltaHeads
 from .forward_batch import ForwardBatch, HeadShape, NormWeight, RotaryTable, Slots
 
 
 @dataclass(slots=True)
-class StreamJoint:
+class HyperConnection:
     """norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject [streams, ..]."""
 
     count: int
@@ -24,8 +24,8 @@ class StreamJoint:
 
 
 @dataclass(slots=True)
-class JointRows:
-    """streams [T, streams * hidden] give out `read` [T, hidden]; a joint that injects also `weights` [T, streams], and clears `found`.
+class ConnectionOperands:
+    """streams [T, streams * hidden] give out `read` [T, hidden]; a connection that injects also `weights` [T, streams], and clears `found`.
 
     Room: normed and mixed [T, streams * hidden], low [T, rank]. found [T, hidden] takes what the layer adds.
     """
@@ -64,7 +64,7 @@ class ExpertWeights:
 
 
 @dataclass(slots=True)
-class ExpertRows:
+class ExpertOperands:
     """x [T, hidden] goes through experts, what they find is added to out [T, hidden].
 
     Room: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared width]; the last two are any
@@ -105,7 +105,7 @@ class NgramWeights:
 
 
 @dataclass(slots=True)
-class NgramRows:
+class NgramOperands:
     """embedded [T, width] is let into streams [T, streams * hidden]; windows [slots, (K - 1) * apart, streams * hidden] move on.
 
     Room: keys [T, streams * hidden], values [T, hidden]. `verify`: see VerifyPass.
@@ -134,7 +134,7 @@ class AttentionHeads:
 
 
 @dataclass(slots=True)
-class AttentionRows:
+class AttentionOperands:
     """qkv [T, shape.qkv], which is overwritten, gives out [T, shape.queries] over a layer's paged cache, both of the kernels' activation.
 
     keys, values [blocks, kv_heads, BLOCK, head_dim] in the cache's type are written at the positions of `batch`; each row then attends to
@@ -161,7 +161,7 @@ class Indexer:
 
 
 @dataclass(slots=True)
-class IndexedRows:
+class IndexerOperands:
     """indexed [T, (heads + 1) * dim]: queries, which may be overwritten, then the raw key. tails [slots, ratio - 1, dim]: the raw keys of
     stretches that are not full, read and written where the pass's slots say. pooled [blocks, BLOCK / ratio, dim]: the mean keys.
     """
@@ -172,4 +172,4 @@ class IndexedRows:
 
 
 # What a layer is made of, as far as kernels take it as a whole.
-Part: TypeAlias = Weight | StreamJoint | ExpertWeights | DeltaHeads
+LayerPart: TypeAlias = Weight | HyperConnection | ExpertWeights | DeltaHeads

@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
-from .delta import DeltaHeads, DeltaStep
+from .delta_rule import DeltaHeads, DeltaOperands
 from .forward_batch import BLOCK, ForwardBatch, HeadShape, NormWeight, PrefillChunk
 from .operands import (
     AttentionHeads,
-    AttentionRows,
-    ExpertRows,
+    AttentionOperands,
+    ConnectionOperands,
+    ExpertOperands,
     ExpertWeights,
-    IndexedRows,
+    HyperConnection,
     Indexer,
-    JointRows,
-    NgramRows,
+    IndexerOperands,
+    LayerPart,
+    NgramOperands,
     NgramWeights,
-    Part,
-    StreamJoint,
 )
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
@@ -47,7 +47,7 @@ class ReferenceKernels:
         self._contiguous: Sequence[torch.Tensor] = ()
 
     @classmethod
-    def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+    def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
         """What `reserve` is to be given for sequences of up to `positions` tokens: one layer's keys and values without blocks.
 
         `columns` is the widest row that a product reads.
@@ -56,15 +56,15 @@ class ReferenceKernels:
         return (((heads.kv_heads * blocks * BLOCK * heads.head_dim,), activation),) * 2
 
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Use `buffers`, as `workspace` states them, for as long as the kernels live. Without, every call takes memory of its own."""
+        """Use `buffers`, as `workspace_spec` states them, for as long as the kernels live. Without, every call takes memory of its own."""
         self._contiguous = tuple(buffers)
 
-    def captures(self, heads: HeadShape, parts: Iterable[Part]) -> bool:
+    def captures(self, heads: HeadShape, parts: Iterable[LayerPart]) -> bool:
         """Whether a decode step, or a few rows of one sequence, looks at no value in these parts, so that a CUDA graph can hold it."""
         return False
 
     def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:
-        """Quantize `values` [rows, cols] into `target` as quant.quantize does, but faster; False where there is no such way.
+        """Quantize `values` [rows, cols] into `target` as quantize_into does, but faster; False where there is no such way.
 
         `work` is fp32 of any content. May be called by several threads at once. Where a number is NaN, infinite or too large for a
         scale, a scale is left that is not finite.
@@ -105,12 +105,12 @@ class ReferenceKernels:
         """As `norm_gate_up` of rows that are normed already, for experts."""
         return self.silu_mul(self.linear(x, gate_up, both), out)
 
-    def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
+    def attend(self, heads: AttentionHeads, at: AttentionOperands) -> torch.Tensor:
         """Attention of a layer over its paged cache, from projections to mixed values. Returns at.out.
 
         Queries and keys are normed a head and rotated, keys and values written, then every row attends to its sequence up to itself.
         """
-        q, batch = self.place(heads, at), at.batch
+        q, batch = self.rotate_and_store(heads, at), at.batch
         mixed = at.out.view(q.shape)
         if isinstance(batch, PrefillChunk):
             held = self.contiguous(at.keys, at.values, batch.tables[0], batch.start + q.shape[0])
@@ -121,26 +121,26 @@ class ReferenceKernels:
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return at.out
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
+    def attend_indexed(self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> bool:
         """As `attend`, each row to the stretches that the indexer chooses for it and to the tokens behind the last whole one; its mean
         keys and tails are brought up to date. False, and nothing is done, where there is no faster way than its parts.
         """
         return False
 
-    def part_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+    def split_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         """qkv [T, heads.qkv] gets what is no gate of projected [T, heads.queries + heads.qkv]: of each head its queries, then its gates."""
         count, queries = qkv.shape[0], heads.queries
         wanted = projected[:, : 2 * queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 0]
         qkv[:, :queries].view(count, heads.heads, heads.head_dim).copy_(wanted)
         qkv[:, queries:].copy_(projected[:, 2 * queries :])
 
-    def close_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+    def apply_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         """mixed [T, heads.queries] is weighed by the gates of `projected`, each number through a sigmoid."""
         count = mixed.shape[0]
         gates = projected[:, : 2 * heads.queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 1]
         mixed.view(count, heads.heads, heads.head_dim).mul_(torch.sigmoid(gates))
 
-    def place(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
+    def rotate_and_store(self, heads: AttentionHeads, at: AttentionOperands) -> torch.Tensor:
         """The first part of `attend`: queries and keys normed and rotated, keys and values written; returns the queries [T, heads, dim]."""
         shape, positions = heads.shape, at.batch.positions
         split = at.qkv.view(at.qkv.shape[0], shape.heads + 2 * shape.kv_heads, shape.head_dim)
@@ -151,36 +151,36 @@ class ReferenceKernels:
         write_rows(k, v, at.keys, at.values, at.batch)
         return q
 
-    def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+    def delta_step(self, heads: DeltaHeads, step: DeltaOperands) -> bool:
         """Take a decode step through a gated delta net between its projections; False where there is no faster way than its parts."""
         return False
 
-    def delta_chunk(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+    def delta_chunk(self, heads: DeltaHeads, step: DeltaOperands) -> bool:
         """As `delta_step` the T rows of a chunk of one sequence, which leaves its state in another slot than it found it in."""
         return False
 
-    def read_streams(self, joint: StreamJoint, at: JointRows) -> bool:
+    def read_connection(self, connection: HyperConnection, at: ConnectionOperands) -> bool:
         """What a layer reads of residual streams, and how what it finds is let in; False where there is no faster way than its parts."""
         return False
 
-    def inject(self, at: JointRows) -> None:
+    def inject(self, at: ConnectionOperands) -> None:
         """streams += weights * found, each stream by its weight."""
         rows, count = at.weights.shape
         at.streams.view(rows, count, -1).addcmul_(at.weights[:, :, None], at.found[:, None])
 
-    def inject_and_read(self, joint: StreamJoint, at: JointRows) -> bool:
-        """`inject`, then `read_streams`; False where there is no faster way than one behind the other."""
+    def inject_and_read(self, connection: HyperConnection, at: ConnectionOperands) -> bool:
+        """`inject`, then `read_connection`; False where there is no faster way than one behind the other."""
         return False
 
-    def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
+    def run_experts(self, experts: ExpertWeights, at: ExpertOperands) -> bool:
         """Rows through the experts that are chosen for them; False where there is no faster way than its parts."""
         return False
 
-    def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
+    def add_ngrams(self, weights: NgramWeights, at: NgramOperands) -> bool:
         """A decode step or a VerifyPass through the n-gram block after its table; False where there is no faster way than its parts."""
         return False
 
-    def stretch(self, owner: object, place: int, work: Callable[[], None]) -> None:
+    def run_captured(self, owner: object, place: int, work: Callable[[], None]) -> None:
         """Do `work`, a part of a decode step that is the same calls at the same addresses whenever `owner` and `place` are the same.
 
         `work` calls kernels, and does something itself only where one of them has said False: then it may be recorded, and made as one.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import OnedeskError
 from .budget import show
-from .external_lease import Entrusted
+from .external_lease import ExternalLease
 from .lease import Lease, Released
-from .policy import due, order_of_giving_way
+from .policy import due, eviction_order
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -71,9 +71,9 @@ class Arbiter:
         """
         goal = self._pool.room().now + lacking
         released: list[Released] = []
-        asked: set[Lease | Entrusted] = set()
+        asked: set[Lease | ExternalLease] = set()
         while self._pool.room().now < goal:
-            order = [lease for lease in order_of_giving_way(self._pool.owners()) if lease.terms.give_way and lease not in asked]
+            order = [lease for lease in eviction_order(self._pool.owners()) if lease.eviction.give_way and lease not in asked]
             if not order:
                 break
             asked.add(order[0])
@@ -87,15 +87,15 @@ class Arbiter:
 
     def release_due(self, *, phase_over: bool = False) -> list[Released]:
         """Ask those leases to give way whose policy says so now: ttl run out, or phase when `phase_over`."""
-        leases = [lease for lease in due(self._pool.owners(), phase_over=phase_over) if lease.terms.give_way]
+        leases = [lease for lease in due(self._pool.owners(), phase_over=phase_over) if lease.eviction.give_way]
         return [released for lease in leases if not lease.released for released in self._ask(lease)]
 
-    def _ask(self, lease: Lease | Entrusted) -> list[Released]:
+    def _ask(self, lease: Lease | ExternalLease) -> list[Released]:
         """Ask one lease's owner; one that turned busy meanwhile keeps its bytes."""
-        if lease.terms.give_way is None:
+        if lease.eviction.give_way is None:
             return []
         try:
-            released = list(lease.terms.give_way())
+            released = list(lease.eviction.give_way())
         except OnedeskError as error:
             log.info("%s does not give way: %s", lease.title, error)
             return []

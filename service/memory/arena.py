@@ -26,7 +26,7 @@ class BrokenInvariantError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SlabRange:
     """One slab on the line of addresses."""
 
     base: int
@@ -69,7 +69,7 @@ class Arena:
         """Bytes of the largest block that could be given out now (at the granule's alignment)."""
         return self._by_size[-1] >> _SHIFT if self._by_size else 0
 
-    def add_slab(self, nbytes: int, *, align: int = 4096) -> Stretch:
+    def add_slab(self, nbytes: int, *, align: int = 4096) -> SlabRange:
         """Add a slab of `nbytes` (a multiple of the granule) whose start counts as aligned to `align`."""
         if nbytes < self.granule or nbytes % self.granule:
             raise ValueError(f"a slab of {nbytes} bytes is not a multiple of the granule {self.granule}")
@@ -80,7 +80,7 @@ class Arena:
         self._slabs[base] = nbytes
         self._bases.append(base)
         self._put(base, nbytes)
-        return Stretch(base, nbytes)
+        return SlabRange(base, nbytes)
 
     def remove_slab(self, base: int) -> None:
         """Take an empty slab away. Raises ValueError if a block of it is still given out."""
@@ -95,10 +95,10 @@ class Arena:
         """Whether no block of that slab is given out."""
         return self._free.get(base) == self._slabs[base]
 
-    def slab_of(self, address: int) -> Stretch:
+    def slab_of(self, address: int) -> SlabRange:
         """Return the slab that an address lies in."""
         base = self._bases[bisect_right(self._bases, address) - 1]
-        return Stretch(base, self._slabs[base])
+        return SlabRange(base, self._slabs[base])
 
     def size_of(self, address: int) -> int:
         """Return the size in bytes of the block at `address`; KeyError if none is given out there."""

@@ -28,14 +28,14 @@ class CgroupMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CgroupFiles:
     limits: tuple[str, ...]
     usage: str
     inactive: str
 
 
-_V1 = _Layout(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Layout(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def read_cgroup(proc: Path, cgroup: Path) -> CgroupMemory | None:
@@ -51,7 +51,7 @@ def read_cgroup(proc: Path, cgroup: Path) -> CgroupMemory | None:
     return min(found, key=lambda memory: memory.headroom, default=None)
 
 
-def _memberships(text: str, cgroup: Path) -> Iterator[tuple[Path, PurePosixPath, _Layout]]:
+def _memberships(text: str, cgroup: Path) -> Iterator[tuple[Path, PurePosixPath, _CgroupFiles]]:
     for line in text.splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
@@ -65,7 +65,7 @@ def _memberships(text: str, cgroup: Path) -> Iterator[tuple[Path, PurePosixPath,
             yield (named if named.is_dir() else cgroup / "memory"), path, _V1
 
 
-def _walk(mount: Path, path: PurePosixPath, layout: _Layout) -> Iterator[CgroupMemory]:
+def _walk(mount: Path, path: PurePosixPath, layout: _CgroupFiles) -> Iterator[CgroupMemory]:
     names = [name for name in path.parts if name not in ("/", "..", ".")]
     for depth in range(len(names), -1, -1):
         memory = _read_group(mount.joinpath(*names[:depth]), "/" + "/".join(names[:depth]), layout)
@@ -73,7 +73,7 @@ def _walk(mount: Path, path: PurePosixPath, layout: _Layout) -> Iterator[CgroupM
             yield memory
 
 
-def _read_group(folder: Path, group: str, layout: _Layout) -> CgroupMemory | None:
+def _read_group(folder: Path, group: str, layout: _CgroupFiles) -> CgroupMemory | None:
     limits = [limit for limit in (_read_bytes(folder / name) for name in layout.limits) if limit is not None]
     usage = _read_bytes(folder / layout.usage) if limits else None
     if usage is None:

@@ -69,22 +69,22 @@ _RANKS: dict[Kind, int] = {"scratch": 0, "kv": 2, "state": 2, "table": 3, "weigh
 _COLD_RANK = 1
 
 
-def may_give_way(holder: Holder) -> bool:
+def evictable(holder: Holder) -> bool:
     """Whether it may be asked at all: not in use, not pinned. A running generation is never cut."""
     return not holder.in_use and holder.policy.name != "pinned"
 
 
-def order_of_giving_way(holders: Iterable[H]) -> list[H]:
+def eviction_order(holders: Iterable[H]) -> list[H]:
     """Return those that may give way, first to go first: scratch, cold prefixes, idle KV and state, idle weights.
 
     Within a rank the least recently used goes first. What is missing from the answer is what must be refused.
     """
-    return sorted((holder for holder in holders if may_give_way(holder)), key=lambda holder: (_rank(holder), -holder.idle))
+    return sorted((holder for holder in holders if evictable(holder)), key=lambda holder: (_rank(holder), -holder.idle))
 
 
 def due(holders: Iterable[H], *, phase_over: bool) -> list[H]:
     """Return those whose policy says to go now, without any pressure: ttl run out, or phase and the phase is over."""
-    return [holder for holder in order_of_giving_way(holders) if _is_due(holder, phase_over)]
+    return [holder for holder in eviction_order(holders) if _is_due(holder, phase_over)]
 
 
 def _rank(holder: Holder) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..core import CancelCheck
 from ..errors import Cancelled, MemoryFull, OnedeskError, RequestError
 from .arbiter import Arbiter, Neighbour
-from .backends.choose import choose_backend
+from .backends.choose_backend import choose_backend
 from .backends.protocol import Backend, Returned
 from .budget import (
     MIB,
@@ -25,19 +25,19 @@ from .budget import (
     make_budget,
     show,
 )
-from .external_lease import Entrusted
-from .guard import broken_zones, plan_layout, write_zones
+from .external_lease import ExternalLease
+from .guard_zones import broken_zones, plan_layout, write_zones
 from .lease import (
     Lease,
     LeaseBusyError,
     LeaseDamagedError,
     LeaseInfo,
     LeaseReturnedError,
-    Place,
+    Placement,
     Released,
 )
-from .policy import KINDS, Kind, order_of_giving_way
-from .slabs import Block, SlabStore
+from .policy import KINDS, Kind, eviction_order
+from .slabs import SlabBlock, SlabStore
 from .truth import Truth
 
 __all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", "LeaseReturnedError", "Neighbour", "Pool", "Released"]
@@ -81,12 +81,12 @@ class Pool:
         self.allocations = 0
         self.backend: Backend = choose_backend(device, managed=settings.managed, oversubscribe=settings.oversubscribe)
         self._store = SlabStore(self.backend, settings, self.lock)
-        self._leases: dict[Lease, Block] = {}
-        self._entrusted: list[Entrusted] = []
-        self._returning: dict[Lease, Block] = {}
+        self._leases: dict[Lease, SlabBlock] = {}
+        self._external: list[ExternalLease] = []
+        self._returning: dict[Lease, SlabBlock] = {}
         self._used = 0
         self.arbiter = Arbiter(self)
-        # Whether new work should wait a moment, as Watch.slow says; nobody watches a pool that stands alone.
+        # Whether new work should wait a moment, as MemoryWatch.slow says; nobody watches a pool that stands alone.
         self.slow: Callable[[], bool] = lambda: False
         self._loading = threading.RLock()
         self._loaders = 0
@@ -127,10 +127,10 @@ class Pool:
         with self.lock:
             return list(self._leases)
 
-    def owners(self) -> list[Lease | Entrusted]:
+    def owners(self) -> list[Lease | ExternalLease]:
         """All leases, and what other processes hold in an owner's name."""
         with self.lock:
-            return [*self._leases, *self._entrusted]
+            return [*self._leases, *self._external]
 
     def leases(self) -> list[LeaseInfo]:
         """Describe all of them."""
@@ -140,7 +140,7 @@ class Pool:
         """Say what could be leased now: within the budget, of what the machine has, and of either if all that can gave way."""
         neighbours = self.arbiter.neighbours_could_free()
         with self.lock:
-            yielding = [lease for lease in order_of_giving_way(self.owners()) if lease.terms.give_way is not None]
+            yielding = [lease for lease in eviction_order(self.owners()) if lease.eviction.give_way is not None]
             machine, available = self._machine_room()
             return Room(
                 budget=self.budget.spendable - self._used,
@@ -187,8 +187,8 @@ class Pool:
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, kind, nbytes, self.budget, self.room()))
 
-    def entrust(self, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> Entrusted:
-        """Count `nbytes` that a process of ours is about to take; `held` and `exact`: see Entrusted. Others give way if they must.
+    def lease_external(self, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> ExternalLease:
+        """Count `nbytes` that a process of ours is about to take; `held` and `exact`: see ExternalLease. Others give way if they must.
 
         Raises MemoryFull with the figures if it does not fit.
         """
@@ -196,19 +196,19 @@ class Pool:
             with self.lock:
                 lacking = self._lacking(nbytes)
                 if lacking <= 0:
-                    entrusted = Entrusted(self, owner, nbytes, held, exact=exact)
-                    self._entrusted.append(entrusted)
+                    external = ExternalLease(self, owner, nbytes, held, exact=exact)
+                    self._external.append(external)
                     self._used += nbytes
-                    return entrusted
+                    return external
             if not last:
                 self.make_room(lacking)
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, "memory for its process", nbytes, self.budget, self.room()))
 
-    def forget(self, entrusted: Entrusted) -> None:
-        """Entrusted only, under the lock: its bytes are back."""
-        self._entrusted.remove(entrusted)
-        self._used -= entrusted.nbytes
+    def forget(self, lease: ExternalLease) -> None:
+        """ExternalLease only, under the lock: its bytes are back."""
+        self._external.remove(lease)
+        self._used -= lease.nbytes
         self._counts["releases"] += 1
 
     def make_room(self, lacking: int) -> list[Released]:
@@ -344,7 +344,7 @@ class Pool:
             if last:
                 raise
             return None
-        lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency))
+        lease = Lease(self, owner, kind, nbytes, Placement(block.slab, block.offset, layout, self.residency))
         write_zones(block.slab, block.offset, layout)
         self._leases[lease] = block
         self._used += nbytes
@@ -369,13 +369,16 @@ class Pool:
             log.error("%s", words)
 
     def _damage(self, lease: Lease) -> list[str]:
-        place = lease.place
-        words = [f"the guard zone {zone} {lease.title} was overwritten" for zone in broken_zones(place.slab, place.block, place.layout)]
+        placement = lease.placement
+        words = [
+            f"the guard zone {zone} {lease.title} was overwritten"
+            for zone in broken_zones(placement.slab, placement.block, placement.layout)
+        ]
         if lease.sealed_content_changed():
             words.append(f"{lease.title} was overwritten: its checksum changed since it was sealed")
         return words
 
-    def report(self, lease: Lease | Entrusted, returned: Returned, delta: int | None, seconds: float) -> Released:
+    def report(self, lease: Lease | ExternalLease, returned: Returned, delta: int | None, seconds: float) -> Released:
         """Inside this room only: tell of a return, and warn of one that falls short."""
         asked, measured = min(returned.asked, lease.nbytes), min(returned.measured, lease.nbytes)
         released = Released(lease.owner, asked, measured, seconds, delta)
@@ -402,11 +405,11 @@ class Pool:
             return None
 
     def _resident(self) -> int:
-        return self._elsewhere() + sum(lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in self.holders())
+        return self._elsewhere() + sum(lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders())
 
     def _elsewhere(self) -> int:
         """Bytes that processes of ours have taken."""
-        return sum(entrusted.held() for entrusted in list(self._entrusted))
+        return sum(external.held() for external in list(self._external))
 
     def count(self, name: str, by: int = 1) -> None:
         """Inside this room only: add to one of Counters."""

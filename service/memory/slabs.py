@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import RLock
 
 from ..errors import MemoryFull
-from .arena import Arena, BrokenInvariantError, Stretch
+from .arena import Arena, BrokenInvariantError
 from .backends.protocol import Backend, Returned, Slab
 from .budget import MemorySettings, show
 from .lease import Lease
@@ -17,7 +17,7 @@ _DEVICE_STEP = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SlabBlock:
     """Bytes in a slab. `address` is the arena's, None if the slab belongs to this block alone."""
 
     slab: Slab
@@ -56,7 +56,7 @@ class SlabStore:
             held = self.held
             return self.arena.fragmentation() * self.arena.held / held if held else 0.0
 
-    def take(self, nbytes: int, align: int, room: int) -> Block:
+    def take(self, nbytes: int, align: int, room: int) -> SlabBlock:
         """Give out a block. `room` bounds what a new slab may hold where slabs take their bytes at once.
 
         Raises MemoryFull if the system or `room` refuses.
@@ -66,7 +66,7 @@ class SlabStore:
                 self._check_room(nbytes, room)
                 slab = self.backend.open(nbytes, whole=True)
                 self._own[id(slab)] = slab
-                return Block(slab, 0, None)
+                return SlabBlock(slab, 0, None)
             self._sweep()
             address = self.arena.allocate(nbytes, align)
             if address is None:
@@ -75,9 +75,9 @@ class SlabStore:
             if address is None:
                 raise BrokenInvariantError(f"a new slab has no block of {nbytes} bytes")
             base = self.arena.slab_of(address).base
-            return Block(self._shared[base], address - base, address)
+            return SlabBlock(self._shared[base], address - base, address)
 
-    def give_back(self, block: Block, lease: Lease) -> Returned:
+    def give_back(self, block: SlabBlock, lease: Lease) -> Returned:
         """Return a block's bytes to the system and say what was measured.
 
         The slow part runs without the lock. The block's place is used again only when no view of the lease lives any more.
@@ -87,7 +87,7 @@ class SlabStore:
             with self._lock:
                 del self._own[id(block.slab)]
             return returned
-        layout = lease.place.layout
+        layout = lease.placement.layout
         returned = block.slab.give_back(block.offset, layout.total)
         with self._lock:
             if lease.alive is not None and lease.alive():
@@ -96,7 +96,7 @@ class SlabStore:
             closed = self._free(block.address)
             return Returned(returned.asked + closed.asked, returned.measured + closed.measured)
 
-    def check(self, blocks: Mapping[Lease, Block], *, settled: bool) -> None:
+    def check(self, blocks: Mapping[Lease, SlabBlock], *, settled: bool) -> None:
         """Raise BrokenInvariantError unless the arena's invariants hold and every lease has a block of its own.
 
         `settled`: no lease is on its way back, so every block must be a lease's or wait for a view to die.
@@ -110,7 +110,7 @@ class SlabStore:
             if len(addresses) + len(owned) != len(blocks) or waiting & addresses.keys():
                 raise BrokenInvariantError("two leases share a block")
             for address, lease in addresses.items():
-                if self.arena.size_of(address) < lease.place.layout.total:
+                if self.arena.size_of(address) < lease.placement.layout.total:
                     raise BrokenInvariantError(f"{lease.title} is larger than its block")
             if settled and (self.arena.blocks != len(addresses) + len(waiting) or self._own.keys() != owned):
                 raise BrokenInvariantError(f"{self.arena.blocks} blocks for {len(addresses)} leases and {len(waiting)} views")
@@ -130,8 +130,8 @@ class SlabStore:
             size = max(wanted, min(-(-wanted // step) * step, room // granule * granule))
             self._check_room(size, room)
         slab = self.backend.open(size, whole=False)
-        stretch: Stretch = self.arena.add_slab(size, align=self.backend.alignment)
-        self._shared[stretch.base] = slab
+        slab_range = self.arena.add_slab(size, align=self.backend.alignment)
+        self._shared[slab_range.base] = slab
 
     def _free(self, address: int) -> Returned:
         base = self.arena.slab_of(address).base

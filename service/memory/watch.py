@@ -85,7 +85,7 @@ class Gauge:
         self._last = (when, available)
 
 
-class Watch:
+class MemoryWatch:
     """A thread that looks every 250 ms while somebody loads, else every second, and calls `shrink(bytes)` when memory is short.
 
     `shrink` is Pool.make_room; `tick`, if given, is called at every look (Pool.release_due, for ttl). `slow` turns true while memory
@@ -130,7 +130,7 @@ class Watch:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def start(self) -> Watch:
+    def start(self) -> MemoryWatch:
         """Start looking."""
         self._thread.start()
         return self
@@ -141,7 +141,7 @@ class Watch:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryWatch:
         return self.start()
 
     def __exit__(self, *_: object) -> None:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ..cache.recurrent import RecurrentStates
-from ..kernels.delta import (
+from ..kernels.delta_rule import (
     DeltaHeads,
-    DeltaStep,
+    DeltaOperands,
     convolve_chunk,
     convolve_step,
     delta_chunk,
@@ -19,7 +19,7 @@ from ..kernels.delta import (
     unit,
 )
 from ..kernels.forward_batch import NormWeight, Slots, VerifyPass
-from ..kernels.operands import Part
+from ..kernels.operands import LayerPart
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
@@ -80,7 +80,7 @@ class GatedDelta:
     output: Weight
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.projection, self.rates, self.output, self.heads
 
     def run(self, at: Pass, /) -> None:
@@ -90,8 +90,8 @@ class GatedDelta:
         projected, rates, mixed = views["delta_projected"], views["delta_rates"], views["delta_mixed"]
         at.project(self.norm, self.projection, projected)
         at.project(self.norm, self.rates, rates)
-        windows, held = states.parts(self.index)
-        step = DeltaStep(projected, rates, windows, held, slots, mixed, isinstance(at.batch, VerifyPass))
+        windows, held = states.of_layer(self.index)
+        step = DeltaOperands(projected, rates, windows, held, slots, mixed, isinstance(at.batch, VerifyPass))
         if not (kernels.delta_step if at.batch.state_per_row else kernels.delta_chunk)(self.heads, step):
             self._mix(at, states, slots)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .attention import GATED_ROOM
+from .attention import GATED_BUFFER
 from .layers import Room
 from .shape import DecoderConfig, ExpertShape, read_delta, read_hybrid, read_widths
 from .spec import ConfigReader
@@ -33,7 +33,7 @@ def read_hybrid_decoder(
     intermediate = read.integer("intermediate_size") if experts is None or dense or sparse_step > 1 else 0
     rooms = (*delta.rooms(), *(experts.rooms(hidden) if experts else ()))
     plain = read_widths(read, HEAD_DIM, intermediate)
-    projected = Room(GATED_ROOM, plain.shape.queries + plain.shape.qkv)
+    projected = Room(GATED_BUFFER, plain.shape.queries + plain.shape.qkv)
     theta, rotary_dim = read.partial_rope(plain.head_dim, 10000.0)
     return DecoderConfig(
         widths=read_widths(read, HEAD_DIM, intermediate, projected, *rooms),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.forward_batch import BLOCK, RotaryTable, VerifyPass
-from ..kernels.operands import IndexedRows, Indexer, Part
+from ..kernels.operands import Indexer, IndexerOperands, LayerPart
 from ..quant.weight import Weight
 from .attention import GatedAttention, heads
 from .layers import Pass
@@ -61,7 +61,7 @@ class IndexedAttention(GatedAttention):
     index_qk: Weight
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.qkv, self.output, self.index_qk
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class IndexedAttention(GatedAttention):
         at.project(self.norm, self.index_qk, indexed)
         own = self._rows(at, qkv, mixed)
         if at.kernels.attend_indexed(
-            self.heads, own, shape, IndexedRows(indexed, states.parts(self.place)[0], at.cache.pooled[self.index])
+            self.heads, own, shape, IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index])
         ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
@@ -89,7 +89,7 @@ class IndexedAttention(GatedAttention):
             at.kernels.attend(self.heads, own)
             return
         chosen = self._chosen(at, indexed, pieces, places)
-        queries = at.kernels.place(self.heads, own)
+        queries = at.kernels.rotate_and_store(self.heads, own)
         found = mixed.view(queries.shape)
         for sequence, (first, last) in enumerate(pieces):
             for row in range(first, last):

@@ -11,7 +11,7 @@ import torch
 
 from ..cache.paged import PagedKV
 from ..kernels.forward_batch import FEW_ROWS, ForwardBatch, HeadShape, NormWeight
-from ..kernels.operands import JointRows, Part
+from ..kernels.operands import ConnectionOperands, LayerPart
 from ..kernels.reference import ReferenceKernels
 from ..loader.table import FileTable
 from ..memory.lease import Lease, carved_bytes
@@ -116,7 +116,7 @@ class Pass:
     kernels: ReferenceKernels
     source: torch.Tensor
     target: torch.Tensor
-    waiting: JointRows | None = None
+    waiting: ConnectionOperands | None = None
 
     def let_in(self) -> None:
         """What the last layer found goes into the residual streams, where the next one has not done it on its way (see Streamed)."""
@@ -141,11 +141,11 @@ class Layer(Protocol):
 
     `parts` are what it hands to kernels: these say whether they take all of them without a look at values (ReferenceKernels.captures), so
     that a graph can hold a decode step. That is made of calls of kernels alone, as long as none of these says False (see
-    ReferenceKernels.stretch).
+    ReferenceKernels.run_captured).
     """
 
     @property
-    def parts(self) -> tuple[Part, ...]: ...
+    def parts(self) -> tuple[LayerPart, ...]: ...
 
     def run(self, at: Pass, /) -> None: ...
 
@@ -165,7 +165,7 @@ class Mixer(Protocol):
     """What reads the residual streams [T, streams * hidden] of a decoder that has several."""
 
     @property
-    def parts(self) -> tuple[Part, ...]: ...
+    def parts(self) -> tuple[LayerPart, ...]: ...
 
     def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor: ...
 
@@ -194,12 +194,12 @@ class Decoder:
     kernels: ReferenceKernels
     early: tuple[EarlyLayer, ...] = field(init=False)
     # Blocks first..last-1 that compute without a look at files in between.
-    stretches: tuple[tuple[int, int], ...] = field(init=False)
+    segments: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.early = tuple(block.before for block in self.blocks if block.before is not None)
         begins = [0, *(index for index, block in enumerate(self.blocks) if block.before is not None and index)]
-        self.stretches = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
+        self.segments = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
     def prepare(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> None:
         """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host must see."""
@@ -237,10 +237,10 @@ class Decoder:
         for early in () if prepared else self.early:
             early.begin(at)
         if between is None and batch.state_per_row:
-            for first, last in self.stretches:
+            for first, last in self.segments:
                 if not prepared:
                     self._fetch(at, first)
-                self.kernels.stretch(batch, first, partial(self._run, at, first, last))
+                self.kernels.run_captured(batch, first, partial(self._run, at, first, last))
             return x
         for index in range(len(self.blocks)):
             if between is not None:
@@ -275,7 +275,7 @@ class Decoder:
         if batch is None:
             work()
         else:
-            self.kernels.stretch(batch, len(self.blocks), work)
+            self.kernels.run_captured(batch, len(self.blocks), work)
         return scores
 
     def _score(self, state: torch.Tensor, scratch: Scratch, scores: torch.Tensor) -> None:

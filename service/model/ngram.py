@@ -16,9 +16,9 @@ import torch
 
 from ..cache.recurrent import RecurrentStates
 from ..errors import ModelError
-from ..kernels.delta import convolve_chunk, convolve_step
+from ..kernels.delta_rule import convolve_chunk, convolve_step
 from ..kernels.forward_batch import NormWeight, PrefillChunk, Slots, VerifyPass
-from ..kernels.operands import NgramRows, NgramWeights, Part
+from ..kernels.operands import LayerPart, NgramOperands, NgramWeights
 from ..loader.checkpoint import Checkpoint
 from ..loader.rows import read_rows
 from ..loader.table import FileTable
@@ -161,13 +161,13 @@ class NgramBlock:
     coming: list[int] | None = None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.weights.key, self.weights.value
 
     def begin(self, at: Pass, /) -> None:
         """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
         slots, states = self._states(at)
-        held = states.parts(self.index)[1]
+        held = states.of_layer(self.index)[1]
         pasts = held.numpy() if held.is_cpu else held  # on the host without tensors, which take ten times as long
         ids, back = at.batch.ids or at.ids.tolist(), self.shape.size - 1
         batch = at.batch
@@ -197,10 +197,10 @@ class NgramBlock:
     def run(self, at: Pass, /) -> None:
         kernels, views, weights = at.kernels, at.views, self.weights
         slots, states = self._states(at)
-        held = states.parts(self.index)[0]
+        held = states.of_layer(self.index)[0]
         verify = isinstance(at.batch, VerifyPass)
         if at.batch.state_per_row:
-            rows = NgramRows(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, verify)
+            rows = NgramOperands(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, verify)
             if kernels.add_ngrams(weights, rows):
                 return
         added = self._gated(at)
@@ -220,7 +220,7 @@ class NgramBlock:
         else:
             convolved, window = convolve_chunk(normed, windows[0], weights.taps, weights.apart)
             windows = window[None]
-        states.parts(self.index)[0].index_copy_(0, slots.target, windows)
+        states.of_layer(self.index)[0].index_copy_(0, slots.target, windows)
         return convolved
 
     @staticmethod

@@ -29,7 +29,7 @@ from ..quant.microscaled import Nvfp4
 from ..quant.mixed import Packings
 from ..quant.packings import Packing, StoredPart
 from ..quant.published import KEY, read_packings
-from ..quant.quantize import Quantizer, padded_columns, quantize_into, tile_elements
+from ..quant.quantize_weights import Quantizer, padded_columns, quantize_into, tile_elements
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
 from .reading import Reading, Settle, widen
 from .spec import FLOATING, Destination, Source, Turn

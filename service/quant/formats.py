@@ -46,7 +46,7 @@ CHOICES = {"int8": INT8, "int4": int4()}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightTensor:
     """One tensor of a quantized weight: `name` is the field of QuantizedWeight."""
 
     name: str
@@ -64,7 +64,7 @@ def title(held: Format) -> str:
     return held.name + group + ("" if held.symmetric else "-asym")
 
 
-def pieces(held: Format, rows: int, cols: int) -> tuple[Piece, ...]:
+def weight_tensors(held: Format, rows: int, cols: int) -> tuple[WeightTensor, ...]:
     """The tensors that make a weight [rows, cols] of this format, in the order in which they are stored."""
     types = {
         "int8": (torch.int8, torch.float32),
@@ -74,25 +74,25 @@ def pieces(held: Format, rows: int, cols: int) -> tuple[Piece, ...]:
     }
     numbers, scale = types[held.name]
     groups = held.groups(cols)
-    found = [Piece("data", (rows, held.row_bytes(cols)), numbers), Piece("scales", (rows, groups), scale)]
+    found = [WeightTensor("data", (rows, held.row_bytes(cols)), numbers), WeightTensor("scales", (rows, groups), scale)]
     if not held.symmetric:
-        found.append(Piece("offsets", (rows, groups), scale))
+        found.append(WeightTensor("offsets", (rows, groups), scale))
     if held.name == "nvfp4":
-        found.append(Piece("factors", (rows, 1), torch.float32))
+        found.append(WeightTensor("factors", (rows, 1), torch.float32))
     return tuple(found)
 
 
 def weight_of(held: Format, rows: int, cols: int, carve: Carve) -> QuantizedWeight:
-    """A weight whose tensors come from `carve(shape, dtype)`, in the order of `pieces`; their content is whatever that gives."""
-    found = {piece.name: carve(piece.shape, piece.dtype) for piece in pieces(held, rows, cols)}
+    """A weight whose tensors come from `carve(shape, dtype)`, in the order of `weight_tensors`; their content is whatever that gives."""
+    found = {piece.name: carve(piece.shape, piece.dtype) for piece in weight_tensors(held, rows, cols)}
     return QuantizedWeight(held, rows, cols, found["data"], found["scales"], found.get("offsets"), found.get("factors"))
 
 
 def aligned_bytes(held: Format, rows: int, cols: int, alignment: int) -> int:
     """Bytes of a weight whose tensors each begin at a multiple of `alignment`."""
-    return sum(-(-piece.nbytes // alignment) * alignment for piece in pieces(held, rows, cols))
+    return sum(-(-piece.nbytes // alignment) * alignment for piece in weight_tensors(held, rows, cols))
 
 
 def bits_a_weight(held: Format, cols: int) -> float:
     """Bits that one weight of a row of `cols` takes, scales and offsets included."""
-    return sum(piece.nbytes for piece in pieces(held, 1, cols)) * 8 / cols
+    return sum(piece.nbytes for piece in weight_tensors(held, 1, cols)) * 8 / cols

@@ -16,7 +16,7 @@ from ..errors import ModelError
 from .damage import refuse_negative
 from .formats import MXFP8, NVFP4
 from .layouts import blocks_of_pairs
-from .packings import Layout, StoredPart
+from .packings import PackedLayout, StoredPart
 from .weight import QuantizedWeight
 
 E8M0_NAN = 255
@@ -34,13 +34,13 @@ class Nvfp4:
     divides: bool = False
     ignored: tuple[str, ...] = ("input_scale", *CACHE_SCALES)
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         parts = (
             StoredPart(self.numbers, ("U8",), (rows, -(-cols // 2)), take=_take_pairs),
             StoredPart("weight_scale", ("F8_E4M3",), (rows, NVFP4.groups(cols)), take=_take_scales),
             StoredPart(self.factor, ("F32",), (1,), take=partial(_take_factor, divides=self.divides)),
         )
-        return Layout(NVFP4, parts)
+        return PackedLayout(NVFP4, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Mxfp8:
     title: str
     ignored: tuple[str, ...] = ("input_scale", *CACHE_SCALES)
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         parts = (
             StoredPart("weight", ("F8_E4M3",), (rows, cols), piece="data"),
             StoredPart("weight_scale", ("U8", "F8_E8M0"), (rows, MXFP8.groups(cols)), take=_take_exponents),
         )
-        return Layout(MXFP8, parts)
+        return PackedLayout(MXFP8, parts)
 
 
 def _take_pairs(values: torch.Tensor, first: int, target: QuantizedWeight, name: str) -> None:

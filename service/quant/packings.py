@@ -51,7 +51,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedLayout:
     """All that is stored of one matrix, and the format it has in memory. `finish` is called when all of it is there."""
 
     held: Format
@@ -68,7 +68,7 @@ class Packing(Protocol):
     @property
     def ignored(self) -> tuple[str, ...]: ...
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         """What is stored of a matrix [rows, cols]."""
         ...
 
@@ -81,10 +81,10 @@ class Fp8Blocks:
     scale: str
     ignored: tuple[str, ...] = ("input_scale",)
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         shape = (-(-rows // BLOCK), -(-cols // BLOCK))
         scale = StoredPart(self.scale, FLOATS, shape, take=_take_block_scales)
-        return Layout(FP8_BLOCKS, (StoredPart("weight", ("F8_E4M3",), (rows, cols), piece="data"), scale))
+        return PackedLayout(FP8_BLOCKS, (StoredPart("weight", ("F8_E4M3",), (rows, cols), piece="data"), scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ class Rows8:
     group: int = 0
     ignored: tuple[str, ...] = ("input_scale", "input_zero_point", "weight_zero_point")
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = FP8_ROWS if self.number == "F8_E4M3" else Format("int8", 8, self.group, True)
         shape = (1,) if self.whole else (rows, held.groups(cols))
         scale = StoredPart("weight_scale", FLOATS, shape, take=_take_whole_scale if self.whole else _take_row_scales)
-        return Layout(held, (StoredPart("weight", (self.number,), (rows, cols), piece="data"), scale))
+        return PackedLayout(held, (StoredPart("weight", (self.number,), (rows, cols), piece="data"), scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PackedRows:
     symmetric: bool
     ignored: tuple[str, ...] = ("weight_shape", "input_scale", "input_zero_point")
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = _held(self.bits, self.group, self.symmetric)
         stored = self.group or cols
         spread = partial(_take_spread_scales, stored=stored)
@@ -124,10 +124,10 @@ class PackedRows:
             StoredPart("weight_g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="actorder"), optional=True),
         ]
         if self.symmetric:
-            return Layout(held, tuple(parts))
+            return PackedLayout(held, tuple(parts))
         zeros = partial(_take_row_zeros, stored=stored)
         parts.append(StoredPart("weight_zero_point", ("I32",), (-(-rows // WORD), -(-cols // stored)), take=zeros))
-        return Layout(held, tuple(parts), _offsets_of_zeros)
+        return PackedLayout(held, tuple(parts), _offsets_of_zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Gptq:
     bias: int
     ignored: tuple[str, ...] = ()
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = _held(self.bits, self.group, self.symmetric)
         stored, word = self.group or cols, 32 // self.bits
         groups = -(-cols // stored)
@@ -155,7 +155,7 @@ class Gptq:
             StoredPart("qzeros", ("I32",), (groups, -(-rows // word)), take=zeros),
             StoredPart("g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True),
         )
-        return Layout(held, parts, None if self.symmetric else _offsets_of_zeros)
+        return PackedLayout(held, parts, None if self.symmetric else _offsets_of_zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Awq:
     group: int
     ignored: tuple[str, ...] = ()
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = _held(4, self.group, symmetric=False)
         stored = self.group or cols
         groups = -(-cols // stored)
@@ -175,7 +175,7 @@ class Awq:
             StoredPart("scales", FLOATS, (groups, rows), take=partial(_take_group_scales, stored=stored)),
             StoredPart("qzeros", ("I32",), (groups, -(-rows // WORD)), take=partial(_take_awq_zeros, stored=stored)),
         )
-        return Layout(held, parts, _offsets_of_zeros)
+        return PackedLayout(held, parts, _offsets_of_zeros)
 
 
 def _held(bits: int, group: int, symmetric: bool) -> Format:

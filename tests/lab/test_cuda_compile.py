@@ -48,7 +48,7 @@ def test_nothing_of_it_stays_with_triton():
 
 
 def test_what_a_step_launches_compiles_for_a_spark_and_fits(launches: list[Launch]):
-    hot = {"attend_step", "attend_places", "step_states", "join_splits"}
+    hot = {"attend_step", "attend_positions", "step_states", "join_splits"}
     chosen = [launch for launch in launches if launch.name in hot and launch.first.endswith("a step of 1")]
     several = ("float", "int4")
     chosen += [next(launch for launch in launches if launch.name == "gemv" and f"FORMAT={form} " in launch.form) for form in several]

@@ -5,13 +5,13 @@
 #include "tile.h"
 
 #define MOST_GROUP 64
-/* Rows of queries that share a turned block of keys: they and their results stay in L2. */
+/* Rows of queries that share a rotated block of keys: they and their results stay in L2. */
 #define QUERIES 48
 /* Keys and values of less than so many bytes are read before a second thread has woken up. */
 #define ALONE (1 << 18)
 
 static float *slot_of(const struct attention *a, float *cache, int32_t block, long head, long slot) {
-    return cache + block * a->block_ahead + (head * BLOCK + slot) * a->dim;
+    return cache + block * a->block_stride + (head * BLOCK + slot) * a->dim;
 }
 
 static float *query(const struct attention *a, long t, long head) { return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim; }
@@ -94,7 +94,7 @@ static void finish(const struct running *run, const float *mixed, float *out, lo
     for (long d = 0; d < dim; d += VL) store(out + d, load(mixed + d) / run->sum);
 }
 
-/* `count` tokens from `from` on, of one block; `at` of the chosen stretches are behind them. */
+/* `count` tokens from `from` on, of one block; `at` of the chosen key_blocks are behind them. */
 struct piece { long from, count, at; };
 
 /* The piece after `p` of what row t sees of its `length` tokens; 0 where there is none. */
@@ -165,7 +165,7 @@ void attend_rows(const struct attention *a) {
 struct desk {
     float *q, *mixed;      /* [padded][dim] */
     float *scores;         /* [padded][BLOCK] */
-    float *turned;         /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
+    float *rotated;         /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
     struct running *run;   /* [padded] */
 };
 
@@ -176,7 +176,7 @@ static char *lay_out_attention(struct desk *d, long group, long dim, char *at) {
     d->q = (float *)take(&at, padded * dim * 4);
     d->mixed = (float *)take(&at, padded * dim * 4);
     d->scores = (float *)take(&at, padded * BLOCK * 4);
-    d->turned = (float *)take(&at, BLOCK * dim * 4);
+    d->rotated = (float *)take(&at, BLOCK * dim * 4);
     d->run = (struct running *)take(&at, padded * sizeof *d->run);
     return at;
 }
@@ -196,10 +196,10 @@ static void attend_block(const struct attention *a, const struct desk *d, long h
     const long count = last + 1 - from < BLOCK ? last + 1 - from : BLOCK;
     const float *k = slot_of(a, a->keys, block, head, 0), *v = slot_of(a, a->values, block, head, 0);
     memset(d->scores, 0, round_up(rows, ACROSS) * BLOCK * sizeof(float));
-    for (long p = 0; p < BLOCK; p += PANEL) turn(k + p * dim, dim, d->turned + p * dim, PANEL, PANEL);
+    for (long p = 0; p < BLOCK; p += PANEL) turn(k + p * dim, dim, d->rotated + p * dim, PANEL, PANEL);
     for (long r = 0; r < rows; r += ACROSS)
         for (long p = 0; p < BLOCK; p += PANEL)
-            tile_of(NV, d->q + r * dim, dim, d->turned + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
+            tile_of(NV, d->q + r * dim, dim, d->rotated + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
     for (long r = 0; r < rows; r++) {
         const long seen = first + r / group + 1 - from;
         if (seen > 0)

@@ -12,24 +12,24 @@ struct attention {
     double q_eps, k_eps;
     const float *cos, *sin;    /* [positions][half] */
     int64_t half;
-    float *keys, *values;      /* [blocks][kv_heads][BLOCK][dim], blocks block_ahead floats apart */
-    int64_t block_ahead;
+    float *keys, *values;      /* [blocks][kv_heads][BLOCK][dim], blocks block_stride floats apart */
+    int64_t block_stride;
     const int32_t *positions;  /* [tokens] */
-    const int32_t *tables;     /* block ids of each sequence, table_ahead apart */
-    int64_t table_ahead;
+    const int32_t *tables;     /* block ids of each sequence, table_stride apart */
+    int64_t table_stride;
     float *out;                /* [tokens][heads][dim] */
     int64_t tokens, heads, kv_heads, dim;
     int64_t chunk;             /* whether all rows are of the first sequence; else row i is of sequence i */
     int64_t threads;
     char *scratch;             /* threads * stride bytes: attention_scratch() */
     int64_t stride;
-    const int64_t *chosen;     /* [tokens][most]: each row sees these stretches of `ratio` tokens, in order, -1 behind the last, and the tokens */
-    int64_t most, ratio;       /* behind the last whole stretch; ratio divides BLOCK. NULL: each row sees everything */
+    const int64_t *chosen;     /* [tokens][most]: each row sees these key_blocks of `ratio` tokens, in order, -1 behind the last, and the tokens */
+    int64_t most, ratio;       /* behind the last whole key_block; ratio divides BLOCK. NULL: each row sees everything */
 };
 
-INLINE const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_ahead); }
+INLINE const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_stride); }
 
-/* One head of `dim` numbers in place: RMS norm, then halves of 2 * half of them turned against each other (Su et al. 2021), then times `factor`. */
+/* One head of `dim` numbers in place: RMS norm, then halves of 2 * half of them rotated against each other (Su et al. 2021), then times `factor`. */
 static inline void turn_head(const struct attention *a, float *head, long dim, const float *norm, double eps, long position, float factor) {
     const long half = a->half;
     const float *cos = a->cos + position * half, *sin = a->sin + position * half;

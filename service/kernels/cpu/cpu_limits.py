@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..delta import DeltaHeads
+from ..delta_rule import DeltaHeads
 from ..forward_batch import FEW_ROWS, HeadShape
 
 # What gemm.c and attention.c take at once at most (widest vectors): rows of x, columns and rows of a panel, query rows of a tile.

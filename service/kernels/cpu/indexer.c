@@ -1,4 +1,4 @@
-/* Attention to chosen stretches: the indexer's mean keys, scores and choice, and attention to what was chosen, in one call. */
+/* Attention to chosen key_blocks: the indexer's mean keys, scores and choice, and attention to what was chosen, in one call. */
 #include <stdlib.h>
 #include "attention.h"
 #include "calls.h"
@@ -11,7 +11,7 @@ struct indexer {
     struct attention a;                 /* `chosen` is room for [tokens][most] */
     float *indexed;                     /* [tokens][heads + 1][dim]: queries, then a key; the queries are overwritten */
     const float *q_norm, *k_norm;       /* [dim] */
-    float *tails;                       /* [slots][ratio - 1][dim]: the raw keys of the stretch that is not full */
+    float *tails;                       /* [slots][ratio - 1][dim]: the raw keys of the key_block that is not full */
     const int64_t *sources, *targets;   /* [sequences], or [tokens] in a verify pass: slots that are read and written */
     float *pooled;                      /* [blocks][BLOCK / ratio][dim] */
     struct scored *queues;              /* [threads][queue] */
@@ -20,7 +20,7 @@ struct indexer {
     double q_eps, k_eps;
 };
 
-/* The raw key of row t comes in: the mean of a full stretch is kept, normed and turned to its first token's place. */
+/* The raw key of row t comes in: the mean of a full key_block is kept, normed and rotated to its first token's place. */
 static void pool_key(const struct indexer *x, long t, float *tail) {
     const struct attention *a = &x->a;
     const long dim = x->dim, ratio = a->ratio, position = a->positions[t], waiting = position % ratio, first = position - waiting;
@@ -48,7 +48,7 @@ static void pool_keys(const struct indexer *x) {
     }
 }
 
-/* How much row t's queries want stretch j: the sum over heads of what is above 0. */
+/* How much row t's queries want key_block j: the sum over heads of what is above 0. */
 static float score_of(const struct indexer *x, const float *queries, const float *key) {
     float all = 0;
     for (long h = 0; h < x->heads; h++) {
@@ -62,7 +62,7 @@ static float score_of(const struct indexer *x, const float *queries, const float
 
 static int rising(const void *a, const void *b) { return (*(const int64_t *)a > *(const int64_t *)b) - (*(const int64_t *)a < *(const int64_t *)b); }
 
-/* The stretches that row t attends to, in order. */
+/* The key_blocks that row t attends to, in order. */
 static void choose(const struct indexer *x, long t, int64_t *chosen, struct scored *queue) {
     const struct attention *a = &x->a;
     const long dim = x->dim, position = a->positions[t], full = (position + 1) / a->ratio, each = BLOCK / a->ratio;
@@ -83,7 +83,7 @@ static void choose(const struct indexer *x, long t, int64_t *chosen, struct scor
     for (long i = wanted; i < a->most; i++) chosen[i] = -1;
 }
 
-/* All rows: stretches are let in and chosen, then attended to; where every row sees no more than it may choose, there is no choice. */
+/* All rows: key_blocks are let in and chosen, then attended to; where every row sees no more than it may choose, there is no choice. */
 void attend_indexed(const struct indexer *x) {
     struct attention a = x->a;
     int64_t *chosen = (int64_t *)a.chosen;

@@ -1,8 +1,8 @@
 /* Between residual streams and a layer, for 1 to 8 rows: what the layer reads of them, and what it found let into each. */
 #include "calls.h"
 
-/* One joint; the products lie behind each other: x of `down` and `inject` is what is normed, x of `up` what `down` gives. */
-struct joint {
+/* One connection; the products lie behind each other: x of `down` and `inject` is what is normed, x of `up` what `down` gives. */
+struct connection {
     struct product down, up, inject;
     const float *streams, *norm; /* [rows][count][hidden], [count][hidden] */
     float *normed, *low, *mixed; /* [rows][count][hidden], [rows][rank], [rows][count][hidden] */
@@ -24,7 +24,7 @@ INLINE void squash(float *x, long count, float divided, const int itself, float 
     }
 }
 
-void joint_rows(const struct joint *j) {
+void connection_rows(const struct connection *j) {
     const long hidden = j->hidden, wide = j->count * hidden;
     const float count = (float)j->count;
     norm_rows(j->streams, j->norm, j->normed, j->rows * j->count, hidden, j->count, j->eps, j->threads);

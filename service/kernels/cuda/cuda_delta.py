@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..delta import CHUNK, DeltaHeads, DeltaStep
+from ..delta_rule import CHUNK, DeltaHeads, DeltaOperands
 from .cuda_plan import on_grid
 from .cuda_products import FusedProducts, power
 from .triton_delta import (
@@ -39,11 +39,11 @@ SOLVING, SOLVED, LARGE_SHARED = 168, 64, 192 << 10
 class DeltaKernels(FusedProducts):
     """The answers to a decode step are fp32 up to the gate; between the kernels of a chunk, queries, keys and values are activations."""
 
-    def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+    def delta_step(self, heads: DeltaHeads, step: DeltaOperands) -> bool:
         if not self.fuses_delta(heads):
             return False
         count, sizes, slots = step.projected.shape[0], _sizes(heads), step.slots
-        seen = self.kept("delta seen", torch.float32, step.projected, count, heads.channels)
+        seen = self.static_buffer("delta seen", torch.float32, step.projected, count, heads.channels)
         wide, early = {"WIDTH": step.projected.shape[1], **sizes}, {"PDL": self.device.early, **self.launch}
         on_grid(convolve_rows, (count, -(-heads.channels // CHANNELS)))(
             step.projected, step.windows, heads.taps, slots.source, slots.target, seen,
@@ -57,7 +57,10 @@ class DeltaKernels(FusedProducts):
                 slots.target, step.out, num_warps=4, **gates, **forms, **wide,
             )  # fmt: skip
             return True
-        answers, block = self.kept("delta answers", torch.float32, step.projected, count, heads.values), min(VERIFY_VALUES, gates["EP"])
+        answers, block = (
+            self.static_buffer("delta answers", torch.float32, step.projected, count, heads.values),
+            min(VERIFY_VALUES, gates["EP"]),
+        )
         on_grid(verify_states, (-(-heads.value_dim // block), every))(
             seen, step.rates, heads.decay, heads.bias, step.states, slots.source, slots.target, answers, count, BE=block, num_warps=1,
             **forms, **sizes,
@@ -67,32 +70,32 @@ class DeltaKernels(FusedProducts):
         )
         return True
 
-    def delta_chunk(self, heads: DeltaHeads, step: DeltaStep) -> bool:
+    def delta_chunk(self, heads: DeltaHeads, step: DeltaOperands) -> bool:
         if not self.fuses_delta(heads):
             return False
         count, sizes, every = step.projected.shape[0], _sizes(heads), heads.key_heads * heads.group
-        like, slots, room = step.projected, step.slots, _ChunkRoom(heads, step.projected, self.activation)
+        like, slots, workspace = step.projected, step.slots, _ChunkWorkspace(heads, step.projected, self.activation)
         wide: dict[str, Any] = {"WIDTH": step.projected.shape[1], **sizes}
-        tiles: dict[str, Any] = {"DP": room.key_dim, "EP": room.value_dim, "N": CHUNK}
+        tiles: dict[str, Any] = {"DP": workspace.key_dim, "EP": workspace.value_dim, "N": CHUNK}
         on_grid(convolve_piece, (-(-count // PIECE_ROWS), -(-heads.channels // PIECE_CHANNELS)))(
-            like, step.windows, heads.taps, slots.source, slots.target, room.seen, count,
+            like, step.windows, heads.taps, slots.source, slots.target, workspace.seen, count,
             K=heads.taps.shape[0], FUSED=heads.fused, ROWS=PIECE_ROWS, BLOCK=PIECE_CHANNELS, num_warps=4, **wide,
         )  # fmt: skip
-        on_grid(solve_piece, (room.pieces, every))(
-            room.seen, step.rates, heads.decay, heads.bias, room.values, room.keys, room.totals, room.kept, count,
+        on_grid(solve_piece, (workspace.pieces, every))(
+            workspace.seen, step.rates, heads.decay, heads.bias, workspace.values, workspace.keys, workspace.totals, workspace.kept, count,
             FUSED=heads.fused, LEVELS=CHUNK.bit_length() - 1, num_warps=4, num_stages=1, **tiles, **sizes,
             **({"COLUMNS": WIDEST, "maxnreg": SOLVING} if self.device.shared > LARGE_SHARED else {"COLUMNS": SOLVED}),
         )  # fmt: skip
-        block = min(VALUES, room.value_dim)
+        block = min(VALUES, workspace.value_dim)
         # A piece is a tile each of keys twice and of values, of 2 bytes a number; results on their way out and rates take 10 KiB more.
-        stages = min(STAGES, max(2, (self.device.shared - 10240) // (2 * CHUNK * (2 * room.key_dim + block))))
+        stages = min(STAGES, max(2, (self.device.shared - 10240) // (2 * CHUNK * (2 * workspace.key_dim + block))))
         # What is not read any more takes the corrections: each program reads its own values before it writes them.
-        on_grid(scan_pieces, (room.value_dim // block, every))(
-            room.seen, room.values, room.keys, room.totals, room.kept, step.states, slots.source, slots.target, room.states, room.values,
+        on_grid(scan_pieces, (workspace.value_dim // block, every))(
+            workspace.seen, workspace.values, workspace.keys, workspace.totals, workspace.kept, step.states, slots.source, slots.target, workspace.states, workspace.values,
             count, BE=block, STAGES=stages, num_warps=4, **tiles, **sizes,
         )  # fmt: skip
-        on_grid(answer_piece, (room.pieces, every))(
-            room.seen, room.values, room.totals, room.states, like, heads.norm.weight, heads.norm.eps, step.out, count,
+        on_grid(answer_piece, (workspace.pieces, every))(
+            workspace.seen, workspace.values, workspace.totals, workspace.states, like, heads.norm.weight, heads.norm.eps, step.out, count,
             FUSED=heads.fused, SIGMOID=heads.gate == "sigmoid", num_warps=4, num_stages=1, **tiles, **wide,
         )  # fmt: skip
         return True
@@ -105,7 +108,7 @@ class DeltaKernels(FusedProducts):
         return True
 
 
-class _ChunkRoom:
+class _ChunkWorkspace:
     """Between the kernels of a chunk: see triton_delta. `key_dim`, `value_dim`: of tiles."""
 
     def __init__(self, heads: DeltaHeads, projected: torch.Tensor, activation: torch.dtype) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ...quant.weight import QuantizedWeight, Weight
-from ..operands import ExpertRows, ExpertWeights, SharedWeights
-from .cuda_plan import TILE_ROWS, Shape, grouped_plan, on_grid, pick_rows
+from ..operands import ExpertOperands, ExpertWeights, SharedWeights
+from .cuda_plan import TILE_ROWS, WeightShape, grouped_plan, on_grid, pick_rows
 from .cuda_products import FusedProducts, power, tensors_of
 from .triton_experts import combine, grouped, route, sort_picks
 
@@ -21,8 +21,8 @@ SORTED = 2048
 
 
 @dataclass(slots=True)
-class PickRoom:
-    """What lies in ExpertRows.picks: table fp32 [T * count], the scores of few rows or the tiles of many; of all picks the expert, the
+class PickBuffers:
+    """What lies in ExpertOperands.picks: table fp32 [T * count], the scores of few rows or the tiles of many; of all picks the expert, the
     weight and the order by expert [T * active], gated [T * active, width], found [T * active, hidden]; shares fp32 [T]. Pieces of words may
     be some words longer.
     """
@@ -40,26 +40,26 @@ class ExpertKernels(FusedProducts):
     """Up to TILE_ROWS rows stream the weights of each pick; more are sorted by expert, and rows that share one go through tiles. Several
     rows of nvfp4 go through tiles of a pick each: their nibbles become floats faster there."""
 
-    def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
+    def run_experts(self, experts: ExpertWeights, at: ExpertOperands) -> bool:
         if not self.fuses_experts(experts):
             return False
         count, active, shared = at.x.shape[0], experts.active, experts.shared
         gate_up, down = self._shape_of(experts.gate_up), self._shape_of(experts.down)
-        room = _room(at, experts, down)
-        self._route(experts, at, room)
+        buffers = _split_picks(at, experts, down)
+        self._route(experts, at, buffers)
         # First, because what lies between its two products of many rows lies where `found` will be.
-        routed = self._shared(shared, at, room) if shared is not None else room.found
+        routed = self._shared(shared, at, buffers) if shared is not None else buffers.found
         each = gate_up.form == down.form == "nvfp4" and count >= TILED_ROWS
         if count <= TILE_ROWS and not each:
-            self.picked(at.x, experts.gate_up[0], gate_up, room.gated, room.picks, active, gated=True)
-            self.picked(room.gated, experts.down[0], down, room.found, room.picks, 1, gated=False)
+            self.stream_picks(at.x, experts.gate_up[0], gate_up, buffers.gated, buffers.picks, active, gated=True)
+            self.stream_picks(buffers.gated, experts.down[0], down, buffers.found, buffers.picks, 1, gated=False)
         else:
             rows = 16 if count <= TILE_ROWS else pick_rows(count * active, len(experts.gate_up))
-            tiles = room.picks.view(1, -1) if count <= TILE_ROWS else self._sort(room, len(experts.gate_up), rows)
-            self._grouped(at.x, experts.gate_up[0], gate_up, room.gated, tiles, room.order, active, rows, gated=True)
-            self._grouped(room.gated, experts.down[0], down, room.found, tiles, room.order, 1, rows, gated=False)
+            tiles = buffers.picks.view(1, -1) if count <= TILE_ROWS else self._sort(buffers, len(experts.gate_up), rows)
+            self._grouped(at.x, experts.gate_up[0], gate_up, buffers.gated, tiles, buffers.order, active, rows, gated=True)
+            self._grouped(buffers.gated, experts.down[0], down, buffers.found, tiles, buffers.order, 1, rows, gated=False)
         on_grid(combine, (count, -(-down.rows // 1024)))(
-            room.found, room.weights, routed, room.shares, at.out, COLS=down.rows, ACTIVE=active, SHARED=shared is not None, BLOCK=1024,
+            buffers.found, buffers.weights, routed, buffers.shares, at.out, COLS=down.rows, ACTIVE=active, SHARED=shared is not None, BLOCK=1024,
             PDL=self.device.early, num_warps=4, **self.launch,
         )  # fmt: skip
         return True
@@ -84,47 +84,47 @@ class ExpertKernels(FusedProducts):
             return False
         return True
 
-    def _shape_of(self, parts: list[Weight]) -> Shape:
+    def _shape_of(self, parts: list[Weight]) -> WeightShape:
         shape = self.shape(parts[0])
         if isinstance(shape, str):
             raise ValueError(shape)
         return shape
 
-    def _route(self, experts: ExpertWeights, at: ExpertRows, room: PickRoom) -> None:
+    def _route(self, experts: ExpertWeights, at: ExpertOperands, buffers: PickBuffers) -> None:
         """Experts and weights of all picks, and the shared one's shares."""
         count, cols = at.x.shape
         active, total, shared = experts.active, len(experts.gate_up), experts.shared
         if count <= TILE_ROWS:
             # Scores that are rounded to 16 bits choose others where two are close.
-            scores = self.few(at.x, experts.router, self._shape_of([experts.router]), room.table)
+            scores = self.few_rows(at.x, experts.router, self._shape_of([experts.router]), buffers.table)
         else:
             scores = self.linear(at.x, experts.router, at.scores)
         gate = shared.gate if shared is not None and isinstance(shared.gate, torch.Tensor) else at.x
         on_grid(route, (count,))(
-            at.x, scores, gate, room.picks, room.weights, room.shares, COUNT=total, ROOM=power(total), ACTIVE=active, PICKS=power(active),
+            at.x, scores, gate, buffers.picks, buffers.weights, buffers.shares, COUNT=total, PADDED=power(total), ACTIVE=active, PICKS=power(active),
             NORMALIZED=experts.normalized, SHARED=shared is not None, COLS=cols, BLOCK=1024, PDL=self.device.early, num_warps=4,
             **self.launch,
         )  # fmt: skip
 
-    def _shared(self, shared: SharedWeights, at: ExpertRows, room: PickRoom) -> torch.Tensor:
+    def _shared(self, shared: SharedWeights, at: ExpertOperands, buffers: PickBuffers) -> torch.Tensor:
         """What the shared expert found, not weighed yet: [T, hidden]."""
         count, wide = at.x.shape[0], shared.gate_up.shape[0]
-        both = room.found.view(-1)[: count * wide].view(count, wide) if count > TILE_ROWS else at.x
+        both = buffers.found.view(-1)[: count * wide].view(count, wide) if count > TILE_ROWS else at.x
         self.gate_up(at.x, shared.gate_up, at.shared_gated, both)
         return self.linear(at.shared_gated, shared.down, at.routed)
 
-    def _sort(self, room: PickRoom, total: int, rows: int) -> torch.Tensor:
+    def _sort(self, buffers: PickBuffers, total: int, rows: int) -> torch.Tensor:
         """The tiles [3, ..] of up to `rows` picks that share an expert; fills `order`."""
-        count = room.picks.shape[0]
+        count = buffers.picks.shape[0]
         most = total + count // rows
-        tiles = room.table[: 3 * most].view(torch.int32).view(3, most)
+        tiles = buffers.table[: 3 * most].view(torch.int32).view(3, most)
         on_grid(sort_picks, (total,))(
-            room.picks, room.order, tiles, count, most, BM=rows, BLOCK=SORTED, PDL=self.device.early, num_warps=4, **self.launch
+            buffers.picks, buffers.order, tiles, count, most, BM=rows, BLOCK=SORTED, PDL=self.device.early, num_warps=4, **self.launch
         )
         return tiles
 
     def _grouped(
-        self, x: torch.Tensor, weight: Weight, shape: Shape, out: torch.Tensor, tiles: torch.Tensor, order: torch.Tensor, share: int,
+        self, x: torch.Tensor, weight: Weight, shape: WeightShape, out: torch.Tensor, tiles: torch.Tensor, order: torch.Tensor, share: int,
         rows: int, *, gated: bool,
     ) -> None:  # fmt: skip
         data, scales, offsets = tensors_of(weight)
@@ -137,14 +137,14 @@ class ExpertKernels(FusedProducts):
         )  # fmt: skip
 
 
-def _room(at: ExpertRows, experts: ExpertWeights, down: Shape) -> PickRoom:
+def _split_picks(at: ExpertOperands, experts: ExpertWeights, down: WeightShape) -> PickBuffers:
     """The pieces of `at.picks`, each at a multiple of 16 bytes; by few calls of torch, because a pass of many rows waits for the host."""
     flat, count = at.picks.view(-1), at.x.shape[0]
     picks = count * experts.active
     words = [-(-size // 4) * 8 for size in (count * len(experts.gate_up), picks, picks, picks, count)]
     sizes = [*words, picks * down.cols, picks * down.rows]
     table, which, weights, order, shares, gated, found = flat[: sum(sizes)].split_with_sizes(sizes)
-    return PickRoom(
+    return PickBuffers(
         table.view(torch.float32), which[: 2 * picks].view(torch.int32), weights.view(torch.float32), order.view(torch.int32),
         shares.view(torch.float32), gated.view(picks, down.cols), found.view(picks, down.rows),
     )  # fmt: skip

@@ -24,7 +24,7 @@ STREAMING_ROWS, CACHED = 4, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WeightShape:
     """What the kernels are told of a weight. `group`: columns under one scale. `share`: units of 16 bytes under one, 0: one a row.
 
     nvfp4 has two scales for a unit of 32 columns; they are read as one number, so `groups` counts units.
@@ -49,7 +49,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GpuDevice:
     """What the plans need to know of a GPU. `shared`: bytes of shared memory that one program may use; `cache`: of its own cache (L2)."""
 
     processors: int
@@ -97,20 +97,20 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Any:
     return kernel[grid]
 
 
-def shape_of(weight: Weight, activation: torch.dtype) -> Shape | str:
+def shape_of(weight: Weight, activation: torch.dtype) -> WeightShape | str:
     """The weight as the fused kernels see it, or why they cannot read it."""
     if isinstance(weight, torch.Tensor):
         if weight.dtype != activation:
             return f"weights in {weight.dtype} with activations in {activation}"
         rows, cols = weight.shape
-        return _aligned(Shape("float", rows, cols, 1, cols, 0, False), weight)
+        return _aligned(WeightShape("float", rows, cols, 1, cols, 0, False), weight)
     return _quantized_shape(weight)
 
 
-def _quantized_shape(weight: QuantizedWeight) -> Shape | str:
+def _quantized_shape(weight: QuantizedWeight) -> WeightShape | str:
     name, cols, group = weight.format.name, weight.cols, weight.group
     if name == "nvfp4" and group == 16 and weight.factors is not None and cols % 32 == 0:
-        return _aligned(Shape("nvfp4", weight.rows, cols, cols // 32, 32, 1, False), weight.data)
+        return _aligned(WeightShape("nvfp4", weight.rows, cols, cols // 32, 32, 1, False), weight.data)
     if name not in ("int8", "int4", "fp8"):
         return f"weights in {name}"
     groups = weight.scales.shape[1]
@@ -119,10 +119,10 @@ def _quantized_shape(weight: QuantizedWeight) -> Shape | str:
         return f"{name} with groups of {group} columns"
     share = group // unit if groups > 1 else -(-cols // unit) if name == "int4" else 0
     form: WeightForm = name  # pyright: ignore[reportAssignmentType] - it is one of them
-    return _aligned(Shape(form, weight.rows, cols, groups, group, share, weight.offsets is not None), weight.data)
+    return _aligned(WeightShape(form, weight.rows, cols, groups, group, share, weight.offsets is not None), weight.data)
 
 
-def _aligned(shape: Shape, data: torch.Tensor) -> Shape | str:
+def _aligned(shape: WeightShape, data: torch.Tensor) -> WeightShape | str:
     columns = 128 // shape.bits
     if shape.cols % columns or shape.cols < columns * 2:
         return f"{shape.form} rows of {shape.cols} columns, no multiple of {columns}"
@@ -131,12 +131,12 @@ def _aligned(shape: Shape, data: torch.Tensor) -> Shape | str:
     return shape
 
 
-def streams(shape: Shape, rows: int, device: Device) -> bool:
+def streams(shape: WeightShape, rows: int, device: GpuDevice) -> bool:
     """Whether so many rows of activations stream the weight one by one."""
     return rows == 1 or (rows <= STREAMING_ROWS and shape.rows * shape.cols * shape.bits // 8 * CACHED <= device.cache)
 
 
-def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
+def gemv_plan(shape: WeightShape, gated: bool, device: GpuDevice) -> GemvPlan:
     """For one row of activations."""
     tiles = 5 if shape.form == "float" else 3
     units = next((u for u in (32, 64, 128, 256) if -(-shape.units // u) <= tiles), 256)
@@ -154,7 +154,7 @@ def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
     return GemvPlan(rows, lanes, units, warps, min(most, groups), most)
 
 
-def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
+def skinny_plan(shape: WeightShape, gated: bool, device: GpuDevice) -> SkinnyPlan:
     """For 2 to TILE_ROWS rows of activations."""
     few = shape.rows < 32 * device.processors and not gated
     split = SPLIT if few and shape.rows <= shape.cols * 2 else 1
@@ -176,7 +176,7 @@ def pick_rows(picks: int, count: int) -> int:
     return 16 if picks <= 12 * count else 32 if picks <= 24 * count else 64
 
 
-def grouped_plan(shape: Shape, picks: int, device: Device) -> GroupedPlan:
+def grouped_plan(shape: WeightShape, picks: int, device: GpuDevice) -> GroupedPlan:
     """For tiles of `picks` rows of activations.
 
     Of 83 forms on an H200, 2,048 rows and 512 experts of INT4: gates 657 us and down 409; 8 warps and 128 rows 699 and 444, steps of

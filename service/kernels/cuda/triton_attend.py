@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def block_tile(keys, values, table, at, end, kv, KV: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def turned(low, high, weight_low, weight_high, c, s, eps, D: tl.constexpr):
+def rotated(low, high, weight_low, weight_high, c, s, eps, D: tl.constexpr):
     """RMS norm of heads [rows, D / 2] twice, and rotary."""
     low = low.to(tl.float32)
     high = high.to(tl.float32)
@@ -136,8 +136,8 @@ def attend_step(
     early(PDL)
     if split < active:
         ql, qh, kl, kh, v = own_heads(qkv + b * ((HEADS + 2 * KV) * D), kv, HEADS, KV, D)
-        ql, qh = turned(ql, qh, q_low, q_high, c, s, q_eps, D)
-        kl, kh = turned(kl, kh, k_low, k_high, c, s, k_eps, D)
+        ql, qh = rotated(ql, qh, q_low, q_high, c, s, q_eps, D)
+        kl, kh = rotated(kl, kh, k_low, k_high, c, s, k_eps, D)
         kl = kl.to(keys.dtype.element_ty)
         kh = kh.to(keys.dtype.element_ty)
         # exp2 and its scale in place of exp.
@@ -174,7 +174,7 @@ def attend_rows(
     qkv, keys, values, positions, table, parts, tops, sums, out, count,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A few rows of one sequence, queries normed and turned, keys and values in the cache: grid (tiles of 16 // GP rows, KV, SPLITS).
+    """A few rows of one sequence, queries normed and rotated, keys and values in the cache: grid (tiles of 16 // GP rows, KV, SPLITS).
 
     Rows of a tile have their queries below each other, so that each key is read once for all of them. All places up to the last row's are
     shared out among the splits, see `attend_step`, the same ones for every row.

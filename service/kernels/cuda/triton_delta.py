@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
-def place_of(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
+def channel_offset(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
     """Where channel c lies in a projected row."""
     if FUSED:
         EACH: tl.constexpr = 2 * D + 2 * R * E
@@ -29,7 +29,7 @@ def place_of(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constex
 
 
 @triton.jit
-def gate_place(j, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
+def gate_offset(j, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
     """Where the gates of value head j begin in a projected row."""
     if FUSED:
         place = (j // R) * (2 * D + 2 * R * E) + 2 * D + R * E + (j % R) * E
@@ -80,7 +80,7 @@ def convolve_rows(
     for i in tl.static_range(K - 1):
         held = held + (tl.load(old + (i + gone) * CHANNELS, mask=live & (i + gone < K - 1), other=0.0),)
     early(PDL)
-    place = place_of(c, H, R, D, E, FUSED)
+    place = channel_offset(c, H, R, D, E, FUSED)
     x = tl.load(projected + b * WIDTH + place, mask=live, other=0.0).to(tl.float32)
     if VERIFY:
         seen = ()
@@ -129,7 +129,7 @@ def gates_of(
     WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Gates of the answers of value head j in row b."""
-    return tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
+    return tl.load(projected + b * WIDTH + gate_offset(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def convolve_piece(
     t = (begin + tl.arange(0, ROWS))[:, None]
     c = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     live = (t < count) & (c < CHANNELS)
-    place = place_of(c, H, R, D, E, FUSED)
+    place = channel_offset(c, H, R, D, E, FUSED)
     old = windows + tl.load(source) * ((K - 1) * CHANNELS) + c
     y = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(K):
@@ -285,8 +285,8 @@ def solve_piece(
         wide = inverse * beta[None, :]
         part = wide.to(kind)
         rest = (wide - part.to(tl.float32)).to(kind)
-        turned = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
-        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], turned.to(values.dtype.element_ty))
+        rotated = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
+        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], rotated.to(values.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -359,7 +359,7 @@ def answer_piece(
     y *= tl.rsqrt(tl.sum(y * y, 1) / E + eps)[:, None] * tl.load(norm + e, mask=e < E, other=0.0)[None, :]
     inside = live[:, None] & (e < E)[None, :]
     row = t.to(tl.int64)[:, None]
-    z = tl.load(projected + row * WIDTH + gate_place(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(projected + row * WIDTH + gate_offset(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = tl.sigmoid(z)
     if not SIGMOID:
         gate = gate * z

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 from .triton_skinny import (
     fp8_halves,
     int4_halves,
@@ -19,15 +19,15 @@ from .triton_skinny import (
 @triton.jit
 def route(
     x, scores, gate, picks, weights, shares,
-    COUNT: tl.constexpr, ROOM: tl.constexpr, ACTIVE: tl.constexpr, PICKS: tl.constexpr, NORMALIZED: tl.constexpr, SHARED: tl.constexpr,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, ACTIVE: tl.constexpr, PICKS: tl.constexpr, NORMALIZED: tl.constexpr, SHARED: tl.constexpr,
     COLS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """picks and weights [T, ACTIVE]: the likeliest of scores [T, COUNT] (softmax in fp32), the first of equal ones first. Grid (T,).
 
-    SHARED: shares [T] = the sigmoid of gate [COLS] times x [T, COLS]. ROOM and PICKS: powers of two, at least COUNT and ACTIVE.
+    SHARED: shares [T] = the sigmoid of gate [COLS] times x [T, COLS]. PADDED and PICKS: powers of two, at least COUNT and ACTIVE.
     """
     row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, ROOM)
+    e = tl.arange(0, PADDED)
     a = tl.arange(0, PICKS)
     c = tl.arange(0, BLOCK)
     early(PDL)
@@ -39,7 +39,7 @@ def route(
     for i in tl.static_range(ACTIVE):
         best = tl.max(left)
         # Where scores are no numbers nothing is the best: the place must still be one of an expert.
-        at = tl.minimum(tl.min(tl.where(left == best, e, ROOM)), COUNT - 1)
+        at = tl.minimum(tl.min(tl.where(left == best, e, PADDED)), COUNT - 1)
         found = tl.where(a == i, at, found)
         likely = tl.where(a == i, tl.exp(best - top) / total, likely)
         left = tl.where(e == at, float("-inf"), left)
@@ -91,7 +91,7 @@ def sort_picks(picks, order, tiles, count, most, BM: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def beside(low, high, BW: tl.constexpr, BK: tl.constexpr):
+def join_nibbles(low, high, BW: tl.constexpr, BK: tl.constexpr):
     """[BW, BK] of two [BW, BK // 2]: low nibbles, then high ones; every number stays in its thread."""
     return tl.join(low, high).permute(0, 2, 1).reshape(BW, BK)
 
@@ -140,14 +140,14 @@ def turned_sum(  # noqa: C901 - a kernel's forms, of which each compilation keep
             ahead = tl.load(ss + then, mask=(then + unit < GROUPS)[None, :], other=0.0)
         if FORMAT == "int4":
             low, high = int4_halves(q, HALF, ASM)
-            acc += tl.dot(beside(low, high, BW, BK), t.T) * s.to(tl.float32)
+            acc += tl.dot(join_nibbles(low, high, BW, BK), t.T) * s.to(tl.float32)
             if OFFSETS:
                 o = tl.load(offsets + n * GROUPS + i * BK // GROUP).to(tl.float32)[:, None] + 8.0 * s.to(tl.float32)
                 acc += o * tl.sum(t.to(tl.float32), 1)[None, :]
         elif FORMAT == "nvfp4":
             low_scale, high_scale = nvfp4_scales(s.to(tl.int32), HALF, ASM)
             low, high = nvfp4_halves(q, spread(low_scale, BW, UNITS), spread(high_scale, BW, UNITS), HALF, ASM)
-            acc = tl.dot(beside(low, high, BW, BK), t.T, acc)
+            acc = tl.dot(join_nibbles(low, high, BW, BK), t.T, acc)
         elif FORMAT == "float":
             acc = tl.dot(q, t.T, acc)
         else:

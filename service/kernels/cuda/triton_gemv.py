@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import (
+from .triton_primitives import (
     dot_int4,
     dot_int8,
     e2m1_floats,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 # A score's root has no slope below it.
 SMALLEST = tl.constexpr(1e-6)
@@ -49,7 +49,7 @@ def gated_row(values, gates, row, live, c, STREAMS: tl.constexpr, HIDDEN: tl.con
 
 
 @triton.jit
-def let_in_rows(
+def add_ngram_rows(
     values, gates, norm, taps, windows, source, target, streams,
     STREAMS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr,
     PDL: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Attention whose heads are turned in part, or that looks at chosen places only: heads on their way into the cache, and decode from it."""
+"""Attention whose heads are rotated in part, or that looks at chosen places only: heads on their way into the cache, and decode from it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from .triton_attend import split_size
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
-def part_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates behind each head's queries: grid (T, blocks)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -22,8 +22,8 @@ def part_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def close_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `part_gates`: grid (T, blocks)."""
+def apply_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `split_gates`: grid (T, blocks)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < HEADS * D
@@ -35,7 +35,7 @@ def close_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def normed_turned(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr):
+def norm_rotate(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr):
     """RMS norm of one head [DP], and rotary of its first 2 HALF numbers."""
     d = tl.arange(0, DP)
     other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
@@ -50,11 +50,11 @@ def normed_turned(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
-def place_turned(
+def store_rotated(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, ahead,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries normed a head and turned in place; keys likewise, and values, into the cache. Grid (T, HEADS + 2 KV), one warp each.
+    """Queries normed a head and rotated in place; keys likewise, and values, into the cache. Grid (T, HEADS + 2 KV), one warp each.
 
     The tables of rows lie `ahead` apart, 0 where all are of one sequence.
     """
@@ -66,28 +66,28 @@ def place_turned(
     block = tl.load(tables + t * ahead + pos // 32).to(tl.int64)
     early(PDL)
     if head < HEADS:
-        x = normed_turned(p, q_norm, q_eps, cos, sin, pos, D, D, HALF)
+        x = norm_rotate(p, q_norm, q_eps, cos, sin, pos, D, D, HALF)
         tl.debug_barrier()  # what is written here was read there
         tl.store(p + d, x.to(qkv.dtype.element_ty))
     else:
         at = (block * KV + (head - HEADS) % KV) * (32 * D) + (pos % 32) * D + d
         if head < HEADS + KV:
-            x = normed_turned(p, k_norm, k_eps, cos, sin, pos, D, D, HALF)
+            x = norm_rotate(p, k_norm, k_eps, cos, sin, pos, D, D, HALF)
             tl.store(keys + at, x.to(keys.dtype.element_ty))
         else:
             tl.store(values + at, tl.load(p + d))
 
 
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "lengths"])
-def attend_places(
+def attend_positions(
     qkv, keys, values, positions, tables, ahead, chosen, lengths, parts, tops, sums, out,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, RATIO: tl.constexpr, MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose queries are turned already, and whose keys and values are in the cache: grid (T, KV, SPLITS), see `attend_step`.
+    """Rows whose queries are rotated already, and whose keys and values are in the cache: grid (T, KV, SPLITS), see `attend_step`.
 
-    RATIO 0: each attends to all places up to its own. Else to the stretches of RATIO tokens in chosen [T, MOST], in order, and to the
-    tokens behind the last whole stretch, lengths [T] in all.
+    RATIO 0: each attends to all places up to its own. Else to the key_blocks of RATIO tokens in chosen [T, MOST], in order, and to the
+    tokens behind the last whole key_block, lengths [T] in all.
     """
     G: tl.constexpr = HEADS // KV
     b = tl.program_id(0).to(tl.int64)
@@ -115,8 +115,8 @@ def attend_places(
             if RATIO:
                 tail = (pos + 1) % RATIO
                 inside = n < count - tail
-                stretch = tl.load(chosen + b * MOST + n // RATIO, mask=live & inside, other=0)
-                token = tl.where(inside, stretch * RATIO + n % RATIO, pos + 1 - count + n)
+                key_block = tl.load(chosen + b * MOST + n // RATIO, mask=live & inside, other=0)
+                token = tl.where(inside, key_block * RATIO + n % RATIO, pos + 1 - count + n)
             block = tl.load(table + token // 32, mask=live, other=0).to(tl.int64)
             p = ((block * KV + kv) * (32 * D) + (token % 32) * D)[:, None] + d[None, :]
             k = tl.load(keys + p, mask=live[:, None], other=0.0)
@@ -144,9 +144,9 @@ def pool_keys(
     HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
     VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What an indexer keeps of rows (see IndexedRows), and queries fp32 [T, HEADS, DIM] normed and turned: grid (T, HEADS + 1), one warp.
+    """What an indexer keeps of rows (see IndexerOperands), and queries fp32 [T, HEADS, DIM] normed and rotated: grid (T, HEADS + 1), one warp.
 
-    The last program of a row sees to its key: where its stretch is full, the mean of its raw keys goes into `pooled`, normed and turned to
+    The last program of a row sees to its key: where its key_block is full, the mean of its raw keys goes into `pooled`, normed and rotated to
     the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose tail goes from slot source[0] to
     slot target[0], or with VERIFY behind each row to a slot target[t] of its own.
     """
@@ -158,7 +158,7 @@ def pool_keys(
     W: tl.constexpr = (HEADS + 1) * DIM
     early(PDL)
     if head < HEADS:
-        x = normed_turned(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, pos, DIM, DP, HALF)
+        x = norm_rotate(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, pos, DIM, DP, HALF)
         tl.store(queries + (t * HEADS + head) * DIM + d, x, live)
     else:
         own = indexed + HEADS * DIM + d
@@ -181,7 +181,7 @@ def pool_keys(
             tl.store(room + d, total, live)
             tl.debug_barrier()  # the partners of rotary are read from there
             first = pos - (RATIO - 1)
-            x = normed_turned(room, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
+            x = norm_rotate(room, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
         # One program alone reads the old tail and then writes the new one, so that both may lie in one slot.
@@ -196,11 +196,11 @@ def pool_keys(
 
 
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
-def score_stretches(
+def score_key_blocks(
     queries, pooled, positions, tables, ahead, scores, width,
     HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """scores fp32 [T, width] of the full stretches that a row sees: the sum over heads of what is above 0. Grid (T, blocks of them)."""
+    """scores fp32 [T, width] of the full key_blocks that a row sees: the sum over heads of what is above 0. Grid (T, blocks of them)."""
     t = tl.program_id(0).to(tl.int64)
     early(PDL)
     full = (tl.load(positions + t) + 1) // RATIO
@@ -220,10 +220,10 @@ def score_stretches(
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def choose_stretches(
+def choose_key_blocks(
     scores, positions, chosen, lengths, width, MOST: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """chosen [T, MOST]: the best stretches of each row in order, of equal ones the first; lengths [T]: tokens attended to. Grid (T,).
+    """chosen [T, MOST]: the best key_blocks of each row in order, of equal ones the first; lengths [T]: tokens attended to. Grid (T,).
 
     The least score that is chosen is found bit by bit: scores are not negative, so that their bits are in their order.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 # Rows of a plan [PLAN_ROWS, batch] int32: what a step is told of each of its rows.
 TOKEN: tl.constexpr = tl.constexpr(0)  # the token to feed, -1: what the row SOURCE of the step before chose
@@ -62,9 +62,9 @@ def bits_of(rank):
 
 
 @triton.jit(do_not_specialize=["batch"])
-def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
+def feed(plan, chosen, ids, positions, batch, PADDED: tl.constexpr):
     """ids and positions of a step's rows."""
-    b = tl.arange(0, ROOM)
+    b = tl.arange(0, PADDED)
     live = b < batch
     token = tl.load(plan + TOKEN * batch + b, live, 0)
     source = tl.load(plan + SOURCE * batch + b, live, 0)
@@ -76,7 +76,7 @@ def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
 @triton.jit(do_not_specialize=["batch"])
 def likeliest(
     scores, plan, peaks, places, broken, seen, chosen, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """chosen [batch]: the token of the best score (bits [batch, vocab] int16), the first of several; -1 where a score is no number or the
     best is infinite. Leaves `seen` 0.
@@ -96,7 +96,7 @@ def likeliest(
     tl.debug_barrier()
     last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
     if last:
-        o = tl.arange(0, ROOM)
+        o = tl.arange(0, PADDED)
         tops = tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf"))
         firsts = tl.load(places + b * BLOCKS + o, mask=o < BLOCKS, other=0)
         bad = tl.sum(tl.load(broken + b * BLOCKS + o, mask=o < BLOCKS, other=0))
@@ -134,9 +134,9 @@ def survey(
 
 
 @triton.jit
-def shares(counts, b, top, done, best, t, HALF: tl.constexpr, ROOM: tl.constexpr):
-    """How many tokens the ROOM ranks below `top` have, from the highest, and each one's share exp((score - best) / t), fp64."""
-    rank = top - done - tl.arange(0, ROOM)
+def shares(counts, b, top, done, best, t, HALF: tl.constexpr, PADDED: tl.constexpr):
+    """How many tokens the PADDED ranks below `top` have, from the highest, and each one's share exp((score - best) / t), fp64."""
+    rank = top - done - tl.arange(0, PADDED)
     there = rank >= 0
     n = tl.load(counts + b * VALUES + rank, mask=there, other=0)
     x = floats_of(bits_of(tl.maximum(rank, 0)), HALF)
@@ -156,7 +156,7 @@ def kept_of(n, share, seen, before, k, edge, least):
 
 
 @triton.jit
-def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.constexpr, ROOM: tl.constexpr):
+def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.constexpr, PADDED: tl.constexpr):
     """(rank, place among the tokens of that rank) of a draw u in [0, 1) from the likeliest tokens.
 
     top: the highest rank that has a token, of score `best`. whole: the sum of all shares, or a number < 0: of the k first.
@@ -167,23 +167,23 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
         done = 0
         seen = 0
         while (seen < k) & (done <= top):
-            n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+            n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
             left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
             total += tl.sum(left.to(tl.float64) * share)
             seen += tl.sum(n)
-            done += ROOM
+            done += PADDED
     edge = tl.where(p < 1.0, total * p, float("inf")).to(tl.float64)
     mass = total * 0
     above = total * 0
     done = 0
     seen = 0
     while (seen < k) & (done <= top) & (above < edge):
-        n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+        n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
         kept, left = kept_of(n, share, seen, above, k, edge, least)
         mass += tl.sum(kept.to(tl.float64) * share)
         above += tl.sum(left.to(tl.float64) * share)
         seen += tl.sum(n)
-        done += ROOM
+        done += PADDED
     aim = mass * u
     rank = top
     place = 0
@@ -193,39 +193,39 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
     done = 0
     seen = 0
     while (found == 0) & (seen < k) & (done <= top) & (above < edge):
-        n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+        n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
         kept, left = kept_of(n, share, seen, above, k, edge, least)
         part = kept.to(tl.float64) * share
         until = mass + tl.cumsum(part, 0)
         # What was kept last stays the answer should rounding leave the aim behind it.
-        j = tl.arange(0, ROOM)
-        hit = tl.min(tl.where((until > aim) & (kept > 0), j, ROOM))
-        at = tl.where(hit < ROOM, hit, tl.max(tl.where(kept > 0, j, -1)))
+        j = tl.arange(0, PADDED)
+        hit = tl.min(tl.where((until > aim) & (kept > 0), j, PADDED))
+        at = tl.where(hit < PADDED, hit, tl.max(tl.where(kept > 0, j, -1)))
         mine = j == at
         inside = (aim - tl.sum(tl.where(mine, until - part, 0.0))) / tl.maximum(tl.sum(tl.where(mine, share, 0.0)), 1e-300)
         n_kept = tl.sum(tl.where(mine, kept, 0))
         if at >= 0:
             rank = top - done - at
             place = tl.minimum(tl.maximum(tl.floor(inside).to(tl.int32), 0), n_kept - 1)
-        found = (hit < ROOM).to(tl.int32)
+        found = (hit < PADDED).to(tl.int32)
         mass += tl.sum(part)
         above += tl.sum(left.to(tl.float64) * share)
         seen += tl.sum(n)
-        done += ROOM
+        done += PADDED
     return rank, place
 
 
 @triton.jit(do_not_specialize=["batch"])
 def decide(
     plan, peaks, masses, broken, counts, goals, rests, batch,
-    BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `find` looks for in each row: goals [2, batch] = a rank and the place among its tokens (mode 0 and 2), or a block and the rest
     of the draw within it (mode 1, the rest in rests [batch]); a rank of -1 where a score is no number or the best is infinite.
     """
     b = tl.program_id(0)
     early(PDL)
-    i = tl.arange(0, ROOM)
+    i = tl.arange(0, PADDED)
     peak = tl.load(peaks + b * BLOCKS + i, mask=i < BLOCKS, other=float("-inf"))
     best = tl.max(peak)
     bad = (tl.sum(tl.load(broken + b * BLOCKS + i, mask=i < BLOCKS, other=0)) > 0) | (tl.abs(best) == float("inf"))
@@ -244,8 +244,8 @@ def decide(
         whole = tl.sum(mass)
         if mode == 1:
             until = tl.cumsum(mass, 0)
-            hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, ROOM))
-            rank = tl.where(hit < ROOM, hit, tl.max(tl.where(mass > 0, i, 0)))
+            hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, PADDED))
+            rank = tl.where(hit < PADDED, hit, tl.max(tl.where(mass > 0, i, 0)))
             mine = i == rank
             rest = u * whole - tl.sum(tl.where(mine, until - mass, 0.0))
             tl.store(rests + b, rest / tl.sum(tl.where(mine, tl.exp((peak - best) / t), 0.0)).to(tl.float64))
@@ -263,7 +263,7 @@ def decide(
 @triton.jit(do_not_specialize=["batch"])
 def find(
     scores, plan, peaks, counts, goals, rests, matches, seen, chosen, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """chosen [batch]: the token that is meant by each row's goal, -1 where there is none. Leaves `counts` and `seen` 0.
 
@@ -297,7 +297,7 @@ def find(
             token = rank * BLOCK + tl.where(hit < BLOCK, hit, tl.max(tl.where(e > 0, j, 0)))
         else:
             place = tl.load(goals + batch + b)
-            o = tl.arange(0, ROOM)
+            o = tl.arange(0, PADDED)
             n = tl.load(matches + b * BLOCKS + o, mask=o < BLOCKS, other=0)
             until = tl.cumsum(n, 0)
             mine = tl.min(tl.where(until > place, o, BLOCKS - 1))

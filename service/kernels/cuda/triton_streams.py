@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
@@ -46,10 +46,10 @@ def norm_streams(
 @triton.jit
 def mix_streams(
     mixed, normed, parts, read, weights, found,
-    STREAMS: tl.constexpr, ROOM: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
+    STREAMS: tl.constexpr, PADDED: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """read [T, HIDDEN] = the mean over streams of sigmoid(mixed) * normed [T, STREAMS HIDDEN]; with INJECT also weights [T, STREAMS] =
-    2 sigmoid(the sum of `parts` / STREAMS), and found [T, HIDDEN] = 0. Grid (T, blocks of HIDDEN); ROOM: a power of two of streams.
+    2 sigmoid(the sum of `parts` / STREAMS), and found [T, HIDDEN] = 0. Grid (T, blocks of HIDDEN); PADDED: a power of two of streams.
     """
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,8 +64,8 @@ def mix_streams(
     if INJECT:
         tl.store(found + t * HIDDEN + c, (y * 0.0).to(found.dtype.element_ty), live)
         if tl.program_id(1) == 0:
-            into = tl.arange(0, ROOM)
-            total = tl.zeros([ROOM], tl.float32)
+            into = tl.arange(0, PADDED)
+            total = tl.zeros([PADDED], tl.float32)
             for stream in tl.static_range(STREAMS):
                 total += tl.load(parts + (t * STREAMS + stream) * STREAMS + into, mask=into < STREAMS, other=0.0)
             tl.store(weights + t * STREAMS + into, (2.0 * tl.sigmoid(total / STREAMS)).to(weights.dtype.element_ty), into < STREAMS)

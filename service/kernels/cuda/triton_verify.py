@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .triton_delta import advanced, gated_answer, gates_of, row_of
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit(do_not_specialize=["count"])

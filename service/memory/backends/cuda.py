@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ...errors import MemoryFull
-from .protocol import Part, Returned
+from .protocol import Returned, SlabView
 
 _CHUNK = 64 << 20
 
@@ -36,8 +36,8 @@ class DeviceSlab:
         self.nbytes = block.numel()
         self._block: torch.Tensor | None = block
 
-    def part(self, offset: int, nbytes: int) -> Part:
-        return Part(self._open_block()[offset : offset + nbytes], None)
+    def view(self, offset: int, nbytes: int) -> SlabView:
+        return SlabView(self._open_block()[offset : offset + nbytes], None)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Nothing to bring in: a device block is backed when it is made."""

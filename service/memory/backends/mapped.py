@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...errors import MemoryFull
-from .protocol import Part, Returned
+from .protocol import Returned, SlabView
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
@@ -89,11 +89,11 @@ class MappedSlab:
         self._locked = False
         advise(self._address, nbytes, "hugepage" if huge else "nohugepage")
 
-    def part(self, offset: int, nbytes: int) -> Part:
+    def view(self, offset: int, nbytes: int) -> SlabView:
         """Return the part with a storage of its own: a weak reference to it tells when the last view has died."""
         part = self._open_view()[offset : offset + nbytes]
         life = weakref.ref(part)
-        return Part(torch.frombuffer(part, dtype=torch.uint8), lambda: life() is not None)
+        return SlabView(torch.frombuffer(part, dtype=torch.uint8), lambda: life() is not None)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault every page in. Kernels before 5.14 have no MADV_POPULATE_WRITE: there each page is touched."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SlabView:
     """A part of a slab as [nbytes] uint8. `alive` says whether any tensor still lives on it; None where that cannot be known."""
 
     tensor: torch.Tensor
@@ -34,7 +34,7 @@ class Slab(Protocol):
         """The slab's whole length."""
         ...
 
-    def part(self, offset: int, nbytes: int) -> Part:
+    def view(self, offset: int, nbytes: int) -> SlabView:
         """Return that part as a tensor; it stays readable for as long as it or any view of it lives."""
         ...
 

@@ -67,16 +67,16 @@ class PagesMachine(RuleBasedStateMachine):
         super().__init__()
         self.lease = POOL.lease("test", "kv", SHAPE.nbytes(CONTEXT, SEQUENCES))
         self.pages = PagedKV(self.lease, SHAPE, CONTEXT, SEQUENCES)
-        self.pages.keeper = self
+        self.pages.evictor = self
         self.rows: dict[SequenceKV, list[float]] = {}
         self.kept: dict[int, list[float]] = {}
         self.next = 1.0
 
     def evict(self) -> None:
-        """As Keeper."""
+        """As BlockEvictor."""
         block = next(block for block in self.kept if not self.pages.users(block))
         del self.kept[block]
-        self.pages.unkeep(block)
+        self.pages.uncache_block(block)
 
     def some(self, number: int) -> SequenceKV:
         return list(self.rows)[number % len(self.rows)]
@@ -159,13 +159,13 @@ class PagesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rows)
     @rule(number=st.integers(0, 99), at=st.integers(0, 2), less=st.integers(0, BLOCK - 1))
-    def keep(self, number: int, at: int, less: int) -> None:
+    def cache_block(self, number: int, at: int, less: int) -> None:
         """Keep a full block; with `less`, the sequence is cut in it and written on."""
         sequence = self.some(number)
         end = (at + 1) * BLOCK
         if sequence.length < end or sequence.table[at] in self.kept:
             return
-        self.pages.keep(sequence.table[at])
+        self.pages.cache_block(sequence.table[at])
         self.kept[sequence.table[at]] = self.rows[sequence][at * BLOCK : end]
         if less:
             self.truncate(number, sequence.length - end + less)
@@ -173,10 +173,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99))
-    def unkeep(self, number: int) -> None:
+    def uncache_block(self, number: int) -> None:
         block = list(self.kept)[number % len(self.kept)]
         del self.kept[block]
-        self.pages.unkeep(block)
+        self.pages.uncache_block(block)
 
     @invariant()
     def everything_is_where_it_was_written(self) -> None:
@@ -192,7 +192,7 @@ class PagesMachine(RuleBasedStateMachine):
         for sequence in self.rows:
             sequence.close()
         for block in self.kept:
-            self.pages.unkeep(block)
+            self.pages.uncache_block(block)
         assert self.pages.available == self.pages.blocks
         POOL.verify()
         self.lease.release()
@@ -231,7 +231,7 @@ def test_what_others_see_is_copied_before_it_is_written_anew(pages: PagedKV, kep
     write(pages, parent, past)
     child = None if kept else parent.fork()
     if kept:
-        pages.keep(parent.table[1])
+        pages.cache_block(parent.table[1])
     seen = list(parent.table)
     parent.truncate(BLOCK + 7)
     write(pages, parent, [-1.0])
@@ -284,7 +284,7 @@ def test_what_makes_no_sense_is_our_bug(pages: PagedKV) -> None:
     with pytest.raises(ValueError, match="1 tokens are not in 0 blocks"):
         sequence.advance(1)
     with pytest.raises(ValueError, match="block 0 with 0 users cannot be kept"):
-        pages.keep(0)
+        pages.cache_block(0)
     with pytest.raises(ValueError, match="1 shared blocks hold more than 2 tokens"):
         pages.open(2, [0])
     with pytest.raises(RequestError, match=rf"longer than the context of {CONTEXT}"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.forward_batch import BLOCK, DecodeBatch, ForwardBatch, HeadShape, NormWeight, PrefillChunk, RotaryTable
-from onedesk.service.kernels.operands import AttentionHeads, AttentionRows
+from onedesk.service.kernels.operands import AttentionHeads, AttentionOperands
 from onedesk.service.kernels.reference import ReferenceKernels
 
 SHAPES = [HeadShape(16, 8, 128), HeadShape(4, 2, 16), HeadShape(3, 1, 64), HeadShape(5, 1, 80), HeadShape(2, 2, 32), HeadShape(52, 1, 16)]
@@ -31,7 +31,7 @@ class Layer:
         """The mixed values, and the cache's keys and values afterwards."""
         keys, values = self.keys.clone(), self.values.clone()
         out = torch.full((self.qkv.shape[0], self.heads.shape.queries), float("nan"))
-        kernels.attend(self.heads, AttentionRows(self.qkv.clone(), keys, values, self.batch, out))
+        kernels.attend(self.heads, AttentionOperands(self.qkv.clone(), keys, values, self.batch, out))
         return out, keys, values
 
 
@@ -126,6 +126,6 @@ def test_other_norms_over_the_same_cache_are_seen(library: ctypes.CDLL) -> None:
     other = replace(made.heads, q_norm=NormWeight(made.heads.q_norm.weight * 3, 1e-6))
     for heads in (made.heads, other):
         out, wanted = torch.empty(1, 64), torch.empty(1, 64)
-        kernels.attend(heads, AttentionRows(made.qkv.clone(), made.keys, made.values, made.batch, out))
-        ReferenceKernels().attend(heads, AttentionRows(made.qkv.clone(), made.keys, made.values, made.batch, wanted))
+        kernels.attend(heads, AttentionOperands(made.qkv.clone(), made.keys, made.values, made.batch, out))
+        ReferenceKernels().attend(heads, AttentionOperands(made.qkv.clone(), made.keys, made.values, made.batch, wanted))
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)

@@ -248,11 +248,11 @@ def test_what_the_c_has_not_runs_in_plain_torch(library: ctypes.CDLL) -> None:
 
 
 def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
-    """Whatever a network of these widths asks for lies in what `workspace` said: nothing is taken later."""
+    """Whatever a network of these widths asks for lies in what `workspace_spec` said: nothing is taken later."""
     shapes = ((3072, HeadShape(16, 8, 128)), (100, HeadShape(4, 2, 16)), (12288, HeadShape(32, 8, 128)), (64, HeadShape(64, 1, 256)))
     for columns, heads in shapes:
         kernels = CpuKernels(library)
-        (shape, dtype), *_ = CpuKernels.workspace(heads, 512, torch.float32, columns)
+        (shape, dtype), *_ = CpuKernels.workspace_spec(heads, 512, torch.float32, columns)
         room = torch.empty(shape, dtype=dtype)
         kernels.reserve([room])
         for name in FORMATS:
@@ -260,4 +260,4 @@ def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
             for count in (1, 8, 300):
                 kernels.linear(torch.zeros(count, columns), weight, torch.empty(count, 2))
         kernels._calls.scratch(0, kernels._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
-        assert kernels._calls._room is room
+        assert kernels._calls._workspace is room

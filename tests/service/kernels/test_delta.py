@@ -8,10 +8,10 @@ from typing import Literal
 import pytest
 import torch
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
-from onedesk.service.kernels.delta import (
+from onedesk.service.kernels.delta_rule import (
     CHUNK,
     DeltaHeads,
-    DeltaStep,
+    DeltaOperands,
     convolve_chunk,
     convolve_step,
     delta_chunk,
@@ -77,7 +77,7 @@ def test_a_convolution_goes_on_where_the_chunk_before_ended(taps: int, apart: in
     torch.testing.assert_close(windows[0], left)
 
 
-def parts_of(heads: DeltaHeads, step: DeltaStep) -> torch.Tensor:
+def parts_of(heads: DeltaHeads, step: DeltaOperands) -> torch.Tensor:
     """The step of its parts in plain torch, on copies; the states that it writes are written."""
     rows = step.projected.shape[0]
     each = heads.group * heads.value_dim
@@ -123,9 +123,9 @@ def test_the_compiled_step_is_that_of_its_parts(
         places = Slots(torch.arange(1, rows + 1), target)
         copied, out = [part.clone() for part in (windows, states)], torch.full((rows, values), float("nan"))
         projected, rates = numbers(rows, channels + values, seed=3), numbers(rows, 2 * key_heads * group, seed=4) * 3
-        step = DeltaStep(projected, rates, *copied, places, out)
+        step = DeltaOperands(projected, rates, *copied, places, out)
         assert kernels.delta_step(heads, step)
-        wanted = parts_of(heads, DeltaStep(projected, rates, windows, states, places, out))
+        wanted = parts_of(heads, DeltaOperands(projected, rates, windows, states, places, out))
         torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(copied[0], windows)
         torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
@@ -145,10 +145,10 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
     places = Slots(torch.tensor(order[:rows]), torch.tensor(order[1 : rows + 1]))
     projected, rates = numbers(rows, 768, seed=3), numbers(rows, 8, seed=4)
     copied, out = [part.clone() for part in (windows, states)], torch.empty(rows, 320)
-    assert CpuKernels(library, threads=2).delta_step(heads, DeltaStep(projected, rates, *copied, places, out, verify=True))
+    assert CpuKernels(library, threads=2).delta_step(heads, DeltaOperands(projected, rates, *copied, places, out, verify=True))
     for row in range(rows):
         one = slice(row, row + 1)
-        step = DeltaStep(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
+        step = DeltaOperands(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
         torch.testing.assert_close(out[one], parts_of(heads, step), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(copied[0], windows)
     torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
@@ -157,7 +157,7 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
 def test_heads_that_the_compiled_step_does_not_take_are_left_to_its_parts(library: ctypes.CDLL) -> None:
     heads = DeltaHeads(1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS))
     places = Slots(torch.tensor([0]), torch.tensor([0]))
-    step = DeltaStep(numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16))
+    step = DeltaOperands(numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16))
     assert not CpuKernels(library).delta_step(heads, step)
     assert not ReferenceKernels().delta_step(heads, step)
 

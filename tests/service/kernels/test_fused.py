@@ -12,7 +12,7 @@ from interpreted import results
 from onedesk.service.kernels.choose import cuda_kernels, fused_or_not
 from onedesk.service.kernels.cuda import cuda_products
 from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
-from onedesk.service.kernels.cuda.cuda_plan import Device, Shape
+from onedesk.service.kernels.cuda.cuda_plan import GpuDevice, WeightShape
 from onedesk.service.kernels.cuda.sdpa_kernels import CudaKernels
 
 
@@ -29,7 +29,7 @@ def test_every_kernel_is_within_its_bound(found: dict[str, Any]):
 def test_every_kernel_of_a_layer_is_within_its_bound():
     layers = results("layers")
     assert not {form: row for form, row in layers.items() if not row["error"] <= row["bound"]}
-    kinds = {"experts", "delta", "streams", "ngrams", "attend", "part_gates", "close_gates", "attend_indexed"}
+    kinds = {"experts", "delta", "streams", "ngrams", "attend", "split_gates", "apply_gates", "attend_indexed"}
     assert {form.partition(" ")[0].rstrip(",") for form in layers} == kinds
 
 
@@ -72,9 +72,9 @@ def test_a_product_has_programs_for_its_rows_and_not_for_the_room_of_its_result(
     """Scores of experts lie at the front of a larger room: once all of it was computed, 13 ms a step in place of 5."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(cuda_products, "on_grid", lambda _, grid: grids.append(grid) or (lambda *_, **__: None))
-    kernels = FusedCudaKernels(torch.float16, Device(2, 100_000, 1 << 20, early=False))
+    kernels = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 1 << 20, early=False))
     weight, room = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(512)
     shape = kernels.shape(weight)
-    assert isinstance(shape, Shape)
-    kernels.few(torch.zeros(rows, 64, dtype=torch.float16), weight, shape, room)
+    assert isinstance(shape, WeightShape)
+    kernels.few_rows(torch.zeros(rows, 64, dtype=torch.float16), weight, shape, room)
     assert [grid[1:] for grid in grids] == [(rows,) if rows > 1 else ()]

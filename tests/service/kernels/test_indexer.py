@@ -1,4 +1,4 @@
-"""Attention to chosen stretches in one call is its operations in plain torch; equal scores are chosen as torch's topk does."""
+"""Attention to chosen key_blocks in one call is its operations in plain torch; equal scores are chosen as torch's topk does."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Sequences:
     def left(self) -> list[torch.Tensor]:
         """What all steps have left behind."""
         ratio = self.layer.indexer.ratio
-        tails = self.states.parts(0)[0]
+        tails = self.states.of_layer(0)[0]
         raw = [tails[slot, : length % ratio] for slot, length in zip(self.slots, self.lengths, strict=True)]
         return [self.cache.keys[0], self.cache.values[0], self.cache.pooled[0], *raw]
 
@@ -103,7 +103,7 @@ STEP = st.tuples(st.permutations([0, 1, 2]), st.integers(1, 3), st.sampled_from(
 @settings(max_examples=40, deadline=None)
 @given(
     ratio=st.sampled_from([2, 4, 16]),
-    stretches=st.integers(1, 4),
+    key_blocks=st.integers(1, 4),
     coarse=st.booleans(),
     steps=st.lists(STEP, min_size=1, max_size=8),
     seed=st.integers(0, 99),
@@ -112,14 +112,14 @@ def test_it_is_its_operations(
     library: ctypes.CDLL,
     pool: Pool,
     ratio: int,
-    stretches: int,
+    key_blocks: int,
     coarse: bool,
     steps: list[tuple[list[int], int, int, bool]],
     seed: int,
 ) -> None:
     compiled = CpuKernels(library, threads=1 + seed % 2)
     lease = pool.lease("test", "scratch", 1 << 20)
-    ours, plain = (Sequences(lease, which, ratio, ratio * stretches, seed, coarse) for which in (compiled, ReferenceKernels()))
+    ours, plain = (Sequences(lease, which, ratio, ratio * key_blocks, seed, coarse) for which in (compiled, ReferenceKernels()))
     for order, count, chunk, aside in [([0, 1, 2], 1, 61, False), *steps]:
         if max(ours.lengths) + chunk >= 8 * BLOCK:
             continue

@@ -10,7 +10,7 @@ from onedesk.service.errors import ModelError
 from onedesk.service.kernels.cpu.compile import compile_library
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.quant.formats import FP8_ROWS, INT8, int4, title, weight_of
-from onedesk.service.quant.quantize import quantize, quantize_into
+from onedesk.service.quant.quantize_weights import quantize, quantize_into
 from onedesk.service.quant.weight import Format, QuantizedWeight
 
 FORMATS = [INT8, int4(), int4(32), int4(64), int4(symmetric=False), int4(32, symmetric=False), Format("int8", 8, 128, True)]

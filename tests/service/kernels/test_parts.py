@@ -9,7 +9,7 @@ import pytest
 import torch
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.forward_batch import FEW_ROWS, DecodeBatch, NormWeight
-from onedesk.service.kernels.operands import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint
+from onedesk.service.kernels.operands import ConnectionOperands, ExpertOperands, ExpertWeights, HyperConnection, SharedWeights
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -19,7 +19,7 @@ from onedesk.service.model.layers import Pass, Scratch, Widths
 from onedesk.service.model.shape import ExpertShape
 from onedesk.service.model.streams import GatedResidual
 from onedesk.service.quant.formats import INT8, NVFP4, int4
-from onedesk.service.quant.quantize import quantize
+from onedesk.service.quant.quantize_weights import quantize
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight
 
 EPS = 1e-6
@@ -42,31 +42,31 @@ def weight(name: str, rows: int, cols: int, seed: int = 0) -> Weight:
     return quantize(values, held[name]) if name in held else values.to(getattr(torch, name))
 
 
-def joint_of(name: str, hidden: int, *, inject: bool, count: int = 3, rank: int = 21) -> StreamJoint:
+def connection_of(name: str, hidden: int, *, inject: bool, count: int = 3, rank: int = 21) -> HyperConnection:
     wide = count * hidden
     norm = NormWeight(numbers(count, hidden).abs() + 0.5, EPS)
     matrices = weight(name, rank, wide), weight(name, wide, rank)
-    return StreamJoint(count, norm, *matrices, weight("float32", count, wide, seed=2) if inject else None)
+    return HyperConnection(count, norm, *matrices, weight("float32", count, wide, seed=2) if inject else None)
 
 
-def rows_of(streams: torch.Tensor, joint: StreamJoint) -> JointRows:
-    count, hidden = len(streams), streams.shape[1] // joint.count
+def rows_of(streams: torch.Tensor, connection: HyperConnection) -> ConnectionOperands:
+    count, hidden = len(streams), streams.shape[1] // connection.count
     wide = (count, streams.shape[1])
-    widths = (wide, (count, joint.down.shape[0]), wide, (count, hidden), (count, joint.count))
-    return JointRows(streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden))
+    widths = (wide, (count, connection.down.shape[0]), wide, (count, hidden), (count, connection.count))
+    return ConnectionOperands(streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("inject", [False, True])
 def test_a_joint_at_once_is_its_operations(library: ctypes.CDLL, name: str, inject: bool) -> None:
-    joint, kernels = joint_of(name, 48, inject=inject), CpuKernels(library, threads=2)
+    connection, kernels = connection_of(name, 48, inject=inject), CpuKernels(library, threads=2)
     streams = numbers(FEW_ROWS, 3 * 48)
-    wanted = GatedResidual(joint).read(rows_of(streams, joint), ReferenceKernels())
-    whole = rows_of(streams, joint)
-    assert kernels.read_streams(joint, whole)
+    wanted = GatedResidual(connection).read(rows_of(streams, connection), ReferenceKernels())
+    whole = rows_of(streams, connection)
+    assert kernels.read_connection(connection, whole)
     for count in (FEW_ROWS, 5, 1):
-        found = rows_of(streams[:count], joint)
-        assert kernels.read_streams(joint, found)
+        found = rows_of(streams[:count], connection)
+        assert kernels.read_connection(connection, found)
         torch.testing.assert_close(found.read, wanted.read[:count], rtol=BOUNDS[name], atol=BOUNDS[name])
         assert torch.equal(found.read, whole.read[:count]), "not the bits of the batch"
         if inject:
@@ -85,20 +85,20 @@ def test_a_joint_that_is_not_compiled_is_left_to_its_operations_and_told_of_once
     library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels, reference = CpuKernels(library), ReferenceKernels()
-    joints = [joint_of("float32", 40, inject=True), joint_of("float32", 24, inject=True)]
+    connections = [connection_of("float32", 40, inject=True), connection_of("float32", 24, inject=True)]
     with caplog.at_level("INFO"):
-        for joint in joints * 2:
-            streams = numbers(2, 3 * joint.norm.weight.shape[1])
-            assert not kernels.read_streams(joint, rows_of(streams, joint))
-            found, wanted = (GatedResidual(joint).read(rows_of(streams, joint), which) for which in (kernels, reference))
+        for connection in connections * 2:
+            streams = numbers(2, 3 * connection.norm.weight.shape[1])
+            assert not kernels.read_connection(connection, rows_of(streams, connection))
+            found, wanted = (GatedResidual(connection).read(rows_of(streams, connection), which) for which in (kernels, reference))
             torch.testing.assert_close(found.read, wanted.read)
             for at, which in ((found, kernels), (wanted, reference)):
                 at.found.fill_(0.5)
                 which.inject(at)
             torch.testing.assert_close(found.streams, wanted.streams)
-    assert len([record for record in caplog.records if "StreamJoint" in record.getMessage()]) == 1
-    joint = joint_of("float32", 48, inject=True)
-    assert not kernels.read_streams(joint, rows_of(numbers(FEW_ROWS + 1, 144), joint)), "more rows than a product of few"
+    assert len([record for record in caplog.records if "HyperConnection" in record.getMessage()]) == 1
+    connection = connection_of("float32", 48, inject=True)
+    assert not kernels.read_connection(connection, rows_of(numbers(FEW_ROWS + 1, 144), connection)), "more rows than a product of few"
 
 
 HIDDEN, WIDTH = 64, 32
@@ -162,7 +162,7 @@ def test_experts_of_equal_likelihood_are_taken_from_the_first(library: ctypes.CD
     out, room = torch.ones_like(x), numbers(1, 3)
     views = scratch.rows(1)
     spare = views["routed"], views["expert_gated"], views["shared_gate"], views["shared_gated"], x
-    assert kernels.run_experts(first, ExpertRows(x, out, room, *spare))
+    assert kernels.run_experts(first, ExpertOperands(x, out, room, *spare))
     torch.testing.assert_close(through(experts, x, kernels, scratch), out)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.kernels.forward_batch import BLOCK, DecodeBatch, ForwardBatch, HeadShape, NormWeight, PrefillChunk, RotaryTable
-from onedesk.service.kernels.operands import AttentionHeads, AttentionRows
+from onedesk.service.kernels.operands import AttentionHeads, AttentionOperands
 from onedesk.service.kernels.reference import TILE_ELEMENTS, ReferenceKernels
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize, pack_nibbles
 
@@ -105,7 +105,7 @@ class Scene:
                 self.keys[block, :, slot], self.values[block, :, slot] = k[position], v[position]
             self.past.append(([*k.double()], [*v.double()]))
 
-    def turned(self, x: torch.Tensor, norm: NormWeight, position: int) -> torch.Tensor:
+    def rotated(self, x: torch.Tensor, norm: NormWeight, position: int) -> torch.Tensor:
         """x [heads, dim] normed and rotated, pairs as complex numbers."""
         half = self.shape.head_dim // 2
         x = normed(x, norm)
@@ -118,7 +118,7 @@ class Scene:
         """The mixed row of one token, which is added to the sequence."""
         shape = self.shape
         split = qkv.view(-1, shape.head_dim).split((shape.heads, shape.kv_heads, shape.kv_heads))
-        q, k = (self.turned(part, norm, position) for part, norm in zip(split[:2], self.norms, strict=True))
+        q, k = (self.rotated(part, norm, position) for part, norm in zip(split[:2], self.norms, strict=True))
         keys, values = self.past[sequence]
         keys.append(k)
         values.append(split[2].double())
@@ -132,13 +132,13 @@ class Scene:
     def check(self, batch: ForwardBatch, sequences: list[int], positions: list[int], reserve: bool) -> None:
         kernels, shape = ReferenceKernels(), self.shape
         if reserve:
-            wanted = kernels.workspace(shape, self.tables.shape[1] * BLOCK, torch.float32, 1)
+            wanted = kernels.workspace_spec(shape, self.tables.shape[1] * BLOCK, torch.float32, 1)
             kernels.reserve([torch.empty(size, dtype=dtype) for size, dtype in wanted])
         qkv = torch.randn(len(positions), shape.qkv, generator=self.generator)
         expected = [self.expected(*place, row) for *place, row in zip(sequences, positions, qkv.clone(), strict=True)]
         out = torch.full((len(positions), shape.queries), float("nan"))
         heads = AttentionHeads(shape, *self.norms, self.rotary)
-        assert kernels.attend(heads, AttentionRows(qkv, self.keys, self.values, batch, out)) is out
+        assert kernels.attend(heads, AttentionOperands(qkv, self.keys, self.values, batch, out)) is out
         torch.testing.assert_close(out.double(), torch.stack(expected), rtol=1e-4, atol=1e-5)
         for sequence, position in zip(sequences, positions, strict=True):
             block, slot = int(self.tables[sequence, position // BLOCK]), position % BLOCK

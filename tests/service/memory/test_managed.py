@@ -101,13 +101,13 @@ def test_a_slab_is_on_the_card_from_its_opening_and_comes_back_whole(runtime: Pl
     assert (runtime.free_bytes(), runtime.buffers) == (CARD, {})
     assert (slab.close().asked, slab.resident(0, 512)) == (0, 0)
     with pytest.raises(MemoryFull, match="given back"):
-        slab.part(0, 1)
+        slab.view(0, 1)
 
 
 def test_a_view_that_still_lives_is_a_shortfall_and_never_a_wrong_address(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(4 * MIB, whole=True)
     slab.write(0, b"x")
-    view = slab.part(0, 4).tensor
+    view = slab.view(0, 4).tensor
     assert slab.close().measured == 0
     assert view[0].item() == ord("x")
     del view

@@ -18,7 +18,7 @@ from onedesk.service.memory.policy import (
     Kind,
     Policy,
     due,
-    order_of_giving_way,
+    eviction_order,
 )
 
 
@@ -49,7 +49,7 @@ def test_the_designs_order():
         Holder("pinned", "weights", policy=PINNED, idle=1000),
     ]
     order = ["scratch", "old prefix", "young prefix", "state", "idle kv", "old weights", "young weights"]
-    assert names(order_of_giving_way(holders)) == order
+    assert names(eviction_order(holders)) == order
 
 
 HOLDERS = st.builds(
@@ -65,7 +65,7 @@ HOLDERS = st.builds(
 
 @given(st.lists(HOLDERS, max_size=12))
 def test_no_busy_or_pinned_holder_is_ever_asked(holders: list[Holder]):
-    order = order_of_giving_way(holders)
+    order = eviction_order(holders)
     assert not any(holder.in_use or holder.policy is PINNED for holder in order)
     assert len(order) == sum(not holder.in_use and holder.policy is not PINNED for holder in holders)
     ranks = {"scratch": 0, "kv": 2, "state": 2, "weights": 3, "table": 3}

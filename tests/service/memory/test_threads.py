@@ -118,7 +118,7 @@ def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypat
     pool = make_pool()
     lease = pool.lease("writer", "scratch", 2 * MIB)
     lease.tensor.fill_(1)
-    slab_type = type(lease.place.slab)
+    slab_type = type(lease.placement.slab)
     resident, looking, asked = slab_type.resident, threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> int:

@@ -15,7 +15,7 @@ from onedesk.service.memory.lease import Released
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.thermal import Thermal
 from onedesk.service.memory.truth import Truth, read_truth
-from onedesk.service.memory.watch import Alarm, Gauge, Rules, Watch, rules_for
+from onedesk.service.memory.watch import Alarm, Gauge, MemoryWatch, Rules, rules_for
 
 SPARK = Truth(
     total=int(121.7 * GIB),
@@ -98,10 +98,10 @@ def test_a_discrete_gpu_is_judged_by_its_own_memory():
     assert alarms[4] is not None
 
 
-def watch_of(readings: list[Truth], **options: object) -> tuple[Watch, list[int]]:
+def watch_of(readings: list[Truth], **options: object) -> tuple[MemoryWatch, list[int]]:
     shrunk: list[int] = []
     source = iter(readings)
-    watch = Watch(lambda: next(source), shrunk.append, MemorySettings(), **options)  # type: ignore[arg-type]
+    watch = MemoryWatch(lambda: next(source), shrunk.append, MemorySettings(), **options)  # type: ignore[arg-type]
     return watch, shrunk
 
 
@@ -142,7 +142,7 @@ def test_heat_slows_admission_and_frees_nothing(caplog: pytest.LogCaptureFixture
 def test_the_thread_looks_often_while_loading_and_seldom_otherwise():
     loading = threading.Event()
     settings = MemorySettings(poll_loading=0.02, poll=60)
-    watch = Watch(read_truth, lambda _: None, settings, loading=loading.is_set)
+    watch = MemoryWatch(read_truth, lambda _: None, settings, loading=loading.is_set)
     with watch:
         assert wait_for(lambda: watch.looks == 1)
         time.sleep(0.2)
@@ -167,7 +167,9 @@ def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callabl
         released.extend(pool.make_room(lacking))
 
     ticks: list[int] = []
-    with Watch(truth, shrink, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: ticks.append(1), rules=rules_for(SPARK.total)):
+    with MemoryWatch(
+        truth, shrink, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: ticks.append(1), rules=rules_for(SPARK.total)
+    ):
         assert wait_for(lambda: len(ticks) > 3)
         assert released == []
         short.set()
@@ -183,7 +185,7 @@ def test_an_unreadable_truth_is_logged_and_looked_at_again(caplog: pytest.LogCap
             raise error
         return left(50)
 
-    watch = Watch(truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02))
+    watch = MemoryWatch(truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02))
     with caplog.at_level(logging.WARNING), watch:
         assert wait_for(lambda: watch.looks >= 4)
     assert "could not look at memory: meminfo cannot be read" in caplog.text
@@ -192,12 +194,12 @@ def test_an_unreadable_truth_is_logged_and_looked_at_again(caplog: pytest.LogCap
 
 
 def test_it_stops_from_anywhere_and_twice():
-    watch = Watch(read_truth, lambda _: None, MemorySettings(poll=60, poll_loading=60)).start()
+    watch = MemoryWatch(read_truth, lambda _: None, MemorySettings(poll=60, poll_loading=60)).start()
     assert watch.running
     watch.stop()
     watch.stop()
     assert not watch.running
-    own = Watch(read_truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: own.stop())
+    own = MemoryWatch(read_truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: own.stop())
     own.start()
     assert wait_for(lambda: not own.running)
 

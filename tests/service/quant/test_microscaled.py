@@ -17,9 +17,9 @@ from onedesk.service.quant.formats import (
     NVFP4,
     aligned_bytes,
     bits_a_weight,
-    pieces,
     title,
     weight_of,
+    weight_tensors,
 )
 from onedesk.service.quant.microscaled import Mxfp8, Nvfp4
 from onedesk.service.quant.packings import Packing
@@ -95,7 +95,7 @@ def test_what_they_take_in_memory():
     assert title(MXFP8) == "fp8"
     assert bits_a_weight(NVFP4, 2560) == pytest.approx(4.5, abs=0.02)  # 32 bits a row for the matrix's factor
     assert bits_a_weight(MXFP8, 2560) == 9.0
-    assert [piece.name for piece in pieces(NVFP4, 640, 2560)] == ["data", "scales", "factors"]
+    assert [piece.name for piece in weight_tensors(NVFP4, 640, 2560)] == ["data", "scales", "factors"]
     assert aligned_bytes(NVFP4, 640, 2560, 256) == 640 * 2560 // 2 + 640 * 160 + 640 * 4
 
 
@@ -125,7 +125,7 @@ def test_products_are_those_of_the_meaning(tokens: int) -> None:
 def test_requantizing_to_int8_would_cost_less_than_the_format_itself_did() -> None:
     """What `onedesk quantize` makes of it: a factor a row adds 0.7 % to the squared error that rounding to NVFP4 made."""
     from onedesk.service.quant.formats import INT8
-    from onedesk.service.quant.quantize import quantize
+    from onedesk.service.quant.quantize_weights import quantize
 
     generator = torch.Generator().manual_seed(0)
     original = torch.randn(256, 2048, generator=generator)

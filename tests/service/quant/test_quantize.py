@@ -14,11 +14,11 @@ from onedesk.service.quant.formats import (
     aligned_bytes,
     bits_a_weight,
     int4,
-    pieces,
     title,
     weight_of,
+    weight_tensors,
 )
-from onedesk.service.quant.quantize import quantize, quantize_into
+from onedesk.service.quant.quantize_weights import quantize, quantize_into
 from onedesk.service.quant.weight import Format, dequantize, pack_nibbles, unpack_nibbles
 
 FORMATS = [INT8, int4(), int4(32), int4(64), int4(symmetric=False), int4(32, symmetric=False), Format("int8", 8, 128, True)]
@@ -67,7 +67,7 @@ def test_no_weight_is_further_off_than_its_format_says(values: torch.Tensor, hel
     error = (dequantize(weight).double() - values.double()).abs()
     assert (error <= largest_error(values, held)).all(), (error / largest_error(values, held)).max()
     assert weight.shape == values.shape
-    assert [(t.shape, t.dtype) for t in weight.tensors] == [(p.shape, p.dtype) for p in pieces(held, *values.shape)]
+    assert [(t.shape, t.dtype) for t in weight.tensors] == [(p.shape, p.dtype) for p in weight_tensors(held, *values.shape)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,8 +157,8 @@ def test_a_block_has_columns_j_and_j_plus_16_in_byte_j() -> None:
 def test_sizes_are_those_of_the_tensors() -> None:
     for held in FORMATS:
         weight = weight_of(held, 5, 480, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
-        assert weight.nbytes == sum(piece.nbytes for piece in pieces(held, 5, 480))
-        assert aligned_bytes(held, 5, 480, 256) == sum(-(-piece.nbytes // 256) * 256 for piece in pieces(held, 5, 480))
+        assert weight.nbytes == sum(piece.nbytes for piece in weight_tensors(held, 5, 480))
+        assert aligned_bytes(held, 5, 480, 256) == sum(-(-piece.nbytes // 256) * 256 for piece in weight_tensors(held, 5, 480))
     assert [bits_a_weight(held, 1024) for held in (INT8, int4(), int4(32), int4(symmetric=False), int4(32, symmetric=False))] == [
         8 + 32 / 1024,
         4.125,

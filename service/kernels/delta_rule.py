@@ -53,7 +53,7 @@ class DeltaHeads:
 
 
 @dataclass(slots=True)
-class DeltaStep:
+class DeltaOperands:
     """Decode of B rows: projected [B, channels + values] and rates [B, 2 * H * R] give out [B, H * R * E].
 
     windows [slots, K - 1, channels] and states [slots, H, R, D, E] fp32 are read and written where `slots` says. `verify`: see VerifyPass.

@@ -14,7 +14,7 @@ from .protocol import Backend
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class BackendReport:
     """A backend for people: what was tried on this machine and whether it worked; or why it cannot be used at all."""
 
     name: str
@@ -30,16 +30,16 @@ def choose_backend(device: str, *, managed: bool, oversubscribe: bool) -> Backen
     return ManagedBackend(device, oversubscribe=oversubscribe) if managed else CudaBackend(device)
 
 
-def describe_backends(device: str) -> Iterator[Described]:
+def describe_backends(device: str) -> Iterator[BackendReport]:
     """Every kind of memory that leases on `device` could be made of, and the host's."""
-    yield _described(MappedBackend())
+    yield _report(MappedBackend())
     if device_index(device) is not None:
-        yield _described(CudaBackend(device))
+        yield _report(CudaBackend(device))
         try:
-            yield _described(ManagedBackend(device))
+            yield _report(ManagedBackend(device))
         except OnedeskError as error:
-            yield Described(ManagedBackend.name, ManagedBackend.residency, {}, str(error))
+            yield BackendReport(ManagedBackend.name, ManagedBackend.residency, {}, str(error))
 
 
-def _described(backend: Backend) -> Described:
-    return Described(backend.name, backend.residency, backend.capabilities())
+def _report(backend: Backend) -> BackendReport:
+    return BackendReport(backend.name, backend.residency, backend.capabilities())
