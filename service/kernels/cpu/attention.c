@@ -5,7 +5,7 @@
 #include "tile.h"
 
 #define MOST_GROUP 64
-/* Rows of queries that share a rotated block of keys: they and their results stay in L2. */
+/* Rows of queries that share a transposed block of keys: they and their results stay in L2. */
 #define QUERIES 48
 /* Keys and values of less than so many bytes are read before a second thread has woken up. */
 #define ALONE (1 << 18)
@@ -17,7 +17,7 @@ static float *slot_of(const struct attention *a, float *cache, int32_t block, lo
 static float *query(const struct attention *a, long t, long head) { return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim; }
 
 /* Row t's key and value of one head into the cache, and the queries of its group made ready, scaled by dim^-0.5. */
-static void place(const struct attention *a, long t, long head) {
+static void store_heads(const struct attention *a, long t, long head) {
     const long position = a->positions[t], group = a->heads / a->kv_heads, slot = position % BLOCK;
     const int32_t block = table_of(a, t)[position / BLOCK];
     float *key = query(a, t, a->heads + head);
@@ -144,7 +144,7 @@ static void share_rows(const struct attention *a, atomic_long *next) {
     const long items = a->chunk ? a->kv_heads : a->kv_heads * a->tokens;
     for (long item; (item = atomic_fetch_add(next, 1)) < items;) {
         const long head = item % a->kv_heads, first = item / a->kv_heads, last = a->chunk ? a->tokens : first + 1;
-        for (long t = first; t < last; t++) place(a, t, head);
+        for (long t = first; t < last; t++) store_heads(a, t, head);
         for (long t = first; t < last; t++) attend_row(a, t, head);
     }
 }
@@ -162,28 +162,28 @@ void attend_rows(const struct attention *a) {
 }
 
 /* What one thread of attend_chunk works in; rows are (token, query of the group) pairs. */
-struct desk {
+struct workspace {
     float *q, *mixed;      /* [padded][dim] */
     float *scores;         /* [padded][BLOCK] */
-    float *rotated;         /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
+    float *transposed;     /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
     struct running *run;   /* [padded] */
 };
 
 static long tile_tokens(long group) { return group < QUERIES ? QUERIES / group : 1; }
 
-static char *lay_out_attention(struct desk *d, long group, long dim, char *at) {
+static char *lay_out_attention(struct workspace *d, long group, long dim, char *at) {
     const long padded = round_up(tile_tokens(group) * group, ACROSS);
     d->q = (float *)take(&at, padded * dim * 4);
     d->mixed = (float *)take(&at, padded * dim * 4);
     d->scores = (float *)take(&at, padded * BLOCK * 4);
-    d->rotated = (float *)take(&at, BLOCK * dim * 4);
+    d->transposed = (float *)take(&at, BLOCK * dim * 4);
     d->run = (struct running *)take(&at, padded * sizeof *d->run);
     return at;
 }
 
 /* Bytes of scratch that each thread takes. */
 long attention_scratch(long heads, long kv_heads, long dim) {
-    struct desk d;
+    struct workspace d;
     return lay_out_attention(&d, heads / kv_heads, dim, NULL) - (char *)NULL;
 }
 
@@ -191,15 +191,15 @@ long attention_scratch(long heads, long kv_heads, long dim) {
 long attention_width(void) { return VL < 8 ? 8 : VL; }
 
 /* One block of keys and values for a tile of `rows` query rows, the first of them at position `first`. */
-static void attend_block(const struct attention *a, const struct desk *d, long head, long from, long first, long rows, int32_t block) {
+static void attend_block(const struct attention *a, const struct workspace *d, long head, long from, long first, long rows, int32_t block) {
     const long dim = a->dim, group = a->heads / a->kv_heads, last = first + (rows - 1) / group;
     const long count = last + 1 - from < BLOCK ? last + 1 - from : BLOCK;
     const float *k = slot_of(a, a->keys, block, head, 0), *v = slot_of(a, a->values, block, head, 0);
     memset(d->scores, 0, round_up(rows, ACROSS) * BLOCK * sizeof(float));
-    for (long p = 0; p < BLOCK; p += PANEL) turn(k + p * dim, dim, d->rotated + p * dim, PANEL, PANEL);
+    for (long p = 0; p < BLOCK; p += PANEL) transpose(k + p * dim, dim, d->transposed + p * dim, PANEL, PANEL);
     for (long r = 0; r < rows; r += ACROSS)
         for (long p = 0; p < BLOCK; p += PANEL)
-            tile_of(NV, d->q + r * dim, dim, d->rotated + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
+            tile_of(NV, d->q + r * dim, dim, d->transposed + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
     for (long r = 0; r < rows; r++) {
         const long seen = first + r / group + 1 - from;
         if (seen > 0)
@@ -215,7 +215,7 @@ static void attend_block(const struct attention *a, const struct desk *d, long h
     }
 }
 
-static void attend_tile(const struct attention *a, const struct desk *d, long head, long t, long tokens) {
+static void attend_tile(const struct attention *a, const struct workspace *d, long head, long t, long tokens) {
     const long group = a->heads / a->kv_heads, dim = a->dim, rows = tokens * group, padded = round_up(rows, ACROSS);
     const long first = a->positions[t], length = first + tokens;
     for (long r = 0; r < rows; r++) {
@@ -231,11 +231,11 @@ static void attend_tile(const struct attention *a, const struct desk *d, long he
 
 /* attend_chunk where each row sees what is chosen for it. */
 static void attend_chosen(const struct attention *a) {
-    atomic_long placed = 0, next = 0;
+    atomic_long stored = 0, next = 0;
 #pragma omp parallel num_threads((int)a->threads)
     {
-        for (long t; (t = atomic_fetch_add(&placed, 1)) < a->tokens;)
-            for (long head = 0; head < a->kv_heads; head++) place(a, t, head);
+        for (long t; (t = atomic_fetch_add(&stored, 1)) < a->tokens;)
+            for (long head = 0; head < a->kv_heads; head++) store_heads(a, t, head);
 #pragma omp barrier
         for (long item; (item = atomic_fetch_add(&next, 1)) < a->tokens * a->kv_heads;) attend_row(a, item / a->kv_heads, item % a->kv_heads);
     }
@@ -247,13 +247,13 @@ void attend_chunk(const struct attention *a) {
         return;
     }
     const long step = tile_tokens(a->heads / a->kv_heads), tiles = (a->tokens + step - 1) / step;
-    atomic_long placed = 0, next = 0;
+    atomic_long stored = 0, next = 0;
 #pragma omp parallel num_threads((int)a->threads)
     {
-        struct desk d;
+        struct workspace d;
         lay_out_attention(&d, a->heads / a->kv_heads, a->dim, a->scratch + thread_number() * a->stride);
-        for (long t; (t = atomic_fetch_add(&placed, 1)) < a->tokens;)
-            for (long head = 0; head < a->kv_heads; head++) place(a, t, head);
+        for (long t; (t = atomic_fetch_add(&stored, 1)) < a->tokens;)
+            for (long head = 0; head < a->kv_heads; head++) store_heads(a, t, head);
 #pragma omp barrier
         /* the last tiles first: they have the longest past */
         for (long item; (item = atomic_fetch_add(&next, 1)) < tiles * a->kv_heads;) {

@@ -30,7 +30,7 @@ struct shared {
 };
 
 /* What one thread works in. */
-struct desk {
+struct workspace {
     float *row;      /* [width]: a row of x being prepared */
     char *line;      /* one prepared row */
     void *wide;      /* [PANEL][DEPTH] numbers, row by row */
@@ -54,7 +54,7 @@ static char *lay_out_shared(struct shared *s, const struct product *p, long rows
     return at;
 }
 
-static char *lay_out_desk(struct desk *d, const struct weight *w, char *at) {
+static char *lay_out_desk(struct workspace *d, const struct weight *w, char *at) {
     struct prepared one;
     d->row = (float *)take(&at, round_up(w->cols, DEPTH) * 4);
     d->line = at;
@@ -69,12 +69,12 @@ static char *lay_out_desk(struct desk *d, const struct weight *w, char *at) {
 void gemm_scratch(const struct weight *w, long rows, int64_t *bytes) {
     struct product p = {.w = *w};
     struct shared s;
-    struct desk d;
+    struct workspace d;
     bytes[0] = lay_out_shared(&s, &p, rows < MOST ? rows : MOST, NULL) - (char *)NULL;
     bytes[1] = lay_out_desk(&d, w, NULL) - (char *)NULL;
 }
 
-static void prepare_shared(const struct shared *s, struct desk *d, long t) {
+static void prepare_shared(const struct shared *s, struct workspace *d, long t) {
     const struct weight *w = &s->p->w;
     const long width = s->blocks * DEPTH;
     if (t < s->rows)
@@ -97,12 +97,12 @@ static void prepare_shared(const struct shared *s, struct desk *d, long t) {
 }
 
 /* Columns from..from+DEPTH-1 of up to PANEL weight rows into the desk's panel; zeros where there is no row or column. */
-static void fill_panel(const struct weight *w, const struct desk *d, long row, long count, long from) {
+static void fill_panel(const struct weight *w, const struct workspace *d, long row, long count, long from) {
     const long have = w->cols - from < DEPTH ? w->cols - from : DEPTH;
     if (count < PANEL || have < DEPTH) memset(d->wide, 0, PANEL * DEPTH * 4);
     if (!paired(w->kind)) {
         for (long r = 0; r < count; r++) widen(w, row + r, from, have, (float *)d->wide + r * DEPTH);
-        turn(d->wide, DEPTH, d->panel, PANEL, PANEL);
+        transpose(d->wide, DEPTH, d->panel, PANEL, PANEL);
         return;
     }
     for (long r = 0; r < count; r++) {
@@ -116,7 +116,7 @@ static void fill_panel(const struct weight *w, const struct desk *d, long row, l
         }
         for (long c = 0; w->zero && c < have; c++) to[c] -= (int16_t)w->zero;
     }
-    turn(d->wide, DEPTH / 2, d->panel, PANEL, PANEL);
+    transpose(d->wide, DEPTH / 2, d->panel, PANEL, PANEL);
 }
 
 #ifdef X86_WIDE
@@ -157,7 +157,7 @@ static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const f
         }
 }
 
-static void block_of_pairs(const struct shared *s, const struct desk *d, long row, long count, long block, float *sums) {
+static void block_of_pairs(const struct shared *s, const struct workspace *d, long row, long count, long block, float *sums) {
     const struct weight *w = &s->p->w;
     const long span = s->one.span, spans = s->one.spans, groups = groups_of(w);
     for (long at = block * DEPTH; at < (block + 1) * DEPTH && at < w->cols; at += span) {
@@ -178,7 +178,7 @@ static void block_of_pairs(const struct shared *s, const struct desk *d, long ro
 #endif
 
 /* sums [padded][PANEL] = x times `count` weight rows from `row`. */
-static void panel_sums(const struct shared *s, const struct desk *d, long row, long count, float *sums) {
+static void panel_sums(const struct shared *s, const struct workspace *d, long row, long count, float *sums) {
     memset(sums, 0, s->padded * PANEL * sizeof *sums);
     for (long block = 0; block < s->blocks; block++) {
         fill_panel(&s->p->w, d, row, count, block * DEPTH);
@@ -193,7 +193,7 @@ static void panel_sums(const struct shared *s, const struct desk *d, long row, l
     }
 }
 
-static void some_outputs(const struct shared *s, const struct desk *d, long first, long count) {
+static void some_outputs(const struct shared *s, const struct workspace *d, long first, long count) {
     const struct product *p = s->p;
     const long outputs = outputs_of(p);
     panel_sums(s, d, first, count, d->sums[0]);
@@ -218,7 +218,7 @@ static void rows_at_once(const struct product *p, long rows) {
     atomic_long prepared = 0, next = 0;
 #pragma omp parallel num_threads((int)p->threads)
     {
-        struct desk d;
+        struct workspace d;
         lay_out_desk(&d, &p->w, desks + thread_number() * p->stride);
         for (long t; (t = atomic_fetch_add(&prepared, 1)) < s.padded;) prepare_shared(&s, &d, t);
 #pragma omp barrier

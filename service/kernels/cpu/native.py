@@ -136,7 +136,7 @@ class NormStruct(ctypes.Structure):
 class GatesStruct(ctypes.Structure):
     """struct gates of step.c."""
 
-    _fields_ = structure("projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim beside")
+    _fields_ = structure("projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim kv_width")
 
 
 class InjectionStruct(ctypes.Structure):
@@ -200,9 +200,9 @@ def describe(weight: Weight) -> WeightStruct | None:
     if held.name not in _QUANTIZED:
         return None
     scales = weight_tensors(held, rows, cols)[1].dtype
-    kv_width = [part for part in (weight.scales, weight.offsets) if part is not None]
+    scale_tensors = [part for part in (weight.scales, weight.offsets) if part is not None]
     if (
-        any(part.dtype != scales for part in kv_width)
+        any(part.dtype != scales for part in scale_tensors)
         or not all(part.is_contiguous() for part in weight.tensors)
         or (held.name != "nvfp4" and group % _STEP and group < cols)
         or (weight.offsets is not None and held.bits != 4)

@@ -1,4 +1,4 @@
-/* Floating weights as int8 and int4, rounded to the nearest: what quant/quantize.py does, row by row, to the bit. */
+/* Floating weights as int8 and int4, rounded to the nearest: what quant/quantize_weights.py does, row by row, to the bit. */
 #include "weight.h"
 
 #if defined(X86_WIDE)

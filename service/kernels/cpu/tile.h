@@ -40,7 +40,7 @@ INLINE void tile_of(const int n, const float *a, long a_ahead, const float *b, l
 }
 
 /* to [units][ahead] gets column `unit` of from [PANEL][units]: 32-bit units, a multiple of 8 of them. */
-INLINE void turn(const void *from, long units, void *to, int rows, long ahead) {
+INLINE void transpose(const void *from, long units, void *to, int rows, long ahead) {
 #ifdef X86_WIDE
     for (int r = 0; r < rows; r += 8)
         for (long u = 0; u < units; u += 8) {

@@ -285,8 +285,8 @@ def solve_piece(
         wide = inverse * beta[None, :]
         part = wide.to(kind)
         rest = (wide - part.to(tl.float32)).to(kind)
-        rotated = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
-        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], rotated.to(values.dtype.element_ty))
+        transposed = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
+        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], transposed.to(values.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count"])

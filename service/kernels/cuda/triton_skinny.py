@@ -1,6 +1,6 @@
 """A few rows of activations times a weight, 2 to 16 of them: tensor-core tiles with the rows of x filled up to 16.
 
-Weights are rotated into the activations' type on their way through registers, exactly: int8 and nibbles have few enough bits.
+Weights become the activations' type on their way through registers, exactly: int8 and nibbles have few enough bits.
 """
 
 from __future__ import annotations
@@ -162,14 +162,14 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
     held = n.to(tl.int64)
     if FORMAT == "float" and BN >= 64:
         # The weight as the left side of the product: from sm_90 on it goes from shared memory into the tensor cores without registers.
-        rotated = tl.zeros([BN, BM], tl.float32)
+        transposed = tl.zeros([BN, BM], tl.float32)
         k = tl.arange(0, BK)
         for i in tl.range(PER, num_stages=STAGES):
             at = (part * PER + i) * BK
             t = tl.load(x + row + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
             q = tl.load(w + held[:, None] * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
-            rotated = tl.dot(q, t.T, rotated)
-        acc = rotated.T
+            transposed = tl.dot(q, t.T, transposed)
+        acc = transposed.T
     elif FORMAT == "int4" or FORMAT == "nvfp4":  # two columns in a byte
         bytes_ = tl.arange(0, BK // 2)
         col = (bytes_ // 16) * 32 + bytes_ % 16
