@@ -1,4 +1,4 @@
-"""Which kernels run on a device, and why."""
+"""Chooses the kernels for a device, and says why."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from .reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
 
-# The oldest GPU that the fused kernels are written for: bf16 in its tensor cores.
+# The oldest GPU that the fused kernels support: bf16 in its tensor cores.
 FUSED_FROM = (8, 0)
 
 
 def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None) -> ReferenceKernels:
-    """The fastest kernels for weights stored as `weights` on `device`; what was compiled is kept in `cache`. Raises Cancelled."""
+    """The fastest kernels for weights stored as `weights` on `device`. Compiled kernels are kept in `cache`. Raises
+    Cancelled.
+    """
     if device.type == "cuda":
         return cuda_kernels(weights)
     if device.type != "cpu":
@@ -38,7 +40,7 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, canc
 
 
 def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader | None:
-    """What reads many rows of files at once, for a model on any device; None where nothing can be compiled. Raises Cancelled."""
+    """A reader of many file rows at once, for a model on any device. None if nothing can be compiled. Raises Cancelled."""
     library, why_not = compile_library(cache, cancel)
     if library is None:
         log.warning("rows of tables are read one by one, which slows prompts down: %s", why_not)
@@ -46,7 +48,7 @@ def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader 
 
 
 def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:
-    """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace_spec`."""
+    """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen; see `workspace_spec`."""
     possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
     if device.type == "cuda":
         possible = (fused_or_not(activation)[0],)

@@ -1,4 +1,6 @@
-"""What a pass over the network hands to the kernels beside weights: which rows it has, where they stand, how heads are laid out."""
+"""The rows of a forward pass: which positions of which sequences they are, how heads are laid out, and the rotary
+table.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ import torch
 
 from ..memory.lease import Lease, carved_bytes
 
-# Tokens of a KV block: position p of a sequence lies in its block p // BLOCK, slot p % BLOCK.
+# Tokens per KV block: position p of a sequence lies in its block p // BLOCK, slot p % BLOCK.
 BLOCK = 32
-# Up to so many rows a pass is bound by reading the weights once: decode steps and the checks of guessed tokens.
+# Up to this many rows a pass is bound by reading the weights once: decode steps and verify passes.
 FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Query heads, the key/value heads that groups of them share, and the width of each."""
+    """Query heads, the key/value heads that groups of them share, and the width of each head."""
 
     heads: int
     kv_heads: int
@@ -26,12 +28,12 @@ class HeadShape:
 
     @property
     def queries(self) -> int:
-        """Width of all queries of a row, and of attention's result."""
+        """Width of all queries of a row, and of the result of attention."""
         return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
-        """Width of a row of queries, keys and values: q of every head, then k and v of every key/value head."""
+        """Width of queries, keys and values of a row: q of every head, then k and v of every key/value head."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
@@ -45,7 +47,9 @@ class NormWeight:
 
 @dataclass(slots=True)
 class Slots:
-    """Where the recurrent states of the S sequences of a pass are read and written: int64 [S] each, on the device; [T] in a VerifyPass."""
+    """Slots that hold the recurrent states of the S sequences of a pass: read from `source`, written to `target`. int64
+    [S] each on the device, [T] in a VerifyPass.
+    """
 
     source: torch.Tensor
     target: torch.Tensor
@@ -57,16 +61,21 @@ class Slots:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The T rows of one forward pass: one token per row, each at a position of a sequence. A subclass says which rows share a sequence.
+    """The T rows of one forward pass: one token per row, at a position of a sequence. The subclass says which rows
+    share a sequence.
 
     positions: int32 [T] on the device, the position of each row in its sequence.
-    tables: int32 [S, max_blocks] on the device, the KV block ids of each of the S sequences.
-    longest: the host's upper bound of positions + 1. Under a CUDA graph it is the graph's bound, not the pass's.
-    slots: recurrent states of the pass, None for networks without recurrent layers.
-    ids: token ids of the rows if the host knows them, else empty. Reading them back would wait for the device.
 
-    A CUDA graph of up to FEW_ROWS rows is replayed at other positions. Kernels that a graph can hold therefore read positions from the
-    device only, never `longest` or PrefillChunk.start.
+    tables: int32 [S, max_blocks] on the device, the KV block ids of each of the S sequences.
+
+    longest: the host's upper bound of positions + 1. Under a CUDA graph it is the bound of the graph.
+
+    slots: recurrent states of the pass, None for networks without recurrent layers.
+
+    ids: token ids of the rows if the host knows them, otherwise empty. Reading them back would wait for the device.
+
+    A CUDA graph of up to FEW_ROWS rows is replayed at other positions. Kernels that a graph can hold therefore read
+    positions from the device only, never `longest` or PrefillChunk.start.
     """
 
     positions: torch.Tensor
@@ -77,7 +86,7 @@ class ForwardBatch:
 
     # All rows belong to one sequence, in order.
     one_sequence: ClassVar[bool] = False
-    # Every row stores its recurrent state in a slot of its own, as decode steps do.
+    # Every row stores its recurrent state in its own slot, as in a decode step.
     state_per_row: ClassVar[bool] = False
 
 
@@ -90,7 +99,9 @@ class DecodeBatch(ForwardBatch):
 
 @dataclass(slots=True)
 class PrefillChunk(ForwardBatch):
-    """Rows at start..start + T - 1 of one sequence (S = 1). `before`: the token ids just before them, if the host knows them."""
+    """Rows at start..start + T - 1 of one sequence (S = 1). `before`: the token ids just before them, if the host knows
+    them.
+    """
 
     start: int = field(kw_only=True)
     before: Sequence[int] = field(default=(), kw_only=True)
@@ -100,14 +111,17 @@ class PrefillChunk(ForwardBatch):
 
 @dataclass(slots=True)
 class VerifyPass(PrefillChunk):
-    """Up to FEW_ROWS draft tokens of one sequence: row i reads the recurrent state that row i - 1 stored, so any prefix can be accepted."""
+    """Up to FEW_ROWS rows of one sequence, draft tokens among them: row i reads the recurrent state that row i - 1
+    stored, so any prefix of the rows can be accepted.
+    """
 
     state_per_row: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
 class PackedPrompts(ForwardBatch):
-    """Chunks of several sequences in one pass, each with the rows that it covers. Networks with recurrent layers never get one.
+    """Chunks of several sequences in one pass, each with its rows of the pass. Networks with recurrent layers never get
+    one.
 
     Only attention tells the sequences apart. The fields of ForwardBatch are those of the first chunk.
     """
@@ -122,7 +136,9 @@ class PackedPrompts(ForwardBatch):
 
 @dataclass(slots=True)
 class RotaryTable:
-    """cos and sin [positions, dim/2] fp32 of the rotary embedding (Su et al. 2021) of a head's first `dim` numbers, made once a session."""
+    """cos and sin [positions, dim/2] fp32 of the rotary embedding (Su et al. 2021) for the first `dim` numbers of a
+    head, built once per session.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor

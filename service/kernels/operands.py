@@ -1,4 +1,4 @@
-"""What kernels may take in one call between a network's small operations: connections of residual streams, sparse experts, n-grams, indexers."""
+"""Operands of the fused operations: hyper-connections, sparse experts, n-gram blocks, attention, indexers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from .forward_batch import ForwardBatch, HeadShape, NormWeight, RotaryTable, Slo
 
 @dataclass(slots=True)
 class HyperConnection:
-    """norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject [streams, ..]."""
+    """A gated mix of residual streams.
+
+    norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject
+    [streams, streams * hidden] or None.
+    """
 
     count: int
     norm: NormWeight
@@ -25,9 +29,10 @@ class HyperConnection:
 
 @dataclass(slots=True)
 class ConnectionOperands:
-    """streams [T, streams * hidden] give out `read` [T, hidden]; a connection that injects also `weights` [T, streams], and clears `found`.
+    """Mixes `streams` [T, streams * hidden] into `read` [T, hidden]. If the connection injects, it also fills `weights`
+    [T, streams] and zeroes `found`.
 
-    Room: normed and mixed [T, streams * hidden], low [T, rank]. found [T, hidden] takes what the layer adds.
+    Buffers: normed and mixed [T, streams * hidden], low [T, rank]. found [T, hidden] receives what the layer adds.
     """
 
     streams: torch.Tensor
@@ -41,7 +46,9 @@ class ConnectionOperands:
 
 @dataclass(slots=True)
 class SharedWeights:
-    """The expert that every token meets, by the sigmoid of `gate` [1, hidden]; gate_up [2 * width, hidden], down [hidden, width]."""
+    """The expert that every token passes through, weighted by the sigmoid of `gate` [1, hidden]; gate_up [2 * width,
+    hidden], down [hidden, width].
+    """
 
     gate: Weight
     gate_up: Weight
@@ -50,9 +57,10 @@ class SharedWeights:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """router [count, hidden]; of each expert gate_up [2 * width, hidden] and down [hidden, width].
+    """router [count, hidden]; per expert gate_up [2 * width, hidden] and down [hidden, width].
 
-    A token goes through the `active` likeliest (softmax over all in fp32), weighed by how likely they are; `normalized`: to a sum of 1.
+    A token passes through the `active` experts with the largest router scores, weighted by the softmax over all scores
+    in fp32. `normalized`: the weights are scaled to a sum of 1.
     """
 
     active: int
@@ -65,10 +73,11 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class ExpertOperands:
-    """x [T, hidden] goes through experts, what they find is added to out [T, hidden].
+    """Passes x [T, hidden] through experts and adds the result to out [T, hidden].
 
-    Room: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared width]; the last two are any
-    tensor where no expert is shared. picks [T, `pick_numbers`] is there for 16-bit activations, else any tensor.
+    Buffers: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared
+    width]. The last two are any tensor if no expert is shared. picks [T, `pick_numbers`] exists for 16-bit activations,
+    otherwise any tensor.
     """
 
     x: torch.Tensor
@@ -82,8 +91,10 @@ class ExpertOperands:
 
 
 def pick_numbers(count: int, active: int, hidden: int, width: int) -> int:
-    """16-bit numbers a row that kernels work in which take all experts at once: of each pick what both products give, its expert, its
-    weight and its place, 32 bits each; the row's scores in fp32 or its share of the tiles; the shared expert's weight; alignment.
+    """16-bit numbers per row of the buffer of kernels that run all experts at once.
+
+    Per pick: the results of both products, and its expert, weight and index at 32 bits each. Per row: the scores in
+    fp32 or its share of the tiles, the weight of the shared expert, and alignment.
     """
     return active * (width + hidden + 6) + 2 * count + 2 + 64
 
@@ -106,9 +117,10 @@ class NgramWeights:
 
 @dataclass(slots=True)
 class NgramOperands:
-    """embedded [T, width] is let into streams [T, streams * hidden]; windows [slots, (K - 1) * apart, streams * hidden] move on.
+    """Adds embedded [T, width] to streams [T, streams * hidden], and shifts windows [slots, (K - 1) * apart, streams *
+    hidden].
 
-    Room: keys [T, streams * hidden], values [T, hidden]. `verify`: see VerifyPass.
+    Buffers: keys [T, streams * hidden], values [T, hidden]. `verify`: see VerifyPass.
     """
 
     embedded: torch.Tensor
@@ -122,9 +134,10 @@ class NgramOperands:
 
 @dataclass(slots=True)
 class AttentionHeads:
-    """What attention has between its projections: norms [head_dim] of each head's queries and keys, and the angles that turn them.
+    """What attention has between its projections: norms [head_dim] for the queries and keys of each head, and the
+    rotary table.
 
-    `rotary` may turn less than a head's width: its first numbers only.
+    `rotary` may cover less than a head's width: its first numbers only.
     """
 
     shape: HeadShape
@@ -135,10 +148,11 @@ class AttentionHeads:
 
 @dataclass(slots=True)
 class AttentionOperands:
-    """qkv [T, shape.qkv], which is overwritten, gives out [T, shape.queries] over a layer's paged cache, both of the kernels' activation.
+    """Attention of a layer over its paged cache: qkv [T, shape.qkv], which is overwritten, gives out [T,
+    shape.queries]. Both have the kernels' activation type.
 
-    keys, values [blocks, kv_heads, BLOCK, head_dim] in the cache's type are written at the positions of `batch`; each row then attends to
-    its sequence up to itself.
+    New keys and values are written to keys, values [blocks, kv_heads, BLOCK, head_dim], in the cache's type, at the
+    positions of `batch`. Each row then attends to its sequence up to itself.
     """
 
     qkv: torch.Tensor
@@ -150,7 +164,9 @@ class AttentionOperands:
 
 @dataclass(slots=True)
 class Indexer:
-    """Which stretches of `ratio` tokens a row attends to, `budget` tokens in all; norms of queries and keys [dim]."""
+    """Selects the key blocks of `ratio` tokens that a row attends to, `budget` tokens in total; norms of queries and
+    keys [dim].
+    """
 
     heads: int
     dim: int
@@ -162,8 +178,10 @@ class Indexer:
 
 @dataclass(slots=True)
 class IndexerOperands:
-    """indexed [T, (heads + 1) * dim]: queries, which may be overwritten, then the raw key. tails [slots, ratio - 1, dim]: the raw keys of
-    stretches that are not full, read and written where the pass's slots say. pooled [blocks, BLOCK / ratio, dim]: the mean keys.
+    """indexed [T, (heads + 1) * dim]: queries, which may be overwritten, then the raw key.
+
+    tails [slots, ratio - 1, dim]: the raw keys of key blocks that are not full, read and written in the slots of the
+    pass. pooled [blocks, BLOCK / ratio, dim]: the mean key of each full key block.
     """
 
     indexed: torch.Tensor
@@ -171,5 +189,5 @@ class IndexerOperands:
     pooled: torch.Tensor
 
 
-# What a layer is made of, as far as kernels take it as a whole.
+# The parts of a layer that kernels take as a whole.
 LayerPart: TypeAlias = Weight | HyperConnection | ExpertWeights | DeltaHeads

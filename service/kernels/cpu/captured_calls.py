@@ -1,4 +1,6 @@
-"""Compiled calls: structures that are filled in once and kept, the workspace that they work in, and key_blocks of a step that are made as one."""
+"""Compiled calls: structures that are filled once and kept, the workspace of products, and captured sequences of calls
+that are replayed as one.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,19 @@ from .native import (
     describe,
 )
 
-# Calls are kept of so many places: a decode step has some hundred for each batch, and each expert of a sparse layer two (about 1 KB each).
+# Limit of kept calls. A decode step has a few hundred per batch size, an expert of a sparse layer two; each takes about
+# 1 KB.
 KEPT = 1 << 15
-# A session has one or two for each number of rows.
+# A session has one or two per number of rows.
 KEPT_SEQUENCES = 64
 
 
 @dataclass(slots=True)
 class NativeCall:
-    """A structure that is filled in, and the function that takes its address.
+    """A filled structure, and the function that takes its address.
 
-    A decode step makes the same calls again and again, with the same objects at the same places: each call is kept by their identities,
-    and `held` keeps them alive.
+    A decode step makes the same calls repeatedly, with the same objects. Each call is kept under their identities, and
+    `held` keeps the objects alive.
     """
 
     run: Callable[[int], None]
@@ -45,17 +48,19 @@ class NativeCall:
 
 
 class CapturedSequence:
-    """Calls that are made one behind the other, in one call."""
+    """Calls that run one after another, in one call."""
 
     def __init__(self, calls: Sequence[NativeCall]) -> None:
         self.held = tuple(calls)
-        places = [(ctypes.cast(call.run, ctypes.c_void_p).value, call.address) for call in calls]  # pyright: ignore[reportArgumentType]
-        self._calls = (CallStruct * len(calls))(*places)
+        pairs = [(ctypes.cast(call.run, ctypes.c_void_p).value, call.address) for call in calls]  # pyright: ignore[reportArgumentType]
+        self._calls = (CallStruct * len(calls))(*pairs)
         self.address, self.count = ctypes.addressof(self._calls), len(calls)
 
 
 class CallCache:
-    """What is kept between calls: the weights as the C sees them, calls by their objects, key_blocks, and the workspace that products work in."""
+    """What is kept between calls: weights as C structures, calls by their objects, captured sequences, and the
+    workspace of products.
+    """
 
     def __init__(self, native: Native, threads: int) -> None:
         self.native = native
@@ -63,25 +68,25 @@ class CallCache:
         self.compiled = self.plain = 0
         self._weights: dict[int, tuple[WeightStruct, Weight]] = {}
         self._kept: dict[tuple[int, ...], NativeCall] = {}
-        # By an object that it was made for and its place there; None: something in it is not compiled.
+        # By owner and index. None: something in the sequence is not compiled.
         self._sequences: dict[tuple[int, int], tuple[CapturedSequence | None, object]] = {}
         self._recorded: list[NativeCall] | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._shared = self._each = self._moves = 0
 
     def use(self, workspace: torch.Tensor) -> None:
-        """Work in `workspace` from now on."""
+        """Use `workspace` from now on."""
         self._workspace = workspace
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all that points into the workspace."""
+        """Drop everything that points into the workspace."""
         self._kept.clear()
         self._sequences.clear()
         self._moves += 1
 
     def make(self, key: tuple[int, ...] | None, build: Callable[[], NativeCall | None]) -> bool:
-        """Make the call that is kept under `key` (None: it is not kept), built where there is none; False where nothing could be built."""
+        """Make the call kept under `key` (None: not kept), built if absent. False if it could not be built."""
         call = self._kept.get(key) if key is not None else None
         if call is None:
             call = build()
@@ -98,9 +103,11 @@ class CallCache:
             self._recorded.append(call)
         return True
 
-    def run_captured(self, owner: object, place: int, work: Callable[[], None]) -> None:
-        """What `work` does, which must be calls of these and nothing else unless one could not be built: the first time it is recorded."""
-        key = (id(owner), place)
+    def run_captured(self, owner: object, index: int, work: Callable[[], None]) -> None:
+        """Do `work`, which makes only calls of this cache unless one cannot be built. The first time it is recorded,
+        then replayed.
+        """
+        key = (id(owner), index)
         known = self._sequences.get(key)
         if known is None or known[0] is None:
             if known is None:
@@ -115,7 +122,7 @@ class CallCache:
         plain, moves, self._recorded = self.plain, self._moves, []
         try:
             work()
-            if moves == self._moves:  # else some of the calls point into another workspace: the next time
+            if moves == self._moves:  # else some calls point into an old workspace; record next time
                 if len(self._sequences) >= KEPT_SEQUENCES:
                     self._sequences.clear()
                 self._sequences[key] = (CapturedSequence(self._recorded) if plain == self.plain else None, owner)
@@ -123,7 +130,7 @@ class CallCache:
             self._recorded = None
 
     def stored(self, weight: Weight) -> WeightStruct | None:
-        """What `describe` says, once a weight."""
+        """The result of `describe`, computed once per weight."""
         found = self._weights.get(id(weight))
         if found is None:
             stored = describe(weight)
@@ -135,13 +142,13 @@ class CallCache:
         return found[0]
 
     def all_stored(self, *weights: Weight) -> list[WeightStruct] | None:
-        """`stored` of each; None where there is nothing for one of them."""
+        """`stored` of each weight; None if one has none."""
         found = [self.stored(weight) for weight in weights]
         known = [stored for stored in found if stored is not None]
         return known if len(known) == len(found) else None
 
     def product(self, mode: int, x: torch.Tensor, stored: WeightStruct, out: torch.Tensor, scratch: tuple[int, int]) -> ProductStruct:
-        """A product without a norm. ValueError for shapes that do not fit."""
+        """A product without a norm. Raises ValueError for shapes that do not fit."""
         count, cols = x.shape
         outputs = stored.rows // 2 if mode == GATE else stored.rows
         if cols != stored.cols or out.numel() != count * outputs:
@@ -157,13 +164,13 @@ class CallCache:
         return self.scratch(max(shared for shared, _ in needs), max(each for _, each in needs))
 
     def _needs(self, stored: WeightStruct) -> tuple[int, int]:
-        """Bytes that any product with this weight takes: shared by all threads, and of each."""
+        """Bytes that any product with this weight needs: shared by all threads, and per thread."""
         address, many = ctypes.addressof(stored), (ctypes.c_int64 * 2)()
         self.native.gemm_scratch(address, MANY_ROWS, ctypes.addressof(many))
         return many[0], max(many[1], self.native.gemv_scratch(address, FEW_ROWS))
 
     def scratch(self, shared: int, each: int) -> tuple[int, int]:
-        """Address of the workspace and bytes of it for each thread; memory of our own where none was reserved that is large enough."""
+        """Address of the workspace, and its bytes per thread. Allocates if the reserved workspace is too small."""
         self._shared, self._each = max(self._shared, shared), -(-max(self._each, each) // ALIGNMENT) * ALIGNMENT
         needed = self._shared + self.threads * self._each + ALIGNMENT
         if self._workspace.numel() < needed:
@@ -172,5 +179,5 @@ class CallCache:
 
 
 def plain_rows(rows: torch.Tensor) -> bool:
-    """Whether the C can take it: fp32 without gaps."""
+    """Whether the C code can take it: fp32 without gaps."""
     return rows.dtype == torch.float32 and rows.is_contiguous()

@@ -1,9 +1,9 @@
-"""Kernels for the CPU: the five operations of a pass as compiled C, each one parallel region.
+"""Kernels for the CPU: the operations of a pass as compiled C, each one parallel region.
 
-Decode reads every stored weight once and is bound by that; prompts are bound by arithmetic (gemv.c, gemm.c and attention.c say how).
-Integer weights meet activations of 15 bits: an element of x is wrong by at most the largest of its span of up to 128 columns / 65534, so
-y[r] by at most sum over spans of largest |x| * sum |w[r]| / 65534, beside the rounding of an fp32 sum. BF16 activations would be 256 times
-coarser.
+Decode reads every stored weight once and is bound by that. Prompts are bound by arithmetic (see gemv.c, gemm.c and
+attention.c). Integer weights meet activations of 15 bits: an element of x is wrong by at most the largest of its span
+of up to 128 columns / 65534. So y[r] is wrong by at most the sum over spans of largest |x| * sum |w[r]| / 65534, plus
+the rounding of an fp32 sum. BF16 activations would be 256 times coarser.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ log = logging.getLogger(__name__)
 
 
 class CpuKernels(ReferenceKernels):
-    """Compiled where weights and heads are of a kind that the C has (`compiled` counts the calls), plain torch elsewhere (`plain`)."""
+    """Runs compiled C if weights and heads are supported (`compiled` counts these calls), otherwise plain torch
+    (`plain`).
+    """
 
     name = "cpu"
 
@@ -67,17 +69,19 @@ class CpuKernels(ReferenceKernels):
 
     @property
     def compiled(self) -> int:
-        """Calls that were made in C."""
+        """Calls made in C."""
         return self._calls.compiled
 
     @property
     def plain(self) -> int:
-        """Operations that were left to plain torch."""
+        """Operations left to plain torch."""
         return self._calls.plain
 
     @classmethod
     def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
-        """Room for x of a product and for each thread; where attention.c has nothing for the heads, the reference's keys and values too."""
+        """Space for x of a product and for each thread; if attention.c does not support the heads, also the reference's
+        keys and values.
+        """
         threads = torch.get_num_threads()
         workspace: tuple[Buffer, ...] = (((shared_bytes(columns) + threads * thread_bytes(columns, heads) + ALIGNMENT,), torch.uint8),)
         return workspace if fits(heads, HEAD_STEP) else (*workspace, *super().workspace_spec(heads, positions, activation, columns))
@@ -87,8 +91,8 @@ class CpuKernels(ReferenceKernels):
         super().reserve(rest)
         self._calls.use(workspace)
 
-    def run_captured(self, owner: object, place: int, work: Callable[[], None]) -> None:
-        self._calls.run_captured(owner, place, work)
+    def run_captured(self, owner: object, index: int, work: Callable[[], None]) -> None:
+        self._calls.run_captured(owner, index, work)
 
     def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:
         stored, kind = describe(target), KINDS.get(values.dtype)
@@ -103,7 +107,7 @@ class CpuKernels(ReferenceKernels):
             return False
         wrong = self._native.pack_rows(ctypes.addressof(stored), kind, values.data_ptr(), workspace.data_ptr())
         if wrong >= 0:
-            target.scales[wrong] = float("nan")  # whoever asked looks why
+            target.scales[wrong] = float("nan")  # the caller finds out why
         return True
 
     def embed(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
@@ -185,7 +189,9 @@ class CpuKernels(ReferenceKernels):
         return at.x.shape[0] <= FEW_ROWS and self._at_once(key, experts, lambda: cpu_operands.experts(self._calls, experts, at))
 
     def _at_once(self, key: tuple[int, ...], part: object, build: Callable[[], NativeCall | None]) -> bool:
-        """Whether the call under `key` could be made; a part that there is none for is remembered, and the first of its type told of."""
+        """Whether the call under `key` was made. A part without a compiled form is remembered; the first of its type is
+        logged.
+        """
 
         def build_or_tell() -> NativeCall | None:
             call = None if id(part) in self._declined else build()
@@ -198,11 +204,11 @@ class CpuKernels(ReferenceKernels):
         return self._calls.make(key, build_or_tell)
 
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
-        # Not kept: rows that are normed may be no buffers of a pass.
+        # Not kept: normed rows may not be buffers of a pass.
         return out if self._calls.make(None, lambda: cpu_operands.norm(self._calls, x, norm, out)) else super().rms_norm(x, norm, out)
 
     def _product(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> bool:
-        """Whether the product could be done; plain torch must do it otherwise."""
+        """Whether the product was done. Otherwise plain torch must do it."""
         key = (mode, id(x), id(norm), id(weight), id(out)) if x.shape[0] <= FEW_ROWS else None
         return self._calls.make(key, lambda: self._product_call(mode, x, norm, weight, out))
 
@@ -218,12 +224,12 @@ class CpuKernels(ReferenceKernels):
 
 
 def _step_key(heads: AttentionHeads, at: AttentionOperands, *parts: object) -> tuple[int, ...] | None:
-    """What a call of a decode step or a verify pass is kept under; other chunks are made anew each time."""
+    """The key of a call of a decode step or verify pass. Calls of other chunks are not kept."""
     if not at.batch.state_per_row:
         return None
     return id(heads), id(at.qkv), id(at.keys), id(at.values), id(at.batch), id(at.out), *map(id, parts)
 
 
 def _few_key(rows: torch.Tensor, *parts: object) -> tuple[int, ...] | None:
-    """What a call for a few rows is kept under; the views of many rows are made anew each time."""
+    """The key of a call for a few rows. Views of many rows are new objects each time, so their calls are not kept."""
     return None if rows.shape[0] > FEW_ROWS else (id(rows), *map(id, parts))

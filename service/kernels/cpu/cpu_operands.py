@@ -1,4 +1,4 @@
-"""The structures of what the C takes in one call: filled in from a layer's parts; None where it has nothing for them."""
+"""Fills the C structures from a layer's parts. None if the C code does not support them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from .native import (
     WeightStruct,
 )
 
-# A score of a run_captured and its number, see calls.h.
+# Bytes of a score and its index, see calls.h.
 SCORED_BYTES = 8
 
 
 def attention(calls: CallCache, heads: AttentionHeads, at: AttentionOperands) -> AttentionStruct | None:
-    """Of attend_rows and attend_chunk; holds addresses, not tensors."""
+    """For attend_rows and attend_chunk. It holds addresses, not tensors."""
     shape, rotary, keys, values, batch = heads.shape, heads.rotary, at.keys, at.values, at.batch
     ready = plain_rows(at.qkv) and plain_rows(at.out) and keys.dtype == values.dtype == torch.float32
     if not ready or not fits(shape, calls.native.attention_width):
@@ -60,7 +60,7 @@ def attention(calls: CallCache, heads: AttentionHeads, at: AttentionOperands) ->
 
 
 def indexed(calls: CallCache, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> NativeCall | None:
-    """Attention to chosen key_blocks."""
+    """Attention to selected key blocks."""
     attends, slots = attention(calls, heads, at), at.batch.slots
     weights = indexer.q_norm.weight, indexer.k_norm.weight
     held = (keyed.indexed, *weights, keyed.tails, keyed.pooled)

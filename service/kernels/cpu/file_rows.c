@@ -11,7 +11,7 @@
 struct file_rows {
     const int32_t *files;   /* [count]: descriptors */
     const int64_t *offsets; /* [count] */
-    char *room;             /* [count][width]; not used where rows are only announced */
+    char *buffer;             /* [count][width]; not used where rows are only announced */
     int64_t count, width, threads, announce;
     atomic_long next, failed;
 };
@@ -23,7 +23,7 @@ static void one_row(struct file_rows *f, long row) {
 #endif
         return;
     }
-    if (pread(f->files[row], f->room + row * f->width, (size_t)f->width, f->offsets[row]) == f->width) return;
+    if (pread(f->files[row], f->buffer + row * f->width, (size_t)f->width, f->offsets[row]) == f->width) return;
     long first = atomic_load(&f->failed);
     while (row < first && !atomic_compare_exchange_weak(&f->failed, &first, row)) {}
 }

@@ -54,7 +54,7 @@ static char *lay_out_shared(struct shared *s, const struct product *p, long rows
     return at;
 }
 
-static char *lay_out_desk(struct workspace *d, const struct weight *w, char *at) {
+static char *lay_out_workspace(struct workspace *d, const struct weight *w, char *at) {
     struct prepared one;
     d->row = (float *)take(&at, round_up(w->cols, DEPTH) * 4);
     d->line = at;
@@ -71,7 +71,7 @@ void gemm_scratch(const struct weight *w, long rows, int64_t *bytes) {
     struct shared s;
     struct workspace d;
     bytes[0] = lay_out_shared(&s, &p, rows < MOST ? rows : MOST, NULL) - (char *)NULL;
-    bytes[1] = lay_out_desk(&d, w, NULL) - (char *)NULL;
+    bytes[1] = lay_out_workspace(&d, w, NULL) - (char *)NULL;
 }
 
 static void prepare_shared(const struct shared *s, struct workspace *d, long t) {
@@ -96,7 +96,7 @@ static void prepare_shared(const struct shared *s, struct workspace *d, long t) 
     }
 }
 
-/* Columns from..from+DEPTH-1 of up to PANEL weight rows into the desk's panel; zeros where there is no row or column. */
+/* Columns from..from+DEPTH-1 of up to PANEL weight rows into the panel; zeros where there is no row or column. */
 static void fill_panel(const struct weight *w, const struct workspace *d, long row, long count, long from) {
     const long have = w->cols - from < DEPTH ? w->cols - from : DEPTH;
     if (count < PANEL || have < DEPTH) memset(d->wide, 0, PANEL * DEPTH * 4);
@@ -213,13 +213,13 @@ static void some_outputs(const struct shared *s, const struct workspace *d, long
 
 static void rows_at_once(const struct product *p, long rows) {
     struct shared s;
-    char *desks = lay_out_shared(&s, p, rows, p->scratch);
+    char *workspaces = lay_out_shared(&s, p, rows, p->scratch);
     const long outputs = outputs_of(p);
     atomic_long prepared = 0, next = 0;
 #pragma omp parallel num_threads((int)p->threads)
     {
         struct workspace d;
-        lay_out_desk(&d, &p->w, desks + thread_number() * p->stride);
+        lay_out_workspace(&d, &p->w, workspaces + thread_number() * p->stride);
         for (long t; (t = atomic_fetch_add(&prepared, 1)) < s.padded;) prepare_shared(&s, &d, t);
 #pragma omp barrier
         for (long first; (first = atomic_fetch_add(&next, PANEL)) < outputs;)

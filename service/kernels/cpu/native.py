@@ -1,4 +1,4 @@
-"""The compiled kernels' structures and functions as ctypes; the fields are those of weight.h and attention.c."""
+"""Structures and functions of the compiled kernels as ctypes. The fields match the C sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...quant.weight import QuantizedWeight, Weight
 STORE, ADD, GATE = range(3)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5, "nvfp4": 6}
-# Groups of this many columns, or of a whole row, are what the integer kernels step by.
+# The integer kernels step by groups of this many columns, or by a whole row.
 _STEP = 32
 
 
@@ -152,7 +152,7 @@ class CallStruct(ctypes.Structure):
 
 
 class Native:
-    """The library's functions, bound once. Those that take a structure take its address."""
+    """The functions of the library, bound once. Functions that take a structure take its address."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, whole = ctypes.c_void_p, ctypes.c_long
@@ -189,7 +189,7 @@ def bind(library: ctypes.CDLL, symbol: str, *arguments: type, result: type | Non
 
 
 def describe(weight: Weight) -> WeightStruct | None:
-    """The weight as the kernels see it; None where they have nothing for it. It holds addresses, not the tensors."""
+    """The weight as a C structure; None if the kernels do not support it. It holds addresses, not the tensors."""
     rows, cols = weight.shape
     if not isinstance(weight, QuantizedWeight):
         kind = KINDS.get(weight.dtype)
@@ -210,7 +210,7 @@ def describe(weight: Weight) -> WeightStruct | None:
         return None
     zero = 8 if held.name == "int4" and held.symmetric else 0
     offsets, factors = (part.data_ptr() if part is not None else None for part in (weight.offsets, weight.factors))
-    # Where a row has 16 columns or less it has one scale: its group is the format's all the same.
+    # A row of 16 columns or less has one scale. Its group is still that of the format.
     group = held.group if held.name == "nvfp4" else group
     addresses = weight.data.data_ptr(), weight.scales.data_ptr(), offsets
     return WeightStruct(*addresses, rows, cols, group, _QUANTIZED[held.name], zero, factors)

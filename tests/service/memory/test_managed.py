@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from onedesk.service.errors import MemoryFull, RequestError
-from onedesk.service.memory.backends import choose
+from onedesk.service.memory.backends import choose_backend
 from onedesk.service.memory.backends.managed import (
     ATTRIBUTES,
     LASTING,
@@ -214,7 +214,7 @@ def test_a_pool_of_managed_memory_leases_through_it_and_counts_what_it_may_set_a
         return Truth(CARD, free, free, False, 0, 0, None, host.host_available, 0, None, "device")
 
     monkeypatch.setattr(
-        choose, "ManagedBackend", lambda device, oversubscribe: ManagedBackend(device, oversubscribe=oversubscribe, runtime=runtime)
+        choose_backend, "ManagedBackend", lambda device, oversubscribe: ManagedBackend(device, oversubscribe=oversubscribe, runtime=runtime)
     )
     settings = MemorySettings(limit=0.95, kept_back=0.0, floor=0, own_slab=MIB, managed=True, oversubscribe=True)
     pool = Pool("cuda", settings, truth)
