@@ -66,7 +66,9 @@ def answer(model: OpenModel) -> Result:
 
 def opened(path: Path, device: str, cache: Path, settings: MemorySettings | None = None) -> OpenModel:
     """The model of `path` in a pool of its own."""
-    return open_model(path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache)
+    return open_model(
+        path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache
+    )
 
 
 def made_pool(device: str, settings: MemorySettings | None = None) -> Pool:
@@ -85,7 +87,12 @@ def same_as_cpu(device: str, cache: Path, settings: MemorySettings | None = None
             model.close()
     truth, ours = found
     same = sum(a == b for a, b in zip(ours[0].ids, truth[0].ids, strict=True))
-    return {"tokens": TOKENS, "same": same, "distinct": len(set(truth[0].ids)), "score_difference": _apart(ours[1], truth[1])}
+    return {
+        "tokens": TOKENS,
+        "same": same,
+        "distinct": len(set(truth[0].ids)),
+        "score_difference": _apart(ours[1], truth[1]),
+    }
 
 
 def _apart(some: Sequence[float], others: Sequence[float]) -> float:
@@ -164,7 +171,13 @@ def managed_memory(device: str, cache: Path) -> dict[str, Any]:
 def row_of(held: int, released: Sequence[Released], driver: int) -> dict[str, Any]:
     """One give-way: bytes held before, bytes asked and measured by the pool, bytes that the driver has more of, seconds."""
     asked, measured = sum(item.asked for item in released), sum(item.measured for item in released)
-    return {"held": held, "asked": asked, "measured": measured, "driver": driver, "seconds": sum(item.seconds for item in released)}
+    return {
+        "held": held,
+        "asked": asked,
+        "measured": measured,
+        "driver": driver,
+        "seconds": sum(item.seconds for item in released),
+    }
 
 
 def free_bytes(device: str) -> int:
@@ -201,7 +214,10 @@ def _broken_managed(managed: Mapping[str, Any]) -> list[str]:
     found, nbytes, equal = [], managed["bytes"], managed["same_as_cpu"]
     if nbytes["measured"] < RETURNED_SHARE * MANAGED_BYTES or nbytes["asked"] != MANAGED_BYTES:
         found.append(f"managed memory returned {nbytes['measured']} of {MANAGED_BYTES} bytes")
-    if abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20 or managed["counted_half_aside"] != MANAGED_BYTES // 2:
+    if (
+        abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20
+        or managed["counted_half_aside"] != MANAGED_BYTES // 2
+    ):
         found.append(f"with half of {MANAGED_BYTES} bytes set aside the card still held {nbytes['half_aside']}")
     if not managed["content_same"]:
         found.append("managed memory held other bytes after a part was set aside")
@@ -236,9 +252,13 @@ def check(cycles: int, cache: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_check", description="check the engine on a CUDA device with random checkpoints")
+    parser = argparse.ArgumentParser(
+        prog="cuda_check", description="check the engine on a CUDA device with random checkpoints"
+    )
     parser.add_argument("--cycles", type=int, default=10)
-    parser.add_argument("--cache", type=Path, help="where the random checkpoint and compiled kernels are kept; else they are made anew")
+    parser.add_argument(
+        "--cache", type=Path, help="where the random checkpoint and compiled kernels are kept; else they are made anew"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.cycles < 1:

@@ -65,7 +65,13 @@ class Compiled:
         launch, limit = self.launch, DEVICES[arch].shared
         told = {"arch": arch, "part": launch.part, "kernel": launch.name, "form": launch.form, "first": launch.first}
         fits = not self.error and self.shared <= limit
-        return told | {"shared": self.shared, "registers": self.registers, "spilled": self.spilled, "fits": fits, "error": self.error}
+        return told | {
+            "shared": self.shared,
+            "registers": self.registers,
+            "spilled": self.spilled,
+            "fits": fits,
+            "error": self.error,
+        }
 
 
 def compiled(launch: Launch, arch: int) -> Compiled:
@@ -105,12 +111,21 @@ def spilled_bytes(ptx: str, arch: int) -> int:
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", file.name, "-o", "/dev/null"]
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(arch)}",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return max((int(count) for count in re.findall(r"(\d+) bytes spill stores", said)), default=0)
 
 
-def check(archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2) -> dict[str, Any]:
+def check(
+    archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2
+) -> dict[str, Any]:
     """The document; `failures` lists what does not compile or fit, and kernels that no shape of all launches. Raises RequestError."""
     rows: list[dict[str, Any]] = []
     summaries = []
@@ -172,7 +187,9 @@ def _tell(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_compile", description="compile all Triton kernels for GPUs that need not be here")
+    parser = argparse.ArgumentParser(
+        prog="cuda_compile", description="compile all Triton kernels for GPUs that need not be here"
+    )
     known = {"arch": [str(arch) for arch in DEVICES], "shape": list(SHAPES), "part": parts_of_tree()}
     parser.add_argument("--arch", default=str(SPARK), help=f"of {', '.join(known['arch'])}; else {SPARK}")
     parser.add_argument("--shape", default="", help=f"of {', '.join(SHAPES)}; else all")

@@ -25,7 +25,15 @@ from .cuda_cases import BOUNDS, Finding, Maker, apart
 
 CONTEXT = 1024
 # Lengths before a decode step, one a sequence; and where a chunk begins and how long it is.
-STEPS: Sequence[Sequence[int]] = ([0], [1], [255], [1023], [5, 700], [31, 32, 33, 64], [0, 9, 99, 999, 1, 500, 1023, 640])
+STEPS: Sequence[Sequence[int]] = (
+    [0],
+    [1],
+    [255],
+    [1023],
+    [5, 700],
+    [31, 32, 33, 64],
+    [0, 9, 99, 999, 1, 500, 1023, 640],
+)
 CHUNKS: Sequence[tuple[int, int]] = ((0, 7), (0, 300), (37, 5), (500, 129))
 # Where a few rows of one sequence begin, and how many: at the beginning, over the borders of blocks and key_blocks, beyond the budget.
 FEW: Sequence[tuple[int, int]] = ((0, 2), (1, 3), (29, 8), (254, 5), (511, 2), (777, 8), (1016, 8))
@@ -41,7 +49,9 @@ INDEXER = (4, 128, 256, 4)
 
 def rotary_table(make: Maker, rotated: int) -> RotaryTable:
     """Angles of CONTEXT places for heads of which `rotated` numbers are rotated."""
-    angles = torch.arange(CONTEXT, device=make.device)[:, None] / 1e6 ** (torch.arange(0, rotated, 2, device=make.device) / rotated)
+    angles = torch.arange(CONTEXT, device=make.device)[:, None] / 1e6 ** (
+        torch.arange(0, rotated, 2, device=make.device) / rotated
+    )
     return RotaryTable(angles.cos(), angles.sin())
 
 
@@ -85,9 +95,13 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rota
         count = len(batch.positions)
         keys, values = (make.rows(batch.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
         qkv, wide_keys, wide_values = make.rows(count, heads.qkv), keys.float(), values.float()
-        wide = AttentionOperands(qkv.float(), wide_keys, wide_values, batch, torch.empty(count, heads.queries, device=make.device))
+        wide = AttentionOperands(
+            qkv.float(), wide_keys, wide_values, batch, torch.empty(count, heads.queries, device=make.device)
+        )
         truth = ReferenceKernels().attend(layer, wide)
-        found = kernels.attend(layer, AttentionOperands(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries)))
+        found = kernels.attend(
+            layer, AttentionOperands(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries))
+        )
         form = f"{heads.heads}/{heads.kv_heads} of {rotated}/{heads.head_dim}, {'chunk' if batch.one_sequence else 'step'} {lengths}"
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend", form, apart(found, truth), bound)
@@ -113,7 +127,10 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
     indexer = Indexer(*INDEXER, make.norm(INDEXER[1]), make.norm(INDEXER[1]))
     layer = _layer(make, heads, rotated)
     rotary = layer.rotary
-    cases = [*((lengths, "") for lengths in [*INDEXED_STEPS, *INDEXED_CHUNKS]), *((few, kind) for few in FEW for kind in KINDS)]
+    cases = [
+        *((lengths, "") for lengths in [*INDEXED_STEPS, *INDEXED_CHUNKS]),
+        *((few, kind) for few in FEW for kind in KINDS),
+    ]
     for turn, (lengths, kind) in enumerate(cases):
         batch = _batch(make, lengths, kind)
         count, sequences, table = len(batch.positions), *batch.tables.shape
@@ -133,8 +150,15 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
         sequence_of = torch.arange(count, device=make.device) * (not batch.one_sequence)
         indexed = torch.cat((queries, raw[sequence_of, batch.positions.long()]), dim=1)
         keys, values = (make.rows(batch.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
-        qkv, out, wide_keys, wide_values = make.rows(count, heads.qkv), make.empty(count, heads.queries), keys.float(), values.float()
-        turned_queries = ReferenceKernels().rotate_and_store(layer, AttentionOperands(qkv.float(), wide_keys, wide_values, batch, out))
+        qkv, out, wide_keys, wide_values = (
+            make.rows(count, heads.qkv),
+            make.empty(count, heads.queries),
+            keys.float(),
+            values.float(),
+        )
+        turned_queries = ReferenceKernels().rotate_and_store(
+            layer, AttentionOperands(qkv.float(), wide_keys, wide_values, batch, out)
+        )
         asked = queries.float().view(count, indexer.heads, indexer.dim)
         ReferenceKernels().rms_norm(asked, indexer.q_norm, asked)
         ReferenceKernels().rotate(asked, rotary.cos[batch.positions], rotary.sin[batch.positions])
@@ -147,9 +171,7 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
             ReferenceKernels().attention(turned_queries[row][None], k, v, len(tokens) - 1, truth[row][None])
         own = AttentionOperands(qkv, keys, values, _elsewhere(batch), out)
         done = kernels.attend_indexed(layer, own, indexer, IndexerOperands(indexed, tails, held))
-        form = (
-            f"{heads.heads}/{heads.kv_heads} of {rotated}/{heads.head_dim}, {(kind or 'chunk') if batch.one_sequence else 'step'} {lengths}"
-        )
+        form = f"{heads.heads}/{heads.kv_heads} of {rotated}/{heads.head_dim}, {(kind or 'chunk') if batch.one_sequence else 'step'} {lengths}"
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend_indexed", form, apart(out, truth.flatten(1)) if done else float("inf"), bound)
         ends = [position + 1 for position in batch.positions.tolist()]

@@ -41,7 +41,9 @@ class HybridKV(PagedKV):
         return self.openable > 0 and super().fits(capacity, shared)
 
     def usable(self, blocks: Sequence[int]) -> Sequence[int]:
-        return blocks[: next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._checkpoints), 0)]
+        return blocks[
+            : next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._checkpoints), 0)
+        ]
 
     def inherit(self, known: int, block: int, /) -> None:
         if known not in self._checkpoints and block in self._checkpoints:
@@ -58,7 +60,9 @@ class HybridKV(PagedKV):
             if isinstance(sequence, HybridSequence):
                 taken += sequence.taken
         self._states.check(taken)
-        assert all(self.users(block) or block in self._cached for block in self._checkpoints), "a checkpoint hangs on a free block"  # noqa: S101 - invariants of ours
+        assert all(self.users(block) or block in self._cached for block in self._checkpoints), (
+            "a checkpoint hangs on a free block"
+        )  # noqa: S101 - invariants of ours
 
     def allocate_slot(self) -> int:
         """A slot, if need be that of the longest unused checkpoint. Raises MemoryFull."""
@@ -120,7 +124,9 @@ class HybridSequence(SequenceKV):
         self._states = pages._states
         self._slot = slot
         self._in_spare = False
-        self._draft_slots: list[int] = []  # with the states behind the tokens that a pass has read and that may not count
+        self._draft_slots: list[
+            int
+        ] = []  # with the states behind the tokens that a pass has read and that may not count
         self._snapshots: list[Snapshot] = []
         self._written: int | None = None  # the block of the last checkpoint in what decode wrote
 
@@ -131,7 +137,11 @@ class HybridSequence(SequenceKV):
     @property
     def taken(self) -> list[int]:
         """Slots that it owns."""
-        return [self._slot, *self._draft_slots, *(snapshot.slot for snapshot in self._snapshots if snapshot.slot is not None)]
+        return [
+            self._slot,
+            *self._draft_slots,
+            *(snapshot.slot for snapshot in self._snapshots if snapshot.slot is not None),
+        ]
 
     @property
     def verify_slots(self) -> list[tuple[int, int]]:

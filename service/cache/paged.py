@@ -32,7 +32,9 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in all layers."""
-        return self.layers * (2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK)
+        return self.layers * (
+            2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK
+        )
 
     def part(self, blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's keys in `blocks` blocks."""
@@ -246,7 +248,9 @@ class SequenceKV:
     def __enter__(self) -> SequenceKV:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property

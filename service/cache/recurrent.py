@@ -26,7 +26,9 @@ class StateShape:
     def nbytes(self) -> int:
         """Bytes of a RecurrentStates, alignment included."""
         held = sum(carved_bytes((self.slots, *piece), torch.float32) for pieces in self.layers for piece in pieces)
-        return held + sum(carved_bytes((self.rows, *piece), torch.float32) for pieces in set(self.layers) for piece in pieces)
+        return held + sum(
+            carved_bytes((self.rows, *piece), torch.float32) for pieces in set(self.layers) for piece in pieces
+        )
 
 
 class RecurrentStates:
@@ -38,9 +40,13 @@ class RecurrentStates:
     def __init__(self, lease: Lease, shape: StateShape) -> None:
         self.shape = shape
         self.spare = 0
-        self._parts = [[lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in pieces] for pieces in shape.layers]
+        self._parts = [
+            [lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in pieces] for pieces in shape.layers
+        ]
         kinds = sorted(set(shape.layers))
-        self._work = {pieces: [lease.carve((shape.rows, *piece), torch.float32) for piece in pieces] for pieces in kinds}
+        self._work = {
+            pieces: [lease.carve((shape.rows, *piece), torch.float32) for piece in pieces] for pieces in kinds
+        }
         self._free = list(range(shape.slots - 1, 0, -1))
 
     @property
@@ -56,7 +62,9 @@ class RecurrentStates:
     def allocate(self) -> int:
         """A slot with any content. Raises MemoryFull."""
         if not self._free:
-            raise MemoryFull(f"all {self.shape.slots - 1} recurrent states of the session are in use; wait until a text has ended")
+            raise MemoryFull(
+                f"all {self.shape.slots - 1} recurrent states of the session are in use; wait until a text has ended"
+            )
         return self._free.pop()
 
     def release(self, slot: int) -> None:
@@ -88,7 +96,10 @@ class RecurrentStates:
     def read(self, layer: int, slots: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a layer for the slots [S] int64, [S, *piece] each, to be changed; valid until the next call."""
         count, work = slots.shape[0], self._work[self.shape.layers[layer]]
-        return [torch.index_select(part, 0, slots, out=room[:count]) for part, room in zip(self._parts[layer], work, strict=True)]
+        return [
+            torch.index_select(part, 0, slots, out=room[:count])
+            for part, room in zip(self._parts[layer], work, strict=True)
+        ]
 
     def write(self, layer: int, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         """Store what `read` gave, changed, in the slots [S] int64."""
@@ -98,4 +109,6 @@ class RecurrentStates:
     def check(self, taken: Sequence[int]) -> None:
         """Raise AssertionError unless exactly the slots `taken` are, once each."""
         every = sorted([*taken, *self._free, self.spare])
-        assert every == list(range(self.shape.slots)), f"slots taken {sorted(taken)}, free {sorted(self._free)}, spare {self.spare}"  # noqa: S101 - invariants of ours
+        assert every == list(range(self.shape.slots)), (
+            f"slots taken {sorted(taken)}, free {sorted(self._free)}, spare {self.spare}"
+        )  # noqa: S101 - invariants of ours

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 FUSED_FROM = (8, 0)
 
 
-def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None) -> ReferenceKernels:
+def choose_kernels(
+    device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None
+) -> ReferenceKernels:
     """The fastest kernels for weights stored as `weights` on `device`. Compiled kernels are kept in `cache`. Raises
     Cancelled.
     """
@@ -47,12 +49,19 @@ def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader 
     return FileRowReader(library) if library is not None else None
 
 
-def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:
+def workspace_bytes(
+    device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+) -> int:
     """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen; see `workspace_spec`."""
-    possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    possible: tuple[type[ReferenceKernels], ...] = (
+        (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    )
     if device.type == "cuda":
         possible = (fused_or_not(activation)[0],)
-    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns)) for kind in possible)
+    return max(
+        sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns))
+        for kind in possible
+    )
 
 
 def fused_or_not(activation: torch.dtype) -> tuple[type[CudaKernels], str]:

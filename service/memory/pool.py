@@ -40,7 +40,17 @@ from .policy import KINDS, Kind, eviction_order
 from .slabs import SlabBlock, SlabStore
 from .truth import Truth
 
-__all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", "LeaseReturnedError", "Neighbour", "Pool", "Released"]
+__all__ = [
+    "Kind",
+    "Lease",
+    "LeaseBusyError",
+    "LeaseDamagedError",
+    "LeaseInfo",
+    "LeaseReturnedError",
+    "Neighbour",
+    "Pool",
+    "Released",
+]
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +297,9 @@ class Pool:
             damage = [words for lease in self._leases for words in self._damage(lease)]
         if damage:
             self.count("damaged", len(damage))
-            raise LeaseDamagedError("; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode")
+            raise LeaseDamagedError(
+                "; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode"
+            )
 
     @property
     def debug(self) -> bool:
@@ -382,7 +394,14 @@ class Pool:
         """Inside this room only: tell of a return, and warn of one that falls short."""
         asked, measured = min(returned.asked, lease.nbytes), min(returned.measured, lease.nbytes)
         released = Released(lease.owner, asked, measured, seconds, delta)
-        log.debug("%s returned: asked %d, measured %d bytes, available %s, %.4f s", lease.title, asked, measured, delta, seconds)
+        log.debug(
+            "%s returned: asked %d, measured %d bytes, available %s, %.4f s",
+            lease.title,
+            asked,
+            measured,
+            delta,
+            seconds,
+        )
         if measured < (1 - self.settings.shortfall) * asked:
             self.count("shortfalls")
             log.warning(
@@ -405,7 +424,9 @@ class Pool:
             return None
 
     def _resident(self) -> int:
-        return self._elsewhere() + sum(lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders())
+        return self._elsewhere() + sum(
+            lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders()
+        )
 
     def _elsewhere(self) -> int:
         """Bytes that processes of ours have taken."""

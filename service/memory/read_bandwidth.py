@@ -39,7 +39,11 @@ def _read(cache: Path) -> dict[str, float]:
         return {}
     if not isinstance(document, dict):
         return {}
-    return {key: float(value) for key, value in document.items() if isinstance(value, int | float) and math.isfinite(value) and value > 0}
+    return {
+        key: float(value)
+        for key, value in document.items()
+        if isinstance(value, int | float) and math.isfinite(value) and value > 0
+    }
 
 
 def _key(device: str) -> str:
@@ -54,4 +58,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))),
+        platform.processor(),
+    )

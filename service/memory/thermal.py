@@ -12,7 +12,12 @@ from .meminfo import read_text
 _SYS = Path("/sys")
 _NVIDIA_SMI: tuple[str, ...] = ("nvidia-smi",)
 # Idle, application clocks and power cap (0x4) are daily life; these slow a machine down against its will.
-ALARMS = {0x08: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+ALARMS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 _NEAR = 3.0  # degrees below a zone's hot or critical trip point
 
 
@@ -33,7 +38,11 @@ def read_zones(sys: Path = _SYS) -> Thermal:
         if celsius is None:
             continue
         hottest = celsius if hottest is None else max(hottest, celsius)
-        trips = [_degrees(kind.with_name(kind.name.replace("_type", "_temp"))) for kind in zone.glob("trip_point_*_type") if _is_hot(kind)]
+        trips = [
+            _degrees(kind.with_name(kind.name.replace("_type", "_temp")))
+            for kind in zone.glob("trip_point_*_type")
+            if _is_hot(kind)
+        ]
         limit = min((trip for trip in trips if trip is not None and trip > 0), default=None)
         if limit is not None and celsius >= limit - _NEAR:
             name = (read_text(zone / "type") or zone.name).strip()
@@ -45,12 +54,19 @@ def read_nvidia(command: Sequence[str] = _NVIDIA_SMI) -> Thermal:
     """Ask nvidia-smi for temperature and clock event reasons of every GPU. Needs no root; takes about 0.1 s; 5 s at most."""
     query = ("--query-gpu=temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader,nounits")
     try:
-        done = subprocess.run([*command, *query], capture_output=True, text=True, errors="replace", timeout=5, check=True)
+        done = subprocess.run(
+            [*command, *query], capture_output=True, text=True, errors="replace", timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return Thermal(None)
     readings = [_parse_gpu(line) for line in done.stdout.splitlines() if "," in line]
     degrees = [celsius for celsius, _ in readings if celsius is not None]
-    alarms = [f"GPU {gpu}: {words}" for gpu, (_, reasons) in enumerate(readings) for bit, words in ALARMS.items() if reasons & bit]
+    alarms = [
+        f"GPU {gpu}: {words}"
+        for gpu, (_, reasons) in enumerate(readings)
+        for bit, words in ALARMS.items()
+        if reasons & bit
+    ]
     return Thermal(max(degrees, default=None), tuple(alarms))
 
 

@@ -12,7 +12,14 @@ from .microscaled import CACHE_SCALES, Mxfp8, Nvfp4
 from .mixed import Packings, plain_name
 from .packings import BLOCK, Fp8Blocks, PackedRows, Packing, Rows8
 
-KINDS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
+KINDS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp8-quantized",
+)
 LINEAR = "Linear"  # the target that means every matrix
 _PLAIN = re.compile(r"(?:[\w\-]|\\\.|\.\*|\.)+")
 
@@ -65,7 +72,9 @@ def _group(fields: Fields, group: Fields) -> Packing:
     title = f"compressed-tensors {kind}"
     if kind == "nvfp4-pack-quantized":
         _exactly(weights, num_bits=4, type="float", group_size=NVFP4.group)
-        return Nvfp4(title, "weight_packed", "weight_global_scale", True, ("input_global_scale", "weight_shape", *CACHE_SCALES))
+        return Nvfp4(
+            title, "weight_packed", "weight_global_scale", True, ("input_global_scale", "weight_shape", *CACHE_SCALES)
+        )
     if kind == "mxfp8-quantized":
         _exactly(weights, num_bits=8, type="float", group_size=MXFP8.group)
         return Mxfp8(title)

@@ -20,7 +20,9 @@ class Fields:
         return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
 
     def refuse(self, key: str, supported: str) -> NoReturn:
-        raise ModelError(f"config.json has {self._path}.{key} = {self._values.get(key)!r}, which is not supported; supported: {supported}")
+        raise ModelError(
+            f"config.json has {self._path}.{key} = {self._values.get(key)!r}, which is not supported; supported: {supported}"
+        )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         """The value of `key`, which must be one of `allowed`; `default` where it is absent, which must be one of them too."""
@@ -39,7 +41,11 @@ class Fields:
     def group(self, key: str) -> int:
         """Columns under one scale, 0 for all of a row (-1 in the file)."""
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or (value > 0 and value % 32 == 0)):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not (value == -1 or (value > 0 and value % 32 == 0))
+        ):
             self.refuse(key, "-1 (all columns of a row) and multiples of 32")
         return max(0, value)
 

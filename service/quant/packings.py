@@ -119,9 +119,20 @@ class PackedRows:
         stored = self.group or cols
         spread = partial(_take_spread_scales, stored=stored)
         parts = [
-            StoredPart("weight_packed", ("I32",), (rows, -(-cols * self.bits // 32)), take=_take_words if self.bits == 4 else _take_bytes),
+            StoredPart(
+                "weight_packed",
+                ("I32",),
+                (rows, -(-cols * self.bits // 32)),
+                take=_take_words if self.bits == 4 else _take_bytes,
+            ),
             StoredPart("weight_scale", FLOATS, (rows, -(-cols // stored)), take=spread),
-            StoredPart("weight_g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="actorder"), optional=True),
+            StoredPart(
+                "weight_g_idx",
+                ("I32",),
+                (cols,),
+                take=partial(_check_order, stored=stored, field="actorder"),
+                optional=True,
+            ),
         ]
         if self.symmetric:
             return PackedLayout(held, tuple(parts))
@@ -153,7 +164,9 @@ class Gptq:
             StoredPart("qweight", ("I32",), (-(-cols // word), rows), take=take, step=step),
             StoredPart("scales", FLOATS, (groups, rows), take=partial(_take_group_scales, stored=stored)),
             StoredPart("qzeros", ("I32",), (groups, -(-rows // word)), take=zeros),
-            StoredPart("g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True),
+            StoredPart(
+                "g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True
+            ),
         )
         return PackedLayout(held, parts, None if self.symmetric else _offsets_of_zeros)
 
@@ -182,7 +195,9 @@ def _held(bits: int, group: int, symmetric: bool) -> Format:
     """Our format for stored groups: 128, 64 or 32 columns, whichever divides theirs; all columns of a row become groups of 128."""
     own = next((size for size in (DEFAULT_GROUP, 64, BLOCK_COLUMNS) if group % size == 0), 0)
     if not own:
-        raise ModelError(f"config.json has quantization_config.group_size = {group}; supported are -1 and multiples of {BLOCK_COLUMNS}")
+        raise ModelError(
+            f"config.json has quantization_config.group_size = {group}; supported are -1 and multiples of {BLOCK_COLUMNS}"
+        )
     if bits == 8:
         return INT8 if group == 0 else Format("int8", 8, own, True)
     return int4(own, symmetric=symmetric)
@@ -271,7 +286,9 @@ def _take_row_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, n
     _offsets(target)[first * WORD : first * WORD + zeros.shape[0]] = zeros[:, _stored_groups(target, stored)].half()
 
 
-def _take_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, bias: int) -> None:
+def _take_zeros(
+    values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, bias: int
+) -> None:
     """GPTQ's: int32 [groups, rows / 8]. A stored 15 is zero point 0 where they are stored less one: the subtraction wrapped."""
     _set_zeros((word_nibbles(values) + bias) & 15, first, target, stored)
 
@@ -314,7 +331,9 @@ def _offsets_of_zeros(target: QuantizedWeight, name: str) -> None:
         )
 
 
-def _check_order(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, field: str) -> None:
+def _check_order(
+    values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, field: str
+) -> None:
     """Columns must belong to the groups in their own order."""
     wanted = torch.arange(first, first + values.shape[0], device=values.device) // stored
     if not torch.equal(values.long(), wanted):

@@ -26,7 +26,17 @@ from ...work_folder import work_folder
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fwrapv", "-Wno-psabi", "-std=gnu11", "-fPIC", "-fopenmp")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fwrapv",
+    "-Wno-psabi",
+    "-std=gnu11",
+    "-fPIC",
+    "-fopenmp",
+)
 COMPILE_SECONDS = 120
 LOOK_SECONDS = 0.1  # interval of checks on a running compiler, and of cancel
 BUILD_ROOM = 1 << 20  # bytes in the cache; objects and library take 0.44 MB
@@ -120,7 +130,9 @@ def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
     try:
         with work_folder(target.parent, "kernels") as folder, ThreadPoolExecutor() as pool:
             linked = folder / "kernels.so"
-            commands = [[compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()]
+            commands = [
+                [compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()
+            ]
             failed = next(filter(None, pool.map(lambda command: _run(command, folder, cancel), commands)), "")
             link = [compiler, "-shared", *(command[-1] for command in commands), "-o", str(linked), *openmp]
             failed = failed or _run(link, folder, cancel)

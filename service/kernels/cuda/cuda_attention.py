@@ -1,4 +1,4 @@
-"""Attention on CUDA over paged keys and values: whole heads rotated in one kernel a step, others placed first; chosen key_blocks only."""
+"""Attention on CUDA over paged keys and values, over the whole past or over key blocks that an indexer selects."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from .triton_positions import (
 )
 from .triton_rows import store_heads
 
-# Programs that share the positions of a sequence, by the batch: so many that all processors of a large GPU have some.
+# Programs that share the positions of a sequence, by batch size: enough to use all processors of a large GPU.
 SPLITS = {1: 16, 2: 16, 4: 8, 8: 8}
-# Results of splits that there is workspace for, of each key/value head.
+# Results of splits that the workspace holds per key/value head.
 UNITS = max(batch * splits for batch, splits in SPLITS.items())
-# Queries below each other in a tile, and the largest group that shares a key/value head.
+# Queries stacked in a tile, and the largest group that shares a key/value head.
 GROUP = 16
-# Numbers of joined results that a program holds, and columns of a head that it takes where they are more.
+# Most joined numbers per program, and columns of a head per program if there are more.
 JOINED, JOINED_COLUMNS = 16384, 64
-# Scores of key_blocks that are held at once when a chunk chooses: 64 MiB.
+# Scores of key blocks held at once while a chunk selects: 64 MiB.
 SCORES = 1 << 24
 KEY_BLOCKS = 64
 
 
 class AttentionKernels(FusedProducts):
-    """A decode step, and a few rows of one sequence, share the places of each row out among programs; a chunk shares out its rows."""
+    """Attention kernels. In decode steps and verify passes the programs split the positions of each row. In a chunk
+    they split its rows.
+    """
 
     def attend(self, heads: AttentionHeads, at: AttentionOperands) -> torch.Tensor:
         shape, batch, count = heads.shape, at.batch, at.qkv.shape[0]
@@ -56,15 +58,19 @@ class AttentionKernels(FusedProducts):
         if not isinstance(batch, PrefillChunk):
             splits, workspace = SPLITS[power(count)], self.workspace
             on_grid(attend_step, (count, shape.kv_heads, splits))(
-                *parts, batch.tables.stride(0), workspace.heads, *workspace.heads_scores, at.out, SPLITS=splits, PDL=self.device.early, num_warps=4,
-                **forms, **self.launch,
+                *parts, batch.tables.stride(0), workspace.heads, *workspace.heads_scores, at.out, SPLITS=splits,
+                PDL=self.device.early, num_warps=4, **forms, **self.launch,
             )  # fmt: skip
             return self._join(batch.positions, at.out, forms, splits, 0)
         padded = power(shape.heads + 2 * shape.kv_heads)
-        on_grid(store_heads, (count,))(*parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8)
+        on_grid(store_heads, (count,))(
+            *parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8
+        )
         return self._attend_chunk(at, forms, batch.start)
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> bool:
+    def attend_indexed(
+        self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+    ) -> bool:
         qkv, batch, rotary = at.qkv, at.batch, heads.rotary
         if not self.fuses_attention(heads.shape) or batch.slots is None:
             return False
@@ -75,15 +81,17 @@ class AttentionKernels(FusedProducts):
         sizes = {"HEADS": indexer.heads, "DIM": indexer.dim, "DP": power(indexer.dim), "RATIO": indexer.ratio}
         ahead = _ahead(batch)
         on_grid(pool_keys, (count, indexer.heads + 1))(
-            keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps,
-            indexer.k_norm.eps, rotary.cos, rotary.sin, batch.positions, batch.tables, ahead, batch.slots.source, batch.slots.target, count,
-            HALF=rotary.cos.shape[1], CHUNK=batch.one_sequence, VERIFY=isinstance(batch, VerifyPass), num_warps=1, **sizes, **early,
+            keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight,
+            indexer.q_norm.eps, indexer.k_norm.eps, rotary.cos, rotary.sin, batch.positions, batch.tables, ahead,
+            batch.slots.source, batch.slots.target, count, HALF=rotary.cos.shape[1], CHUNK=batch.one_sequence,
+            VERIFY=isinstance(batch, VerifyPass), num_warps=1, **sizes, **early,
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
         if not held and isinstance(batch, PrefillChunk) and batch.start + count <= seen:
             self._attend_chunk(at, forms, batch.start)
             return True
-        # A graph must fit every length up to the whole table's; programs behind a row's last key_block end at once.
+        # A graph must fit every length up to that of the whole table. Programs after a row's last key block end at
+        # once.
         longest = batch.tables.shape[1] * BLOCK if held or not isinstance(batch, PrefillChunk) else batch.start + count
         width, most = longest // indexer.ratio, indexer.budget // indexer.ratio
         step = count if held else max(1, min(count, SCORES // max(1, width)))
@@ -96,7 +104,17 @@ class AttentionKernels(FusedProducts):
             positions = batch.positions[piece]
             asked = queries[first * indexer.heads * indexer.dim :]
             on_grid(score_key_blocks, (some, -(-width // KEY_BLOCKS)))(
-                asked, keyed.pooled, positions, batch.tables, ahead, scores, width, BLOCK=KEY_BLOCKS, num_warps=4, **sizes, **early
+                asked,
+                keyed.pooled,
+                positions,
+                batch.tables,
+                ahead,
+                scores,
+                width,
+                BLOCK=KEY_BLOCKS,
+                num_warps=4,
+                **sizes,
+                **early,
             )
             on_grid(choose_key_blocks, (some,))(
                 scores,
@@ -116,15 +134,29 @@ class AttentionKernels(FusedProducts):
         return True
 
     def split_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        sizes = {"HEADS": heads.heads, "KV": heads.kv_heads, "D": heads.head_dim, "BLOCK": 1024, "PDL": self.device.early}
+        sizes = {
+            "HEADS": heads.heads,
+            "KV": heads.kv_heads,
+            "D": heads.head_dim,
+            "BLOCK": 1024,
+            "PDL": self.device.early,
+        }
         on_grid(split_gates, (qkv.shape[0], -(-heads.qkv // 1024)))(projected, qkv, num_warps=4, **sizes, **self.launch)
 
     def apply_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        sizes = {"HEADS": heads.heads, "KV": heads.kv_heads, "D": heads.head_dim, "BLOCK": 1024, "PDL": self.device.early}
-        on_grid(apply_gates, (qkv.shape[0], -(-heads.queries // 1024)))(projected, mixed, num_warps=4, **sizes, **self.launch)
+        sizes = {
+            "HEADS": heads.heads,
+            "KV": heads.kv_heads,
+            "D": heads.head_dim,
+            "BLOCK": 1024,
+            "PDL": self.device.early,
+        }
+        on_grid(apply_gates, (qkv.shape[0], -(-heads.queries // 1024)))(
+            projected, mixed, num_warps=4, **sizes, **self.launch
+        )
 
     def fuses_attention(self, heads: HeadShape) -> bool:
-        """Whether it runs in fused kernels; what does not is told of once."""
+        """Whether fused kernels support it. What they do not support is logged once."""
         group = heads.heads // heads.kv_heads
         if heads.head_dim in (64, 128, 256) and group <= GROUP:
             return True
@@ -132,8 +164,10 @@ class AttentionKernels(FusedProducts):
         return False
 
     def _buffer(self, name: str, dtype: torch.dtype, like: torch.Tensor, held: bool, size: int) -> torch.Tensor:
-        """Numbers between two kernels: of what a graph may hold at the same address every time."""
-        return self.static_buffer(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
+        """A buffer between two kernels. In a pass that a graph may hold (`held`) it has the same address every time."""
+        return (
+            self.static_buffer(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
+        )
 
     def _store(self, heads: AttentionHeads, at: AttentionOperands) -> None:
         shape = heads.shape
@@ -143,36 +177,50 @@ class AttentionKernels(FusedProducts):
         )  # fmt: skip
 
     def _attend_positions(
-        self, at: AttentionOperands, forms: dict[str, Any], chosen: torch.Tensor, lengths: torch.Tensor, ratio: int, most: int
+        self,
+        at: AttentionOperands,
+        forms: dict[str, Any],
+        chosen: torch.Tensor,
+        lengths: torch.Tensor,
+        ratio: int,
+        most: int,
     ) -> torch.Tensor:
-        """Rows of queries that are rotated, over the cache that has their keys."""
+        """Attention of rows whose queries are rotated, over a cache that has their keys."""
         count, batch, workspace = at.qkv.shape[0], at.batch, self.workspace
         splits = SPLITS[power(count)] if count <= FEW_ROWS else 1
         on_grid(attend_positions, (count, forms["KV"], splits))(
             at.qkv, at.keys, at.values, batch.positions, batch.tables, _ahead(batch), chosen, lengths, workspace.heads,
-            *workspace.heads_scores, at.out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4, **forms, **self.launch,
+            *workspace.heads_scores, at.out, SPLITS=splits, RATIO=ratio, MOST=most, PDL=self.device.early, num_warps=4,
+            **forms, **self.launch,
         )  # fmt: skip
         return at.out if splits == 1 else self._join(lengths, at.out, forms, splits, 0 if ratio else 1)
 
     def _attend_rows(self, at: AttentionOperands, forms: dict[str, Any]) -> torch.Tensor:
-        """As `_attend_positions` a few rows of one sequence, over all that each sees."""
+        """Like `_attend_positions` for a few rows of one sequence, over everything that each sees."""
         count, batch, workspace = at.qkv.shape[0], at.batch, self.workspace
         tiles = -(-count // (GROUP // forms["GP"]))
         splits = min(SPLITS[power(tiles)], UNITS // power(count))
         on_grid(attend_rows, (tiles, forms["KV"], splits))(
-            at.qkv, at.keys, at.values, batch.positions, batch.tables, workspace.heads, *workspace.heads_scores, at.out, count,
-            SPLITS=splits, PDL=self.device.early, num_warps=4, **forms, **self.launch,
+            at.qkv, at.keys, at.values, batch.positions, batch.tables, workspace.heads, *workspace.heads_scores, at.out,
+            count, SPLITS=splits, PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
         return self._join(batch.positions[count - 1 :], at.out, forms, splits, 1, together=True)
 
     def _join(
-        self, lengths: torch.Tensor, out: torch.Tensor, forms: dict[str, Any], splits: int, more: int, *, together: bool = False
+        self,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        forms: dict[str, Any],
+        splits: int,
+        more: int,
+        *,
+        together: bool = False,
     ) -> torch.Tensor:
         wide = splits * forms["GP"] * forms["D"] > JOINED
         columns = JOINED_COLUMNS if wide else forms["D"]
         on_grid(join_splits, (out.shape[0], forms["KV"], forms["D"] // columns))(
-            lengths, self.workspace.heads, *self.workspace.heads_scores, out, SPLITS=splits, MORE=more, COLUMNS=columns, TOGETHER=together,
-            PDL=self.device.early, num_warps=4, **forms, **self.launch,
+            lengths, self.workspace.heads, *self.workspace.heads_scores, out, SPLITS=splits, MORE=more, COLUMNS=columns,
+            TOGETHER=together, PDL=self.device.early, num_warps=4, **forms, **self.launch,
         )  # fmt: skip
         return out
 
@@ -198,17 +246,19 @@ class AttentionKernels(FusedProducts):
 
 
 def _in_graph(batch: ForwardBatch) -> bool:
-    """Whether a graph may hold the pass: then nothing that the host knows of its places may decide anything, for they are others later."""
+    """Whether a graph may hold the pass. It is replayed at other positions, so no host-side position may decide
+    anything.
+    """
     return batch.positions.shape[0] <= FEW_ROWS
 
 
 def _ahead(batch: ForwardBatch) -> int:
-    """How far apart the tables of two rows lie."""
+    """Distance between the block tables of two rows."""
     return 0 if batch.one_sequence else batch.tables.stride(0)
 
 
 def _store_arguments(heads: AttentionHeads, at: AttentionOperands) -> tuple[Any, ...]:
-    """What kernels that norm, turn and write rows begin with."""
+    """The first arguments of the kernels that norm, rotate and store heads."""
     q_norm, k_norm, rotary, batch = heads.q_norm, heads.k_norm, heads.rotary, at.batch
     norms = q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps
     return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, batch.positions, batch.tables

@@ -1,7 +1,8 @@
-"""Fused kernels for CUDA, written in Triton: a decode step of one row of a dense decoder runs six of them a layer, eight where weights
-have few bits.
+"""Fused kernels for CUDA in Triton. A decode step of one row of a dense decoder runs six per layer, eight with low-bit
+weights.
 
-All run in the stream of torch, allocate nothing once they ran with as many rows, and look at no value, so that a CUDA graph can hold them.
+All run in torch's stream, allocate nothing after the first call with as many rows, and read no values on the host. A
+CUDA graph can hold them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .cuda_streams import StreamKernels
 
 
 class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKernels, StreamKernels):
-    """See the module."""
+    """All fused kernels together; see the module."""
 
     @classmethod
     def for_device(cls, activation: torch.dtype) -> FusedCudaKernels:
@@ -46,7 +47,9 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
         return not isinstance(self.shape(part), str)
 
     @classmethod
-    def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+    def workspace_spec(
+        cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    ) -> tuple[Buffer, ...]:
         group = -(-heads.heads // heads.kv_heads)
         units = UNITS * heads.kv_heads * power(group)
         return (

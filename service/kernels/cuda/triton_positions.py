@@ -1,4 +1,6 @@
-"""Attention whose heads are rotated in part, or that looks at chosen places only: heads on their way into the cache, and decode from it."""
+"""Attention with partial rotary embedding, output gates, or key blocks that an indexer selects: heads into the cache,
+and decode from it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from .triton_primitives import early
 
 
 @triton.jit
-def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates behind each head's queries: grid (T, blocks)."""
+def split_gates(
+    projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates after the queries of each head.
+    Grid (T, blocks).
+    """
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
@@ -22,13 +28,17 @@ def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def apply_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `split_gates`: grid (T, blocks)."""
+def apply_gates(
+    projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `split_gates`. Grid (T, blocks)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < HEADS * D
     early(PDL)
-    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(
+        tl.float32
+    )
     p = mixed + t * (HEADS * D) + c
     y = tl.load(p, mask=live, other=0.0).to(tl.float32) * tl.sigmoid(z)
     tl.store(p, y.to(mixed.dtype.element_ty), live)
@@ -36,7 +46,7 @@ def apply_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.c
 
 @triton.jit
 def norm_rotate(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr):
-    """RMS norm of one head [DP], and rotary of its first 2 HALF numbers."""
+    """RMS norm of one head [DP], and rotary embedding of its first 2 HALF numbers."""
     d = tl.arange(0, DP)
     other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
     x = tl.load(p + d, mask=d < D, other=0.0).to(tl.float32)
@@ -54,9 +64,10 @@ def store_rotated(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, ahead,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries normed a head and rotated in place; keys likewise, and values, into the cache. Grid (T, HEADS + 2 KV), one warp each.
+    """Norm and rotate queries in place, norm and rotate keys into the cache, copy values into it. Grid (T, HEADS + 2
+    KV), one warp each.
 
-    The tables of rows lie `ahead` apart, 0 where all are of one sequence.
+    The block tables of two rows are `ahead` apart, 0 if all rows belong to one sequence.
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -81,13 +92,14 @@ def store_rotated(
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "lengths"])
 def attend_positions(
     qkv, keys, values, positions, tables, ahead, chosen, lengths, parts, tops, sums, out,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, RATIO: tl.constexpr, MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, RATIO: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose queries are rotated already, and whose keys and values are in the cache: grid (T, KV, SPLITS), see `attend_step`.
+    """Attention of rows whose queries are rotated, and whose keys and values are in the cache. Grid (T, KV, SPLITS),
+    see `attend_step`.
 
-    RATIO 0: each attends to all places up to its own. Else to the key_blocks of RATIO tokens in chosen [T, MOST], in order, and to the
-    tokens behind the last whole key_block, lengths [T] in all.
+    RATIO 0: each row attends to all positions up to its own. Otherwise it attends to the key blocks of RATIO tokens in
+    chosen [T, MOST], in order, and to the tokens after the last full key block, lengths [T] tokens in total.
     """
     G: tl.constexpr = HEADS // KV
     b = tl.program_id(0).to(tl.int64)
@@ -102,7 +114,9 @@ def attend_positions(
     size = split_size(count, SPLITS)
     active = tl.maximum(tl.cdiv(count, size), 1)
     if split < active:
-        q = tl.load(qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0)
+        q = tl.load(
+            qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0
+        )
         q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(keys.dtype.element_ty)
         m = tl.full([16], -1e30, tl.float32)
         weight_sum = tl.zeros([16], tl.float32)
@@ -140,15 +154,17 @@ def attend_positions(
 
 @triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions"])
 def pool_keys(
-    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, tables, ahead, source, target, count,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
-    VERIFY: tl.constexpr, PDL: tl.constexpr,
+    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, tables, ahead, source, target,
+    count, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr,
+    CHUNK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What an indexer keeps of rows (see IndexerOperands), and queries fp32 [T, HEADS, DIM] normed and rotated: grid (T, HEADS + 1), one warp.
+    """Update what an indexer keeps of rows (see IndexerOperands); queries fp32 [T, HEADS, DIM] are normed and rotated.
+    Grid (T, HEADS + 1), one warp each.
 
-    The last program of a row sees to its key: where its key_block is full, the mean of its raw keys goes into `pooled`, normed and rotated to
-    the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose tail goes from slot source[0] to
-    slot target[0], or with VERIFY behind each row to a slot target[t] of its own.
+    The last program of a row handles its key. If its key block is full, the mean of the raw keys goes into `pooled`,
+    normed and rotated to the position of the first token; otherwise the raw key goes into the tails. CHUNK: all rows
+    belong to one sequence, whose tail goes from slot source[0] to slot target[0], or with VERIFY after each row to slot
+    target[t].
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -179,12 +195,12 @@ def pool_keys(
             total /= RATIO
             room = queries + count * (HEADS * DIM) + t * DIM
             tl.store(room + d, total, live)
-            tl.debug_barrier()  # the partners of rotary are read from there
+            tl.debug_barrier()  # the partners of the rotation are read from there
             first = pos - (RATIO - 1)
             x = norm_rotate(room, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
-        # One program alone reads the old tail and then writes the new one, so that both may lie in one slot.
+        # One program reads the old tail and then writes the new one, so both may lie in one slot.
         if VERIFY or pos == tl.minimum(begin // RATIO * RATIO + RATIO - 1, last):
             base = (last + 1) // RATIO * RATIO
             for i in tl.static_range(RATIO - 1):
@@ -198,9 +214,12 @@ def pool_keys(
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
 def score_key_blocks(
     queries, pooled, positions, tables, ahead, scores, width,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """scores fp32 [T, width] of the full key_blocks that a row sees: the sum over heads of what is above 0. Grid (T, blocks of them)."""
+    """scores fp32 [T, width] of the full key blocks that a row sees: the sum over heads of the positive products. Grid
+    (T, blocks of them).
+    """
     t = tl.program_id(0).to(tl.int64)
     early(PDL)
     full = (tl.load(positions + t) + 1) // RATIO
@@ -221,11 +240,20 @@ def score_key_blocks(
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def choose_key_blocks(
-    scores, positions, chosen, lengths, width, MOST: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    scores,
+    positions,
+    chosen,
+    lengths,
+    width,
+    MOST: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """chosen [T, MOST]: the best key_blocks of each row in order, of equal ones the first; lengths [T]: tokens attended to. Grid (T,).
+    """chosen [T, MOST]: the best key blocks of each row in order, the first of equal ones; lengths [T]: tokens attended
+    to. Grid (T,).
 
-    The least score that is chosen is found bit by bit: scores are not negative, so that their bits are in their order.
+    The lowest selected score is found bit by bit: scores are not negative, so their bits have the same order.
     """
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Kernels over rows of activations: embedding, norms, fixed-point numbers, the gate, heads on their way into the cache."""
+"""Kernels over activation rows: embedding, norms, fixed-point numbers, the SwiGLU gate, heads into the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .triton_primitives import (
 
 @triton.jit
 def embed(ids, table, scales, out, COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, COLS] = rows `ids` of the table [vocab, COLS]; GROUPS 0: it holds floats, else int8 with so many scales a row."""
+    """out [T, COLS] = rows `ids` of the table [vocab, COLS]. GROUPS 0: it holds floats; otherwise int8 with GROUPS
+    scales per row.
+    """
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(ids + row)
@@ -43,11 +45,14 @@ def rms_norm(x, weight, out, eps, COLS: tl.constexpr, BLOCK: tl.constexpr, PDL: 
 @triton.jit
 def fixed_point(
     x, norm, words, sums, eps,
-    COLS: tl.constexpr, UNIT_WORDS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    COLS: tl.constexpr, UNIT_WORDS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row x, normed, as fixed-point numbers for a `gemv` with HELD: words high and low, a scale and a sum for each unit.
+    """One row x, normed, as fixed-point numbers for `gemv` with HELD: high and low words, one scale and one sum per
+    unit.
 
-    x: 64-bit words of four floats, norm: of two fp32. UNIT_WORDS: 8 for int4, 4 for int8. PADDED: a power of two of units, at least all.
+    x: 64-bit words of four floats; norm: words of two fp32. UNIT_WORDS: 8 for int4, 4 for int8. PADDED: a power of two,
+    at least the number of units.
     """
     UNITS: tl.constexpr = COLS // (4 * UNIT_WORDS)
     unit = tl.arange(0, PADDED)
@@ -71,9 +76,12 @@ def fixed_point(
 @triton.jit
 def widen(
     w, scales, offsets, out,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, COLS] = a quantized weight's numbers; w: its bytes (int8 signed, others not). Of nvfp4 see `gemv`."""
+    """out [rows, COLS] = the numbers of a quantized weight; w: its bytes (int8 signed, others unsigned). For nvfp4 see
+    `gemv`.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < COLS
@@ -114,9 +122,10 @@ def store_heads(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one sequence: queries normed a head and rotated in place; keys likewise, and values, into the paged cache.
+    """Rows of one sequence: norm and rotate queries in place, norm and rotate keys into the paged cache, copy values
+    into it.
 
-    qkv [T, (HEADS + 2 KV) D]; keys, values [blocks, KV, 32, D]; PADDED: a power of two of heads, at least HEADS + 2 KV.
+    qkv [T, (HEADS + 2 KV) D]; keys, values [blocks, KV, 32, D]; PADDED: a power of two, at least HEADS + 2 KV.
     """
     H: tl.constexpr = D // 2
     row = tl.program_id(0)

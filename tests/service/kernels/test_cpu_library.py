@@ -122,7 +122,9 @@ def test_a_damaged_library_is_built_anew(small: Path, damage: str, caplog: pytes
     assert built.read_bytes() == content
 
 
-def test_a_damaged_library_that_cannot_be_built_anew_is_not_loaded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_library_that_cannot_be_built_anew_is_not_loaded(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = compiling.shutil.which("cc")
     assert compile_library(small)[0] is not None
     built = built_in(small)
@@ -172,7 +174,9 @@ def test_without_a_compiler_the_plain_path_runs_and_says_why(
     assert "no C compiler" in caplog.text
 
 
-def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_a_compiler_the_instructions_are_named(
+    library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("onedesk.service.kernels.choose.compile_library", lambda *_: (library, ""))
     kernels = choose_kernels(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert isinstance(kernels, CpuKernels)
@@ -196,9 +200,14 @@ def test_a_compiler_that_fails_is_quoted_in_whatever_encoding(
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("no program", "the C compiler does not run: Exec format error"), ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9")],
+    [
+        ("no program", "the C compiler does not run: Exec format error"),
+        ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9"),
+    ],
 )
-def test_a_compiler_that_does_not_run_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str) -> None:
+def test_a_compiler_that_does_not_run_is_told(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str
+) -> None:
     broken = tmp_path / "cc"
     broken.write_text(content)
     broken.chmod(0o755)

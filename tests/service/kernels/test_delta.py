@@ -145,7 +145,9 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
     places = Slots(torch.tensor(order[:rows]), torch.tensor(order[1 : rows + 1]))
     projected, rates = numbers(rows, 768, seed=3), numbers(rows, 8, seed=4)
     copied, out = [part.clone() for part in (windows, states)], torch.empty(rows, 320)
-    assert CpuKernels(library, threads=2).delta_step(heads, DeltaOperands(projected, rates, *copied, places, out, verify=True))
+    assert CpuKernels(library, threads=2).delta_step(
+        heads, DeltaOperands(projected, rates, *copied, places, out, verify=True)
+    )
     for row in range(rows):
         one = slice(row, row + 1)
         step = DeltaOperands(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
@@ -155,9 +157,13 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
 
 
 def test_heads_that_the_compiled_step_does_not_take_are_left_to_its_parts(library: ctypes.CDLL) -> None:
-    heads = DeltaHeads(1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS))
+    heads = DeltaHeads(
+        1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS)
+    )
     places = Slots(torch.tensor([0]), torch.tensor([0]))
-    step = DeltaOperands(numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16))
+    step = DeltaOperands(
+        numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16)
+    )
     assert not CpuKernels(library).delta_step(heads, step)
     assert not ReferenceKernels().delta_step(heads, step)
 
@@ -172,5 +178,6 @@ def test_norms_of_rows_are_those_of_the_reference(library: ctypes.CDLL, shape: t
     torch.testing.assert_close(kernels.rms_norm(x, norm, x), wanted, rtol=1e-5, atol=1e-6)
     wide = numbers(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
     torch.testing.assert_close(
-        kernels.rms_norm(wide, norm, torch.empty_like(wide)), ReferenceKernels().rms_norm(wide, norm, torch.empty_like(wide))
+        kernels.rms_norm(wide, norm, torch.empty_like(wide)),
+        ReferenceKernels().rms_norm(wide, norm, torch.empty_like(wide)),
     )

@@ -35,7 +35,9 @@ def test_every_kernel_of_a_layer_is_within_its_bound():
 
 def test_all_kernels_and_formats_were_compared(found: dict[str, Any]):
     kinds = [("linear", "fp8")]
-    kinds += [(k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")]
+    kinds += [
+        (k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")
+    ]
     for kernel, held in kinds:
         for rows in (1, 3, 20):
             assert any(form.startswith(f"{kernel} {held} ") and form.endswith(f"rows {rows}") for form in found)
@@ -68,7 +70,9 @@ def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_product_has_programs_for_its_rows_and_not_for_the_room_of_its_result(rows: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_product_has_programs_for_its_rows_and_not_for_the_room_of_its_result(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+):
     """Scores of experts lie at the front of a larger room: once all of it was computed, 13 ms a step in place of 5."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(cuda_products, "on_grid", lambda _, grid: grids.append(grid) or (lambda *_, **__: None))

@@ -13,7 +13,15 @@ from onedesk.service.quant.formats import FP8_ROWS, INT8, int4, title, weight_of
 from onedesk.service.quant.quantize_weights import quantize, quantize_into
 from onedesk.service.quant.weight import Format, QuantizedWeight
 
-FORMATS = [INT8, int4(), int4(32), int4(64), int4(symmetric=False), int4(32, symmetric=False), Format("int8", 8, 128, True)]
+FORMATS = [
+    INT8,
+    int4(),
+    int4(32),
+    int4(64),
+    int4(symmetric=False),
+    int4(32, symmetric=False),
+    Format("int8", 8, 128, True),
+]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -40,7 +48,15 @@ def empty(held: Format, rows: int, cols: int) -> QuantizedWeight:
     room=st.integers(0, 700),
 )
 def test_it_is_the_plain_way_to_the_bit(
-    kernels: CpuKernels, held: Format, dtype: torch.dtype, rows: int, cols: int, power: int, zeros: int, seed: int, room: int
+    kernels: CpuKernels,
+    held: Format,
+    dtype: torch.dtype,
+    rows: int,
+    cols: int,
+    power: int,
+    zeros: int,
+    seed: int,
+    room: int,
 ) -> None:
     values = (torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 10.0**power).to(dtype)
     values[0, :zeros] = 0

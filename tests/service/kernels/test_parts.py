@@ -9,7 +9,13 @@ import pytest
 import torch
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.forward_batch import FEW_ROWS, DecodeBatch, NormWeight
-from onedesk.service.kernels.operands import ConnectionOperands, ExpertOperands, ExpertWeights, HyperConnection, SharedWeights
+from onedesk.service.kernels.operands import (
+    ConnectionOperands,
+    ExpertOperands,
+    ExpertWeights,
+    HyperConnection,
+    SharedWeights,
+)
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -35,7 +41,13 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def weight(name: str, rows: int, cols: int, seed: int = 0) -> Weight:
     values = numbers(rows, cols, seed=seed) * cols**-0.5
     if name == "nvfp4":
-        data = torch.randint(0, 256, (rows, NVFP4.row_bytes(cols)), generator=torch.Generator().manual_seed(seed + rows), dtype=torch.uint8)
+        data = torch.randint(
+            0,
+            256,
+            (rows, NVFP4.row_bytes(cols)),
+            generator=torch.Generator().manual_seed(seed + rows),
+            dtype=torch.uint8,
+        )
         scales = torch.rand(rows, NVFP4.groups(cols)).add_(0.5).to(torch.float8_e4m3fn)
         return QuantizedWeight(NVFP4, rows, cols, data, scales, None, torch.full((rows, 1), 0.3 * cols**-0.5))
     held = {"int8": INT8, "int4": int4(32), "int8-g16": Format("int8", 8, 16, True)}
@@ -53,7 +65,9 @@ def rows_of(streams: torch.Tensor, connection: HyperConnection) -> ConnectionOpe
     count, hidden = len(streams), streams.shape[1] // connection.count
     wide = (count, streams.shape[1])
     widths = (wide, (count, connection.down.shape[0]), wide, (count, hidden), (count, connection.count))
-    return ConnectionOperands(streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden))
+    return ConnectionOperands(
+        streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -90,7 +104,9 @@ def test_a_joint_that_is_not_compiled_is_left_to_its_operations_and_told_of_once
         for connection in connections * 2:
             streams = numbers(2, 3 * connection.norm.weight.shape[1])
             assert not kernels.read_connection(connection, rows_of(streams, connection))
-            found, wanted = (GatedResidual(connection).read(rows_of(streams, connection), which) for which in (kernels, reference))
+            found, wanted = (
+                GatedResidual(connection).read(rows_of(streams, connection), which) for which in (kernels, reference)
+            )
             torch.testing.assert_close(found.read, wanted.read)
             for at, which in ((found, kernels), (wanted, reference)):
                 at.found.fill_(0.5)
@@ -98,7 +114,9 @@ def test_a_joint_that_is_not_compiled_is_left_to_its_operations_and_told_of_once
             torch.testing.assert_close(found.streams, wanted.streams)
     assert len([record for record in caplog.records if "HyperConnection" in record.getMessage()]) == 1
     connection = connection_of("float32", 48, inject=True)
-    assert not kernels.read_connection(connection, rows_of(numbers(FEW_ROWS + 1, 144), connection)), "more rows than a product of few"
+    assert not kernels.read_connection(connection, rows_of(numbers(FEW_ROWS + 1, 144), connection)), (
+        "more rows than a product of few"
+    )
 
 
 HIDDEN, WIDTH = 64, 32
@@ -106,9 +124,13 @@ HIDDEN, WIDTH = 64, 32
 
 def experts_of(name: str, count: int, active: int, *, normalized: bool = True, shared: bool = True) -> ExpertWeights:
     parts = [(weight(name, 2 * WIDTH, HIDDEN, seed=i), weight(name, HIDDEN, WIDTH, seed=i)) for i in range(count)]
-    beside = SharedWeights(weight("float32", 1, HIDDEN), weight(name, 96, HIDDEN, seed=70), weight(name, HIDDEN, 48, seed=71))
+    beside = SharedWeights(
+        weight("float32", 1, HIDDEN), weight(name, 96, HIDDEN, seed=70), weight(name, HIDDEN, 48, seed=71)
+    )
     router = weight("bfloat16", count, HIDDEN, seed=72)
-    return ExpertWeights(active, normalized, router, [up for up, _ in parts], [down for _, down in parts], beside if shared else None)
+    return ExpertWeights(
+        active, normalized, router, [up for up, _ in parts], [down for _, down in parts], beside if shared else None
+    )
 
 
 @pytest.fixture
@@ -142,7 +164,9 @@ def test_experts_at_once_are_their_operations(
     assert (kernels.compiled, kernels.plain) == (1, 0)
     for row in (x[:1], x[3:4], x[2:7]):
         first = int(torch.nonzero((x == row[0]).all(1))[0])
-        assert torch.equal(through(experts, row, kernels, scratch), whole[first : first + len(row)]), "not the bits of the batch"
+        assert torch.equal(through(experts, row, kernels, scratch), whole[first : first + len(row)]), (
+            "not the bits of the batch"
+        )
 
 
 def test_scores_that_are_no_numbers_choose_somebody_and_show(library: ctypes.CDLL, scratch: Scratch) -> None:
@@ -173,7 +197,11 @@ def test_experts_in_a_format_that_is_not_compiled_run_operation_by_operation(
     experts.gate_up = [weight("int8-g16", 2 * WIDTH, HIDDEN, seed=i) for i in range(8)]
     with caplog.at_level("INFO"):
         for _ in range(2):
-            torch.testing.assert_close(through(experts, x, kernels, scratch), through(experts, x, ReferenceKernels(), scratch))
+            torch.testing.assert_close(
+                through(experts, x, kernels, scratch), through(experts, x, ReferenceKernels(), scratch)
+            )
     assert len([record for record in caplog.records if "ExpertWeights" in record.getMessage()]) == 1
     many = numbers(FEW_ROWS + 1, HIDDEN)
-    torch.testing.assert_close(through(experts, many, kernels, scratch), through(experts, many, ReferenceKernels(), scratch))
+    torch.testing.assert_close(
+        through(experts, many, kernels, scratch), through(experts, many, ReferenceKernels(), scratch)
+    )

@@ -6,7 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.kernels.forward_batch import BLOCK, DecodeBatch, ForwardBatch, HeadShape, NormWeight, PrefillChunk, RotaryTable
+from onedesk.service.kernels.forward_batch import (
+    BLOCK,
+    DecodeBatch,
+    ForwardBatch,
+    HeadShape,
+    NormWeight,
+    PrefillChunk,
+    RotaryTable,
+)
 from onedesk.service.kernels.operands import AttentionHeads, AttentionOperands
 from onedesk.service.kernels.reference import TILE_ELEMENTS, ReferenceKernels
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize, pack_nibbles
@@ -27,7 +35,9 @@ def random_weight(held: Format | None, rows: int, cols: int, generator: torch.Ge
     scales = torch.rand(rows, held.groups(cols), generator=generator) / 8 + 0.01
     if held.bits == 8:
         q = torch.randint(-127, 128, (rows, cols), generator=generator, dtype=torch.int8)
-        return QuantizedWeight(held, rows, cols, q if held.name == "int8" else q.float().to(torch.float8_e4m3fn), scales)
+        return QuantizedWeight(
+            held, rows, cols, q if held.name == "int8" else q.float().to(torch.float8_e4m3fn), scales
+        )
     data = pack_nibbles(torch.randint(0, 16, (rows, cols), generator=generator, dtype=torch.uint8))
     offsets = None if held.symmetric else (-8 * scales).half()
     return QuantizedWeight(held, rows, cols, data, scales.half(), offsets)
@@ -41,7 +51,9 @@ def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
     return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
 
 
-@pytest.mark.parametrize("held", [None, *FORMATS], ids=lambda held: "bf16" if held is None else f"{held.name}-{held.group}")
+@pytest.mark.parametrize(
+    "held", [None, *FORMATS], ids=lambda held: "bf16" if held is None else f"{held.name}-{held.group}"
+)
 @pytest.mark.parametrize(("rows", "cols"), [(6, 32), (10, 200), (34, 129), (TILE_ELEMENTS // 300 + 5, 300)])
 def test_products_are_those_of_the_numbers_that_a_weight_means(held: Format | None, rows: int, cols: int) -> None:
     generator = torch.Generator().manual_seed(rows + cols)
@@ -62,7 +74,9 @@ def test_products_are_those_of_the_numbers_that_a_weight_means(held: Format | No
     assert kernels.linear_add(x, weight, residual, room(rows)) is residual
     same(residual, wanted)
     gate, up = product_of_normed.chunk(2, -1)
-    same(kernels.norm_gate_up(x, norm, weight, room(rows // 2), room(cols), room(rows)), gate * torch.sigmoid(gate) * up)
+    same(
+        kernels.norm_gate_up(x, norm, weight, room(rows // 2), room(cols), room(rows)), gate * torch.sigmoid(gate) * up
+    )
     ids = torch.tensor([rows - 1, 0, 2])
     same(kernels.embed(ids, weight, room(cols)), wide(weight)[ids])
 
@@ -91,9 +105,13 @@ class Scene:
         self.pasts = pasts
         width = max(pasts) // BLOCK + count // BLOCK + 2
         total = len(pasts) * width + 1
-        self.tables = torch.randperm(total, generator=self.generator)[: len(pasts) * width].view(len(pasts), width).int()
+        self.tables = (
+            torch.randperm(total, generator=self.generator)[: len(pasts) * width].view(len(pasts), width).int()
+        )
         # What nobody wrote may be anything: it must not be seen.
-        self.keys, self.values = (torch.full((total, shape.kv_heads, BLOCK, shape.head_dim), float("nan")) for _ in range(2))
+        self.keys, self.values = (
+            torch.full((total, shape.kv_heads, BLOCK, shape.head_dim), float("nan")) for _ in range(2)
+        )
         angles = torch.rand(width * BLOCK, shape.head_dim // 2, generator=self.generator) * 6
         self.rotary = RotaryTable(angles.cos(), angles.sin())
         self.norms = [NormWeight(torch.rand(shape.head_dim, generator=self.generator) + 0.5, EPS) for _ in range(2)]
@@ -142,12 +160,17 @@ class Scene:
         torch.testing.assert_close(out.double(), torch.stack(expected), rtol=1e-4, atol=1e-5)
         for sequence, position in zip(sequences, positions, strict=True):
             block, slot = int(self.tables[sequence, position // BLOCK]), position % BLOCK
-            torch.testing.assert_close(self.keys[block, :, slot].double(), self.past[sequence][0][position], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                self.keys[block, :, slot].double(), self.past[sequence][0][position], rtol=1e-4, atol=1e-5
+            )
             torch.testing.assert_close(self.values[block, :, slot].double(), self.past[sequence][1][position])
 
 
 SHAPES = st.builds(
-    lambda kv_heads, group, half: HeadShape(kv_heads * group, kv_heads, 2 * half), st.integers(1, 3), st.integers(1, 4), st.integers(1, 12)
+    lambda kv_heads, group, half: HeadShape(kv_heads * group, kv_heads, 2 * half),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 12),
 )
 
 
@@ -161,7 +184,12 @@ def test_a_chunk_sees_its_past_and_itself(shape: HeadShape, past: int, count: in
 
 
 @settings(max_examples=25, deadline=None)
-@given(shape=SHAPES, pasts=st.lists(st.integers(0, 70), min_size=1, max_size=8), more=st.integers(0, 40), seed=st.integers(0, 999))
+@given(
+    shape=SHAPES,
+    pasts=st.lists(st.integers(0, 70), min_size=1, max_size=8),
+    more=st.integers(0, 40),
+    seed=st.integers(0, 999),
+)
 def test_a_step_sees_each_sequence_by_itself(shape: HeadShape, pasts: list[int], more: int, seed: int) -> None:
     scene = Scene(shape, pasts, 1, seed)
     batch = DecodeBatch(torch.tensor(pasts, dtype=torch.int32), scene.tables, max(pasts) + 1 + more)

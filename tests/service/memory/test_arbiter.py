@@ -20,7 +20,14 @@ class Owner:
     """Holds one lease, returns it when asked, and writes down that it was asked."""
 
     def __init__(
-        self, pool: Pool, asked: list[str], name: str, kind: Kind = "weights", policy: Policy = STAY, *, cold: bool = False
+        self,
+        pool: Pool,
+        asked: list[str],
+        name: str,
+        kind: Kind = "weights",
+        policy: Policy = STAY,
+        *,
+        cold: bool = False,
     ) -> None:
         self.name, self.asked = name, asked
         self.lease: Lease = pool.lease(name, kind, 40 * MIB)

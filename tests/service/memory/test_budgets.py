@@ -20,7 +20,10 @@ GIB = 1 << 30
 SIZE = r"[0-9.]+ (B|KiB|MiB|GiB)"
 BAD = {
     "nothing": ("limit = 0", r"memory limit is 0%; use 10% to 95%"),
-    "nothing, in bytes": ("limit_bytes = 0", r"memory limit_bytes is 0; use a whole number of bytes from 1, or leave it out"),
+    "nothing, in bytes": (
+        "limit_bytes = 0",
+        r"memory limit_bytes is 0; use a whole number of bytes from 1, or leave it out",
+    ),
     "over all": ("limit = 1.5", r"memory limit is 150%; use 10% to 95%"),
     "over all, in bytes": (
         f"limit_bytes = {TOTAL + GIB}",
@@ -84,7 +87,9 @@ def test_the_command_refuses_it_with_the_same_words(folder, tmp_path, capsys, co
     assert REGISTRY.models() == []
 
 
-@pytest.mark.parametrize("line", ['limit = "half"', "limit = true", 'floor = "much"', "floor = -1", "limit = nan", "lmit = 0.5"])
+@pytest.mark.parametrize(
+    "line", ['limit = "half"', "limit = true", 'floor = "much"', "floor = -1", "limit = nan", "lmit = 0.5"]
+)
 def test_a_value_of_the_wrong_kind_or_a_typing_error_is_refused_by_name(tmp_path, line):
     with pytest.raises(FileError, match=line.split()[0]):
         load_config(config_of(tmp_path, line))
@@ -92,7 +97,9 @@ def test_a_value_of_the_wrong_kind_or_a_typing_error_is_refused_by_name(tmp_path
 
 def test_a_limit_that_leaves_no_room_for_the_model_refuses_the_model_not_the_budget(registry, folder):
     registry.configure(Config(memory={"limit_bytes": 1 << 20, "floor": 0}))
-    with pytest.raises(MemoryFull, match=r"tiny needs .* \(weights .*, KV .*, scratch .*\), but .* can be had: limit 1 MiB"):
+    with pytest.raises(
+        MemoryFull, match=r"tiny needs .* \(weights .*, KV .*, scratch .*\), but .* can be had: limit 1 MiB"
+    ):
         registry.open(folder, context=64, device="cpu")
     assert registry.pool("cpu").used() == 0
 

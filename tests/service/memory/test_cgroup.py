@@ -87,7 +87,9 @@ class Cgroup:
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a Python script in the group, from before its first import on; 120 s at most."""
-        enter = f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        enter = (
+            f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        )
         command = [sys.executable, "-c", enter + script, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -102,7 +104,10 @@ def memory_cgroup() -> Iterator[Cgroup]:
     name = f"onedesk-test-{os.getpid()}-{next(_numbers)}"
     folder, version, reason = _make_group(name)
     if folder is None:
-        pytest.fail(f"this test sets a real memory limit and needs root and a memory controller under {_ROOT}: {reason}", pytrace=False)
+        pytest.fail(
+            f"this test sets a real memory limit and needs root and a memory controller under {_ROOT}: {reason}",
+            pytrace=False,
+        )
     yield Cgroup(folder, version)
     _remove_group(folder)
 
@@ -207,7 +212,9 @@ def test_usage_above_the_limit_is_no_headroom():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "garbage\n", "0::/../../etc\n", "5:memory\n", "5:memory:/\n0::/\n", "5:cpuset,memory:/a/b\n"], ids=range(6)
+    "text",
+    ["", "garbage\n", "0::/../../etc\n", "5:memory\n", "5:memory:/\n0::/\n", "5:cpuset,memory:/a/b\n"],
+    ids=range(6),
 )
 def test_odd_membership_files_mean_no_limit(tmp_path: Path, text: str):
     (tmp_path / "proc" / "self").mkdir(parents=True)

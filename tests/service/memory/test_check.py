@@ -45,7 +45,17 @@ def test_a_sound_model_passes_every_check(tmp_path):
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
-    command = [sys.executable, "-m", "onedesk.service", "doctor", "--check", str(model), "--config", str(config), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "onedesk.service",
+        "doctor",
+        "--check",
+        str(model),
+        "--config",
+        str(config),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
     assert (done.returncode, document["ok"]) == (0, True), document
@@ -66,7 +76,9 @@ def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spo
     """Let `spoil(gate and up weight, result)` run at every gate of that layer from the n-th on, counted from 1."""
     right, calls = CpuKernels.norm_gate_up, {"n": 0}
 
-    def wrong(self: CpuKernels, x: torch.Tensor, norm: object, gate_up: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
+    def wrong(
+        self: CpuKernels, x: torch.Tensor, norm: object, gate_up: torch.Tensor, *buffers: torch.Tensor
+    ) -> torch.Tensor:
         gated = right(self, x, norm, gate_up, *buffers)  # type: ignore[arg-type]
         first = calls.setdefault(id(gate_up), len(calls) - 1)
         if first == layer:
@@ -76,7 +88,7 @@ def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spo
         return gated
 
     monkeypatch.setattr(CpuKernels, "norm_gate_up", wrong)
-    monkeypatch.setattr(CpuKernels, "stretch", ReferenceKernels.stretch)  # a recorded step would not call it again
+    monkeypatch.setattr(CpuKernels, "run_captured", ReferenceKernels.run_captured)  # a recorded step would not call it again
 
 
 def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypatch):

@@ -67,7 +67,9 @@ def test_random_choices_work_or_are_refused_rightly_and_nothing_is_killed(tmp_pa
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
     command = [sys.executable, "-m", "onedesk.lab.confined", "--count", str(COUNT), "--seed", "4", "--models", SMALL]
-    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False
+    )
     document = json.loads(done.stdout)
     assert "error" not in document, document
     assert (document["kills"], document["wrong"]) == (0, [])
@@ -92,7 +94,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASE = Case("8", 512 * MIB, 256, 64 * MIB, 64 * MIB, True)
-RIGHT = Outcome(True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, True, 0, None)
+RIGHT = Outcome(
+    True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, True, 0, None
+)
 
 
 @pytest.mark.parametrize(

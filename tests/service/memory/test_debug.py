@@ -59,7 +59,9 @@ def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
     second.release()
 
 
-def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(pool: Pool, caplog: pytest.LogCaptureFixture):
+def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+):
     lease = pool.lease("writer", "weights", 3 * MIB)
     weights = lease.carve((512, 512), torch.float32)
     weights.fill_(1.5)

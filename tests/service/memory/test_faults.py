@@ -51,9 +51,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 8 KiB."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(mount)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(mount)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
-        pytest.fail(f"this test needs a small file system and cannot mount one: {made.stderr.strip()}; run it as root", pytrace=False)
+        pytest.fail(
+            f"this test needs a small file system and cannot mount one: {made.stderr.strip()}; run it as root",
+            pytrace=False,
+        )
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
@@ -155,7 +160,9 @@ def test_a_device_that_cannot_read_is_told_with_the_place():
     assert readers() == []
 
 
-def test_without_room_for_the_compiled_kernel_plain_torch_writes(folder, pool, small_disk, tmp_path, monkeypatch, caplog):
+def test_without_room_for_the_compiled_kernel_plain_torch_writes(
+    folder, pool, small_disk, tmp_path, monkeypatch, caplog
+):
     """One source in place of the kernels', which take ten seconds to find out: the compiler has no room for what it makes of it."""
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "large.c").write_text("char room[65536] = {1};\n")

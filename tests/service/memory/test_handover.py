@@ -34,10 +34,17 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
         "--tokens",
         "4",
     ]
-    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False
+    )
     document = json.loads(done.stdout)
     assert done.returncode == 0, document
-    assert (document["kind"], document["cycles"], document["different_texts"], document["shortfalls"]) == ("handover", CYCLES, 0, 0)
+    assert (document["kind"], document["cycles"], document["different_texts"], document["shortfalls"]) == (
+        "handover",
+        CYCLES,
+        0,
+        0,
+    )
     assert document["drift_bytes"] <= 8 * MIB
     assert document["drift_kept"] == {"threads": 0, "open files": 0, "children": 0}
     assert [row["step"] for row in document["rows"]] == ["give way", "close"]

@@ -28,7 +28,11 @@ USES = 9
 def model(tmp_path: Path) -> Iterator[OpenModel]:
     pool = Pool("cpu", MemorySettings(floor=0), read_truth)
     opened = open_model(
-        write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=128, device="cpu", kernel_cache=tmp_path / "cache"
+        write_tiny_qwen3(tmp_path / "tiny", tokenizer=False),
+        pool=pool,
+        context=128,
+        device="cpu",
+        kernel_cache=tmp_path / "cache",
     )
     yield opened
     opened.close()

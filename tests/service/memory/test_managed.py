@@ -104,7 +104,9 @@ def test_a_slab_is_on_the_card_from_its_opening_and_comes_back_whole(runtime: Pl
         slab.view(0, 1)
 
 
-def test_a_view_that_still_lives_is_a_shortfall_and_never_a_wrong_address(runtime: PlayedRuntime, backend: ManagedBackend):
+def test_a_view_that_still_lives_is_a_shortfall_and_never_a_wrong_address(
+    runtime: PlayedRuntime, backend: ManagedBackend
+):
     slab = backend.open(4 * MIB, whole=True)
     slab.write(0, b"x")
     view = slab.view(0, 4).tensor
@@ -146,7 +148,11 @@ def test_an_advice_that_does_not_exist_is_not_taken(runtime: PlayedRuntime, back
     assert runtime.given() == set()
 
 
-@given(parts=st.lists(st.tuples(st.sampled_from(["aside", "willneed", "populate"]), st.integers(0, 9 * MIB), st.integers(1, 9 * MIB))))
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(["aside", "willneed", "populate"]), st.integers(0, 9 * MIB), st.integers(1, 9 * MIB))
+    )
+)
 def test_what_is_resident_is_what_the_card_holds(parts: list[tuple[str, int, int]]):
     runtime = PlayedRuntime()
     slab = ManagedSlab(9 * MIB, runtime)
@@ -195,7 +201,11 @@ def test_a_card_that_cannot_move_pages_on_advice_is_refused():
 
 def test_it_says_what_the_machine_can_do():
     found = ManagedBackend("cuda", runtime=PlayedRuntime(PageableMemoryAccess=0)).capabilities()
-    assert (found["ConcurrentManagedAccess"], found["PageableMemoryAccess"], found["oversubscribe"]) == (True, False, False)
+    assert (found["ConcurrentManagedAccess"], found["PageableMemoryAccess"], found["oversubscribe"]) == (
+        True,
+        False,
+        False,
+    )
     assert set(ATTRIBUTES) <= set(found)
 
 
@@ -214,7 +224,9 @@ def test_a_pool_of_managed_memory_leases_through_it_and_counts_what_it_may_set_a
         return Truth(CARD, free, free, False, 0, 0, None, host.host_available, 0, None, "device")
 
     monkeypatch.setattr(
-        choose_backend, "ManagedBackend", lambda device, oversubscribe: ManagedBackend(device, oversubscribe=oversubscribe, runtime=runtime)
+        choose_backend,
+        "ManagedBackend",
+        lambda device, oversubscribe: ManagedBackend(device, oversubscribe=oversubscribe, runtime=runtime),
     )
     settings = MemorySettings(limit=0.95, kept_back=0.0, floor=0, own_slab=MIB, managed=True, oversubscribe=True)
     pool = Pool("cuda", settings, truth)

@@ -125,7 +125,12 @@ def test_carving(pool: Pool):
 @pytest.mark.parametrize(
     ("shape", "align", "error", "words"),
     [
-        ((1025,), 256, MemoryFull, "writer's kv lease of 4096 bytes has 4096 left, but 4100 are needed for shape (1025,)"),
+        (
+            (1025,),
+            256,
+            MemoryFull,
+            "writer's kv lease of 4096 bytes has 4096 left, but 4100 are needed for shape (1025,)",
+        ),
         ((1 << 62, 4), 256, MemoryFull, "are needed"),
         ((-1,), 256, MemoryFull, "are needed"),
         ((1,), 48, RequestError, "carve alignment is 48; use a power of two"),
@@ -377,7 +382,10 @@ def test_many_cycles_leave_the_process_as_it_was(make_pool: MakePool):
     pool = make_pool()
 
     def cycle() -> None:
-        leases = [pool.lease("writer", kind, nbytes) for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))]
+        leases = [
+            pool.lease("writer", kind, nbytes)
+            for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))
+        ]
         for lease in leases:
             lease.carve((lease.nbytes,), torch.uint8).fill_(1)
         for lease in leases:

@@ -93,7 +93,9 @@ def test_pressure_counts_late_and_only_while_little_is_available():
 
 
 def test_a_discrete_gpu_is_judged_by_its_own_memory():
-    truth = replace(left(20, free=20), integrated=False, device_free=int(0.4 * GIB), available=int(0.4 * GIB), total=24 * GIB)
+    truth = replace(
+        left(20, free=20), integrated=False, device_free=int(0.4 * GIB), available=int(0.4 * GIB), total=24 * GIB
+    )
     alarms = feed([truth] * 5, rules=rules_for(24 * GIB))
     assert alarms[4] is not None
 
@@ -168,7 +170,11 @@ def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callabl
 
     ticks: list[int] = []
     with MemoryWatch(
-        truth, shrink, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: ticks.append(1), rules=rules_for(SPARK.total)
+        truth,
+        shrink,
+        MemorySettings(poll=0.02, poll_loading=0.02),
+        tick=lambda: ticks.append(1),
+        rules=rules_for(SPARK.total),
     ):
         assert wait_for(lambda: len(ticks) > 3)
         assert released == []

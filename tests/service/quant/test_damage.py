@@ -23,7 +23,9 @@ from published import CASES, change_tensors, write_published
 
 BY_NAME = {case.name: case for case in CASES}
 UP = "model.layers.1.mlp.up_proj."
-OVER_ZERO = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+OVER_ZERO = (
+    r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,7 +109,8 @@ def test_a_scale_below_zero_is_named_with_its_place(tmp_path: Path, name: str, s
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
     change_tensors(folder, first(suffix, -0.5))
     with pytest.raises(
-        ModelError, match=rf"tensor .*up_proj\.{suffix} has a scale below zero at \[0.*\] \(-0\.5\); the checkpoint is damaged"
+        ModelError,
+        match=rf"tensor .*up_proj\.{suffix} has a scale below zero at \[0.*\] \(-0\.5\); the checkpoint is damaged",
     ):
         load(folder)
 

@@ -63,7 +63,9 @@ def test_the_sixteen_numbers_are_those_of_their_bits():
     divides=st.booleans(),
     step=st.integers(1, 6),
 )
-def test_nvfp4_means_number_times_scale_times_factor(shape: tuple[int, int], seed: int, divides: bool, step: int) -> None:
+def test_nvfp4_means_number_times_scale_times_factor(
+    shape: tuple[int, int], seed: int, divides: bool, step: int
+) -> None:
     stored, wanted = nvfp4(divides=divides)(*shape, torch.Generator().manual_seed(seed))
     packing = Nvfp4("t", "weight_packed", "weight_global_scale", True) if divides else Nvfp4("t")
     weight = taken(packing, *shape, stored, step)
@@ -86,7 +88,10 @@ def test_mxfp8_means_number_times_a_power_of_two(shape: tuple[int, int], seed: i
 
 @pytest.mark.parametrize("exponent", [0, 1, 127, 254])
 def test_every_power_of_two_is_held_the_smallest_too(exponent: int):
-    stored = {"weight": torch.ones(1, 32).to(torch.float8_e4m3fn), "weight_scale": torch.full((1, 1), exponent, dtype=torch.uint8)}
+    stored = {
+        "weight": torch.ones(1, 32).to(torch.float8_e4m3fn),
+        "weight_scale": torch.full((1, 1), exponent, dtype=torch.uint8),
+    }
     assert dequantize(taken(Mxfp8("t"), 1, 32, stored))[0, 0].item() == 2.0 ** (exponent - 127)
 
 

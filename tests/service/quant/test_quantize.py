@@ -21,7 +21,15 @@ from onedesk.service.quant.formats import (
 from onedesk.service.quant.quantize_weights import quantize, quantize_into
 from onedesk.service.quant.weight import Format, dequantize, pack_nibbles, unpack_nibbles
 
-FORMATS = [INT8, int4(), int4(32), int4(64), int4(symmetric=False), int4(32, symmetric=False), Format("int8", 8, 128, True)]
+FORMATS = [
+    INT8,
+    int4(),
+    int4(32),
+    int4(64),
+    int4(symmetric=False),
+    int4(32, symmetric=False),
+    Format("int8", 8, 128, True),
+]
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e-30, -1e-12, 6e-8, 3e4, -3e4, 7.5, 8.0, -8.0, 0.5)
 
 
@@ -49,14 +57,19 @@ def largest_error(values: torch.Tensor, held: Format) -> torch.Tensor:
 @st.composite
 def weights(draw: st.DrawFn) -> torch.Tensor:
     """Odd shapes; normal numbers of some magnitude, with special values, single outliers and groups of zeros put in."""
-    rows, cols = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 31, 32, 33, 127, 128, 129, 480]) | st.integers(1, 300))
+    rows, cols = (
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([1, 2, 31, 32, 33, 127, 128, 129, 480]) | st.integers(1, 300)),
+    )
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
     values *= 10.0 ** draw(st.integers(-9, 3))
     for _ in range(draw(st.integers(0, 3))):
         values[draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))] = draw(st.sampled_from(SPECIAL))
     for _ in range(draw(st.integers(0, 2))):
         start = draw(st.integers(0, cols - 1))
-        values[draw(st.integers(0, rows - 1)), start : start + draw(st.integers(1, 140))] = draw(st.sampled_from([0.0, 1.0, -3e-4]))
+        values[draw(st.integers(0, rows - 1)), start : start + draw(st.integers(1, 140))] = draw(
+            st.sampled_from([0.0, 1.0, -3e-4])
+        )
     return values.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
 
 
@@ -67,7 +80,9 @@ def test_no_weight_is_further_off_than_its_format_says(values: torch.Tensor, hel
     error = (dequantize(weight).double() - values.double()).abs()
     assert (error <= largest_error(values, held)).all(), (error / largest_error(values, held)).max()
     assert weight.shape == values.shape
-    assert [(t.shape, t.dtype) for t in weight.tensors] == [(p.shape, p.dtype) for p in weight_tensors(held, *values.shape)]
+    assert [(t.shape, t.dtype) for t in weight.tensors] == [
+        (p.shape, p.dtype) for p in weight_tensors(held, *values.shape)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,16 +134,24 @@ def test_a_magnitude_beyond_half_scales_is_refused_by_name_and_int8_takes_it() -
     values = torch.ones(2, 64)
     values[0, 3] = -1e6
     for held in (int4(), int4(32, symmetric=False)):
-        with pytest.raises(ModelError, match=r"w has a weight of magnitude 1e\+06; the scales of int4\S* are 16-bit.* at most 524,032"):
+        with pytest.raises(
+            ModelError, match=r"w has a weight of magnitude 1e\+06; the scales of int4\S* are 16-bit.* at most 524,032"
+        ):
             quantize(values, held, "w")
     assert dequantize(quantize(values, INT8))[0, 3] == -1e6
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    rows=st.integers(1, 4), cols=st.integers(1, 200), start=st.integers(0, 220), length=st.integers(0, 220), held=st.sampled_from(FORMATS)
+    rows=st.integers(1, 4),
+    cols=st.integers(1, 200),
+    start=st.integers(0, 220),
+    length=st.integers(0, 220),
+    held=st.sampled_from(FORMATS),
 )
-def test_slices_of_rows_and_columns_are_those_of_the_whole(rows: int, cols: int, start: int, length: int, held: Format) -> None:
+def test_slices_of_rows_and_columns_are_those_of_the_whole(
+    rows: int, cols: int, start: int, length: int, held: Format
+) -> None:
     weight = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(cols)), held)
     whole = dequantize(weight)
     assert torch.equal(dequantize(weight, slice(start, start + length)), whole[:, start : start + length])
@@ -149,7 +172,9 @@ def test_nibbles_come_back_and_padding_means_zero(rows: int, cols: int) -> None:
 
 
 def test_a_block_has_columns_j_and_j_plus_16_in_byte_j() -> None:
-    packed = pack_nibbles(torch.arange(64, dtype=torch.uint8).remainder(16)[None] // torch.tensor([1] * 32 + [2] * 32, dtype=torch.uint8))
+    packed = pack_nibbles(
+        torch.arange(64, dtype=torch.uint8).remainder(16)[None] // torch.tensor([1] * 32 + [2] * 32, dtype=torch.uint8)
+    )
     assert packed[0, :16].tolist() == [j | j << 4 for j in range(16)]
     assert packed[0, 16:].tolist() == [j // 2 | (j // 2) << 4 for j in range(16)]
 
@@ -158,8 +183,12 @@ def test_sizes_are_those_of_the_tensors() -> None:
     for held in FORMATS:
         weight = weight_of(held, 5, 480, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert weight.nbytes == sum(piece.nbytes for piece in weight_tensors(held, 5, 480))
-        assert aligned_bytes(held, 5, 480, 256) == sum(-(-piece.nbytes // 256) * 256 for piece in weight_tensors(held, 5, 480))
-    assert [bits_a_weight(held, 1024) for held in (INT8, int4(), int4(32), int4(symmetric=False), int4(32, symmetric=False))] == [
+        assert aligned_bytes(held, 5, 480, 256) == sum(
+            -(-piece.nbytes // 256) * 256 for piece in weight_tensors(held, 5, 480)
+        )
+    assert [
+        bits_a_weight(held, 1024) for held in (INT8, int4(), int4(32), int4(symmetric=False), int4(32, symmetric=False))
+    ] == [
         8 + 32 / 1024,
         4.125,
         4.5,
