@@ -1,7 +1,8 @@
-"""Sequences that leave both behind: keys and values in blocks, and recurrent states in slots.
+"""Sequences with both kinds of cache: keys and values in blocks, and recurrent states in slots.
 
-A state cannot be cut shorter, only kept or gone back to. So a sequence owns a slot with its present state, and copies of it are kept at
-the ends of full blocks (`checkpoints`): behind one of them a later prompt with the same beginning can go on, and a sequence can go back to it.
+A recurrent state cannot be shortened, only kept or restored. A sequence therefore owns a slot with its present state,
+and copies are kept at the ends of full blocks (`checkpoints`). A later prompt with the same prefix can continue from a
+checkpoint, and a sequence can go back to it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from .recurrent import RecurrentStates
 
 
 class HybridKV(PagedKV):
-    """A PagedKV whose sequences have recurrent states too, in `states`.
+    """A PagedKV whose sequences also have recurrent states, in `states`.
 
-    Invariants beside those of PagedKV, see `check`: every open sequence owns one slot, and one for verify of its snapshots; a checkpoint hangs on
-    a block that is used or kept, and holds the state behind that block's last token; checkpoints give way to whoever needs a slot, the
-    longest unused one first.
+    Invariants in addition to those of PagedKV, see `check`: every open sequence owns one slot, and one per snapshot; a
+    checkpoint belongs to a block that is used or cached, and holds the state after the last token of that block. When a
+    slot is needed and none is free, the least recently used checkpoint is dropped.
     """
 
     def __init__(self, lease: Lease, shape: KVShape, states: RecurrentStates, context: int, sequences: int = 1) -> None:
@@ -34,7 +35,7 @@ class HybridKV(PagedKV):
 
     @property
     def checkpoints(self) -> int:
-        """States that are kept at the ends of blocks."""
+        """Number of states kept at the ends of blocks."""
         return len(self._checkpoints)
 
     def fits(self, capacity: int, shared: Sequence[int] = ()) -> bool:
@@ -65,13 +66,13 @@ class HybridKV(PagedKV):
         )  # noqa: S101 - invariants of ours
 
     def allocate_slot(self) -> int:
-        """A slot, if need be that of the longest unused checkpoint. Raises MemoryFull."""
+        """A free slot, if necessary that of the least recently used checkpoint. Raises MemoryFull."""
         if not self._states.free and self._checkpoints:
             self._states.release(self._checkpoints.popitem(last=False)[1])
         return self._states.allocate()
 
     def keep_checkpoint(self, block: int, slot: int) -> None:
-        """Keep a copy of the state in `slot`, which stands at the end of `block`, if there is room for it."""
+        """Keep a copy of the state in `slot`, which is that at the end of `block`, if a slot is available."""
         if block not in self._checkpoints:
             if not self.openable:
                 return
@@ -80,16 +81,16 @@ class HybridKV(PagedKV):
         self._checkpoints.move_to_end(block)
 
     def drop_checkpoint(self, block: int) -> None:
-        """Keep the state at the end of `block` no longer, if one is kept."""
+        """Drop the state at the end of `block`, if there is one."""
         if block in self._checkpoints:
             self._states.release(self._checkpoints.pop(block))
 
     def checkpoint(self, block: int) -> int | None:
-        """The slot with the state at the end of `block`, if it is kept."""
+        """The slot with the state at the end of `block`, or None."""
         return self._checkpoints.get(block)
 
     def _sequence(self, capacity: int, shared: Sequence[int], length: int, past: SequenceKV | None) -> SequenceKV:
-        """Behind `shared` blocks without a past there must be a checkpoint. Raises MemoryFull."""
+        """Without `past`, the last of the `shared` blocks must have a checkpoint. Raises MemoryFull."""
         if isinstance(past, HybridSequence):
             source = past.slots[0]
         else:
@@ -101,7 +102,7 @@ class HybridKV(PagedKV):
             self._states.clear(slot)
         elif past is not None or shared[-1] in self._checkpoints:
             self._states.copy(source, slot)
-        # else: nothing else could give way, and the checkpoint's own slot was taken, state and all
+        # else: allocate_slot dropped this checkpoint, as the only one, and returned its slot with the state in it
         return HybridSequence(self, capacity, shared, length, slot)
 
     def _drop(self, block: int) -> None:
@@ -114,7 +115,7 @@ class HybridKV(PagedKV):
 
 
 class HybridSequence(SequenceKV):
-    """A SequenceKV with a recurrent state. Made by HybridKV."""
+    """A SequenceKV with a recurrent state. Only HybridKV makes one."""
 
     cuts_anywhere = False
 
@@ -124,11 +125,9 @@ class HybridSequence(SequenceKV):
         self._states = pages._states
         self._slot = slot
         self._in_spare = False
-        self._draft_slots: list[
-            int
-        ] = []  # with the states behind the tokens that a pass has read and that may not count
+        self._draft_slots: list[int] = []  # states after tokens that may be rejected
         self._snapshots: list[Snapshot] = []
-        self._written: int | None = None  # the block of the last checkpoint in what decode wrote
+        self._written: int | None = None  # block of the last checkpoint written by decode
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -152,7 +151,9 @@ class HybridSequence(SequenceKV):
         return min(super().verifiable, self._hybrid.openable + len(self._draft_slots))
 
     def ensure(self, tokens: int, *, undo: bool = False, verify: bool = False) -> None:
-        """With `verify` a slot is taken for the state behind verify token; those of checkpoints that were not used for long give way."""
+        """With `verify` it also allocates a slot for the state after each token, if necessary by dropping the least
+        recently used checkpoints.
+        """
         self._give_up()
         super().ensure(tokens, undo=undo)
         self._in_spare = undo and not verify
@@ -190,7 +191,7 @@ class HybridSequence(SequenceKV):
         self._hybrid.keep_checkpoint(block, self._slot)
 
     def truncate(self, length: int) -> int:
-        """The last snapshot or checkpoint at `length` or before it, or the beginning."""
+        """Go back to the last snapshot or checkpoint at `length` or before it, or to the start."""
         self._give_up()
         if length == self.length:
             return length
@@ -221,13 +222,13 @@ class HybridSequence(SequenceKV):
         assert not lengths or lengths[-1] <= self.length, f"snapshot at {lengths[-1]} of {self.length} tokens"  # noqa: S101
 
     def _give_up(self) -> None:
-        """Return the slots behind the tokens that do not count."""
+        """Release the slots of tokens that were not accepted."""
         for slot in self._draft_slots:
             self._states.release(slot)
         self._draft_slots.clear()
 
     def _back_to(self, length: int, slot: int | None) -> int:
-        """Take the state in `slot` (None: that of no tokens) at `length`, and give up the snapshots behind it."""
+        """Take the state in `slot` (None: that of no tokens) at `length`, and drop the snapshots after it."""
         self._give_up()
         super().truncate(length)
         if slot is None:

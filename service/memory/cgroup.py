@@ -1,4 +1,4 @@
-"""What the process's control groups still allow: v1 and v2, every ancestor, from injectable roots."""
+"""The memory limits of the process's control groups: v1 and v2, every ancestor, from injectable roots."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path, PurePosixPath
 
 from .meminfo import read_text
 
-# v1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real comes near 2^60 bytes.
+# v1 writes "no limit" as the largest page-aligned signed 64-bit number. No real limit comes near 2^60 bytes.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupMemory:
-    """The tightest group: its limit and usage in bytes, what of the usage can be dropped, and what is left."""
+    """The tightest group: limit, usage and reclaimable usage in bytes."""
 
     limit: int
     usage: int
@@ -39,10 +39,11 @@ _V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_fi
 
 
 def read_cgroup(proc: Path, cgroup: Path) -> CgroupMemory | None:
-    """Return the tightest memory limit over this process, or None if no group sets one.
+    """The tightest memory limit on this process, or None if no group sets one.
 
-    Reads <proc>/self/cgroup, then the group's folder and every ancestor's up to the mount point. In a container without its own
-    cgroup namespace the named folder does not exist under the mount; the mount point itself is then the container's group.
+    Reads <proc>/self/cgroup, then the group's folder and every ancestor up to the mount point. In a container without a
+    cgroup namespace of its own the named folder does not exist under the mount; the mount point itself is then the
+    container's group.
     """
     text = read_text(proc / "self" / "cgroup")
     if text is None:

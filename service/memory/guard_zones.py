@@ -1,4 +1,4 @@
-"""Where a lease lies in its slab, and the guard zones around it in debug mode."""
+"""The layout of a block around a lease, and its guard zones in debug mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _PATTERN = bytes(range(0xA5, 0xB5))
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Sizes in bytes of a block: [front, whose last `guard` bytes are the guard zone][body][guard zone][rest]; `total` is all of it."""
+    """Sizes in bytes of a block: [front, whose last `guard` bytes are the guard zone][body][guard zone][rest]. `total`:
+    all of it.
+    """
 
     front: int
     body: int
@@ -26,7 +28,8 @@ class BlockLayout:
 
 
 def plan_layout(nbytes: int, align: int, guard: int, whole: int) -> BlockLayout:
-    """Lay out a body of `nbytes` whose start keeps the block's own alignment, in a block of whole multiples of `whole` bytes.
+    """Lay out a body of `nbytes` whose start keeps the alignment of the block, in a block of a multiple of `whole`
+    bytes.
 
     `guard` 0 means no zones.
     """

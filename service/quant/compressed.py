@@ -1,4 +1,4 @@
-"""The quantization_config of compressed-tensors: groups of settings, each with the modules that it is for."""
+"""Reads the quantization_config of compressed-tensors: groups of settings, each for certain modules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_compressed(fields: Fields) -> Packings:
     if not groups:
         fields.refuse("config_groups", "at least one")
     left_out = tuple(pattern for text in fields.texts("ignore") if (pattern := _pattern(text)) is not None)
-    if len(groups) == 1:  # whatever it is for: what lies in the files says the rest
+    if len(groups) == 1:  # whatever its targets: the stored tensors say the rest
         return Packings(_group(fields, groups[0][1]), left_out=left_out)
     usual, patterned = None, []
     for _, group in groups:
@@ -52,9 +52,11 @@ def read_compressed(fields: Fields) -> Packings:
 
 
 def _pattern(target: str) -> re.Pattern[str] | None:
-    """A target as a pattern of module names: "re:" and a plain regular expression from the beginning, or the end of a name.
+    """A target as a pattern of module names: "re:" and a regular expression from the start of a name, or the end of a
+    name.
 
-    Of expressions only points, `.*` and anchors are taken: others can take forever on some name. None for one that has more.
+    Only names, points, `.*` and anchors are accepted in expressions: others can take forever on some names. None for
+    any other.
     """
     if not target.startswith("re:"):
         return re.compile(f"(.*\\.)?{re.escape(plain_name(target))}")

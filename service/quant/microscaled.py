@@ -1,8 +1,9 @@
-"""Checkpoints whose numbers are tiny floats under small groups of scales: NVFP4 and MXFP8.
+"""Checkpoints whose numbers are small floats under small groups of scales: NVFP4 and MXFP8.
 
-NVFP4: E2M1 numbers, two in a byte with the earlier column in the low nibble, an E4M3 scale for 16 columns, and one fp32 for the matrix, by
-which ModelOpt multiplies (weight_scale_2) and compressed-tensors divides (weight_global_scale). MXFP8: E4M3 numbers and for 32 columns an
-E8M0, the power of two 2^(byte - 127), of which 255 is NaN. Sources: the exports of ModelOpt 0.44 and compressed-tensors 0.20, OCP MX 1.0.
+NVFP4: E2M1 numbers, two per byte with the earlier column in the low nibble, an E4M3 scale per 16 columns, and one fp32
+per matrix. ModelOpt multiplies by it (weight_scale_2), compressed-tensors divides by it (weight_global_scale). MXFP8:
+E4M3 numbers, and per 32 columns an E8M0, the power of two 2^(byte - 127); 255 is NaN. Sources: the exports of ModelOpt
+0.44 and compressed-tensors 0.20, OCP MX 1.0.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from .packings import PackedLayout, StoredPart
 from .weight import QuantizedWeight
 
 E8M0_NAN = 255
-# What a quantized cache would need of the checkpoint; ours holds keys and values in full.
+# Scales of a quantized KV cache. Ours holds keys and values unquantized.
 CACHE_SCALES = ("k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4:
-    """NVFP4 with the numbers in `numbers` and the matrix's factor in `factor`, by which is divided if `divides`."""
+    """NVFP4 with the numbers in `numbers` and the factor of the matrix in `factor`, a divisor if `divides`."""
 
     title: str
     numbers: str = "weight"

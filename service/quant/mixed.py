@@ -1,4 +1,4 @@
-"""Which matrix of a checkpoint is in which packing, where they are not all alike."""
+"""Which packing each matrix of a checkpoint has, if they differ."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from types import MappingProxyType
 from ..errors import ModelError
 from .packings import Packing
 
-# What stands before a module's own name; a config and its tensors need not have the same.
+# Prefixes of module names. Those of a config and of its tensors may differ.
 _PREFIXES = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 
 
 def plain_name(module: str) -> str:
-    """A module's name without what stands before the text network: layers.0.mlp.gate_proj, lm_head."""
+    """The name of a module without the prefix of the text network: layers.0.mlp.gate_proj, lm_head."""
     return _PREFIXES.sub("", module)
 
 
 def _matches(pattern: re.Pattern[str], plain: str) -> bool:
-    """Whether a pattern is for a module, whatever a checkpoint has before its plain name."""
+    """Whether a pattern matches a module, with any of the prefixes."""
     return any(pattern.fullmatch(before + plain) for before in ("", "model.", "model.language_model."))
 
 
 def glob(text: str) -> re.Pattern[str]:
-    """A pattern with * and ? as one of whole names; the translation takes time in the length of a name alone."""
+    """A pattern with * and ? as one over whole names. Matching takes time linear in the name."""
     return re.compile(fnmatch.translate(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Packings:
-    """The packings of a checkpoint: `named` by plain module names, each for all that is in it, `patterned` by patterns of whole names
-    (the first that matches), `usual` for all others. None: stored in floats. `left_out`: patterns of what is said to be in floats,
-    `beside`: suffixes of tensors that may lie beside floats and are not needed.
+    """The packings of a checkpoint.
+
+    `named`: by plain module names, each for everything in the module. `patterned`: by patterns of whole names, of which
+    the first match counts. `usual`: for all others, None if they are stored as floats. `left_out`: patterns of modules
+    that the config says are floats. `beside`: suffixes of tensors that may accompany floats and are not needed.
     """
 
     usual: Packing | None
@@ -44,11 +46,11 @@ class Packings:
     beside: tuple[str, ...] = ()
 
     def said(self, module: str) -> Packing | None:
-        """The packing of one matrix by the config alone. What lies in the files may be in floats all the same."""
+        """The packing of one matrix by the config alone. The files may still hold floats."""
         return None if any(_matches(pattern, plain_name(module)) for pattern in self.left_out) else self.of(module)
 
     def of(self, module: str) -> Packing | None:
-        """The packing of one matrix where it is packed, by the name of its module."""
+        """The packing of one packed matrix, by the name of its module."""
         whole = plain_name(module)
         name = whole
         while name:
@@ -58,7 +60,7 @@ class Packings:
         return next((packing for pattern, packing in self.patterned if _matches(pattern, whole)), self.usual)
 
     def of_all(self, modules: Iterable[str]) -> Packing | None:
-        """The packing of matrices that are held as one. ModelError where they have not one together."""
+        """The common packing of matrices that are stored as one. Raises ModelError if they differ."""
         found = {module: self.of(module) for module in modules}
         first, packing = next(iter(found.items()))
         for module, other in found.items():
@@ -73,6 +75,6 @@ class Packings:
 
     @property
     def titles(self) -> str:
-        """All of them, for messages."""
+        """All packings, for messages."""
         each = [self.usual, *self.named.values(), *(packing for _, packing in self.patterned)]
         return ", ".join(dict.fromkeys(packing.title for packing in each if packing))

@@ -1,6 +1,7 @@
-"""The quantization_config of NVIDIA's ModelOpt: one algorithm for all modules, or one for each that is named.
+"""Reads the quantization_config of NVIDIA's ModelOpt: one algorithm for all modules, or one per named module.
 
-Sources: the configs of nvidia's and local-inference-lab's checkpoints (config.json, and hf_quant_config.json of older exports).
+Sources: the configs of checkpoints by nvidia and local-inference-lab (config.json, and hf_quant_config.json of older
+exports).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _packing(fields: Fields) -> Packing | None:
 
 
 def _by_numbers(weights: Fields) -> Packing:
-    """The packing of a group that says only how its numbers are made."""
+    """The packing of a group that only says how its numbers are coded."""
     weights.one_of("type", ("float",))
     bits, group = weights.one_of("num_bits", (4, 8)), weights.get("group_size")
     if bits == 4:

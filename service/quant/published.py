@@ -1,4 +1,6 @@
-"""Which packing a checkpoint's quantization_config means. What would change the arithmetic and is not supported is refused by its field."""
+"""Reads the quantization_config of a checkpoint. Unsupported settings that change the arithmetic are refused by their
+field.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ KEY = "quantization_config"
 
 
 def read_packings(config: Mapping[str, Any]) -> Packings | None:
-    """The packings of config.json's quantization_config, None without one. Raises ModelError naming the field and what is supported."""
+    """The packings of config.json's quantization_config, None without one. Raises ModelError with the field and the
+    supported values.
+    """
     value = config.get(KEY)
     if value is None:
         return None

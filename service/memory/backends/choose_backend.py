@@ -1,4 +1,4 @@
-"""Which kind of memory a device's leases are made of, and what each kind that is here can do."""
+"""Chooses the memory backend for a device, and describes what each backend can do here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .protocol import Backend
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """A backend for people: what was tried on this machine and whether it worked; or why it cannot be used at all."""
+    """A backend for people: what was tried on this machine and whether it worked, or why it cannot be used."""
 
     name: str
     residency: str
@@ -24,14 +24,16 @@ class BackendReport:
 
 
 def choose_backend(device: str, *, managed: bool, oversubscribe: bool) -> Backend:
-    """The memory for leases on `device`. Raises RequestError if there is no such device, or managed memory is asked for and not there."""
+    """The backend for leases on `device`. Raises RequestError if there is no such device, or managed memory is
+    requested but unavailable.
+    """
     if device_index(device) is None:
         return MappedBackend()
     return ManagedBackend(device, oversubscribe=oversubscribe) if managed else CudaBackend(device)
 
 
 def describe_backends(device: str) -> Iterator[BackendReport]:
-    """Every kind of memory that leases on `device` could be made of, and the host's."""
+    """Every backend for leases on `device`, and that of the host."""
     yield _report(MappedBackend())
     if device_index(device) is not None:
         yield _report(CudaBackend(device))
