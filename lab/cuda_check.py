@@ -1,9 +1,10 @@
-"""What only a CUDA device can show, on random checkpoints: the same tokens as the CPU, bytes that really come back, text that stays.
+"""What only a CUDA device can show, on random checkpoints: the same tokens as the CPU, bytes that really come back,
+text that stays.
 
-    python -m onedesk.lab.cuda_check [--cycles 10] [--cache FOLDER] [--json]
+python -m onedesk.lab.cuda_check [--cycles 10] [--cache FOLDER] [--json]
 
-Exit 1 if a promise is not kept. Speeds are printed for information. Managed memory is looked at too where cuda-bindings is installed, and
-a small network of every family, see cuda_families.
+Exit 1 if a promise is not kept. Speeds are printed for information. Managed memory is looked at too where cuda-bindings
+is installed, and a small network of every family, see cuda_families.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def prompt_of(model: OpenModel) -> tuple[int, ...]:
 
 
 def answer(model: OpenModel) -> Result:
-    """TOKENS tokens behind the prompt, greedy; all of it is read, for the last tokens behind a kept beginning are rounded otherwise."""
+    """TOKENS tokens behind the prompt, greedy; all of it is read, for the last tokens behind a kept beginning are
+    rounded otherwise.
+    """
     request = Request(ids=prompt_of(model), sampling=Sampling(temperature=0.0), max_tokens=TOKENS, prefix_reuse=False)
     result = [event.result for event in model.generate(request)][-1]
     if result is None or result.finish != "length":
@@ -77,7 +80,9 @@ def made_pool(device: str, settings: MemorySettings | None = None) -> Pool:
 
 
 def same_as_cpu(device: str, cache: Path, settings: MemorySettings | None = None) -> dict[str, Any]:
-    """Whether `device` chooses the CPU's tokens and scores, in FP32. `score_difference` is the largest of any log-probability."""
+    """Whether `device` chooses the CPU's tokens and scores, in FP32. `score_difference` is the largest of any
+    log-probability.
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_random(Path(folder), SMALL, dtype=torch.float32)
         found: list[tuple[Result, list[float]]] = []
@@ -101,7 +106,8 @@ def _apart(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[str, Any]:
-    """Answer, give way, measure by the driver, wake and answer again, `cycles` times; see `row_of` for what each cycle says.
+    """Answer, give way, measure by the driver, wake and answer again, `cycles` times; see `row_of` for what each cycle
+    says.
 
     `drift_bytes`: what the device has less free at the end than after the first third of the cycles.
     """
@@ -139,8 +145,9 @@ def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[s
 
 
 def managed_memory(device: str, cache: Path) -> dict[str, Any]:
-    """What managed memory does on this machine: `can`, bytes returned, bytes on the card while half was set aside and after all was
-    touched again, whether the content stayed, and the small model's tokens. Only `missing` where it cannot be used.
+    """What managed memory does on this machine: `can`, bytes returned, bytes on the card while half was set aside and
+    after all was touched again, whether the content stayed, and the small model's tokens. Only `missing` where it
+    cannot be used.
     """
     settings = MemorySettings(managed=True)
     try:
@@ -169,7 +176,9 @@ def managed_memory(device: str, cache: Path) -> dict[str, Any]:
 
 
 def row_of(held: int, released: Sequence[Released], driver: int) -> dict[str, Any]:
-    """One give-way: bytes held before, bytes asked and measured by the pool, bytes that the driver has more of, seconds."""
+    """One give-way: bytes held before, bytes asked and measured by the pool, bytes that the driver has more of,
+    seconds.
+    """
     asked, measured = sum(item.asked for item in released), sum(item.measured for item in released)
     return {
         "held": held,
@@ -181,7 +190,8 @@ def row_of(held: int, released: Sequence[Released], driver: int) -> dict[str, An
 
 
 def free_bytes(device: str) -> int:
-    """The device's free bytes by its driver; torch's cache is emptied before, so that only what somebody holds counts."""
+    """The device's free bytes by its driver; torch's cache is emptied before, so that only what somebody holds counts.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
@@ -227,7 +237,9 @@ def _broken_managed(managed: Mapping[str, Any]) -> list[str]:
 
 
 def check(cycles: int, cache: Path) -> dict[str, Any]:
-    """The document; `failures` lists what was not kept. Raises OnedeskError, RequestError where there is no CUDA device."""
+    """The document; `failures` lists what was not kept. Raises OnedeskError, RequestError where there is no CUDA
+    device.
+    """
     device = pick_device("cuda").type
     started = time.perf_counter()
     equal, managed = same_as_cpu(device, cache), managed_memory(device, cache)

@@ -1,9 +1,11 @@
-"""Whether every Triton kernel compiles for GPUs that are not here, fits their shared memory and keeps its numbers in registers.
+"""Whether every Triton kernel compiles for GPUs that are not here, fits their shared memory and keeps its numbers in
+registers.
 
-    python -m onedesk.lab.cuda_compile [--arch 80,86,..] [--shape NAME,..] [--part PART,..] [--jobs 2] [--json]
+python -m onedesk.lab.cuda_compile [--arch 80,86,..] [--shape NAME,..] [--part PART,..] [--jobs 2] [--json]
 
-What is compiled is what the host's code launches for published shapes on such a device, see cuda_launches; nothing is run. Exit 1 where
-something does not compile or does not fit, or no shape of all launches a kernel. Triton keeps what it has compiled: a second run is short.
+What is compiled is what the host's code launches for published shapes on such a device, see cuda_launches; nothing is
+run. Exit 1 where something does not compile or does not fit, or no shape of all launches a kernel. Triton keeps what it
+has compiled: a second run is short.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from .cuda_launches import (
     target_of,
 )
 
-# A device of each architecture. Shared memory that one program may use: CUDA C++ programming guide, table of technical specifications per
-# compute capability (163, 99, 227 KiB). Processors: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090, DGX Spark. Programmatic dependent
-# launch as in kernels/cuda/cuda_fused.
+# A device of each architecture. Shared memory that one program may use: CUDA C++ programming guide, table of technical
+# specifications per compute capability (163, 99, 227 KiB). Processors: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090,
+# DGX Spark. Programmatic dependent launch as in kernels/cuda/cuda_fused.
 DEVICES: Mapping[int, GpuDevice] = {
     80: GpuDevice(108, 163 << 10, 40 << 20, early=False),
     86: GpuDevice(82, 99 << 10, 6 << 20, early=False),
@@ -53,7 +55,9 @@ TOLD = 300
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a form became: bytes of shared memory, registers of a thread, bytes that it keeps in memory for want of them; or the error."""
+    """What a form became: bytes of shared memory, registers of a thread, bytes that it keeps in memory for want of
+    them; or the error.
+    """
 
     launch: Launch
     shared: int = 0
@@ -126,7 +130,9 @@ def spilled_bytes(ptx: str, arch: int) -> int:
 def check(
     archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2
 ) -> dict[str, Any]:
-    """The document; `failures` lists what does not compile or fit, and kernels that no shape of all launches. Raises RequestError."""
+    """The document; `failures` lists what does not compile or fit, and kernels that no shape of all launches. Raises
+    RequestError.
+    """
     rows: list[dict[str, Any]] = []
     summaries = []
     for arch in archs:

@@ -1,6 +1,7 @@
-"""Small random networks of every family on a CUDA device: close to the CPU's scores, and a graph's step the same as one without.
+"""Small random networks of every family on a CUDA device: close to the CPU's scores, and a graph's step the same as one
+without.
 
-    python -m onedesk.lab.cuda_families [--device cuda|cpu] [--families NAME,..] [--json]
+python -m onedesk.lab.cuda_families [--device cuda|cpu] [--families NAME,..] [--json]
 
 Exit 1 if a promise is not kept. Each family is told of when it is done.
 """
@@ -40,8 +41,9 @@ NAMES: Mapping[str, str] = {
 }
 # Longer than the small indexer's budget, than a block and than a few rows; not their multiples.
 PROMPT, TOKENS, CONTEXT, ROWS = 203, 24, 512, 3
-# The median difference of a log-probability between activations in 16 and in 32 bits that rounding explains. Plain torch in BF16 has
-# medians of 0.002 to 0.023 on these networks, and a worst of 0.63, where rounding chooses another expert; they spread by 0.2 to 0.6.
+# The median difference of a log-probability between activations in 16 and in 32 bits that rounding explains. Plain
+# torch in BF16 has medians of 0.002 to 0.023 on these networks, and a worst of 0.63, where rounding chooses another
+# expert; they spread by 0.2 to 0.6.
 DIFFERENCE = 0.05
 
 
@@ -61,7 +63,9 @@ def broken_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def family_row(family: str, device: str, cache: Path) -> dict[str, Any]:
-    """Whether the family's step is a graph, how far scores are from the CPU's, how many texts differ with and without a graph."""
+    """Whether the family's step is a graph, how far scores are from the CPU's, how many texts differ with and without a
+    graph.
+    """
     config = shape_of(NAMES[family], tiny=True)[1]
     config = dict(config.get("text_config", config)) | {"tie_word_embeddings": False}
     vocab = config["vocab_size"]

@@ -1,7 +1,9 @@
-"""Every launch that the host's code makes for published shapes on a CUDA device that need not be there: noted, never made.
+"""Every launch that the host's code makes for published shapes on a CUDA device that need not be there: noted, never
+made.
 
-Weights, cache and rows lie on torch's "meta" device, which has shapes and addresses and no memory. Networks, plans and sampler are those of
-a session. Triton asks a hook before it compiles a form of a kernel that it does not know: ours notes it and says that it is taken care of.
+Weights, cache and rows lie on torch's "meta" device, which has shapes and addresses and no memory. Networks, plans and
+sampler are those of a session. Triton asks a hook before it compiles a form of a kernel that it does not know: ours
+notes it and says that it is taken care of.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ FEWER: Mapping[str, int] = {"num_hidden_layers": 2, "full_attention_interval": 2
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A form of a kernel as Triton tells it apart: types of arguments, constants, what is known of arguments, and options.
+    """A form of a kernel as Triton tells it apart: types of arguments, constants, what is known of arguments, and
+    options.
 
     `first`: the pass that launched it first. `part`: the module that has the kernel, without `triton_`.
     """
@@ -112,7 +115,8 @@ SHAPES: Mapping[str, Sequence[str]] = {
 
 
 def launches_of(arch: int, device: GpuDevice, shapes: Mapping[str, Sequence[str]]) -> list[Launch]:
-    """All forms that `shapes` (names of PUBLISHED, each in forms of FORMS) take on a device of compute capability arch / 10.
+    """All forms that `shapes` (names of PUBLISHED, each in forms of FORMS) take on a device of compute capability arch
+    / 10.
 
     Raises RequestError where Triton is not there, or interprets.
     """
@@ -187,7 +191,9 @@ class _Known:
 
 
 class _Absent:
-    """As much of a driver of Triton's as a launch asks for before it compiles; the device's number is its architecture's."""
+    """As much of a driver of Triton's as a launch asks for before it compiles; the device's number is its
+    architecture's.
+    """
 
     def __init__(self, arch: int) -> None:
         self._arch = arch

@@ -72,7 +72,9 @@ def layer_groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Itera
 
 
 def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case: ExpertCase) -> Iterator[Finding]:
-    """Rows through experts. Scores are numbers that 16 bits hold, some of them equal, so that both ways choose the same experts."""
+    """Rows through experts. Scores are numbers that 16 bits hold, some of them equal, so that both ways choose the same
+    experts.
+    """
     gate_up, down = (
         _small(make, held, case.count * rows, cols)
         for rows, cols in ((2 * case.width, case.hidden), (case.hidden, case.width))
@@ -156,8 +158,9 @@ def delta_heads(
 
 
 def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iterator[Finding]:
-    """Steps of several sequences in any slots, trails and chunks of one; in every second chunk all tokens have the same key and hardly
-    fade."""
+    """Steps of several sequences in any slots, trails and chunks of one; in every second chunk all tokens have the same
+    key and hardly fade.
+    """
     every, width = heads.key_heads * heads.group, heads.channels + heads.values
     windows, states = (
         make.normal(12, heads.taps.shape[0] - 1, heads.channels),
@@ -265,7 +268,9 @@ def stream_findings(
 def ngram_findings(
     kernels: CudaKernels, make: Maker, streams: int, hidden: int, width: int, taps: int, spaced: int
 ) -> Iterator[Finding]:
-    """Steps of several sequences, whose windows stay where they are or go elsewhere, and trails of one; a window behind every row."""
+    """Steps of several sequences, whose windows stay where they are or go elsewhere, and trails of one; a window behind
+    every row.
+    """
     channels = streams * hidden
     norms = (NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6) for _ in range(3))
     products = make.rows(channels, width) * 0.2, make.rows(hidden, width) * 0.2

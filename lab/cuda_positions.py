@@ -35,7 +35,8 @@ STEPS: Sequence[Sequence[int]] = (
     [0, 9, 99, 999, 1, 500, 1023, 640],
 )
 CHUNKS: Sequence[tuple[int, int]] = ((0, 7), (0, 300), (37, 5), (500, 129))
-# Where a few rows of one sequence begin, and how many: at the beginning, over the borders of blocks and key_blocks, beyond the budget.
+# Where a few rows of one sequence begin, and how many: at the beginning, over the borders of blocks and key_blocks,
+# beyond the budget.
 FEW: Sequence[tuple[int, int]] = ((0, 2), (1, 3), (29, 8), (254, 5), (511, 2), (777, 8), (1016, 8))
 # Of each: a state behind every row; one state, in another slot than it was found in; one, in the same slot.
 KINDS = ("verify", "few", "same")
@@ -58,7 +59,8 @@ def rotary_table(make: Maker, rotated: int) -> RotaryTable:
 def _batch(make: Maker, lengths: Sequence[int], kind: str = "") -> ForwardBatch:
     """A step behind sequences of these lengths, or where they are a tuple a chunk, in scattered blocks and slots.
 
-    `kind`: of a few rows "verify", else whether the slot that a chunk is found in is the one that it leaves its state in ("same").
+    `kind`: of a few rows "verify", else whether the slot that a chunk is found in is the one that it leaves its state
+    in ("same").
     """
     chunk, table = isinstance(lengths, tuple), CONTEXT // BLOCK
     sequences = 1 if chunk else len(lengths)
@@ -87,6 +89,10 @@ def _layer(make: Maker, heads: HeadShape, rotated: int) -> AttentionHeads:
     return AttentionHeads(heads, make.norm(heads.head_dim), make.norm(heads.head_dim), rotary_table(make, rotated))
 
 
+def _form(heads: HeadShape, rotated: int, mode: str, lengths: Sequence[int]) -> str:
+    return f"{heads.heads}/{heads.kv_heads} of {rotated}/{heads.head_dim}, {mode} {lengths}"
+
+
 def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotated: int) -> Iterator[Finding]:
     """Decode steps of several batches and lengths, and chunks and a few rows at several places."""
     layer = _layer(make, heads, rotated)
@@ -102,7 +108,7 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rota
         found = kernels.attend(
             layer, AttentionOperands(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries))
         )
-        form = f"{heads.heads}/{heads.kv_heads} of {rotated}/{heads.head_dim}, {'chunk' if batch.one_sequence else 'step'} {lengths}"
+        form = _form(heads, rotated, "chunk" if batch.one_sequence else "step", lengths)
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend", form, apart(found, truth), bound)
         yield Finding("attend, cache", form, max(apart(keys, wide_keys), apart(values, wide_values)), bound)
@@ -123,7 +129,9 @@ def gate_findings(kernels: CudaKernels, make: Maker, heads: HeadShape) -> Iterat
 
 
 def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotated: int) -> Iterator[Finding]:
-    """Steps, chunks, a few rows: that choose, or see no more than they may; in every second one all key_blocks are worth the same."""
+    """Steps, chunks, a few rows: that choose, or see no more than they may; in every second one all key_blocks are
+    worth the same.
+    """
     indexer = Indexer(*INDEXER, make.norm(INDEXER[1]), make.norm(INDEXER[1]))
     layer = _layer(make, heads, rotated)
     rotary = layer.rotary
@@ -171,7 +179,7 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
             ReferenceKernels().attention(turned_queries[row][None], k, v, len(tokens) - 1, truth[row][None])
         own = AttentionOperands(qkv, keys, values, _elsewhere(batch), out)
         done = kernels.attend_indexed(layer, own, indexer, IndexerOperands(indexed, tails, held))
-        form = f"{heads.heads}/{heads.kv_heads} of {rotated}/{heads.head_dim}, {(kind or 'chunk') if batch.one_sequence else 'step'} {lengths}"
+        form = _form(heads, rotated, (kind or "chunk") if batch.one_sequence else "step", lengths)
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend_indexed", form, apart(out, truth.flatten(1)) if done else float("inf"), bound)
         ends = [position + 1 for position in batch.positions.tolist()]

@@ -1,9 +1,9 @@
 """Every fused CUDA kernel against plain arithmetic in fp32 on the same numbers, on a CUDA device.
 
-    python -m onedesk.lab.cuda_timing [--parts PART,..] [--json]
+python -m onedesk.lab.cuda_timing [--parts PART,..] [--json]
 
-Exit 1 if one is further off than its types explain. Each part is told of when it is done. `error`: |result - truth| / |truth| (Euclidean
-norms) of the worst form of a kernel.
+Exit 1 if one is further off than its types explain. Each part is told of when it is done. `error`: |result - truth| /
+|truth| (Euclidean norms) of the worst form of a kernel.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ HEADS = (
 
 
 def product_cases(activation: torch.dtype) -> Iterator[tuple[Format | None, int, int, Sequence[str]]]:
-    """A format, a shape, and the products to compare: a quarter of all, because nearly all the time goes into compiling each of them.
+    """A format, a shape, and the products to compare: a quarter of all, because nearly all the time goes into compiling
+    each of them.
 
-    What is added to and what is normed before depends on the format only where x becomes fixed-point; fp16 differs from bf16 in how numbers
-    become floats.
+    What is added to and what is normed before depends on the format only where x becomes fixed-point; fp16 differs from
+    bf16 in how numbers become floats.
     """
     (many, few), ends = SHAPES, ("linear", "norm_gate_up")
     for held in FORMATS:
@@ -117,7 +118,8 @@ def _groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[F
 
 
 def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: Tell) -> Iterator[Finding]:
-    """Those of `parts` (all of them where none is named). A kernel that does not compile is one that is infinitely far off.
+    """Those of `parts` (all of them where none is named). A kernel that does not compile is one that is infinitely far
+    off.
 
     Raises RequestError where there are no fused kernels.
     """

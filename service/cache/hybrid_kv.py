@@ -5,6 +5,7 @@ and copies are kept at the ends of full blocks (`checkpoints`). A later prompt w
 checkpoint, and a sequence can go back to it.
 """
 
+# ruff: noqa: S101 - `check` asserts invariants of this code, never input
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -63,7 +64,7 @@ class HybridKV(PagedKV):
         self._states.check(taken)
         assert all(self.users(block) or block in self._cached for block in self._checkpoints), (
             "a checkpoint hangs on a free block"
-        )  # noqa: S101 - invariants of ours
+        )
 
     def allocate_slot(self) -> int:
         """A free slot, if necessary that of the least recently used checkpoint. Raises MemoryFull."""
@@ -218,8 +219,8 @@ class HybridSequence(SequenceKV):
     def check(self) -> None:
         super().check()
         lengths = [snapshot.length for snapshot in self._snapshots]
-        assert lengths == sorted(lengths), f"snapshots at {lengths}"  # noqa: S101 - invariants of ours
-        assert not lengths or lengths[-1] <= self.length, f"snapshot at {lengths[-1]} of {self.length} tokens"  # noqa: S101
+        assert lengths == sorted(lengths), f"snapshots at {lengths}"
+        assert not lengths or lengths[-1] <= self.length, f"snapshot at {lengths[-1]} of {self.length} tokens"
 
     def _give_up(self) -> None:
         """Release the slots of tokens that were not accepted."""

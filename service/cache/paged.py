@@ -1,5 +1,6 @@
 """Keys and values of all sequences of a session, in blocks of one lease: shared by forks and prefixes, never moved."""
 
+# ruff: noqa: S101 - `check` asserts invariants of this code, never input
 from __future__ import annotations
 
 import math
@@ -103,13 +104,13 @@ class PagedKV:
         self._users = [0] * self.blocks
         self._cached: set[int] = set()
         self._cold = 0
-        self._promised = 0
+        self._reserved = 0
         self._open: set[SequenceKV] = set()
 
     @property
     def available(self) -> int:
         """Blocks that can still be reserved, including those that are only cached, because they can be evicted."""
-        return len(self._free) + self._cold - self._promised
+        return len(self._free) + self._cold - self._reserved
 
     @property
     def cold(self) -> int:
@@ -126,7 +127,8 @@ class PagedKV:
         """
         if capacity > self.context:
             raise RequestError(
-                f"a sequence of {capacity} tokens is longer than the context of {self.context}; ask for fewer or open with more context"
+                f"a sequence of {capacity} tokens is longer than the context of {self.context}; "
+                "ask for fewer or open with more context"
             )
         if len(shared) * BLOCK > capacity:
             raise ValueError(f"{len(shared)} shared blocks hold more than {capacity} tokens")
@@ -183,15 +185,15 @@ class PagedKV:
             if sequence.writes_on:
                 last = sequence.table[sequence.length // BLOCK]
                 writers[last] = writers.get(last, 0) + 1
-                assert last not in self._cached, f"kept block {last} is written on"  # noqa: S101 - invariants of ours, here and below
+                assert last not in self._cached, f"cached block {last} is written"
         free = [block for block in range(self.blocks) if not users[block] and block not in self._cached]
         cold = sum(not users[block] for block in self._cached)
-        promised = sum(sequence.promise for sequence in self._open)
-        assert users == self._users, "users are not those of the tables"  # noqa: S101
-        assert sorted(self._free) == free, f"free blocks are {free}, listed are {sorted(self._free)}"  # noqa: S101
-        assert (cold, promised) == (self._cold, self._promised), f"cold {self._cold}, promised {self._promised}"  # noqa: S101
-        assert promised <= len(free) + cold, f"{promised} blocks promised of {len(free)} free and {cold} cold"  # noqa: S101
-        assert all(count == 1 for count in writers.values()), f"blocks with more than one writer: {writers}"  # noqa: S101
+        reserved = sum(sequence.reservation for sequence in self._open)
+        assert users == self._users, "users are not those of the tables"
+        assert sorted(self._free) == free, f"free blocks are {free}, listed are {sorted(self._free)}"
+        assert (cold, reserved) == (self._cold, self._reserved), f"cold {self._cold}, reserved {self._reserved}"
+        assert reserved <= len(free) + cold, f"{reserved} blocks reserved of {len(free)} free and {cold} cold"
+        assert all(count == 1 for count in writers.values()), f"blocks with more than one writer: {writers}"
 
     def _new_blocks(self, capacity: int, shared: Sequence[int]) -> int:
         """What opening takes from `available`: the reservation, and cached blocks that come into use."""
@@ -200,8 +202,8 @@ class PagedKV:
     def _require(self, blocks: int, what: str) -> None:
         if blocks > self.available:
             raise MemoryFull(
-                f"{what} needs {blocks} more KV blocks of {BLOCK} tokens, but {self.available} of the session's {self.blocks} can be had; "
-                "ask for fewer tokens or sequences at once, or open the model with more context"
+                f"{what} needs {blocks} more KV blocks of {BLOCK} tokens, but {self.available} of the session's "
+                f"{self.blocks} are available; ask for fewer tokens or sequences at once, or open the model with more context"
             )
 
     def _use(self, block: int) -> None:
@@ -257,7 +259,7 @@ class SequenceKV:
         self._borrowed = length % BLOCK > 0
         for block in self.table:
             pages._use(block)
-        pages._promised += self.promise
+        pages._reserved += self.reservation
         pages._open.add(self)
 
     def __enter__(self) -> SequenceKV:
@@ -269,7 +271,7 @@ class SequenceKV:
         self.close()
 
     @property
-    def promise(self) -> int:
+    def reservation(self) -> int:
         """Blocks that it may still take."""
         return blocks_for(self.capacity) - len(self.table) + self._borrowed
 
@@ -304,17 +306,18 @@ class SequenceKV:
         end = self.length + tokens
         if end > self.capacity:
             raise RequestError(
-                f"{end} tokens do not fit a context of {self.capacity}; shorten the prompt or open the model with more context"
+                f"{end} tokens do not fit a context of {self.capacity}; "
+                "shorten the prompt or open the model with more context"
             )
         if not tokens or (len(self.table) * BLOCK >= end and not self._borrowed):
             return
-        pages, before = self._pages, self.promise
+        pages, before = self._pages, self.reservation
         if self._borrowed:
             self._own_last()
         while len(self.table) * BLOCK < end:
             self.table.append(pages._take())
         self.version += 1
-        pages._promised += self.promise - before
+        pages._reserved += self.reservation - before
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` written positions as part of the sequence."""
@@ -349,10 +352,10 @@ class SequenceKV:
         pages, kept = self._pages, blocks_for(length)
         dropped = self.table[kept:]
         borrowed = length % BLOCK > 0 and self._is_borrowed(kept - 1, length)
-        promise = blocks_for(self.capacity) - kept + borrowed
+        reservation = blocks_for(self.capacity) - kept + borrowed
         returned = sum(pages.users(block) == 1 for block in dropped)
-        pages._require(promise - self.promise - returned, "a shared sequence cut shorter")
-        pages._promised += promise - self.promise
+        pages._require(reservation - self.reservation - returned, "a shared sequence cut shorter")
+        pages._reserved += reservation - self.reservation
         del self.table[kept:]
         for block in dropped:
             pages._drop(block)
@@ -380,7 +383,7 @@ class SequenceKV:
             raise ValueError(f"a sequence of {self.capacity} tokens cannot be widened to {capacity}")
         more = blocks_for(capacity) - blocks_for(self.capacity)
         self._pages._require(more, "a sequence that grows")
-        self._pages._promised += more
+        self._pages._reserved += more
         self.capacity = capacity
 
     def close(self) -> None:
@@ -389,7 +392,7 @@ class SequenceKV:
         if self not in pages._open:
             return
         pages._open.remove(self)
-        pages._promised -= self.promise
+        pages._reserved -= self.reservation
         for block in self.table:
             pages._drop(block)
         self.table.clear()
@@ -402,9 +405,9 @@ class SequenceKV:
     def check(self) -> None:
         """Raise AssertionError if an invariant of this sequence does not hold; PagedKV.check checks all together."""
         held = len(self.table)
-        assert 0 <= self.length <= self.capacity, f"length {self.length} of {self.capacity}"  # noqa: S101 - invariants of ours
-        assert blocks_for(self.length) <= held <= blocks_for(self.capacity), f"{held} blocks for {self.length} tokens"  # noqa: S101
-        assert len(set(self.table)) == held, f"a block stands twice in {self.table}"  # noqa: S101
+        assert 0 <= self.length <= self.capacity, f"length {self.length} of {self.capacity}"
+        assert blocks_for(self.length) <= held <= blocks_for(self.capacity), f"{held} blocks for {self.length} tokens"
+        assert len(set(self.table)) == held, f"a block stands twice in {self.table}"
 
     def _is_borrowed(self, index: int, length: int) -> bool:
         """Whether the block at `index` of the table must be copied before it is written from position `length` on."""

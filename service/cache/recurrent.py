@@ -1,5 +1,6 @@
 """Recurrent states of all sequences of a session: constant size per sequence, in slots of one lease."""
 
+# ruff: noqa: S101 - `check` asserts invariants of this code, never input
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -112,4 +113,4 @@ class RecurrentStates:
         every = sorted([*taken, *self._free, self.spare])
         assert every == list(range(self.shape.slots)), (
             f"slots taken {sorted(taken)}, free {sorted(self._free)}, spare {self.spare}"
-        )  # noqa: S101 - invariants of ours
+        )

@@ -115,7 +115,9 @@ class ReferenceKernels:
         normed: torch.Tensor,
         both: torch.Tensor,
     ) -> torch.Tensor:
-        """out [T, I] = silu(gate) * up with (gate, up) = rms_norm(x [T, H]) @ gate_up [2I, H]^T; normed [T, H], both [T, 2I]."""
+        """out [T, I] = silu(gate) * up with (gate, up) = rms_norm(x [T, H]) @ gate_up [2I, H]^T; normed [T, H], both
+        [T, 2I].
+        """
         return self.silu_mul(self.norm_linear(x, norm, gate_up, both, normed), out)
 
     def gate_up(self, x: torch.Tensor, gate_up: Weight, out: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,9 @@ class ReferenceKernels:
         return out.copy_(wide.mul(scale).mul_(norm.weight))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding in place (Su et al. 2021, halves paired as in Qwen): x [T, heads, dim]; cos, sin [T, dim/2] fp32."""
+        """Rotary embedding in place (Su et al. 2021, halves paired as in Qwen): x [T, heads, dim]; cos, sin [T, dim/2]
+        fp32.
+        """
         half = cos.shape[-1]
         low, high = x[..., :half], x[..., half : 2 * half]
         cos, sin = cos[:, None], sin[:, None]
@@ -285,7 +289,9 @@ class ReferenceKernels:
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-    """Store k, v [T, kv_heads, head_dim] at the positions of `batch` in the paged keys, values [blocks, kv_heads, BLOCK, head_dim]."""
+    """Store k, v [T, kv_heads, head_dim] at the positions of `batch` in the paged keys, values [blocks, kv_heads,
+    BLOCK, head_dim].
+    """
     block, slot = batch.positions.long() // BLOCK, batch.positions.long() % BLOCK
     held = batch.tables[0, block] if batch.one_sequence else batch.tables.gather(1, block[:, None])[:, 0]
     keys[held, :, slot] = k.to(keys.dtype)

@@ -64,9 +64,7 @@ class MemorySettings:
         if self.limit_bytes is not None and (
             isinstance(self.limit_bytes, bool) or not isinstance(self.limit_bytes, int) or self.limit_bytes < 1
         ):
-            raise RequestError(
-                f"memory limit_bytes is {self.limit_bytes!r}; use a whole number of bytes from 1, or leave it out"
-            )
+            raise RequestError(f"memory limit_bytes is {self.limit_bytes!r}; use a whole number of bytes from 1, or leave it out")
 
 
 def _check_share(name: str, value: float, low: float, high: float) -> None:
@@ -161,9 +159,7 @@ def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0) -> Budg
 
 def _check_limit(limit: int, total: int, available: int, floor: int) -> None:
     if limit > total:
-        raise RequestError(
-            f"memory limit_bytes is {show(limit)}, more than the machine's {show(total)}; use less than that"
-        )
+        raise RequestError(f"memory limit_bytes is {show(limit)}, more than the machine's {show(total)}; use less than that")
     if limit > available - floor:
         raise RequestError(
             f"memory limit_bytes is {show(limit)}, but of {show(total)} the system and other programs hold {show(total - available)} "

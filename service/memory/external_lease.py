@@ -37,9 +37,9 @@ class ExternalLeasePool(Protocol):
 class ExternalLease(BaseLease):
     """Bytes that a child process may hold. Only Pool.lease_external makes one.
 
-    `nbytes` count in the budget until `release`. `held` returns how many of them the process has taken. If `exact`, `held`
-    counts the pages of the process at any time. Otherwise it is a figure of its start, and only the machine's available
-    memory shows a return.
+    `nbytes` count in the budget until `release`. `held` returns how many of them the process has taken. If `exact`,
+    `held` counts the pages of the process at any time. Otherwise it is a figure of its start, and only the machine's
+    available memory shows a return.
     """
 
     def __init__(
@@ -70,10 +70,9 @@ class ExternalLease(BaseLease):
     def release(self, end: Callable[[], None]) -> Released:
         """Call `end`, which makes the process return the bytes, and measure what came back.
 
-        `asked` is what the process held before. If that figure is not exact, the measure is the machine's available memory,
-        polled for up to 2 s until it agrees. Other processes move that figure too.
-        Raises LeaseBusyError while it is in use, LeaseReturnedError the second time, and what `end` raises. Then nothing is
-        released.
+        `asked` is what the process held before. If that figure is not exact, the measure is the machine's available
+        memory, polled for up to 2 s until it agrees. Other processes move that figure too. Raises LeaseBusyError while
+        it is in use, LeaseReturnedError the second time, and what `end` raises. Then nothing is released.
         """
         with self._lock:
             self._check_held()

@@ -35,9 +35,9 @@ class LeaseDamagedError(OnedeskError):
 class Released:
     """What a return of bytes did.
 
-    `asked`: bytes of the lease that were in memory and so could come back (untouched pages hold nothing). `measured`: how
-    many of them are gone afterwards. `seconds`: duration of the whole return. `available_delta`: how much Truth.available
-    rose meanwhile, None for a small lease. Every other process moves that figure too.
+    `asked`: bytes of the lease that were in memory and so could come back (untouched pages hold nothing). `measured`:
+    how many of them are gone afterwards. `seconds`: duration of the whole return. `available_delta`: how much
+    Truth.available rose meanwhile, None for a small lease. Every other process moves that figure too.
     """
 
     owner: str
@@ -149,11 +149,12 @@ class BaseLease:
         return 0.0 if self._users else time.monotonic() - self._last_used
 
     def offer(self, give_way: GiveWay, *, policy: Policy = STAY, cold: bool = False) -> None:
-        """Let the pool evict the lease when it needs the bytes, or when `policy` says so. Call it once the owner is ready.
+        """Let the pool evict the lease when it needs the bytes, or when `policy` says so. Call it once the owner is
+        ready.
 
-        The pool calls `give_way` without a lock, from any thread, while the lease is not in use. `give_way` returns this
-        lease and everything else that its owner then has no use for, and reports what came back. `cold` marks KV that only
-        keeps a prefix for reuse.
+        The pool calls `give_way` without a lock, from any thread, while the lease is not in use. `give_way` returns
+        this lease and everything else that its owner then has no use for, and reports what came back. `cold` marks KV
+        that only keeps a prefix for reuse.
         """
         with self._lock:
             self.eviction = Eviction(policy, give_way, cold)
@@ -252,8 +253,8 @@ class Lease(BaseLease):
             start = -(-self._cursor // align) * align
             if nbytes < 0 or start + nbytes > self.nbytes:
                 raise MemoryFull(
-                    f"{self.title} of {self.nbytes} bytes has {max(0, self.nbytes - start)} left, but {nbytes} are needed "
-                    f"for shape {tuple(shape)}; lease what the plan of all its tensors needs"
+                    f"{self.title} of {self.nbytes} bytes has {max(0, self.nbytes - start)} left, "
+                    f"but {nbytes} are needed for shape {tuple(shape)}; lease what the plan of all its tensors needs"
                 )
             self._cursor = start + nbytes
             self._pool.count_carve()

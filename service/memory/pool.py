@@ -259,8 +259,8 @@ class Pool:
         with self.lock:
             if budget.spendable < self._used:
                 raise RequestError(
-                    f"the new memory budget has {show(budget.spendable)} to lease (limit {show(budget.limit)}, kept back "
-                    f"{show(budget.kept_back)}), but {show(self._used)} are leased now; release a model first"
+                    f"the new memory budget has {show(budget.spendable)} to lease (limit {show(budget.limit)}, "
+                    f"kept back {show(budget.kept_back)}), but {show(self._used)} are leased now; release a model first"
                 )
             self.settings, self.budget = settings, budget
         return budget
@@ -376,8 +376,8 @@ class Pool:
         """The lease, locked in memory if the settings say so for its kind."""
         if self.settings.lock and lease.kind == "weights" and not self.backend.commits and not lease.lock_pages():
             log.warning(
-                "%s of %s cannot be locked in memory: raise the limit of this user (ulimit -l, LimitMEMLOCK), or take lock = true out of "
-                "[memory]",
+                "%s of %s cannot be locked in memory: raise the limit of this user (ulimit -l, LimitMEMLOCK), "
+                "or remove lock = true from [memory]",
                 lease.title,
                 show(lease.nbytes),
             )
@@ -414,7 +414,7 @@ class Pool:
         if measured < (1 - self.settings.shortfall) * asked:
             self.count("shortfalls")
             log.warning(
-                "%s returned %s of %s (%.0f %%): something still holds the rest; a tensor of it kept alive, or locked pages",
+                "%s returned %s of %s (%.0f %%): something still holds the rest, such as a live tensor or locked pages",
                 lease.title,
                 show(measured),
                 show(asked),

@@ -75,14 +75,10 @@ def probe_torch(device: str) -> DeviceFigures:
     free, total = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
     integrated = bool(getattr(properties, "is_integrated", 0))
-    return DeviceFigures(
-        integrated, free, total, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    )
+    return DeviceFigures(integrated, free, total, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
 
-def read_truth(
-    device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROUP, probe: DeviceProbe = probe_torch
-) -> Truth:
+def read_truth(device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROUP, probe: DeviceProbe = probe_torch) -> Truth:
     """Measure now. `device` is "cpu" or a CUDA device ("cuda", "cuda:1").
 
     CPU and integrated GPU (one pool): available = min(MemAvailable, cgroup headroom); if huge pages are reserved, the vendor's rule
@@ -125,7 +121,5 @@ def read_truth(
 
 def _mem_available(meminfo: Mapping[str, int]) -> int:
     """MemAvailable; kernels before 3.14 lack it, there free plus file cache is the nearest figure."""
-    fallback = (
-        meminfo.get("MemFree", 0) + meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
-    )
+    fallback = meminfo.get("MemFree", 0) + meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
     return meminfo.get("MemAvailable", fallback)

@@ -21,7 +21,8 @@ def refuse_negative(scales: torch.Tensor, first: int, name: str) -> None:
         place = [int(at) for at in below.nonzero()[0]]
         place[0] += first
         raise ModelError(
-            f"{name} has a scale below zero at {place} ({scales[below][0].item():g}); the checkpoint is damaged: get it again"
+            f"{name} has a scale below zero at {place} ({scales[below][0].item():g}); "
+            "the checkpoint is damaged: get it again"
         )
 
 

@@ -21,7 +21,8 @@ class Fields:
 
     def refuse(self, key: str, supported: str) -> NoReturn:
         raise ModelError(
-            f"config.json has {self._path}.{key} = {self._values.get(key)!r}, which is not supported; supported: {supported}"
+            f"config.json has {self._path}.{key} = {self._values.get(key)!r}, which is not supported; "
+            f"supported: {supported}"
         )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:

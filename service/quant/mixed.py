@@ -69,7 +69,8 @@ class Packings:
                     f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other))
                 )
                 raise ModelError(
-                    f"config.json has other formats for tensors that belong together ({told}); get a checkpoint with one for them"
+                    f"config.json has different formats for tensors that are stored as one ({told}); "
+                    "get a checkpoint with one format for them"
                 )
         return packing
 

@@ -202,7 +202,8 @@ def _held(bits: int, group: int, symmetric: bool) -> Format:
     own = next((size for size in (DEFAULT_GROUP, 64, BLOCK_COLUMNS) if group % size == 0), 0)
     if not own:
         raise ModelError(
-            f"config.json has quantization_config.group_size = {group}; supported are -1 and multiples of {BLOCK_COLUMNS}"
+            f"config.json has quantization_config.group_size = {group}; "
+            f"supported are -1 and multiples of {BLOCK_COLUMNS}"
         )
     if bits == 8:
         return INT8 if group == 0 else Format("int8", 8, own, True)
@@ -333,7 +334,8 @@ def _offsets_of_zeros(target: QuantizedWeight, name: str) -> None:
     offsets.copy_(-(offsets.float() * target.scales.float()))
     if not bool(torch.isfinite(offsets).all()):
         raise ModelError(
-            f"{name} has zero points whose offsets are beyond a 16-bit float's 65,504; the checkpoint is damaged: get it again"
+            f"{name} has zero points whose offsets are beyond a 16-bit float's 65,504; "
+            "the checkpoint is damaged: get it again"
         )
 
 
@@ -344,6 +346,6 @@ def _check_order(
     wanted = torch.arange(first, first + values.shape[0], device=values.device) // stored
     if not torch.equal(values.long(), wanted):
         raise ModelError(
-            f"{name} puts the columns into groups by their activation ({field}); supported are groups of neighbouring columns only: "
-            f"get a checkpoint that was made without {field}"
+            f"{name} groups the columns by activation ({field}); "
+            f"only groups of neighbouring columns are supported: get a checkpoint that was made without {field}"
         )

@@ -153,6 +153,6 @@ def _why_not(values: torch.Tensor, held: Format, name: str) -> str:
         return f"{name} has weights that are NaN or infinite; it is damaged: get the checkpoint again"
     largest = values.abs().max().item()
     return (
-        f"{name} has a weight of magnitude {largest:g}; the scales of {title(held)} are 16-bit floats, with which a weight may be at most "
-        f"{INT4_LARGEST:,}: use int8, whose scales are 32-bit, or none"
+        f"{name} has a weight of magnitude {largest:g}; the scales of {title(held)} are 16-bit floats, "
+        f"with which a weight may be at most {INT4_LARGEST:,}: use int8, whose scales are 32-bit, or none"
     )

@@ -52,7 +52,8 @@ class CapturedSequence:
 
     def __init__(self, calls: Sequence[NativeCall]) -> None:
         self.held = tuple(calls)
-        pairs = [(ctypes.cast(call.run, ctypes.c_void_p).value, call.address) for call in calls]  # pyright: ignore[reportArgumentType]
+        functions = [ctypes.cast(call.run, ctypes.c_void_p).value for call in calls]  # pyright: ignore[reportArgumentType]
+        pairs = [(function, call.address) for function, call in zip(functions, calls, strict=True)]
         self._calls = (CallStruct * len(calls))(*pairs)
         self.address, self.count = ctypes.addressof(self._calls), len(calls)
 

@@ -63,7 +63,7 @@ def compile_library(cache: Path, cancel: CancelCheck | None = None) -> tuple[cty
         return ctypes.CDLL(str(target)), ""
     except OSError as error:
         log.debug("the compiled kernels do not load", exc_info=error)
-        return None, f"the compiled kernels do not load; delete {target.name} in the cache, so that they are built anew"
+        return None, f"the compiled kernels do not load; delete {target.name} in the cache, to rebuild them"
 
 
 def _sources() -> list[Path]:
@@ -95,7 +95,7 @@ def _whole(target: Path) -> bool:
         return False
     whole = hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
     if not whole:
-        log.warning("%s in the cache is damaged and is built anew", target.name)
+        log.warning("%s in the cache is damaged and is rebuilt", target.name)
     return whole
 
 
@@ -108,7 +108,10 @@ def _lacking(cache: Path) -> str:
         return ""
     if free >= BUILD_ROOM:
         return ""
-    return f"building them takes {show(BUILD_ROOM)} in the cache folder, whose disk has {show(free)}; free {show(BUILD_ROOM - free)} there"
+    return (
+        f"building them takes {show(BUILD_ROOM)} in the cache folder, but its disk has {show(free)}; "
+        f"free {show(BUILD_ROOM - free)} there"
+    )
 
 
 def _remove_unused(target: Path) -> None:
@@ -144,7 +147,10 @@ def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
     except OSError as error:
         if error.filename == compiler:
             return f"the C compiler does not run: {error.strerror}; install cc, gcc or clang for the fast kernels"
-        return f"the kernels could not be compiled: {error.strerror} in the cache folder; make it a folder that can be written, with room"
+        return (
+            f"the kernels could not be compiled: {error.strerror} in the cache folder; "
+            "make it writable, with free space"
+        )
     except subprocess.TimeoutExpired as error:
         return f"the kernels could not be compiled: the compiler took more than {error.timeout:g} s"
     return ""

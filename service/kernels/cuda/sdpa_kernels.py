@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..reference import ReferenceKernels, causal_mask
 
-# cuDNN is left out: from torch 2.11 it comes first on sm_90 and sm_100 and makes a plan per KV length, 23 to 37 ms each (public
-# reports; decode of Qwen3-0.6B on an H200 took 31 ms per token with it).
+# cuDNN is left out: from torch 2.11 it comes first on sm_90 and sm_100 and makes a plan per KV length, 23 to 37 ms each
+# (public reports; decode of Qwen3-0.6B on an H200 took 31 ms per token with it).
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -79,8 +79,10 @@ def group_scales(
 
 
 @triton.jit
-def unit_floats(x, norm, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
-                NORM: tl.constexpr):  # fmt: skip
+def unit_floats(
+    x, norm, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """x of tile k: 32 / BITS columns per word as tensors [RL, NB, 4], times the norm's weight; and the sum of squares
     [RL, NB].
 
@@ -234,8 +236,10 @@ def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
 
 
 @triton.jit
-def load_group(w, s, o, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr,
-               GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
+def load_group(
+    w, s, o, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr,
+    GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
     """The inputs of `products` for the rows row..: words, scales, offsets."""
     words = group_words(w, row, rows, BR, RL, NB, T, UNITS)
     held = words

@@ -62,7 +62,9 @@ def byte(word, i: tl.constexpr):
 
 @triton.jit
 def fixed(x, inverse, ASM: tl.constexpr):
-    """round(x[i] * inverse), i < 4, |.| <= 32512, as 256 * high + low: a word of four signed highs and one of four unsigned lows."""
+    """round(x[i] * inverse), i < 4, |.| <= 32512, as 256 * high + low: a word of four signed highs and one of four
+    unsigned lows.
+    """
     if ASM:
         # Added to 1.5 * 2^23, the rounded number is in the low bits.
         high, low = tl.inline_asm_elementwise(

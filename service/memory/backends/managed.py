@@ -210,7 +210,8 @@ class ManagedBackend:
             lacking = nbytes - self._runtime.free_bytes()
         if lacking > 0:
             raise MemoryFull(
-                f"{nbytes} bytes of managed memory are {lacking} more than the card has free; release a model or choose less"
+                f"{nbytes} bytes of managed memory are {lacking} more than the card has free; "
+                "release a model or choose less"
             )
         slab = ManagedSlab(nbytes, self._runtime)
         self._slabs = [*(ref for ref in self._slabs if ref() is not None), weakref.ref(slab)]

@@ -117,13 +117,13 @@ class PagesMachine(RuleBasedStateMachine):
     def truncate(self, number: int, less: int) -> None:
         sequence = self.some(number)
         length = max(0, sequence.length - less)
-        before = (sequence.length, list(sequence.table), sequence.promise, self.pages.available)
+        before = (sequence.length, list(sequence.table), sequence.reservation, self.pages.available)
         alone = not any(self.pages.is_shared(block) for block in sequence.table)
         try:
             sequence.truncate(length)
         except MemoryFull:
             assert not alone
-            assert before == (sequence.length, sequence.table, sequence.promise, self.pages.available)
+            assert before == (sequence.length, sequence.table, sequence.reservation, self.pages.available)
             return
         del self.rows[sequence][length:]
 
