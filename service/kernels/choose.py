@@ -50,25 +50,34 @@ def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader 
 
 
 def workspace_bytes(
-    device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    device: torch.device,
+    heads: HeadShape,
+    positions: int,
+    activation: torch.dtype,
+    columns: int,
+    capability: tuple[int, int] | None = None,
 ) -> int:
-    """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen; see `workspace_spec`."""
+    """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen; see `workspace_spec`.
+
+    `capability`: that of a GPU that is not in this machine. None asks the GPU that is.
+    """
     possible: tuple[type[ReferenceKernels], ...] = (
         (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
     )
     if device.type == "cuda":
-        possible = (fused_or_not(activation)[0],)
+        possible = (fused_or_not(activation, capability)[0],)
     return max(
         sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns))
         for kind in possible
     )
 
 
-def fused_or_not(activation: torch.dtype) -> tuple[type[CudaKernels], str]:
-    """The class of kernels for this process's CUDA device, and why it is not the fused one (empty if it is)."""
+def fused_or_not(activation: torch.dtype, capability: tuple[int, int] | None = None) -> tuple[type[CudaKernels], str]:
+    """The class of kernels for a GPU of `capability` (default: this process's), and why it is not the fused one."""
     if activation not in (torch.bfloat16, torch.float16):
-        return CudaKernels, f"activations in {str(activation).removeprefix('torch.')} are not what they are written for"
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        return CudaKernels, f"activations in {str(activation).removeprefix('torch.')} are not supported by them"
+    if capability is None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability < FUSED_FROM:
         return CudaKernels, f"the GPU is sm_{capability[0]}{capability[1]} and they need sm_80 or newer"
     try:
