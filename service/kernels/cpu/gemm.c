@@ -1,5 +1,6 @@
-/* Products for many rows of x: weights are widened a panel at a time, in cache, and multiplied tile by tile. Floating weights become fp32;
- * integer weights become int16 and meet activations of 15 bits, which doubles the rate where the processor multiplies pairs of int16. */
+/* Products for many rows of x: weights are widened one panel at a time, in cache, and multiplied tile by tile.
+ * Floating weights become fp32. Integer weights become int16 and meet activations of 15 bits, which doubles the rate
+ * if the processor multiplies pairs of int16. */
 #include <stdatomic.h>
 #include "calls.h"
 #include "integer.h"
@@ -9,7 +10,7 @@
 
 /* Columns of a panel: 16 KB of fp32 (AVX2) stay in L1 while all rows of x pass over it. */
 #define DEPTH 256
-/* Rows of x at once: DEPTH columns of them stay in L2. */
+/* Rows of x at a time: DEPTH columns of them stay in L2. */
 #define MOST 256
 #define MOST_PADDED ((MOST + ACROSS - 1) / ACROSS * ACROSS)
 
@@ -19,7 +20,8 @@ INLINE int paired(int64_t kind) { return kind == INT8 || kind == INT4; }
 INLINE int paired(int64_t kind) { return 0 * kind; }
 #endif
 
-/* What all threads read: x in blocks of DEPTH columns, [blocks][padded rows][DEPTH] of fp32 or int16, and scales [rows][spans]. */
+/* What all threads read: x in blocks of DEPTH columns, [blocks][padded rows][DEPTH] of fp32 or int16, and scales
+ * [rows][spans]. */
 struct shared {
     const struct product *p;
     long rows, padded, blocks;  /* of x */
@@ -29,7 +31,7 @@ struct shared {
     float *scales, *sums;
 };
 
-/* What one thread works in. */
+/* The working memory of one thread. */
 struct workspace {
     float *row;      /* [width]: a row of x being prepared */
     char *line;      /* one prepared row */
@@ -65,7 +67,7 @@ static char *lay_out_workspace(struct workspace *d, const struct weight *w, char
     return at;
 }
 
-/* Bytes of scratch a product of `rows` rows of x takes: shared ones, then those of each thread. */
+/* Bytes of scratch for a product of `rows` rows of x: shared bytes, then bytes per thread. */
 void gemm_scratch(const struct weight *w, long rows, int64_t *bytes) {
     struct product p = {.w = *w};
     struct shared s;
@@ -82,7 +84,8 @@ static void prepare_shared(const struct shared *s, struct workspace *d, long t) 
     else
         memset(d->row, 0, width * sizeof *d->row);
     if (!paired(w->kind)) {
-        for (long b = 0; b < s->blocks; b++) memcpy(s->x + (b * s->padded + t) * DEPTH, d->row + b * DEPTH, DEPTH * sizeof(float));
+        for (long b = 0; b < s->blocks; b++)
+            memcpy(s->x + (b * s->padded + t) * DEPTH, d->row + b * DEPTH, DEPTH * sizeof(float));
         return;
     }
     struct prepared one;
@@ -92,11 +95,12 @@ static void prepare_shared(const struct shared *s, struct workspace *d, long t) 
     memcpy(s->sums + t * one.spans, one.sums, one.spans * sizeof(float));
     for (long b = 0; b < s->blocks; b++) {
         long left = one.spans * one.span - b * DEPTH;
-        memcpy(s->words + (b * s->padded + t) * DEPTH, one.words + b * DEPTH, (left < DEPTH ? left : DEPTH) * sizeof(int16_t));
+        memcpy(s->words + (b * s->padded + t) * DEPTH, one.words + b * DEPTH,
+               (left < DEPTH ? left : DEPTH) * sizeof(int16_t));
     }
 }
 
-/* Columns from..from+DEPTH-1 of up to PANEL weight rows into the panel; zeros where there is no row or column. */
+/* Columns from..from+DEPTH-1 of up to PANEL weight rows into the panel; zeros for missing rows and columns. */
 static void fill_panel(const struct weight *w, const struct workspace *d, long row, long count, long from) {
     const long have = w->cols - from < DEPTH ? w->cols - from : DEPTH;
     if (count < PANEL || have < DEPTH) memset(d->wide, 0, PANEL * DEPTH * 4);
@@ -130,9 +134,9 @@ INLINE vi pairs(vi sums, int32_t left, const void *right) {
 #endif
 }
 
-/* As tile_of, over one span of int16 pairs: a [ACROSS] rows DEPTH words apart, b [span / 2][PANEL] pairs. */
-static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const float *scales, const float *offsets, const float *x_scales,
-                          const float *x_sums, long spans, float *c) {
+/* Like tile_of, over one span of int16 pairs: a [ACROSS] rows DEPTH words apart, b [span / 2][PANEL] pairs. */
+static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const float *scales, const float *offsets,
+                          const float *x_scales, const float *x_sums, long spans, float *c) {
     vi sums[ACROSS][NV];
 #pragma GCC unroll 12
     for (int i = 0; i < ACROSS; i++)
@@ -157,7 +161,8 @@ static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const f
         }
 }
 
-static void block_of_pairs(const struct shared *s, const struct workspace *d, long row, long count, long block, float *sums) {
+static void block_of_pairs(const struct shared *s, const struct workspace *d, long row, long count, long block,
+                           float *sums) {
     const struct weight *w = &s->p->w;
     const long span = s->one.span, spans = s->one.spans, groups = groups_of(w);
     for (long at = block * DEPTH; at < (block + 1) * DEPTH && at < w->cols; at += span) {
@@ -170,8 +175,8 @@ static void block_of_pairs(const struct shared *s, const struct workspace *d, lo
         for (long t = 0; t < s->padded; t += ACROSS) {
             const int16_t *words = s->words + (block * s->padded + t) * DEPTH + at % DEPTH;
             const long which = t * spans + at / span;
-            tile_of_pairs(words, panel, span, scales, w->offsets ? offsets : NULL, s->scales + which, s->sums + which, spans,
-                          sums + t * PANEL);
+            tile_of_pairs(words, panel, span, scales, w->offsets ? offsets : NULL, s->scales + which, s->sums + which,
+                          spans, sums + t * PANEL);
         }
     }
 }
@@ -227,8 +232,8 @@ static void rows_at_once(const struct product *p, long rows) {
     }
 }
 
-/* Any number of rows of x, MOST at a time; nvfp4 FEW at a time, which takes no longer for 256 rows and a third of the time for 9: of its 16
- * columns under a scale tiles would multiply too few between two conversions to float. */
+/* Any number of rows of x, MOST at a time. nvfp4 takes FEW at a time: equally fast for 256 rows, three times as fast
+ * for 9. With 16 columns per scale a tile would multiply too little between two conversions to float. */
 void gemm(const struct product *p) {
     const long most = p->w.kind == NVFP4 ? FEW : MOST;
     struct product part = *p;

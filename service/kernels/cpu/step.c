@@ -1,4 +1,4 @@
-/* A decode step's calls one behind the other, and the small ones among them. */
+/* Runs the calls of a captured sequence one after another, and the small operations among them. */
 #include "calls.h"
 
 struct call { void (*run)(const void *); const void *with; };
@@ -7,19 +7,21 @@ void run_calls(const struct call *calls, long count) {
     for (long i = 0; i < count; i++) calls[i].run(calls[i].with);
 }
 
-/* delta.c's norm_rows, with what it takes. */
+/* The arguments of norm_rows in delta.c. */
 struct norm { const float *x, *weight; float *out; int64_t rows, cols, period, threads; double eps; };
 
-void norm_call(const struct norm *n) { norm_rows(n->x, n->weight, n->out, n->rows, n->cols, n->period, n->eps, n->threads); }
+void norm_call(const struct norm *n) {
+    norm_rows(n->x, n->weight, n->out, n->rows, n->cols, n->period, n->eps, n->threads);
+}
 
-/* Queries with a gate beside each head's. */
+/* Queries with a gate after those of each head. */
 struct gates {
     const float *projected; /* [rows][heads][queries, gates of dim][..] and `kv_width` more */
     float *qkv, *mixed;     /* [rows][heads * dim + kv_width], [rows][heads * dim] */
     int64_t rows, heads, dim, kv_width;
 };
 
-/* qkv gets what is no gate. */
+/* Copy everything but the gates into qkv. */
 void split_gates(const struct gates *g) {
     const long queries = g->heads * g->dim;
     for (long t = 0; t < g->rows; t++) {
@@ -30,7 +32,7 @@ void split_gates(const struct gates *g) {
     }
 }
 
-/* What was mixed is weighed by its gates, through a sigmoid. dim is a multiple of VL. */
+/* Multiply `mixed` by the sigmoid of its gates. dim is a multiple of VL. */
 void apply_gates(const struct gates *g) {
     const long queries = g->heads * g->dim;
     for (long t = 0; t < g->rows; t++)
