@@ -1,4 +1,4 @@
-"""The fused CUDA kernels of whole layers against plain arithmetic in fp32: cases for cuda_timing."""
+"""The fused CUDA kernels of whole layers against plain fp32 arithmetic: cases for cuda_timing."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ExpertCase:
 
 EXPERTS = (ExpertCase(2560, 640, 64, 10, 640, normalized=True), ExpertCase(2048, 768, 24, 8, 0, normalized=False))
 EXPERT_FORMATS: tuple[Format | None, ...] = (None, INT8, MXFP8, int4(128), int4(32), NVFP4)
-# Heads of a delta net: key heads, values a key head, widths of both, fused, what gates go through.
+# Heads of a delta net: key heads, value heads per key head, both widths, fused, gate activation.
 DELTAS: Sequence[tuple[int, int, int, int, bool, Literal["silu", "sigmoid"]]] = (
     (16, 3, 128, 128, False, "sigmoid"), (16, 2, 128, 128, True, "silu"), (2, 2, 16, 24, False, "silu"),
 )  # fmt: skip
 STREAM_ROWS: Sequence[int] = (1, 3, 8, 40)
-# Streams, hidden, width, taps, and tokens between them.
+# Streams, hidden, width, taps, and tokens between taps.
 NGRAMS: Sequence[tuple[int, int, int, int, int]] = ((4, 2560, 2048, 4, 3), (2, 96, 64, 2, 2))
 NGRAM_STEPS: Sequence[int] = (1, 3, 8)
 NGRAM_TRAILS: Sequence[int] = (1, 2, 5, 8)
@@ -72,9 +72,7 @@ def layer_groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Itera
 
 
 def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case: ExpertCase) -> Iterator[Finding]:
-    """Rows through experts. Scores are numbers that 16 bits hold, some of them equal, so that both ways choose the same
-    experts.
-    """
+    """Rows through experts. Scores are exact in 16 bits, some of them equal, so that both ways select the same experts."""
     gate_up, down = (
         _small(make, held, case.count * rows, cols)
         for rows, cols in ((2 * case.width, case.hidden), (case.hidden, case.width))
@@ -111,7 +109,7 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
 
 
 def _small(make: Maker, held: Format | None, rows: int, cols: int) -> Weight:
-    """Weights so small that fp16 holds what comes behind three products with them."""
+    """Weights small enough for fp16 to hold the result of three products with them."""
     weight = make.weight(held, rows, cols)
     if isinstance(weight, torch.Tensor):
         return weight * 0.25
@@ -125,7 +123,7 @@ def _parts(whole: Weight, count: int) -> list[Weight]:
 
 
 def _expert_truth(experts: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
-    """What experts add to rows, of equal scores the first ones taken."""
+    """What experts add to rows; the first of equal scores is selected."""
     likely, order = (x @ wide(experts.router).t()).softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights, chosen = likely[:, : experts.active], order[:, : experts.active]
     if experts.normalized:
@@ -158,8 +156,8 @@ def delta_heads(
 
 
 def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iterator[Finding]:
-    """Steps of several sequences in any slots, trails and chunks of one; in every second chunk all tokens have the same
-    key and hardly fade.
+    """Steps of several sequences in any slots, verify passes and chunks of one. In every second chunk all tokens have
+    the same key and hardly decay.
     """
     every, width = heads.key_heads * heads.group, heads.channels + heads.values
     windows, states = (
@@ -200,7 +198,7 @@ def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iter
 def _delta_truth(
     heads: DeltaHeads, projected: torch.Tensor, rates: torch.Tensor, window: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Answers, and window and state behind the rows of one sequence."""
+    """Answers, and window and state after the rows of one sequence."""
     h, r, d, e, count = heads.key_heads, heads.group, heads.key_dim, heads.value_dim, projected.shape[0]
     if heads.fused:
         parts = projected.view(count, h, -1).split((d, d, r * e, r * e), dim=2)
@@ -226,15 +224,15 @@ def _delta_truth(
 def stream_findings(
     kernels: CudaKernels, make: Maker, hidden: int, rank: int, streams: int, *, injects: bool
 ) -> Iterator[Finding]:
-    """What layers read of residual streams, and what they find let in."""
+    """What layers read of residual streams, and the injection of their results."""
     wide, norm = streams * hidden, NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6)
     down, up = make.rows(rank, wide) * 0.05, make.rows(wide, rank) * 0.2
     inject = make.rows(streams, wide) * 0.05
     connection = HyperConnection(streams, norm, down, up, inject if injects else None)
     for count in STREAM_ROWS:
         x = make.rows(count, wide)
-        room = [make.empty(count, width) for width in (wide, rank, wide, hidden, streams, hidden)]
-        at = ConnectionOperands(x, *room)
+        buffers = [make.empty(count, width) for width in (wide, rank, wide, hidden, streams, hidden)]
+        at = ConnectionOperands(x, *buffers)
         done = kernels.read_connection(connection, at)
         form = f"{streams} of {hidden} by {rank}, rows {count}"
         normed = ReferenceKernels().rms_norm(
@@ -256,7 +254,7 @@ def stream_findings(
         )
         at.found.copy_(make.rows(count, hidden))
         truth = x.float().view(normed.shape) + at.weights.float()[:, :, None] * at.found.float()[:, None]
-        other = ConnectionOperands(x.clone(), *(rows.clone() for rows in room))
+        other = ConnectionOperands(x.clone(), *(rows.clone() for rows in buffers))
         kernels.inject(at)
         yield Finding("streams, inject", form, apart(x.view(normed.shape), truth), BOUNDS[make.activation])
         done = kernels.read_connection(connection, at) and kernels.inject_and_read(connection, other)
@@ -268,8 +266,8 @@ def stream_findings(
 def ngram_findings(
     kernels: CudaKernels, make: Maker, streams: int, hidden: int, width: int, taps: int, spaced: int
 ) -> Iterator[Finding]:
-    """Steps of several sequences, whose windows stay where they are or go elsewhere, and trails of one; a window behind
-    every row.
+    """Steps of several sequences, whose windows stay in their slots or move to others, and verify passes of one, with a
+    window after every row.
     """
     channels = streams * hidden
     norms = (NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6) for _ in range(3))
@@ -285,9 +283,9 @@ def ngram_findings(
         before[0, :hidden] = 0  # a score of 0
         windows, x = make.normal(2 * FEW_ROWS + 1, (taps - 1) * spaced, channels), before.clone()
         truth = windows.clone(), before.float()
-        rooms = make.empty(count, channels), make.empty(count, hidden)
+        buffers = make.empty(count, channels), make.empty(count, hidden)
         held = windows.clone()
-        done = kernels.add_ngrams(weights, NgramOperands(embedded, x, *rooms, held, slots, kind == "verify"))
+        done = kernels.add_ngrams(weights, NgramOperands(embedded, x, *buffers, held, slots, kind == "verify"))
         for row in range(count):
             source, target = int(slots.source[row]), int(slots.target[row])
             truth[1][row], truth[0][target] = _ngram_truth(
@@ -301,7 +299,7 @@ def ngram_findings(
 def _ngram_truth(
     weights: NgramWeights, embedded: torch.Tensor, row: torch.Tensor, window: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row of streams with what is let in, and the window behind it."""
+    """One row of streams after the addition, and the window after it."""
 
     def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
         return ReferenceKernels().rms_norm(x.view(norm.weight.shape), norm, torch.empty_like(norm.weight))

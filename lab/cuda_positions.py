@@ -1,4 +1,4 @@
-"""Attention's fused CUDA kernels against plain arithmetic in fp32: cases for cuda_timing."""
+"""The fused CUDA kernels of attention against plain fp32 arithmetic: cases for cuda_timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..service.kernels.reference import ReferenceKernels
 from .cuda_cases import BOUNDS, Finding, Maker, apart
 
 CONTEXT = 1024
-# Lengths before a decode step, one a sequence; and where a chunk begins and how long it is.
+# Lengths before a decode step, one per sequence; and start and length of a chunk.
 STEPS: Sequence[Sequence[int]] = (
     [0],
     [1],
@@ -35,21 +35,21 @@ STEPS: Sequence[Sequence[int]] = (
     [0, 9, 99, 999, 1, 500, 1023, 640],
 )
 CHUNKS: Sequence[tuple[int, int]] = ((0, 7), (0, 300), (37, 5), (500, 129))
-# Where a few rows of one sequence begin, and how many: at the beginning, over the borders of blocks and key_blocks,
-# beyond the budget.
+# Start and length of a few rows of one sequence: at the start, across boundaries of KV and key blocks, beyond the
+# budget.
 FEW: Sequence[tuple[int, int]] = ((0, 2), (1, 3), (29, 8), (254, 5), (511, 2), (777, 8), (1016, 8))
-# Of each: a state behind every row; one state, in another slot than it was found in; one, in the same slot.
+# Each with a state after every row; with one state in another slot than it came from; with one state in the same slot.
 KINDS = ("verify", "few", "same")
-# What a graph that was captured elsewhere says of where rows begin.
+# The start that a graph captured at another position would state.
 ELSEWHERE = 1_000_000
-# Those of a network that looks at chosen key_blocks only; its indexer's heads, width, budget and ratio.
+# For a network that selects key blocks; heads, width, budget and ratio of its indexer.
 INDEXED_STEPS: Sequence[Sequence[int]] = ([0], [3, 66], [255, 258, 259, 1000], [1023])
 INDEXED_CHUNKS: Sequence[tuple[int, int]] = ((0, 250), (253, 9), (301, 500))
 INDEXER = (4, 128, 256, 4)
 
 
 def rotary_table(make: Maker, rotated: int) -> RotaryTable:
-    """Angles of CONTEXT places for heads of which `rotated` numbers are rotated."""
+    """Angles of CONTEXT positions for heads of which `rotated` numbers are rotated."""
     angles = torch.arange(CONTEXT, device=make.device)[:, None] / 1e6 ** (
         torch.arange(0, rotated, 2, device=make.device) / rotated
     )
@@ -57,10 +57,9 @@ def rotary_table(make: Maker, rotated: int) -> RotaryTable:
 
 
 def _batch(make: Maker, lengths: Sequence[int], kind: str = "") -> ForwardBatch:
-    """A step behind sequences of these lengths, or where they are a tuple a chunk, in scattered blocks and slots.
+    """A step after sequences of these lengths, or for a tuple a chunk, in scattered blocks and slots.
 
-    `kind`: of a few rows "verify", else whether the slot that a chunk is found in is the one that it leaves its state
-    in ("same").
+    `kind`: "verify" for a few rows, otherwise whether a chunk leaves its state in the slot that it came from ("same").
     """
     chunk, table = isinstance(lengths, tuple), CONTEXT // BLOCK
     sequences = 1 if chunk else len(lengths)
@@ -80,7 +79,7 @@ def _batch(make: Maker, lengths: Sequence[int], kind: str = "") -> ForwardBatch:
 
 
 def _elsewhere(batch: ForwardBatch) -> ForwardBatch:
-    """As a graph of the pass has it, which was captured at another place: of a few rows the host's numbers are wrong."""
+    """The batch as a graph captured at another position has it: for a few rows the host's numbers are wrong."""
     few = isinstance(batch, PrefillChunk) and len(batch.positions) <= FEW_ROWS
     return replace(batch, start=ELSEWHERE, longest=0) if few else batch
 
@@ -94,7 +93,7 @@ def _form(heads: HeadShape, rotated: int, mode: str, lengths: Sequence[int]) -> 
 
 
 def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotated: int) -> Iterator[Finding]:
-    """Decode steps of several batches and lengths, and chunks and a few rows at several places."""
+    """Decode steps of several batches and lengths, and chunks and a few rows at several positions."""
     layer = _layer(make, heads, rotated)
     for lengths in [*STEPS, *CHUNKS, *FEW]:
         batch = _batch(make, lengths)
@@ -115,7 +114,7 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rota
 
 
 def gate_findings(kernels: CudaKernels, make: Maker, heads: HeadShape) -> Iterator[Finding]:
-    """Gates beside queries, parted from them and closed."""
+    """Gates next to queries, split off and applied."""
     for count in (1, 3, 70):
         projected, mixed = make.rows(count, heads.queries + heads.qkv), make.rows(count, heads.queries)
         ours, truth = make.empty(count, heads.qkv), torch.empty(count, heads.qkv, device=make.device)
@@ -129,8 +128,8 @@ def gate_findings(kernels: CudaKernels, make: Maker, heads: HeadShape) -> Iterat
 
 
 def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotated: int) -> Iterator[Finding]:
-    """Steps, chunks, a few rows: that choose, or see no more than they may; in every second one all key_blocks are
-    worth the same.
+    """Steps, chunks and a few rows, with and without a selection. In every second case all key blocks have the same
+    score.
     """
     indexer = Indexer(*INDEXER, make.norm(INDEXER[1]), make.norm(INDEXER[1]))
     layer = _layer(make, heads, rotated)
@@ -196,7 +195,7 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
 
 
 def _pooled(raw: torch.Tensor, indexer: Indexer, rotary: RotaryTable) -> torch.Tensor:
-    """Mean keys of all key_blocks [S, key_blocks, dim], normed and rotated to the place of their first token."""
+    """Mean keys of all key blocks [S, key blocks, dim], normed and rotated to the position of their first token."""
     means = raw.float().view(raw.shape[0], -1, indexer.ratio, indexer.dim).mean(2)
     kernels, firsts = ReferenceKernels(), slice(0, None, indexer.ratio)
     for sequence in means:
@@ -206,7 +205,7 @@ def _pooled(raw: torch.Tensor, indexer: Indexer, rotary: RotaryTable) -> torch.T
 
 
 def _chosen(asked: torch.Tensor, pooled: torch.Tensor, length: int, indexer: Indexer) -> torch.Tensor:
-    """The places that a row attends to, of equal key_blocks the first taken."""
+    """The positions that a row attends to; the first of equal key blocks are selected."""
     full = length // indexer.ratio
     scores = (asked @ pooled[:full].t()).relu().sum(0)
     best = scores.sort(descending=True, stable=True).indices[: indexer.budget // indexer.ratio].sort().values

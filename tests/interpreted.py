@@ -115,7 +115,7 @@ def layers() -> dict[str, Any]:
     found += places.indexed_findings(fused, make, heads, 16)
     cases.DELTA_TRAILS, cases.DELTA_CHUNKS = (3,), (5,)
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 2, 2, 8, 16, True, "sigmoid"))
-    # Where a weight fits the cache a few rows stream it: into rooms that are larger than the rows too.
+    # Where a weight fits the cache a few rows stream it: into buffers that are larger than the rows too.
     fused.device, cases.EXPERT_ROWS = GpuDevice(2, 100_000, 1 << 20, early=False), (1, 3)
     found += cases.expert_findings(fused, make, None, small)
     return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}

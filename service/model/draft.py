@@ -20,7 +20,7 @@ from ..errors import ModelError
 from ..kernels.forward_batch import ForwardBatch, NormWeight
 from ..quant.weight import Weight
 from . import streams
-from .layers import Decoder, Pass, PassRows, Room, Scratch
+from .layers import BufferSpec, Decoder, Pass, PassRows, Scratch
 from .shape import DecoderConfig
 from .spec import ConfigReader, Destination, Source
 
@@ -34,14 +34,17 @@ COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 def with_draft(config: DecoderConfig) -> DecoderConfig:
     """The decoder with the layer that drafts."""
     hidden = config.widths.hidden
-    rooms = (Room("draft_hidden", carried_width(config)), *(() if config.streams else (Room("draft_both", 2 * hidden, read=True),)))
-    return replace(config, draft=True, widths=replace(config.widths, more=(*config.widths.more, *rooms)))
+    buffers = (
+        BufferSpec("draft_hidden", carried_width(config)),
+        *(() if config.streams else (BufferSpec("draft_both", 2 * hidden, read=True),)),
+    )
+    return replace(config, draft=True, widths=replace(config.widths, more=(*config.widths.more, *buffers)))
 
 
 def without_draft(config: DecoderConfig) -> DecoderConfig:
     """The decoder alone."""
-    rooms = tuple(room for room in config.widths.more if not room.name.startswith("draft_"))
-    return replace(config, draft=False, widths=replace(config.widths, more=rooms))
+    buffers = tuple(buffer for buffer in config.widths.more if not buffer.name.startswith("draft_"))
+    return replace(config, draft=False, widths=replace(config.widths, more=buffers))
 
 
 def carried_width(config: DecoderConfig) -> int:

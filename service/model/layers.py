@@ -19,7 +19,7 @@ from ..quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BufferSpec:
     """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written; `halves`: only for 16-bit activations."""
 
     name: str
@@ -38,7 +38,7 @@ class Widths:
     head_dim: int
     intermediate: int
     vocab: int
-    more: tuple[Room, ...] = ()
+    more: tuple[BufferSpec, ...] = ()
 
     @property
     def shape(self) -> HeadShape:
@@ -47,7 +47,7 @@ class Widths:
     @property
     def columns(self) -> int:
         """The widest row that a product reads."""
-        return max(self.hidden, self.shape.queries, self.intermediate, *(room.width for room in self.more if room.read))
+        return max(self.hidden, self.shape.queries, self.intermediate, *(buffer.width for buffer in self.more if buffer.read))
 
     def rows(self, dtype: torch.dtype) -> dict[str, int]:
         """The buffers of a pass with such activations: name and width."""
@@ -55,7 +55,7 @@ class Widths:
         found = {"x": self.hidden, "normed": self.hidden, "qkv": shape.qkv, "mixed": shape.queries}
         if self.intermediate:
             found |= {"both": 2 * self.intermediate, "gated": self.intermediate}
-        return found | {room.name: room.width for room in self.more if dtype.itemsize == 2 or not room.halves}
+        return found | {buffer.name: buffer.width for buffer in self.more if dtype.itemsize == 2 or not buffer.halves}
 
 
 # Views of the scratch for a pass of so many rows, by the names of Widths.rows.

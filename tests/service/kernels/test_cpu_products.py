@@ -282,11 +282,11 @@ def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
     for columns, heads in shapes:
         kernels = CpuKernels(library)
         (shape, dtype), *_ = CpuKernels.workspace_spec(heads, 512, torch.float32, columns)
-        room = torch.empty(shape, dtype=dtype)
-        kernels.reserve([room])
+        buffer = torch.empty(shape, dtype=dtype)
+        kernels.reserve([buffer])
         for name in FORMATS:
             weight = random_weight(name, 2, columns, torch.Generator().manual_seed(5))
             for count in (1, 8, 300):
                 kernels.linear(torch.zeros(count, columns), weight, torch.empty(count, 2))
         kernels._calls.scratch(0, kernels._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
-        assert kernels._calls._workspace is room
+        assert kernels._calls._workspace is buffer

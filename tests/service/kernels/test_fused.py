@@ -73,12 +73,12 @@ def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.Mon
 def test_a_product_has_programs_for_its_rows_and_not_for_the_room_of_its_result(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Scores of experts lie at the front of a larger room: once all of it was computed, 13 ms a step in place of 5."""
+    """Scores of experts lie at the front of a larger buffer: once all of it was computed, 13 ms a step in place of 5."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(cuda_products, "on_grid", lambda _, grid: grids.append(grid) or (lambda *_, **__: None))
     kernels = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 1 << 20, early=False))
-    weight, room = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(512)
+    weight, buffer = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(512)
     shape = kernels.shape(weight)
     assert isinstance(shape, WeightShape)
-    kernels.few_rows(torch.zeros(rows, 64, dtype=torch.float16), weight, shape, room)
+    kernels.few_rows(torch.zeros(rows, 64, dtype=torch.float16), weight, shape, buffer)
     assert [grid[1:] for grid in grids] == [(rows,) if rows > 1 else ()]

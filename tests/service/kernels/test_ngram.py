@@ -53,9 +53,9 @@ def test_the_block_at_once_is_its_operations(library: ctypes.CDLL, count: int, a
     slots = Slots(source, source + 8 if aside else source)
     windows, streams = numbers(20, (TAPS - 1) * APART, WIDE), numbers(count, WIDE, seed=3)
     streams[0, :HIDDEN] = 0  # a score of 0
-    rooms = torch.empty(count, WIDE), torch.empty(count, HIDDEN)
-    ours = NgramOperands(numbers(count, WIDTH), streams.clone(), *rooms, windows.clone(), slots)
-    plain = NgramOperands(ours.embedded, streams.clone(), *rooms, windows.clone(), slots)
+    buffers = torch.empty(count, WIDE), torch.empty(count, HIDDEN)
+    ours = NgramOperands(numbers(count, WIDTH), streams.clone(), *buffers, windows.clone(), slots)
+    plain = NgramOperands(ours.embedded, streams.clone(), *buffers, windows.clone(), slots)
     for _ in range(3):
         assert kernels.add_ngrams(w, ours)
         plain.streams = by_parts(w, plain)
@@ -105,12 +105,12 @@ def test_a_stretch_is_recorded_once_and_then_made_as_one(library: ctypes.CDLL) -
         torch.testing.assert_close(
             out, torch.nn.functional.rms_norm(x, (64,), eps=1e-6) @ weight.t(), rtol=1e-4, atol=1e-4
         )
-    # The room for products grew during the first: its calls were made once more.
+    # The workspace of products grew during the first: its calls were made once more.
     assert len(runs) == 2
     assert (kernels.compiled, kernels.plain) == (8, 0)
     kernels.reserve([torch.empty(1 << 20, dtype=torch.uint8)])
     kernels.run_captured(owner, 0, work)
-    assert len(runs) == 3, "the room is another one"
+    assert len(runs) == 3, "the workspace is another one"
 
 
 def test_a_stretch_with_something_that_is_not_compiled_is_worked_through_each_time(library: ctypes.CDLL) -> None:

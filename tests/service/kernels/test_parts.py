@@ -135,7 +135,7 @@ def experts_of(name: str, count: int, active: int, *, normalized: bool = True, s
 
 @pytest.fixture
 def scratch() -> Iterator[Scratch]:
-    widths = Widths(HIDDEN, 2, 1, 16, 0, 32, ExpertShape(8, 3, WIDTH, shared=48, normalized=True).rooms(HIDDEN))
+    widths = Widths(HIDDEN, 2, 1, 16, 0, 32, ExpertShape(8, 3, WIDTH, shared=48, normalized=True).buffers(HIDDEN))
     pool = Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu"))
     lease = pool.lease("test", "scratch", Scratch.nbytes(widths, FEW_ROWS + 2, 1, torch.float32))
     yield Scratch(lease, widths, FEW_ROWS + 2, 1, torch.float32)
@@ -183,10 +183,10 @@ def test_experts_of_equal_likelihood_are_taken_from_the_first(library: ctypes.CD
     experts.router.zero_()
     first = ExpertWeights(3, True, experts.router[:3], experts.gate_up[:3], experts.down[:3], experts.shared)
     kernels = CpuKernels(library)
-    out, room = torch.ones_like(x), numbers(1, 3)
+    out, buffer = torch.ones_like(x), numbers(1, 3)
     views = scratch.rows(1)
     spare = views["routed"], views["expert_gated"], views["shared_gate"], views["shared_gated"], x
-    assert kernels.run_experts(first, ExpertOperands(x, out, room, *spare))
+    assert kernels.run_experts(first, ExpertOperands(x, out, buffer, *spare))
     torch.testing.assert_close(through(experts, x, kernels, scratch), out)
 
 

@@ -61,24 +61,24 @@ def test_products_are_those_of_the_numbers_that_a_weight_means(held: Format | No
     x, norm = torch.randn(3, cols, generator=generator), NormWeight(torch.rand(cols, generator=generator), EPS)
     product, product_of_normed = x.double() @ wide(weight).t(), normed(x, norm) @ wide(weight).t()
 
-    def room(width: int) -> torch.Tensor:
+    def buffer(width: int) -> torch.Tensor:
         return torch.full((3, width), float("nan"))
 
     def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
-    same(kernels.linear(x, weight, room(rows)), product)
-    same(kernels.norm_linear(x, norm, weight, room(rows), room(cols)), product_of_normed)
+    same(kernels.linear(x, weight, buffer(rows)), product)
+    same(kernels.norm_linear(x, norm, weight, buffer(rows), buffer(cols)), product_of_normed)
     residual = torch.randn(3, rows, generator=generator)
     wanted = residual.double() + product
-    assert kernels.linear_add(x, weight, residual, room(rows)) is residual
+    assert kernels.linear_add(x, weight, residual, buffer(rows)) is residual
     same(residual, wanted)
     gate, up = product_of_normed.chunk(2, -1)
     same(
-        kernels.norm_gate_up(x, norm, weight, room(rows // 2), room(cols), room(rows)), gate * torch.sigmoid(gate) * up
+        kernels.norm_gate_up(x, norm, weight, buffer(rows // 2), buffer(cols), buffer(rows)), gate * torch.sigmoid(gate) * up
     )
     ids = torch.tensor([rows - 1, 0, 2])
-    same(kernels.embed(ids, weight, room(cols)), wide(weight)[ids])
+    same(kernels.embed(ids, weight, buffer(cols)), wide(weight)[ids])
 
 
 def test_a_weight_is_never_widened_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

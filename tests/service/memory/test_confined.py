@@ -14,8 +14,8 @@ from kept_kernels import keep_kernels
 from onedesk.lab.confined import (
     LIMITS,
     MODELS,
-    Case,
-    Outcome,
+    ConfinedCase,
+    ConfinedOutcome,
     checkpoint_of,
     faults_of,
     random_cases,
@@ -93,8 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint_of("8", tmp_path_factory.mktemp("cache"))
 
 
-CASE = Case("8", 512 * MIB, 256, 64 * MIB, 64 * MIB, True)
-RIGHT = Outcome(
+CASE = ConfinedCase("8", 512 * MIB, 256, 64 * MIB, 64 * MIB, True)
+RIGHT = ConfinedOutcome(
     True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, True, 0, None
 )
 
