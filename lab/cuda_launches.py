@@ -278,7 +278,7 @@ class _PassRecorder:
                 for buffer in kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
             ]
         )
-        rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta)
+        rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta, config.yarn)
         tables = {wanted.key: nowhere for wanted in blueprint.family.destinations(config) if wanted.in_file}
         self._blueprint = blueprint
         self._network: Decoder = blueprint.family.build(config, tensors, kernels, rotary, tables)
