@@ -63,9 +63,9 @@ def _gptq_packing(fields: Fields, title: str, bias: int) -> Gptq:
 
 
 def _dynamic(fields: Fields, usual: Gptq) -> Iterator[tuple[re.Pattern[str], Gptq | None]]:
-    """GPTQModel's settings for some modules, by expressions of which the first one that matches counts.
+    """GPTQModel's settings for some modules, by expressions of which the first match counts.
 
-    "-:" excludes; an expression of these that is not understood is left out, since the files say what is stored in floats.
+    "-:" excludes modules. An unsupported expression with it is ignored, since the files say what is stored as floats.
     """
     if fields.get("dynamic") is None:
         return
@@ -79,7 +79,9 @@ def _dynamic(fields: Fields, usual: Gptq) -> Iterator[tuple[re.Pattern[str], Gpt
 
 
 def _auto_round(fields: Fields) -> Packings:
-    """AutoRound's own exports in the layouts of GPTQ (zero points stored less one) and AWQ; `extra_config` is about single modules."""
+    """AutoRound's own exports in the layouts of GPTQ (zero points stored less one) and AWQ. `extra_config` is about
+    single modules.
+    """
     fields.one_of("data_type", ("int",), "int")
     if fields.get("act_bits") is not None:
         fields.one_of("act_bits", (16, 32))

@@ -228,7 +228,7 @@ HybridMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=
 TestHybrid = HybridMachine.TestCase
 
 
-def test_a_later_prompt_goes_on_behind_the_last_border_that_is_kept() -> None:
+def test_prompt_continues_from_last_checkpoint() -> None:
     pages = make()
     index = PrefixIndex(pages)
     pages.evictor = index
@@ -257,7 +257,7 @@ def test_a_later_prompt_goes_on_behind_the_last_border_that_is_kept() -> None:
     pages.check()
 
 
-def test_borders_give_way_to_sequences_the_longest_unused_first() -> None:
+def test_least_recently_used_checkpoint_is_dropped_first() -> None:
     pages = make()
     with pages.open(CONTEXT) as first:
         for _ in range(4):

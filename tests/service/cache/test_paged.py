@@ -225,7 +225,7 @@ def test_a_fork_copies_one_block_and_only_when_it_must(pages: PagedKV, monkeypat
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_others_see_is_copied_before_it_is_written_anew(pages: PagedKV, kept: bool) -> None:
+def test_shared_block_is_copied_before_write(pages: PagedKV, kept: bool) -> None:
     parent = pages.open(CONTEXT)
     past = [float(i) for i in range(2 * BLOCK)]
     write(pages, parent, past)
@@ -242,7 +242,7 @@ def test_what_others_see_is_copied_before_it_is_written_anew(pages: PagedKV, kep
         sequence.close()
 
 
-def test_a_cut_that_would_need_more_than_there_is_changes_nothing(pages: PagedKV) -> None:
+def test_failed_truncate_changes_nothing(pages: PagedKV) -> None:
     parent = pages.open(2 * BLOCK)
     write(pages, parent, [1.0] * 2 * BLOCK)
     forks = [parent.fork(CONTEXT) for _ in range(7)]
@@ -257,11 +257,11 @@ def test_a_cut_that_would_need_more_than_there_is_changes_nothing(pages: PagedKV
     assert rows_of(pages, forks[0].table, CONTEXT) == [1.0] * 2 * BLOCK + [2.0] * BLOCK
 
 
-def test_a_promise_holds_however_many_ask(pages: PagedKV) -> None:
+def test_reservations_hold(pages: PagedKV) -> None:
     first = pages.open(CONTEXT)
     others = [pages.open(CONTEXT) for _ in range(SEQUENCES - 1)]
     assert (pages.available, pages.fits(1)) == (0, False)
-    with pytest.raises(MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 can be had"):
+    with pytest.raises(MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 are available"):
         pages.open(1)
     with pytest.raises(MemoryFull, match="a fork needs 3 more"):
         first.fork()
@@ -277,7 +277,7 @@ def test_a_promise_holds_however_many_ask(pages: PagedKV) -> None:
     assert pages.open(CONTEXT).nbytes() * SEQUENCES == SHAPE.nbytes(CONTEXT, SEQUENCES)
 
 
-def test_what_makes_no_sense_is_our_bug(pages: PagedKV) -> None:
+def test_misuse_raises_value_error(pages: PagedKV) -> None:
     sequence = pages.open(2)
     with pytest.raises(ValueError, match="cannot truncate 0 tokens to 1"):
         sequence.truncate(1)

@@ -101,7 +101,7 @@ def test_a_decode_step_agrees(library: ctypes.CDLL, heads: HeadShape, pasts: lis
     agrees(library, layer(heads, pasts, seed=seed))
 
 
-def test_rows_of_a_small_chunk_and_of_a_batch_are_the_bits_of_single_steps(library: ctypes.CDLL) -> None:
+def test_small_chunk_and_batch_match_single_steps_exactly(library: ctypes.CDLL) -> None:
     made, kernels = layer(HeadShape(4, 2, 16), [37], chunk=6), CpuKernels(library)
     together, keys, values = made.run(kernels)
     step = replace(made, keys=made.keys.clone(), values=made.values.clone())

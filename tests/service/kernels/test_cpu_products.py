@@ -216,7 +216,7 @@ def test_products_lie_within_their_bound(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_gives_the_same_bits_alone_and_among_others(library: ctypes.CDLL, name: str) -> None:
+def test_row_has_same_bits_alone_and_in_batch(library: ctypes.CDLL, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, x = random_weight(name, 70, 300, generator), torch.randn(8, 300, generator=generator)
     kernels = CpuKernels(library, 2)

@@ -61,7 +61,7 @@ def test_chunks_and_steps_follow_the_formula(count: int, forgetting: float) -> N
 
 
 @pytest.mark.parametrize(("taps", "apart"), [(4, 1), (2, 1), (4, 3)])
-def test_a_convolution_goes_on_where_the_chunk_before_ended(taps: int, apart: int) -> None:
+def test_convolution_continues_across_chunks(taps: int, apart: int) -> None:
     x, window, weight = numbers(20, 5), numbers((taps - 1) * apart, 5), numbers(taps, 5)
     seen = torch.cat((window, x))
     wanted = sum(weight[tap] * seen[tap * apart : tap * apart + 20] for tap in range(taps))
@@ -133,7 +133,7 @@ def test_the_compiled_step_is_that_of_its_parts(
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("fused", [False, True])
-def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctypes.CDLL, rows: int, fused: bool) -> None:
+def test_verify_rows_continue_from_previous_row(library: ctypes.CDLL, rows: int, fused: bool) -> None:
     heads = DeltaHeads(
         *(2, 2, 32, 80, fused, "silu"),  # values are no multiple of the columns that are brought on together
         taps=numbers(4, 448),
@@ -156,7 +156,7 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
     torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
 
 
-def test_heads_that_the_compiled_step_does_not_take_are_left_to_its_parts(library: ctypes.CDLL) -> None:
+def test_unsupported_delta_heads_fall_back(library: ctypes.CDLL) -> None:
     heads = DeltaHeads(
         1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS)
     )

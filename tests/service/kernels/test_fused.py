@@ -70,7 +70,7 @@ def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_product_has_programs_for_its_rows_and_not_for_the_room_of_its_result(
+def test_product_launches_programs_for_its_rows_only(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Scores of experts lie at the front of a larger buffer: once all of it was computed, 13 ms a step in place of 5."""

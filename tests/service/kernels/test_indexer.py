@@ -114,7 +114,7 @@ STEP = st.tuples(st.permutations([0, 1, 2]), st.integers(1, 3), st.sampled_from(
     steps=st.lists(STEP, min_size=1, max_size=8),
     seed=st.integers(0, 99),
 )
-def test_it_is_its_operations(
+def test_indexed_attention_matches_reference(
     library: ctypes.CDLL,
     pool: Pool,
     ratio: int,

@@ -68,7 +68,7 @@ def test_the_block_at_once_is_its_operations(library: ctypes.CDLL, count: int, a
     assert ours.streams[1:].isfinite().all()
 
 
-def test_widths_that_are_not_compiled_are_left_to_the_parts(library: ctypes.CDLL) -> None:
+def test_uncompiled_ngram_widths_fall_back(library: ctypes.CDLL) -> None:
     w, kernels = weights(40), CpuKernels(library)
     slots = Slots(torch.zeros(1).long(), torch.zeros(1).long())
     at = NgramOperands(
@@ -90,7 +90,7 @@ def test_gates_beside_queries_are_parted_and_closed(library: ctypes.CDLL, dim: i
     assert bool(kernels.compiled) == (dim == 32)
 
 
-def test_a_stretch_is_recorded_once_and_then_made_as_one(library: ctypes.CDLL) -> None:
+def test_sequence_is_captured_once_and_replayed(library: ctypes.CDLL) -> None:
     kernels, x, weight, out, owner = CpuKernels(library), numbers(2, 64), numbers(32, 64), torch.empty(2, 32), object()
     norm, normed, runs = NormWeight(torch.ones(64), 1e-6), torch.empty(2, 64), []
 
@@ -113,7 +113,7 @@ def test_a_stretch_is_recorded_once_and_then_made_as_one(library: ctypes.CDLL) -
     assert len(runs) == 3, "the workspace is another one"
 
 
-def test_a_stretch_with_something_that_is_not_compiled_is_worked_through_each_time(library: ctypes.CDLL) -> None:
+def test_sequence_with_plain_operation_is_not_captured(library: ctypes.CDLL) -> None:
     kernels, owner, runs = CpuKernels(library), object(), []
     x, norm = numbers(2, 64).t(), NormWeight(torch.ones(2), 1e-6)
 

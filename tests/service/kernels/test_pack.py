@@ -69,7 +69,7 @@ def test_it_is_the_plain_way_to_the_bit(
 
 @pytest.mark.parametrize("held", FORMATS, ids=title)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
-def test_what_cannot_be_held_is_refused_with_the_same_words(kernels: CpuKernels, held: Format, bad: float) -> None:
+def test_unrepresentable_weights_are_refused_alike(kernels: CpuKernels, held: Format, bad: float) -> None:
     values = torch.ones(4, 160)
     values[2, 150] = bad
     if bad == 1e30 and held.bits == 8:
@@ -83,7 +83,7 @@ def test_what_cannot_be_held_is_refused_with_the_same_words(kernels: CpuKernels,
     assert said[0] == said[1]
 
 
-def test_what_the_compiled_way_has_nothing_for_goes_the_plain_way(kernels: CpuKernels) -> None:
+def test_unsupported_packing_falls_back(kernels: CpuKernels) -> None:
     assert not kernels.quantize(empty(INT8, 2, 40), torch.randn(2, 40).double(), torch.empty(0))
     assert not kernels.quantize(empty(INT8, 2, 40), torch.randn(40, 2).t(), torch.empty(0))
     assert not kernels.quantize(empty(FP8_ROWS, 2, 40), torch.randn(2, 40), torch.empty(0))

@@ -95,7 +95,7 @@ def test_a_joint_at_once_is_its_operations(library: ctypes.CDLL, name: str, inje
             assert found.found.eq(1).all()
 
 
-def test_a_joint_that_is_not_compiled_is_left_to_its_operations_and_told_of_once(
+def test_uncompiled_connection_falls_back_and_is_logged_once(
     library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels, reference = CpuKernels(library), ReferenceKernels()
@@ -169,7 +169,7 @@ def test_experts_at_once_are_their_operations(
         )
 
 
-def test_scores_that_are_no_numbers_choose_somebody_and_show(library: ctypes.CDLL, scratch: Scratch) -> None:
+def test_nan_scores_select_an_expert_and_propagate(library: ctypes.CDLL, scratch: Scratch) -> None:
     experts, x = experts_of("float32", 8, 3), numbers(2, HIDDEN)
     x[0, 0] = float("nan")
     found = through(experts, x, CpuKernels(library), scratch)
@@ -177,7 +177,7 @@ def test_scores_that_are_no_numbers_choose_somebody_and_show(library: ctypes.CDL
     torch.testing.assert_close(found[1:], through(experts, x[1:], ReferenceKernels(), scratch), rtol=1e-5, atol=1e-5)
 
 
-def test_experts_of_equal_likelihood_are_taken_from_the_first(library: ctypes.CDLL, scratch: Scratch) -> None:
+def test_equal_experts_are_selected_in_order(library: ctypes.CDLL, scratch: Scratch) -> None:
     experts, x = experts_of("float32", 8, 3), numbers(1, HIDDEN)
     assert isinstance(experts.router, torch.Tensor)
     experts.router.zero_()
@@ -190,7 +190,7 @@ def test_experts_of_equal_likelihood_are_taken_from_the_first(library: ctypes.CD
     torch.testing.assert_close(through(experts, x, kernels, scratch), out)
 
 
-def test_experts_in_a_format_that_is_not_compiled_run_operation_by_operation(
+def test_uncompiled_expert_format_falls_back(
     library: ctypes.CDLL, scratch: Scratch, caplog: pytest.LogCaptureFixture
 ) -> None:
     experts, x, kernels = experts_of("float32", 8, 3), numbers(2, HIDDEN), CpuKernels(library)

@@ -55,7 +55,7 @@ def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
     "held", [None, *FORMATS], ids=lambda held: "bf16" if held is None else f"{held.name}-{held.group}"
 )
 @pytest.mark.parametrize(("rows", "cols"), [(6, 32), (10, 200), (34, 129), (TILE_ELEMENTS // 300 + 5, 300)])
-def test_products_are_those_of_the_numbers_that_a_weight_means(held: Format | None, rows: int, cols: int) -> None:
+def test_products_match_dequantized_weight(held: Format | None, rows: int, cols: int) -> None:
     generator = torch.Generator().manual_seed(rows + cols)
     kernels, weight = ReferenceKernels(), random_weight(held, rows, cols, generator)
     x, norm = torch.randn(3, cols, generator=generator), NormWeight(torch.rand(cols, generator=generator), EPS)

@@ -118,7 +118,7 @@ def test_slabs_are_never_joined():
     arena.check()
 
 
-def test_fragmentation_counts_the_holes_that_are_too_small():
+def test_fragmentation_counts_small_holes():
     arena = Arena(64)
     assert arena.fragmentation() == 0
     arena.add_slab(20 * 64)

@@ -152,7 +152,7 @@ def answer(group: Cgroup, script: str) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_a_pool_fills_its_budget_inside_a_real_limit_and_lives(memory_cgroup: Cgroup):
+def test_pool_fills_budget_inside_cgroup_limit(memory_cgroup: Cgroup):
     limit = 1024 * MIB
     memory_cgroup.limit_file.write_text(str(limit))
     found = answer(memory_cgroup, FILL)
@@ -169,7 +169,7 @@ def test_a_pool_fills_its_budget_inside_a_real_limit_and_lives(memory_cgroup: Cg
     assert "limit" in found["full"]
 
 
-def test_a_hopeless_limit_is_refused_with_figures_before_anything_is_taken(memory_cgroup: Cgroup):
+def test_hopeless_limit_is_refused_before_allocation(memory_cgroup: Cgroup):
     limit = 500 * MIB  # python and torch take a part of it, and the default floor is 512 MiB
     memory_cgroup.limit_file.write_text(str(limit))
     found = answer(memory_cgroup, REFUSE)
@@ -185,7 +185,7 @@ def test_a_hopeless_limit_is_refused_with_figures_before_anything_is_taken(memor
     assert "0 B can be leased" in lease
 
 
-def test_the_group_of_a_process_is_read_from_its_own_proc(memory_cgroup: Cgroup):
+def test_cgroup_is_read_from_own_proc(memory_cgroup: Cgroup):
     """The same reader, on this process: no limit of the test's group applies to it."""
     memory_cgroup.limit_file.write_text(str(700 * MIB))
     ours = read_cgroup(Path("/proc"), Path("/sys/fs/cgroup"))

@@ -44,7 +44,7 @@ def in_group(group: MemoryGroup, script: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", join + script], capture_output=True, text=True, check=False)
 
 
-def test_the_limit_is_real_and_the_group_sees_what_is_killed(group):
+def test_group_limit_is_real(group):
     done = in_group(group, "b = bytearray(400 << 20)\nprint(len(b))")
     assert (done.returncode, done.stdout) == (-9, "")
     assert group.kills == 1
@@ -63,7 +63,7 @@ def test_the_truth_of_a_confined_process_is_its_groups(group):
     assert 150 * MIB < int(available) < 300 * MIB
 
 
-def test_random_choices_work_or_are_refused_rightly_and_nothing_is_killed(tmp_path):
+def test_random_choices_work_or_are_refused(tmp_path):
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
     command = [sys.executable, "-m", "onedesk.lab.confined", "--count", str(COUNT), "--seed", "4", "--models", SMALL]
@@ -79,7 +79,7 @@ def test_random_choices_work_or_are_refused_rightly_and_nothing_is_killed(tmp_pa
         assert any(name.startswith(what) for name in document["became"]), document["became"]
 
 
-def test_cases_are_the_same_for_one_seed_and_spread_from_hopeless_to_ample():
+def test_random_cases_are_deterministic_and_spread():
     cases = random_cases(200, 3, list(MODELS))
     assert cases == random_cases(200, 3, list(MODELS)) != random_cases(200, 4, list(MODELS))
     weights = [int(case.model) * 1e6 for case in cases]

@@ -59,7 +59,7 @@ def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
     second.release()
 
 
-def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(
+def test_changed_sealed_lease_is_named_again_at_return(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ):
     lease = pool.lease("writer", "weights", 3 * MIB)
@@ -82,7 +82,7 @@ def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(
     assert pool.counters().damaged == 2
 
 
-def test_without_debug_mode_there_are_no_zones_and_no_seals(make_pool: Callable[..., Pool]):
+def test_no_guard_zones_without_debug_mode(make_pool: Callable[..., Pool]):
     pool = make_pool()
     lease = pool.lease("writer", "weights", 64 * KIB)
     assert lease.placement.layout.guard == 0

@@ -23,7 +23,7 @@ def store() -> SlabStore:
 
 
 @pytest.mark.parametrize(("asked", "held"), [(14 * MIB, 16 * MIB), (1000, 2 * MIB), (31 * MIB, 32 * MIB)])
-def test_a_small_lease_takes_no_more_of_the_device_than_a_page_beside_it(store: SlabStore, asked: int, held: int):
+def test_small_lease_takes_at_most_one_extra_page(store: SlabStore, asked: int, held: int):
     store.take(asked, 256, GIB)
     assert store.held == held
 
@@ -39,7 +39,7 @@ def test_a_large_lease_holds_exactly_its_bytes(store: SlabStore):
     assert store.held == 100 * MIB + 512
 
 
-def test_the_last_bytes_of_the_limit_can_be_leased_without_a_whole_page(store: SlabStore):
+def test_last_bytes_of_limit_can_be_leased(store: SlabStore):
     store.take(MIB, 256, MIB + MIB // 2)
     assert store.held == MIB + MIB // 2
     with pytest.raises(MemoryFull, match="512 KiB are left of the limit"):

@@ -84,7 +84,7 @@ def contents(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_an_end_in_any_stage_is_quick_and_leaves_nothing_stale(tiny, large, kernel_cache):
+def test_interrupt_in_any_stage_leaves_nothing(tiny, large, kernel_cache):
     """Each start is the next one after an end, and writes the same text first."""
     wanted = text_of(tiny, large, kernel_cache)
     cached, shared = contents(kernel_cache), contents(Path("/dev/shm"))
@@ -108,7 +108,7 @@ def test_an_end_in_any_stage_is_quick_and_leaves_nothing_stale(tiny, large, kern
     assert text_of(tiny, large, kernel_cache) == wanted
 
 
-def test_a_compilation_that_was_cut_off_is_cleared_away_by_the_next_start(tmp_path):
+def test_interrupted_compilation_is_cleaned_up(tmp_path):
     """One source that is soon compiled; the first time by a compiler that does not end."""
     cache, sources, slow = (tmp_path / name for name in ("cache", "sources", "bin"))
     for folder in (sources, slow):
@@ -134,7 +134,7 @@ def test_a_compilation_that_was_cut_off_is_cleared_away_by_the_next_start(tmp_pa
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_the_folder_of_a_process_that_lives_is_left_alone(tmp_path):
+def test_folder_of_live_process_is_kept(tmp_path):
     with work_folder(tmp_path, "name") as mine, work_folder(tmp_path, "name") as other:
         assert mine.is_dir()
         assert other.is_dir()

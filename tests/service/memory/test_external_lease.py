@@ -79,7 +79,7 @@ def test_a_process_that_keeps_its_bytes_is_a_shortfall(monkeypatch, caplog):
     assert "peer's process returned 60 MiB of 100 MiB (60 %)" in caplog.text
 
 
-def test_where_its_pages_are_counted_other_processes_move_nothing():
+def test_exact_lease_ignores_other_processes():
     machine = Machine(exact=True)
     lease = machine.start("peer", 100 * MIB, takes=80 * MIB)
 
@@ -90,7 +90,7 @@ def test_where_its_pages_are_counted_other_processes_move_nothing():
     assert (released.asked, released.measured, released.available_delta) == (80 * MIB, 70 * MIB, -430 * MIB)
 
 
-def test_one_that_is_lost_is_no_longer_counted_even_at_work():
+def test_ended_process_is_no_longer_counted():
     machine = Machine()
     lease = machine.start("peer", 100 * MIB)
     with lease.using():
@@ -114,7 +114,7 @@ def test_nothing_is_released_where_the_end_fails():
     assert machine.pool.used() == 100 * MIB
 
 
-def test_it_gives_way_when_a_lease_needs_the_room_but_never_at_work():
+def test_external_lease_is_evicted_only_when_idle():
     machine = Machine()
     peer = machine.start("peer", 200 * MIB)
     peer.offer(lambda: [peer.release(lambda: machine.end("peer"))])
@@ -127,7 +127,7 @@ def test_it_gives_way_when_a_lease_needs_the_room_but_never_at_work():
     lease.release()
 
 
-def test_one_process_makes_another_give_way_and_a_pinned_one_stays():
+def test_external_lease_evicts_others_but_not_pinned():
     machine = Machine()
     first = machine.start("first", 200 * MIB)
     first.offer(lambda: [first.release(lambda: machine.end("first"))], policy=PINNED)

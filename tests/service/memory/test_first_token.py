@@ -71,6 +71,6 @@ def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):
     assert f"{document['overlap_share']:.2f} of the time without" in first_token_table(document)
 
 
-def test_a_prompt_that_the_model_does_not_take_is_refused_with_both_numbers(model, tmp_path):
+def test_too_long_prompt_is_refused_with_both_numbers(model, tmp_path):
     with pytest.raises(RequestError, match="takes 257 tokens of context and tiny allows 256"):
         measure_kind(Plan("ttft", str(model), device="cpu", prompt=256), Config(tree=tmp_path), ModelRoots([]))

@@ -56,7 +56,7 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
     assert "texts that differ: 0" in handover_table(document)
 
 
-def test_own_bytes_are_what_this_process_takes_and_returns():
+def test_own_bytes_follow_allocations():
     before = own_bytes()
     taken = mmap.mmap(-1, 64 * MIB)  # from the system, not from a heap that other tests have left roomy
     taken.write(b"x" * (64 * MIB))

@@ -53,7 +53,7 @@ def cached(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("file", ["evicted", "cached"])
-def test_decode_has_no_major_fault_and_no_allocation_after_the_first_token(model, large, file):
+def test_decode_has_no_faults_or_allocations(model, large, file):
     files = open_checkpoint(large).files
     evict(files) if file == "evicted" else read_whole(files)
     assert (cached(large) < 0.01 * model.need.weights) == (file == "evicted")

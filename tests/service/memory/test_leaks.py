@@ -72,7 +72,7 @@ def test_a_clean_engine_has_no_stage_that_grows(model):
     assert report.grew is None, report
 
 
-def test_prefill_has_an_account_of_its_own_once_the_model_is_loaded(model):
+def test_prefill_is_counted_apart_after_load(model):
     write(model, USES)
     assert set(model.leak_report().stages) == {"prefill", "decode", "between"}
     assert model.leak_report().grew is None
@@ -93,7 +93,7 @@ def test_a_leak_in_prefill_is_named(model, monkeypatch):
     assert model.leak_report().grew == "prefill"
 
 
-def test_what_a_load_makes_and_a_release_leaves_is_named_load(model, monkeypatch):
+def test_leak_of_load_is_named_load(model, monkeypatch):
     keep_more(monkeypatch, RotaryTable, "nbytes", MIB)
     write(model, USES, model.give_way)
     assert model.leak_report().grew == "load"

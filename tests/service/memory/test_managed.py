@@ -88,7 +88,7 @@ def backend(runtime: PlayedRuntime) -> ManagedBackend:
     return ManagedBackend("cuda", runtime=runtime)
 
 
-def test_a_slab_is_on_the_card_from_its_opening_and_comes_back_whole(runtime: PlayedRuntime, backend: ManagedBackend):
+def test_managed_slab_starts_on_card_and_returns_whole(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(10 * MIB + 512, whole=True)
     assert slab.resident(0, slab.nbytes) == slab.nbytes == CARD - runtime.free_bytes()
     slab.write(5, b"abc")
@@ -104,7 +104,7 @@ def test_a_slab_is_on_the_card_from_its_opening_and_comes_back_whole(runtime: Pl
         slab.view(0, 1)
 
 
-def test_a_view_that_still_lives_is_a_shortfall_and_never_a_wrong_address(
+def test_live_view_is_a_shortfall(
     runtime: PlayedRuntime, backend: ManagedBackend
 ):
     slab = backend.open(4 * MIB, whole=True)
@@ -134,7 +134,7 @@ def test_the_advice_of_a_part_ends_with_that_part(runtime: PlayedRuntime, backen
     assert runtime.given() == set()
 
 
-def test_pages_that_may_be_read_in_two_places_are_moved_and_not_copied(runtime: PlayedRuntime, backend: ManagedBackend):
+def test_read_mostly_pages_are_moved_not_copied(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(8 * MIB, whole=True)
     slab.advise("read_mostly", 0, 8 * MIB)
     slab.advise("aside", 0, 4 * MIB)
@@ -172,14 +172,14 @@ def test_what_is_resident_is_what_the_card_holds(parts: list[tuple[str, int, int
     assert (returned.asked, returned.measured) == (on_card, on_card)
 
 
-def test_more_than_the_card_has_free_is_refused_before_it_is_asked_for(backend: ManagedBackend):
+def test_request_above_free_memory_is_refused_first(backend: ManagedBackend):
     first = backend.open(CARD - 4 * MIB, whole=True)
     with pytest.raises(MemoryFull, match="4194304 more than the card has free"):
         backend.open(8 * MIB, whole=True)
     assert (backend.movable, first.resident(0, first.nbytes)) == (0, first.nbytes)
 
 
-def test_oversubscribing_sets_the_oldest_aside_and_still_never_asks_for_more_than_is_free(runtime: PlayedRuntime):
+def test_oversubscription_moves_oldest_slabs_to_host(runtime: PlayedRuntime):
     backend = ManagedBackend("cuda", oversubscribe=True, runtime=runtime)
     first, second = backend.open(40 * MIB, whole=True), backend.open(20 * MIB, whole=True)
     assert backend.movable == 60 * MIB
@@ -194,7 +194,7 @@ def test_oversubscribing_sets_the_oldest_aside_and_still_never_asks_for_more_tha
     assert backend.movable == sum(slab.resident(0, slab.nbytes) for slab in (second, third))
 
 
-def test_a_card_that_cannot_move_pages_on_advice_is_refused():
+def test_card_without_managed_access_is_refused():
     with pytest.raises(RequestError, match="cannot move managed memory on advice"):
         ManagedBackend("cuda", runtime=PlayedRuntime(ConcurrentManagedAccess=0))
 
@@ -209,13 +209,13 @@ def test_it_says_what_the_machine_can_do():
     assert set(ATTRIBUTES) <= set(found)
 
 
-def test_without_cuda_bindings_the_message_names_the_package(monkeypatch: pytest.MonkeyPatch):
+def test_missing_cuda_bindings_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(RequestError, match='pip install "cuda-bindings>=13" into the environment of Onedesk'):
         ManagedBackend("cuda")
 
 
-def test_a_pool_of_managed_memory_leases_through_it_and_counts_what_it_may_set_aside(
+def test_pool_counts_movable_managed_memory(
     runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch
 ):
     def truth() -> Truth:

@@ -35,7 +35,7 @@ def maps_of(address: int) -> str:
     return ""
 
 
-def test_a_slab_is_private_anonymous_and_takes_nothing_until_touched():
+def test_slab_takes_no_pages_until_touched():
     slab = MappedBackend().open(64 * MIB, whole=True)
     tensor = slab.view(0, slab.nbytes).tensor
     line = maps_of(tensor.data_ptr())
@@ -131,7 +131,7 @@ def test_a_closed_slab_gives_no_more_parts():
         slab.view(0, 10)
 
 
-def test_every_advice_is_reported_as_this_kernel_takes_it():
+def test_capabilities_match_the_kernel():
     found = MappedBackend().capabilities()
     assert set(found) == {*ADVICE, "mincore", "mlock"}
     assert found["normal"]
@@ -152,7 +152,7 @@ def test_locked_pages_are_given_back_too():
     assert returned.asked == returned.measured == 4 * PAGE
 
 
-def test_pages_that_a_stranger_locked_are_measured_as_not_returned():
+def test_foreign_locked_pages_count_as_not_returned():
     slab = MappedSlab(4 * PAGE, huge=False)
     slab.populate(0, 4 * PAGE)
     tensor = slab.view(0, 4 * PAGE).tensor

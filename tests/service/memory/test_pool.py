@@ -79,7 +79,7 @@ def test_what_was_never_touched_cannot_come_back(pool: Pool):
     assert pool.counters().shortfalls == 0
 
 
-def test_small_leases_share_a_slab_and_large_ones_have_their_own(pool: Pool):
+def test_small_leases_share_a_slab(pool: Pool):
     small = [pool.lease("a", "state", 10_000) for _ in range(5)]
     assert pool.held() == 4 * MIB
     large = pool.lease("a", "weights", 2 * MIB)
@@ -193,7 +193,7 @@ def test_a_lease_in_use_is_not_returned(pool: Pool):
     assert lease.release().measured == 2 * MIB
 
 
-def test_views_of_a_returned_lease_read_zeros_and_alias_nobody(pool: Pool):
+def test_views_of_returned_lease_read_zeros(pool: Pool):
     lease = pool.lease("old", "kv", 100_000)
     view = lease.carve((1000,), torch.float32)
     view.fill_(3)
@@ -301,7 +301,7 @@ def test_the_budget_is_never_exceeded(pool: Pool):
     assert pool.counters().refusals == 1
 
 
-def test_a_need_that_does_not_fit_is_refused_before_anything_is_leased(pool: Pool):
+def test_oversized_need_is_refused_before_leasing(pool: Pool):
     pool.check("small", Need(weights=100 * MIB, kv=50 * MIB))
     with pytest.raises(MemoryFull) as caught:
         pool.check("large", Need(weights=150 * MIB, kv=100 * MIB, scratch=MIB, context=4096))
@@ -328,7 +328,7 @@ def poor_truth(available: int) -> Truth:
     )
 
 
-def test_what_the_machine_lacks_is_refused_though_the_budget_has_it():
+def test_machine_shortage_is_refused_within_budget():
     """Others took the memory after the pool was made: the budget still says yes, the truth says no."""
     readings = iter([poor_truth(8 * GIB)])
     pool = Pool("cpu", MemorySettings(limit=0.5), lambda: next(readings, poor_truth(600 * MIB)))

@@ -91,7 +91,7 @@ def test_one_lease_is_returned_by_one_thread_only(make_pool: MakePool):
     assert pool.used() == 0
 
 
-def test_a_foreign_thread_cannot_return_a_lease_in_mid_generation(make_pool: MakePool):
+def test_lease_cannot_be_returned_in_mid_generation(make_pool: MakePool):
     pool = make_pool()
     lease = pool.lease("writer", "weights", 2 * MIB)
     lease.tensor.fill_(4)
@@ -142,7 +142,7 @@ def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypat
     assert pool.used() == 0
 
 
-def test_two_owners_that_give_way_to_each_other_do_not_lock(make_pool: MakePool):
+def test_mutual_eviction_does_not_deadlock(make_pool: MakePool):
     """Each thread's lease makes the other's owner give way; whoever comes second is served by the first's return."""
     pool = make_pool(limit_bytes=64 * MIB, kept_back=0.0)
 

@@ -43,7 +43,7 @@ def feed(readings: list[Truth], period: float = 1.0, rules: Rules | None = None)
     return [gauge.feed(number * period, truth) for number, truth in enumerate(readings)]
 
 
-def test_the_thresholds_are_the_ones_that_worked_and_scale_down():
+def test_thresholds_scale_down():
     assert rules_for(int(121.7 * GIB)) == rules_for(512 * GIB) == Rules(low=6 * GIB, free_low=2 * GIB, gate=10 * GIB)
     small = rules_for(16 * GIB)
     assert small.low == pytest.approx(16 * GIB * 6 / 121.7, rel=1e-6)
@@ -73,7 +73,7 @@ def test_little_free_while_little_is_available_is_one():
     assert "1.9 GiB free and 9.9 GiB available" in alarm.reason
 
 
-def test_a_fall_that_ends_at_nothing_is_one_before_the_level_is_low():
+def test_steep_fall_alarms_before_low_level():
     """34 to 12.7 GiB in 1.5 s was seen on a Spark."""
     alarms = feed([left(34), left(26.9), left(19.8), left(12.7)], period=0.5)
     assert [alarm is not None for alarm in alarms] == [False, False, False, True]
@@ -85,7 +85,7 @@ def test_a_load_that_ends_in_time_is_no_alarm():
     assert feed([left(60 - 1.25 * number) for number in range(30)], period=0.25) == [None] * 30
 
 
-def test_pressure_counts_late_and_only_while_little_is_available():
+def test_pressure_alarms_only_when_memory_is_low():
     assert feed([left(30, psi=60)]) == [None]
     (alarm,) = feed([left(9, psi=35)])
     assert alarm is not None
@@ -141,7 +141,7 @@ def test_heat_slows_admission_and_frees_nothing(caplog: pytest.LogCaptureFixture
     assert shrunk == []
 
 
-def test_the_thread_looks_often_while_loading_and_seldom_otherwise():
+def test_watch_polls_more_often_while_loading():
     loading = threading.Event()
     settings = MemorySettings(poll_loading=0.02, poll=60)
     watch = MemoryWatch(read_truth, lambda _: None, settings, loading=loading.is_set)
@@ -154,7 +154,7 @@ def test_the_thread_looks_often_while_loading_and_seldom_otherwise():
     assert not watch.running
 
 
-def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callable[..., Pool]):
+def test_watch_shrinks_a_real_pool(make_pool: Callable[..., Pool]):
     pool = make_pool(kept_back=0.0)
     released: list[Released] = []
     lease = pool.lease("idle", "weights", 8 * MIB)
@@ -183,7 +183,7 @@ def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callabl
     assert (released[0].owner, released[0].measured) == ("idle", 8 * MIB)
 
 
-def test_an_unreadable_truth_is_logged_and_looked_at_again(caplog: pytest.LogCaptureFixture):
+def test_unreadable_truth_is_logged_and_retried(caplog: pytest.LogCaptureFixture):
     failures = iter([FileError("meminfo cannot be read"), OSError(5, "Input/output error")])
 
     def truth() -> Truth:

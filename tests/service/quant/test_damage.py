@@ -36,7 +36,7 @@ OVER_ZERO = (
     zeros=st.floats(0, 1),
     seed=st.integers(0, 999),
 )
-def test_the_first_group_that_its_scale_makes_nothing_of_is_found(
+def test_first_zeroed_group_is_found(
     monkeypatch_module: pytest.MonkeyPatch, held: object, rows: int, cols: int, zeros: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ SMALL = [("modelopt-nvfp4", "weight_scale"), ("modelopt-nvfp4", "weight_scale_2"
 
 
 @pytest.mark.parametrize(("name", "suffix"), [*SCALES, *SMALL])
-def test_a_scale_of_zero_over_other_numbers_is_named_with_its_place(tmp_path: Path, name: str, suffix: str) -> None:
+def test_zero_scale_over_numbers_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
     change_tensors(folder, first(suffix, 0.0))
     with pytest.raises(ModelError, match=OVER_ZERO):
@@ -116,7 +116,7 @@ def test_a_scale_below_zero_is_named_with_its_place(tmp_path: Path, name: str, s
 
 
 @pytest.mark.parametrize(("name", "suffix"), SCALES[:2])
-def test_zeros_under_a_scale_of_zero_are_as_they_should_be(tmp_path: Path, name: str, suffix: str) -> None:
+def test_zeros_under_zero_scale_are_accepted(tmp_path: Path, name: str, suffix: str) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
 
     def change(tensors: dict[str, torch.Tensor]) -> None:

@@ -127,7 +127,7 @@ def test_products_are_those_of_the_meaning(tokens: int) -> None:
     assert (kernels.plain, kernels.compiled) == (0, 2)
 
 
-def test_requantizing_to_int8_would_cost_less_than_the_format_itself_did() -> None:
+def test_requantizing_to_int8_loses_less_than_nvfp4() -> None:
     """What `onedesk quantize` makes of it: a factor a row adds 0.7 % to the squared error that rounding to NVFP4 made."""
     from onedesk.service.quant.formats import INT8
     from onedesk.service.quant.quantize_weights import quantize

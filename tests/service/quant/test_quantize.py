@@ -87,7 +87,7 @@ def test_no_weight_is_further_off_than_its_format_says(values: torch.Tensor, hel
 
 @settings(max_examples=60, deadline=None)
 @given(values=weights(), held=st.sampled_from(FORMATS), tile=st.integers(1, 2000))
-def test_a_row_does_not_depend_on_its_neighbours_or_on_the_tile(values: torch.Tensor, held: Format, tile: int) -> None:
+def test_row_is_independent_of_tile(values: torch.Tensor, held: Format, tile: int) -> None:
     """Rows are quantized chunk by chunk while a file is read, and single ones again when a prompt needs them first."""
     whole = quantize(values, held)
     alone = quantize(values[-1:], held)
@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_tile(values: torch.Te
     assert all(torch.equal(t, other) for t, other in zip(whole.tensors, tiled.tensors, strict=True))
 
 
-def test_weights_that_the_format_has_come_back_as_they_were() -> None:
+def test_representable_weights_round_trip() -> None:
     generator = torch.Generator().manual_seed(1)
     scales = torch.tensor([2.0**-9, 2.0**-3, 1.0])[:, None]
     eight = torch.randint(-127, 128, (3, 200), generator=generator).float()
@@ -123,14 +123,14 @@ def test_zeros_stay_zeros_beside_one_huge_value(held: Format) -> None:
 @pytest.mark.parametrize("held", FORMATS, ids=title)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_no_number_is_refused_with_the_tensors_name(held: Format, bad: float, dtype: torch.dtype) -> None:
+def test_nan_is_refused_with_tensor_name(held: Format, bad: float, dtype: torch.dtype) -> None:
     values = torch.ones(4, 160, dtype=dtype)
     values[2, 130] = bad
     with pytest.raises(ModelError, match=r"layers\.3\.down has weights that are NaN or infinite; it is damaged"):
         quantize(values, held, "layers.3.down")
 
 
-def test_a_magnitude_beyond_half_scales_is_refused_by_name_and_int8_takes_it() -> None:
+def test_magnitude_beyond_fp16_scale_is_refused_but_fits_int8() -> None:
     values = torch.ones(2, 64)
     values[0, 3] = -1e6
     for held in (int4(), int4(32, symmetric=False)):
@@ -149,7 +149,7 @@ def test_a_magnitude_beyond_half_scales_is_refused_by_name_and_int8_takes_it() -
     length=st.integers(0, 220),
     held=st.sampled_from(FORMATS),
 )
-def test_slices_of_rows_and_columns_are_those_of_the_whole(
+def test_slices_match_the_whole(
     rows: int, cols: int, start: int, length: int, held: Format
 ) -> None:
     weight = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(cols)), held)
