@@ -266,7 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument(
-        "--cache", type=Path, help="where the random checkpoint and compiled kernels are kept; else they are made anew"
+        "--cache",
+        type=Path,
+        help="where the random checkpoint and compiled kernels are kept; otherwise they are temporary",
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
@@ -292,10 +294,13 @@ def summary(document: Mapping[str, Any]) -> str:
     least = min(row["driver"] / row["held"] for row in gave["rows"])
     lines = [
         f"{document['device']}, torch {document['torch']}, {document['seconds']:.0f} s",
-        f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, log-probabilities within {equal['score_difference']:.1e}",
-        f"{gave['model']} in BF16, {len(gave['rows'])} times away and back: at least {least:.1%} returned by the driver's figure",
+        f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, "
+        f"log-probabilities within {equal['score_difference']:.1e}",
+        f"{gave['model']} in BF16, evicted and back {len(gave['rows'])} times: "
+        f"at least {least:.1%} returned by the driver's figure",
         f"the device has {gave['drift_bytes'] / MIB:.1f} MiB less free than after the first third of them",
-        f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
+        f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, "
+        f"decode {gave['decode_tokens_per_second']:.1f} tokens/s",
         f"steps in a graph: {', '.join(row['family'] for row in document['families'] if row['graph']) or 'none'}",
         f"managed memory: {managed.get('missing') or ', '.join(name for name, can in managed['can'].items() if can)}",
         *document["failures"],

@@ -65,9 +65,9 @@ class Compiled:
 
     def row(self, arch: int) -> dict[str, Any]:
         launch, limit = self.launch, DEVICES[arch].shared
-        told = {"arch": arch, "part": launch.part, "kernel": launch.name, "form": launch.form, "first": launch.first}
+        row = {"arch": arch, "part": launch.part, "kernel": launch.name, "form": launch.form, "first": launch.first}
         fits = not self.error and self.shared <= limit
-        return told | {
+        return row | {
             "shared": self.shared,
             "registers": self.registers,
             "spilled": self.spilled,
@@ -171,15 +171,20 @@ def summary(arch: int, rows: Sequence[Mapping[str, Any]], seconds: float) -> dic
 def line_of(row: Mapping[str, Any]) -> str:
     """A variant as one line."""
     limit = DEVICES[row["arch"]].shared
-    became = f"{row['shared'] / 1024:.1f} of {limit >> 10} KiB shared, {row['registers']} registers, {row['spilled']} bytes spilled"
+    became = (
+        f"{row['shared'] / 1024:.1f} of {limit >> 10} KiB shared, {row['registers']} registers, "
+        f"{row['spilled']} bytes spilled"
+    )
     return f"sm_{row['arch']} {row['kernel']}: {row['error'] or became}  ({row['first']}; {row['form']})"
 
 
 def summary_line(row: Mapping[str, Any]) -> str:
     """The result of `summary` as one line."""
     return (
-        f"sm_{row['arch']}: {row['fit']} of {row['forms']} forms of {row['kernels']} kernels compile and fit, the largest takes "
-        f"{row['shared'] / 1024:.1f} of {row['limit'] >> 10} KiB; {row['spilling']} spill, at most {row['spilled']} bytes; "
+        f"sm_{row['arch']}: {row['fit']} of {row['forms']} forms of {row['kernels']} kernels compile and fit, "
+        "the largest takes "
+        f"{row['shared'] / 1024:.1f} of {row['limit'] >> 10} KiB; "
+        f"{row['spilling']} spill, at most {row['spilled']} bytes; "
         f"{row['seconds']:.0f} s"
     )
 

@@ -139,7 +139,8 @@ class LaunchLabel:
 
 @contextmanager
 def recording(arch: int, found: dict[tuple[str, str], KernelVariant]) -> Iterator[LaunchLabel]:
-    """Within the block, launches of Triton kernels do not compile and do nothing. Each new variant goes into `found`."""
+    """Within the block, launches of Triton kernels do not compile and do nothing. Each new variant goes into `found`.
+    """
     try:
         from triton import knobs
         from triton.runtime.driver import driver
@@ -319,10 +320,10 @@ class _PassRecorder:
             (context - longest, longest),
             (context - MIDDLE, MIDDLE),
         ):
-            at.words = f"{self._title}, {count} rows behind {start}"
+            at.words = f"{self._title}, {count} rows after {start}"
             self._prefill(start, count)
         for count in range(1, FEW_ROWS + 1):
-            at.words = f"{self._title}, a draft behind {count}"
+            at.words = f"{self._title}, a draft after {count}"
             self._guess(count)
 
     def _decode(self, batch: int) -> None:

@@ -72,7 +72,8 @@ def layer_groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Itera
 
 
 def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case: ExpertCase) -> Iterator[Finding]:
-    """Rows through experts. Scores are exact in 16 bits, some of them equal, so that both ways select the same experts."""
+    """Rows through experts. Scores are exact in 16 bits, some of them equal, so that both ways select the same experts.
+    """
     gate_up, down = (
         _small(make, held, case.count * rows, cols)
         for rows, cols in ((2 * case.width, case.hidden), (case.hidden, case.width))
@@ -130,10 +131,10 @@ def _expert_truth(experts: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
         weights = weights / weights.sum(-1, keepdim=True)
     added = torch.zeros_like(x)
     for expert in range(len(experts.gate_up)):
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        rows, picks = (chosen == expert).nonzero(as_tuple=True)
         if len(rows):
             added.index_add_(
-                0, rows, weights[rows, places][:, None] * _feed(x[rows], experts.gate_up[expert], experts.down[expert])
+                0, rows, weights[rows, picks][:, None] * _feed(x[rows], experts.gate_up[expert], experts.down[expert])
             )
     shared = experts.shared
     if shared is not None:
@@ -174,8 +175,8 @@ def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iter
         if kind == "chunk" and turn % 2:
             projected[:] = projected[0]
             rates -= 6
-        places = torch.randperm(11, device=make.device)[: 2 if kind == "chunk" else count + 1] + 1
-        slots = Slots(places[:-1], places[:-1] if kind == "step" else places[1:])
+        slot_ids = torch.randperm(11, device=make.device)[: 2 if kind == "chunk" else count + 1] + 1
+        slots = Slots(slot_ids[:-1], slot_ids[:-1] if kind == "step" else slot_ids[1:])
         held = windows.clone(), states.clone()
         step = DeltaOperands(projected, rates, *held, slots, make.empty(count, heads.values), kind == "verify")
         done = kernels.delta_chunk(heads, step) if kind == "chunk" else kernels.delta_step(heads, step)
@@ -276,9 +277,11 @@ def ngram_findings(
     kinds = ("step", NGRAM_STEPS), ("aside", NGRAM_STEPS[-1:]), ("verify", NGRAM_TRAILS)
     cases = [(kind, count) for kind, counts in kinds for count in counts]
     for kind, count in cases:
-        places = torch.randperm(2 * FEW_ROWS + 1, device=make.device)
-        first = places[:count]
-        slots = Slots(first, {"step": first, "aside": places[count : 2 * count], "verify": places[1 : count + 1]}[kind])
+        slot_ids = torch.randperm(2 * FEW_ROWS + 1, device=make.device)
+        first = slot_ids[:count]
+        slots = Slots(
+            first, {"step": first, "aside": slot_ids[count : 2 * count], "verify": slot_ids[1 : count + 1]}[kind]
+        )
         embedded, before = make.rows(count, width), make.rows(count, channels)
         before[0, :hidden] = 0  # a score of 0
         windows, x = make.normal(2 * FEW_ROWS + 1, (taps - 1) * spaced, channels), before.clone()
@@ -310,7 +313,5 @@ def _ngram_truth(
     ] ** -0.5
     gates = torch.sigmoid(scores.abs().clamp_min(1e-6).sqrt() * scores.sign())
     added = gates[:, None] * values
-    convolved, behind = convolve_chunk(
-        normed(added, weights.conv_norm).view(1, -1), window, weights.taps, weights.apart
-    )
-    return row + added.view(-1) + convolved[0], behind
+    convolved, after = convolve_chunk(normed(added, weights.conv_norm).view(1, -1), window, weights.taps, weights.apart)
+    return row + added.view(-1) + convolved[0], after

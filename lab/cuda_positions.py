@@ -67,12 +67,12 @@ def _batch(make: Maker, lengths: Sequence[int], kind: str = "") -> ForwardBatch:
     positions = torch.arange(lengths[0], sum(lengths)) if chunk else torch.tensor(lengths)
     slots = torch.randperm(FEW_ROWS + 1, device=make.device)
     if kind == "verify":
-        places = Slots(slots[: lengths[1]], slots[1 : lengths[1] + 1])
+        slot_pair = Slots(slots[: lengths[1]], slots[1 : lengths[1] + 1])
     elif chunk:
-        places = Slots(slots[:1], slots[:1] if kind == "same" else slots[1:2])
+        slot_pair = Slots(slots[:1], slots[:1] if kind == "same" else slots[1:2])
     else:
-        places = Slots(slots[:sequences], slots[:sequences])
-    where = positions.int().to(make.device), blocks, CONTEXT, places
+        slot_pair = Slots(slots[:sequences], slots[:sequences])
+    where = positions.int().to(make.device), blocks, CONTEXT, slot_pair
     if not chunk:
         return DecodeBatch(*where)
     return (VerifyPass if kind == "verify" else PrefillChunk)(*where, start=lengths[0])
@@ -170,9 +170,9 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
         ReferenceKernels().rms_norm(asked, indexer.q_norm, asked)
         ReferenceKernels().rotate(asked, rotary.cos[batch.positions], rotary.sin[batch.positions])
         truth = torch.empty(count, heads.heads, heads.head_dim, device=make.device)
-        for row, place in enumerate(batch.positions.tolist()):
+        for row, position in enumerate(batch.positions.tolist()):
             sequence = int(sequence_of[row])
-            tokens = _chosen(asked[row], pooled[sequence], place + 1, indexer)
+            tokens = _chosen(asked[row], pooled[sequence], position + 1, indexer)
             blocks, at = batch.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
             k, v = (part[blocks, :, at].transpose(0, 1) for part in (wide_keys, wide_values))
             ReferenceKernels().attention(turned_queries[row][None], k, v, len(tokens) - 1, truth[row][None])
@@ -187,8 +187,8 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
         for row, end in enumerate(ends):
             sequence = 0 if batch.one_sequence else row
             full, block = end // indexer.ratio, batch.tables[sequence].long()
-            key_blocks = torch.arange(full, device=make.device)
-            found = held[block[key_blocks // per], key_blocks % per]
+            full_blocks = torch.arange(full, device=make.device)
+            found = held[block[full_blocks // per], full_blocks % per]
             tail = tails[slots.target[row], : end % indexer.ratio]
             errors = (apart(found, pooled[sequence, :full]), apart(tail, raw[sequence, full * indexer.ratio : end]))
             yield Finding("attend_indexed, kept", form, max(errors), 1e-5)

@@ -73,7 +73,7 @@ def product_findings(
         form = f"{held.name if held else 'float'} {rows}x{cols} rows {count}"
         x, before = make.rows(count, cols), make.rows(count, rows)
         normed = truth.rms_norm(x.float(), norm, torch.empty_like(x, dtype=torch.float32))
-        plain, behind = x.float() @ numbers, normed @ numbers
+        plain, after_norm = x.float() @ numbers, normed @ numbers
         if "linear" in products:
             yield Finding("linear", form, apart(kernels.linear(x, weight, make.empty(count, rows)), plain), bound)
         if "linear_add" in products:
@@ -81,13 +81,13 @@ def product_findings(
             yield Finding("linear_add", form, apart(found, before.float() + plain), bound)
         if "norm_linear" in products:
             found = kernels.norm_linear(x, norm, weight, make.empty(count, rows), make.empty(count, cols))
-            yield Finding("norm_linear", form, apart(found, behind), bound)
+            yield Finding("norm_linear", form, apart(found, after_norm), bound)
         if "norm_gate_up" not in products:
             continue
         found = kernels.norm_gate_up(
             x, norm, weight, make.empty(count, rows // 2), make.empty(count, cols), make.empty(count, rows)
         )
-        gated = truth.silu_mul(behind, torch.empty(count, rows // 2, device=x.device))
+        gated = truth.silu_mul(after_norm, torch.empty(count, rows // 2, device=x.device))
         # A gate far from 0 multiplies the error.
         yield Finding("norm_gate_up", form, apart(found, gated), 4 * bound)
 
@@ -136,7 +136,7 @@ def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: T
                 yield finding
         except TritonError as error:
             yield Finding(
-                name, f"behind {count} of its forms: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0
+                name, f"after {count} of its variants: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0
             )
         tell(f"{activation} {name}: {count} forms, {time.perf_counter() - began:.1f} s")
 

@@ -203,7 +203,8 @@ class PagedKV:
         if blocks > self.available:
             raise MemoryFull(
                 f"{what} needs {blocks} more KV blocks of {BLOCK} tokens, but {self.available} of the session's "
-                f"{self.blocks} are available; ask for fewer tokens or sequences at once, or open the model with more context"
+                f"{self.blocks} are available; ask for fewer tokens or sequences at once, "
+                "or open the model with more context"
             )
 
     def _use(self, block: int) -> None:

@@ -99,8 +99,8 @@ class RecurrentStates:
         """Copies of the tensors of a layer for the slots [S] int64, [S, *shape] each, valid until the next call."""
         count, work = slots.shape[0], self._work[self.shape.layers[layer]]
         return [
-            torch.index_select(part, 0, slots, out=room[:count])
-            for part, room in zip(self._parts[layer], work, strict=True)
+            torch.index_select(part, 0, slots, out=copy[:count])
+            for part, copy in zip(self._parts[layer], work, strict=True)
         ]
 
     def write(self, layer: int, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:

@@ -101,7 +101,7 @@ class Arbiter:
         try:
             released = list(lease.eviction.give_way())
         except OnedeskError as error:
-            log.info("%s does not give way: %s", lease.title, error)
+            log.info("%s is not evicted: %s", lease.title, error)
             return []
         self._pool.count("give_ways")
         return released

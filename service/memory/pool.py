@@ -360,7 +360,7 @@ class Pool:
         align = max(align, self.settings.weight_align, whole)
         layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0, whole)
         try:
-            block = self._store.take(layout.total, align, self.budget.spendable - self._store.held)
+            block = self._store.allocate(layout.total, align, self.budget.spendable - self._store.held)
         except MemoryFull:
             if last:
                 raise

@@ -41,7 +41,8 @@ class SlabStore:
 
     @property
     def held(self) -> int:
-        """Bytes of all slabs. On the host, where untouched pages hold nothing, these are addresses rather than memory."""
+        """Bytes of all slabs. On the host, where untouched pages hold nothing, these are addresses rather than memory.
+        """
         with self._lock:
             return self.arena.held + sum(slab.nbytes for slab in self._own.values())
 
@@ -58,7 +59,7 @@ class SlabStore:
             held = self.held
             return self.arena.fragmentation() * self.arena.held / held if held else 0.0
 
-    def take(self, nbytes: int, align: int, room: int) -> SlabBlock:
+    def allocate(self, nbytes: int, align: int, room: int) -> SlabBlock:
         """Allocate a block. `room` limits a new slab if slabs take their bytes at once.
 
         Raises MemoryFull if the system or `room` refuses.

@@ -18,10 +18,10 @@ def refuse_negative(scales: torch.Tensor, first: int, name: str) -> None:
     """Raise ModelError for scales [rows, ..] below zero. `first` is the index of the first row in the tensor `name`."""
     below = scales < 0
     if bool(below.any()):
-        place = [int(at) for at in below.nonzero()[0]]
-        place[0] += first
+        where = [int(at) for at in below.nonzero()[0]]
+        where[0] += first
         raise ModelError(
-            f"{name} has a scale below zero at {place} ({scales[below][0].item():g}); "
+            f"{name} has a scale below zero at {where} ({scales[below][0].item():g}); "
             "the checkpoint is damaged: get it again"
         )
 

@@ -53,8 +53,8 @@ def awq_nibbles(words: torch.Tensor) -> torch.Tensor:
     count, width = words.shape
     found = torch.empty((count, width, WORD), dtype=torch.uint8, device=words.device)
     octets = words.contiguous().view(torch.uint8).view(count, width, 4)
-    for place, row in enumerate(AWQ_ORDER):
-        found[:, :, row] = (octets[:, :, place // 2] >> (4 * (place % 2))) & 15
+    for index, row in enumerate(AWQ_ORDER):
+        found[:, :, row] = (octets[:, :, index // 2] >> (4 * (index % 2))) & 15
     return found.view(count, -1)
 
 

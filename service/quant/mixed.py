@@ -107,11 +107,12 @@ class Packings:
         first, packing = next(iter(found.items()))
         for module, other in found.items():
             if other != packing:
-                told = ", ".join(
+                listed = ", ".join(
                     f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other))
                 )
                 raise ModelError(
-                    f"config.json has other formats for tensors that belong together ({told}); get a checkpoint with one for them"
+                    f"config.json has different formats for tensors that are stored as one ({listed}); "
+                    "get a checkpoint with one format for them"
                 )
         return packing
 

@@ -52,8 +52,7 @@ class CapturedSequence:
 
     def __init__(self, calls: Sequence[NativeCall]) -> None:
         self.held = tuple(calls)
-        functions = [ctypes.cast(call.run, ctypes.c_void_p).value for call in calls]  # pyright: ignore[reportArgumentType]
-        pairs = [(function, call.address) for function, call in zip(functions, calls, strict=True)]
+        pairs = [(_address_of(call.run), call.address) for call in calls]
         self._calls = (CallStruct * len(calls))(*pairs)
         self.address, self.count = ctypes.addressof(self._calls), len(calls)
 
@@ -181,6 +180,10 @@ class CallCache:
         if self._workspace.numel() < needed:
             self.use(torch.empty(needed, dtype=torch.uint8))
         return -(-self._workspace.data_ptr() // ALIGNMENT) * ALIGNMENT, self._each
+
+
+def _address_of(function: Callable[[int], None]) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value  # pyright: ignore[reportArgumentType]
 
 
 def plain_rows(rows: torch.Tensor) -> bool:

@@ -126,7 +126,8 @@ def _remove_unused(target: Path) -> None:
 
 
 def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
-    """Compile into a temporary folder and move the result into place, so that two builders do not disturb each other."""
+    """Compile into a temporary folder and move the result into place, so that two builders do not disturb each other.
+    """
     log.warning("compiling the CPU kernels for this processor, once; a load waits some seconds for that")
     # torch's own OpenMP if it has one, so that both share a thread pool.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))] or ["-fopenmp"]
@@ -161,8 +162,10 @@ def _run(command: Sequence[str], folder: Path, cancel: CancelCheck | None) -> st
     if status == 0:
         return ""
     lines = said.replace(f"{folder}/", "").replace(f"{FOLDER}/", "").strip().splitlines()
-    told = next((line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}")
-    return f"the C compiler refused the kernels: {told}"
+    reason = next(
+        (line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}"
+    )
+    return f"the C compiler refused the kernels: {reason}"
 
 
 def _ended(command: Sequence[str], cancel: CancelCheck | None) -> tuple[int, str]:

@@ -124,7 +124,7 @@ class CpuKernels(ReferenceKernels):
             return super().embed(ids, table, out)
         count, cols = out.shape
         if count != ids.shape[0] or cols != stored.cols:
-            raise ValueError(f"{tuple(out.shape)} has no room for {ids.shape[0]} rows of {stored.cols}")
+            raise ValueError(f"{tuple(out.shape)} does not fit {ids.shape[0]} rows of {stored.cols}")
         wrong = self._native.embed_rows(ctypes.addressof(stored), ids.data_ptr(), count, out.data_ptr())
         if wrong >= 0:
             raise IndexError(f"id {int(ids[wrong])} is not in a table of {stored.rows} rows")

@@ -90,8 +90,8 @@ class ExpertKernels(FusedProducts):
         if experts.shared is not None and experts.shared.gate_up.shape[0] > experts.active * experts.down[0].shape[0]:
             self.tell("a shared expert wider than all that a token's experts find")
             return False
-        if not all(_behind_each_other(parts) for parts in several):
-            self.tell("experts that do not lie one behind the other")
+        if not all(_contiguous(parts) for parts in several):
+            self.tell("experts that are not contiguous")
             return False
         return True
 
@@ -172,7 +172,7 @@ def _split_picks(at: ExpertOperands, experts: ExpertWeights, down: WeightShape) 
     )  # fmt: skip
 
 
-def _behind_each_other(parts: list[Weight]) -> bool:
+def _contiguous(parts: list[Weight]) -> bool:
     """Whether equal weights are contiguous: the distance from the first to the last matches their count."""
     first, last = parts[0], parts[-1]
     if isinstance(first, QuantizedWeight) and isinstance(last, QuantizedWeight):

@@ -23,20 +23,20 @@ def channel_offset(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.c
         query = (c // D) * EACH + c % D
         key = ((c - KEYS) // D) * EACH + D + (c - KEYS) % D
         value = (of_values // (R * E)) * EACH + 2 * D + of_values % (R * E)
-        place = tl.where(c < KEYS, query, tl.where(c < 2 * KEYS, key, value))
+        offset = tl.where(c < KEYS, query, tl.where(c < 2 * KEYS, key, value))
     else:
-        place = c
-    return place
+        offset = c
+    return offset
 
 
 @triton.jit
 def gate_offset(j, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
     """Offset of the gates of value head j in a projected row."""
     if FUSED:
-        place = (j // R) * (2 * D + 2 * R * E) + 2 * D + R * E + (j % R) * E
+        offset = (j // R) * (2 * D + 2 * R * E) + 2 * D + R * E + (j % R) * E
     else:
-        place = 2 * H * D + H * R * E + j * E
-    return place
+        offset = 2 * H * D + H * R * E + j * E
+    return offset
 
 
 @triton.jit
@@ -82,14 +82,14 @@ def convolve_rows(
     for i in tl.static_range(K - 1):
         held = held + (tl.load(old + (i + gone) * CHANNELS, mask=live & (i + gone < K - 1), other=0.0),)
     early(PDL)
-    place = channel_offset(c, H, R, D, E, FUSED)
-    x = tl.load(projected + b * WIDTH + place, mask=live, other=0.0).to(tl.float32)
+    offset = channel_offset(c, H, R, D, E, FUSED)
+    x = tl.load(projected + b * WIDTH + offset, mask=live, other=0.0).to(tl.float32)
     if VERIFY:
         seen = ()
         for i in tl.static_range(K - 1):
             row = b + i - (K - 1)
             seen = seen + (
-                held[i] + tl.load(projected + row * WIDTH + place, mask=live & (row >= 0), other=0.0).to(tl.float32),
+                held[i] + tl.load(projected + row * WIDTH + offset, mask=live & (row >= 0), other=0.0).to(tl.float32),
             )
         held = seen
     for i in tl.static_range(K - 1):
@@ -190,12 +190,12 @@ def convolve_piece(
     t = (begin + tl.arange(0, ROWS))[:, None]
     c = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     live = (t < count) & (c < CHANNELS)
-    place = channel_offset(c, H, R, D, E, FUSED)
+    offset = channel_offset(c, H, R, D, E, FUSED)
     old = windows + tl.load(source) * ((K - 1) * CHANNELS) + c
     y = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(K):
         at = t + i - (K - 1)
-        x = tl.load(projected + at.to(tl.int64) * WIDTH + place, mask=live & (at >= 0), other=0.0).to(tl.float32)
+        x = tl.load(projected + at.to(tl.int64) * WIDTH + offset, mask=live & (at >= 0), other=0.0).to(tl.float32)
         if begin == 0:
             x += tl.load(old + (at + K - 1) * CHANNELS, mask=live & (at < 0), other=0.0)
         y += x * tl.load(taps + i * CHANNELS + c, mask=c < CHANNELS, other=0.0)
@@ -204,9 +204,9 @@ def convolve_piece(
         new = windows + tl.load(target) * ((K - 1) * CHANNELS) + c
         for i in tl.static_range(K - 1):
             last = count - (K - 1) + i + c * 0
-            z = tl.load(projected + last.to(tl.int64) * WIDTH + place, mask=(c < CHANNELS) & (last >= 0), other=0.0).to(
-                tl.float32
-            )
+            z = tl.load(
+                projected + last.to(tl.int64) * WIDTH + offset, mask=(c < CHANNELS) & (last >= 0), other=0.0
+            ).to(tl.float32)
             z += tl.load(old + (last + K - 1) * CHANNELS, mask=(c < CHANNELS) & (last < 0), other=0.0)
             tl.store(new + i * CHANNELS, z, c < CHANNELS)
 

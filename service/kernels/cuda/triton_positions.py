@@ -21,9 +21,9 @@ def split_gates(
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
-    place = tl.where(c < HEADS * D, c // D * (2 * D) + c % D, c + HEADS * D)
+    column = tl.where(c < HEADS * D, c // D * (2 * D) + c % D, c + HEADS * D)
     early(PDL)
-    x = tl.load(projected + t * (WIDTH + HEADS * D) + place, mask=c < WIDTH, other=0.0)
+    x = tl.load(projected + t * (WIDTH + HEADS * D) + column, mask=c < WIDTH, other=0.0)
     tl.store(qkv + t * WIDTH + c, x, c < WIDTH)
 
 
@@ -193,11 +193,11 @@ def pool_keys(
                     x += tl.load(old + i * DIM, mask=live & (here == 0), other=0.0)
                 total += x
             total /= RATIO
-            room = queries + count * (HEADS * DIM) + t * DIM
-            tl.store(room + d, total, live)
+            mean = queries + count * (HEADS * DIM) + t * DIM
+            tl.store(mean + d, total, live)
             tl.debug_barrier()  # the partners of the rotation are read from there
             first = pos - (RATIO - 1)
-            x = norm_rotate(room, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
+            x = norm_rotate(mean, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
         # One program reads the old tail and then writes the new one, so both may lie in one slot.

@@ -75,7 +75,7 @@ def feed(plan, chosen, ids, positions, batch, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch"])
 def likeliest(
-    scores, plan, peaks, places, broken, seen, chosen, vocab, batch,
+    scores, plan, peaks, indices, broken, seen, chosen, vocab, batch,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """chosen [batch]: the token of the best score (bits [batch, vocab] int16), the first of equal ones; -1 if a score
@@ -91,14 +91,14 @@ def likeliest(
     x = tl.where(live & (x == x), x, float("-inf"))
     peak = tl.max(x)
     tl.store(peaks + b * BLOCKS + block, peak)
-    tl.store(places + b * BLOCKS + block, tl.min(tl.where(x == peak, i, vocab)))
+    tl.store(indices + b * BLOCKS + block, tl.min(tl.where(x == peak, i, vocab)))
     tl.store(broken + b * BLOCKS + block, nan)
     tl.debug_barrier()
     last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
     if last:
         o = tl.arange(0, PADDED)
         tops = tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf"))
-        firsts = tl.load(places + b * BLOCKS + o, mask=o < BLOCKS, other=0)
+        firsts = tl.load(indices + b * BLOCKS + o, mask=o < BLOCKS, other=0)
         bad = tl.sum(tl.load(broken + b * BLOCKS + o, mask=o < BLOCKS, other=0))
         best = tl.max(tops)
         token = tl.min(tl.where((tops == best) & (o < BLOCKS), firsts, vocab))
@@ -190,7 +190,7 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
         done += PADDED
     aim = mass * u
     rank = top
-    place = 0
+    index = 0
     found = 0
     mass = total * 0
     above = total * 0
@@ -212,13 +212,13 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
         n_kept = tl.sum(tl.where(mine, kept, 0))
         if at >= 0:
             rank = top - done - at
-            place = tl.minimum(tl.maximum(tl.floor(inside).to(tl.int32), 0), n_kept - 1)
+            index = tl.minimum(tl.maximum(tl.floor(inside).to(tl.int32), 0), n_kept - 1)
         found = (hit < PADDED).to(tl.int32)
         mass += tl.sum(part)
         above += tl.sum(left.to(tl.float64) * share)
         seen += tl.sum(n)
         done += PADDED
-    return rank, place
+    return rank, index
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -241,7 +241,7 @@ def decide(
     else:
         top = ranks_of(best.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32))
     rank = top
-    place = 0
+    index = 0
     mode = planned(plan, MODE, b, batch)
     if (mode > 0) & (bad == 0):
         t = planned_float(plan, TEMPERATURE, b, batch)
@@ -264,9 +264,9 @@ def decide(
                 whole = whole * 0 - 1
             p = planned_float(plan, TOP_P, b, batch).to(tl.float64)
             least = planned_float(plan, MIN_P, b, batch).to(tl.float64)
-            rank, place = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
+            rank, index = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
     tl.store(goals + b, tl.where(bad, -1, rank))
-    tl.store(goals + batch + b, place)
+    tl.store(goals + batch + b, index)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -307,14 +307,14 @@ def find(
             hit = tl.min(tl.where((tl.cumsum(e, 0) > tl.load(rests + b)) & (e > 0), j, BLOCK))
             token = rank * BLOCK + tl.where(hit < BLOCK, hit, tl.max(tl.where(e > 0, j, 0)))
         else:
-            place = tl.load(goals + batch + b)
+            index = tl.load(goals + batch + b)
             o = tl.arange(0, PADDED)
             n = tl.load(matches + b * BLOCKS + o, mask=o < BLOCKS, other=0)
             until = tl.cumsum(n, 0)
-            mine = tl.min(tl.where(until > place, o, BLOCKS - 1))
-            place -= tl.sum(tl.where(o == mine, until - n, 0))
+            mine = tl.min(tl.where(until > index, o, BLOCKS - 1))
+            index -= tl.sum(tl.where(o == mine, until - n, 0))
             i = mine * BLOCK + j
             ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
             match = ((ranks == rank) & (i < limit)).to(tl.int32)
-            token = mine * BLOCK + tl.min(tl.where((tl.cumsum(match, 0) == place + 1) & (match > 0), j, BLOCK - 1))
+            token = mine * BLOCK + tl.min(tl.where((tl.cumsum(match, 0) == index + 1) & (match > 0), j, BLOCK - 1))
         tl.store(chosen + b, tl.where(rank < 0, -1, token))

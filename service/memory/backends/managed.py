@@ -279,10 +279,10 @@ class CudaRuntime:
             self._ask("cudaStreamSynchronize", 0)
 
     def _place(self, host: bool) -> Any:
-        place, kinds = self._cuda.cudaMemLocation(), self._cuda.cudaMemLocationType
-        place.type = kinds.cudaMemLocationTypeHost if host else kinds.cudaMemLocationTypeDevice
-        place.id = 0 if host else self._index
-        return place
+        location, kinds = self._cuda.cudaMemLocation(), self._cuda.cudaMemLocationType
+        location.type = kinds.cudaMemLocationTypeHost if host else kinds.cudaMemLocationTypeDevice
+        location.id = 0 if host else self._index
+        return location
 
     def _ask(self, call: str, *arguments: Any) -> Any:
         error, *values = getattr(self._cuda, call)(*arguments)
