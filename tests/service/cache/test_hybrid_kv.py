@@ -1,4 +1,6 @@
-"""Sequences with recurrent states through random reading, writing, forks, snapshots and cuts: verify state is that of its own tokens."""
+"""Sequences with recurrent states through random reads, writes, forks, snapshots and truncations: each state is that of
+its own tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def make() -> HybridKV:
     return HybridKV(kv, SHAPE, RecurrentStates(kv, STATES), CONTEXT, 3)
 
 
-def told(ids: list[int]) -> int:
-    """What a state is behind `ids`: exact in fp32."""
+def state_of(ids: list[int]) -> int:
+    """The exact state after `ids` in fp32."""
     value = 0
     for token in ids:
         value = (value * 31 + token + 1) % KEY
@@ -51,7 +53,9 @@ class Text:
 
 
 class HybridMachine(RuleBasedStateMachine):
-    """Passes are played: they read a sequence's state where it says, and write what it is behind their tokens where it says."""
+    """Simulates passes: they read the state of a sequence from its slot and write the state after their tokens to its
+    slot.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,22 +69,24 @@ class HybridMachine(RuleBasedStateMachine):
         self.move([text.ids for text in texts], ids, torch.tensor([text.kv.slots for text in texts]))
 
     def move(self, pasts: list[list[int]], ids: list[list[int]], slots: torch.Tensor) -> None:
-        """States behind `pasts` become those behind the ids that follow, in every layer; slots [S, 2]: from which and to which."""
+        """Replace the states after `pasts` by those after the ids that follow, in every layer; slots [S, 2]: source and
+        target.
+        """
         states = self.pages.states
         assert states is not None
         for layer in range(len(STATES.layers)):
             pieces = states.read(layer, slots[:, 0])
             for row, (past, new) in enumerate(zip(pasts, ids, strict=True)):
                 for number, piece in enumerate(pieces):
-                    assert piece[row].unique().tolist() == [told(past) + layer + number if past else 0], (
+                    assert piece[row].unique().tolist() == [state_of(past) + layer + number if past else 0], (
                         "another's state"
                     )
-                    piece[row] = told(past + new) + layer + number
+                    piece[row] = state_of(past + new) + layer + number
             states.write(layer, slots[:, 1], pieces)
 
     @rule(prompt=st.sampled_from((0, 1)), length=st.integers(1, CONTEXT - 40))
     def read(self, prompt: int, length: int) -> None:
-        """Prompts begin alike, for one of two beginnings."""
+        """Prompts start with one of two prefixes."""
         ids = [prompt] * (length - 1) + [length % 3]
         shared = self.pages.usable(self.index.match(ids))
         if not self.pages.fits(CONTEXT, shared):
@@ -103,7 +109,7 @@ class HybridMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), count=st.integers(1, 20))
     def give_up(self, data: st.DataObject, count: int) -> None:
-        """A chunk that is stopped after it wrote: the sequence is as it was."""
+        """A chunk that is stopped after it wrote leaves the sequence as it was."""
         text = data.draw(st.sampled_from(self.texts))
         if text.kv.length + count <= CONTEXT:
             text.kv.ensure(count, undo=True)
@@ -111,8 +117,8 @@ class HybridMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), count=st.integers(1, 8), drop=st.booleans())
-    def go_on_inside(self, data: st.DataObject, count: int, drop: bool) -> None:
-        """A pass that leaves a state behind verify row, of which any beginning may count."""
+    def verify(self, data: st.DataObject, count: int, drop: bool) -> None:
+        """A verify pass that stores a state after each row, of which any prefix may be accepted."""
         text = data.draw(st.sampled_from(self.texts))
         kv, states, count = text.kv, self.pages.states, min(count, text.kv.verifiable)
         if not count or states is None:
@@ -133,7 +139,7 @@ class HybridMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(token=st.integers(0, 9))
     def step(self, token: int) -> None:
-        """A decode step of all sequences that have room."""
+        """A decode step of all sequences below their capacity."""
         texts = [text for text in self.texts if text.kv.length < CONTEXT][:3]
         if not texts:
             return
@@ -243,11 +249,11 @@ def test_prompt_continues_from_last_checkpoint() -> None:
     known = index.match(ids)
     assert len(known) == 2
     assert list(pages.usable(known)) == known
-    # Without the state at its end a beginning is of no use, and nothing is kept between checkpoints.
+    # A prefix without the state at its end is of no use, and nothing is kept between checkpoints.
     assert pages.usable(index.match(ids[: BLOCK + 9])) == []
     pages.drop_checkpoint(known[1])
     assert pages.usable(known) == []
-    # Who read it again hands its state over to the blocks that are known.
+    # A sequence that read it again hands its state to the known blocks.
     with pages.open(CONTEXT) as sequence:
         sequence.ensure(2 * BLOCK, undo=True)
         sequence.advance(2 * BLOCK)
@@ -272,7 +278,7 @@ def test_least_recently_used_checkpoint_is_dropped_first() -> None:
         assert (pages.checkpoints, pages.openable, pages.fits(1)) == (0, 0, False)
         with pytest.raises(MemoryFull, match="all 7 recurrent states of the session are in use"):
             pages.open(1)
-        first.keep_checkpoint()  # no room: nothing is kept
+        first.keep_checkpoint()  # no free slot: nothing is kept
         pages.check()
         for other in others:
             other.close()

@@ -1,4 +1,4 @@
-"""Paged keys and values against plain lists of rows, through random writes, forks, cuts, reuse and eviction."""
+"""Paged keys and values against plain lists of rows, through random writes, forks, truncations, reuse and eviction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pages() -> Iterator[PagedKV]:
 
 
 def put(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:
-    """Write a row a value behind the sequence, which must have room for them; it is not advanced."""
+    """Write one row per value after the sequence, which must have blocks for them. Does not advance it."""
     positions = torch.arange(sequence.length, sequence.length + len(values), dtype=torch.int32)
     tables = torch.tensor([sequence.table], dtype=torch.int32)
     chunk = PrefillChunk(positions, tables, sequence.length + len(values), start=sequence.length)
@@ -50,7 +50,7 @@ def write(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:
 
 
 def rows_of(pages: PagedKV, blocks: list[int], length: int) -> list[float]:
-    """The values that were written; all layers and heads, keys and values must tell the same."""
+    """The written values. All layers and heads, keys and values must agree."""
     found = []
     for layer in range(SHAPE.layers):
         parts = (pages.keys[layer][blocks] - layer / 8, -pages.values[layer][blocks] - layer / 8)
@@ -61,7 +61,7 @@ def rows_of(pages: PagedKV, blocks: list[int], length: int) -> list[float]:
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Sequences beside lists of what was written to them, kept blocks beside their content."""
+    """Sequences with lists of what was written to them, and cached blocks with their content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(1, CONTEXT), reuse=st.booleans(), number=st.integers(0, 9))
     def open(self, capacity: int, reuse: bool, number: int) -> None:
-        # A prefix of one block, whichever was kept: that its rows began another sequence means nothing here.
+        # A prefix of one block, whichever was cached; here it does not matter that its rows started another sequence.
         shared = [list(self.kept)[number % len(self.kept)]] if reuse and self.kept and capacity >= BLOCK else []
         if not self.pages.fits(capacity, shared):
             with pytest.raises(MemoryFull, match=rf"a sequence of {capacity} tokens needs"):
@@ -160,7 +160,7 @@ class PagesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(number=st.integers(0, 99), at=st.integers(0, 2), less=st.integers(0, BLOCK - 1))
     def cache_block(self, number: int, at: int, less: int) -> None:
-        """Keep a full block; with `less`, the sequence is cut in it and written on."""
+        """Cache a full block; with `less`, the sequence is truncated inside it and written again."""
         sequence = self.some(number)
         end = (at + 1) * BLOCK
         if sequence.length < end or sequence.table[at] in self.kept:
@@ -261,7 +261,9 @@ def test_reservations_hold(pages: PagedKV) -> None:
     first = pages.open(CONTEXT)
     others = [pages.open(CONTEXT) for _ in range(SEQUENCES - 1)]
     assert (pages.available, pages.fits(1)) == (0, False)
-    with pytest.raises(MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 are available"):
+    with pytest.raises(
+        MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 are available"
+    ):
         pages.open(1)
     with pytest.raises(MemoryFull, match="a fork needs 3 more"):
         first.fork()

@@ -1,4 +1,4 @@
-"""The CPU's attention is the reference's, in decode steps and chunks, and the same bits however computed."""
+"""CPU attention matches the reference in decode steps and chunks, with the same bits in any batching."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES = [
 
 @dataclass
 class Layer:
-    """What a call of attend is given, and where its results go."""
+    """The inputs of a call of attend, and where its results go."""
 
     heads: AttentionHeads
     qkv: torch.Tensor
@@ -51,9 +51,10 @@ class Layer:
 
 
 def layer(heads: HeadShape, pasts: list[int], *, chunk: int = 0, seed: int = 0) -> Layer:
-    """Sequences with `pasts` tokens in the cache, in blocks out of order; one more token of each, or `chunk` of the first alone.
+    """Sequences with `pasts` tokens in the cache, in shuffled blocks; one more token of each, or `chunk` tokens of the
+    first alone.
 
-    Slots beyond a sequence hold NaN: nobody may read them.
+    Slots after the end of a sequence hold NaN: they must not be read.
     """
     generator = torch.Generator().manual_seed(seed)
     ends = [pasts[0] + chunk] if chunk else [past + 1 for past in pasts]

@@ -1,4 +1,4 @@
-"""The compiled kernels are built once, whole, and where they cannot be the plain path runs and says why."""
+"""The compiled kernels are built once and completely. If they cannot be built, plain torch runs and says why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ long attention_width(void) { return 8; }
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache, and one small source in place of the kernels': what is tested is the building."""
+    """A cache, and one small source instead of the kernels: these tests are about the build."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "tiny.c").write_text(TINY)
@@ -122,9 +122,7 @@ def test_a_damaged_library_is_built_anew(small: Path, damage: str, caplog: pytes
     assert built.read_bytes() == content
 
 
-def test_damaged_library_is_not_loaded(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_library_is_not_loaded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = compiling.shutil.which("cc")
     assert compile_library(small)[0] is not None
     built = built_in(small)

@@ -1,4 +1,4 @@
-"""The gated delta rule: chunks against steps against its formula in fp64, and the compiled step against the parts in plain torch."""
+"""The gated delta rule: chunks against steps against its formula in fp64, and the compiled step against plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def token_by_token(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule as it is written down, one head and token after another, in fp64."""
+    """The rule as published, one head and token after another, in fp64."""
     state, out = state.double().clone(), torch.zeros(v.shape, dtype=torch.float64)
     for t in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -78,7 +78,7 @@ def test_convolution_continues_across_chunks(taps: int, apart: int) -> None:
 
 
 def parts_of(heads: DeltaHeads, step: DeltaOperands) -> torch.Tensor:
-    """The step of its parts in plain torch, on copies; the states that it writes are written."""
+    """A step of the small operations in plain torch, on copies; it writes the states."""
     rows = step.projected.shape[0]
     each = heads.group * heads.value_dim
     if heads.fused:
@@ -118,7 +118,7 @@ def test_the_compiled_step_is_that_of_its_parts(
     )
     windows, states = numbers(slots, 3, channels), numbers(slots, key_heads, group, key_dim, value_dim)
     kernels = CpuKernels(library, threads=2)
-    # Into the same slots, and into others: those of a chunk that may be given up.
+    # Into the same slots, and into others, as for a chunk that may be stopped.
     for target in (torch.arange(1, rows + 1), torch.arange(rows + 1, 2 * rows + 1)):
         places = Slots(torch.arange(1, rows + 1), target)
         copied, out = [part.clone() for part in (windows, states)], torch.full((rows, values), float("nan"))
@@ -135,7 +135,7 @@ def test_the_compiled_step_is_that_of_its_parts(
 @pytest.mark.parametrize("fused", [False, True])
 def test_verify_rows_continue_from_previous_row(library: ctypes.CDLL, rows: int, fused: bool) -> None:
     heads = DeltaHeads(
-        *(2, 2, 32, 80, fused, "silu"),  # values are no multiple of the columns that are brought on together
+        *(2, 2, 32, 80, fused, "silu"),  # values are no multiple of the column block
         taps=numbers(4, 448),
         decay=-numbers(2, 2).exp(),
         bias=numbers(2, 2, seed=1),

@@ -1,4 +1,4 @@
-"""The Triton kernels agree with plain arithmetic, by their interpreter; which of them a device gets, and why it gets none."""
+"""The Triton kernels match plain arithmetic in the interpreter; which kernels a device gets, and why."""
 
 from __future__ import annotations
 
@@ -70,10 +70,8 @@ def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_product_launches_programs_for_its_rows_only(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Scores of experts lie at the front of a larger buffer: once all of it was computed, 13 ms a step in place of 5."""
+def test_product_launches_programs_for_its_rows_only(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Scores of experts lie at the front of a larger buffer. Computing all of it once took 13 ms per step instead of 5."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(cuda_products, "on_grid", lambda _, grid: grids.append(grid) or (lambda *_, **__: None))
     kernels = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 1 << 20, early=False))

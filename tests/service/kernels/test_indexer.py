@@ -1,4 +1,4 @@
-"""Attention to chosen key_blocks in one call is its operations in plain torch; equal scores are chosen as torch's topk does."""
+"""Attention to selected key blocks in one call matches plain torch; equal scores are selected as torch's topk does."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Sequences:
         return found.round().clamp(-1, 1) if self.coarse else found
 
     def step(self, sequences: list[int], chunk: int, aside: bool) -> torch.Tensor:
-        """One token of each of `sequences`, or `chunk` of the first of them; `aside`: their states go to other slots."""
+        """One token of each of `sequences`, or `chunk` of the first; `aside`: their states go to other slots."""
         count = chunk or len(sequences)
         chosen = sequences[:1] if chunk else sequences
         places = (
@@ -96,7 +96,7 @@ class Sequences:
 
     @property
     def left(self) -> list[torch.Tensor]:
-        """What all steps have left behind."""
+        """What all steps have stored."""
         ratio = self.layer.indexer.ratio
         tails = self.states.of_layer(0)[0]
         raw = [tails[slot, : length % ratio] for slot, length in zip(self.slots, self.lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""The block of n-grams in one call is its operations in plain torch; key_blocks of a step are recorded once and made as one."""
+"""The n-gram block in one call matches plain torch; sequences of calls are captured once and replayed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weights(hidden: int = HIDDEN) -> NgramWeights:
 
 
 def by_parts(w: NgramWeights, at: NgramOperands) -> torch.Tensor:
-    """The streams afterwards, and in at.windows the windows, by the equations."""
+    """The streams afterwards, and the windows in at.windows, by the equations."""
     kernels, count = ReferenceKernels(), len(at.streams)
     heads = (count, *w.key_norm.weight.shape)
     assert isinstance(w.key, torch.Tensor)
@@ -105,7 +105,7 @@ def test_sequence_is_captured_once_and_replayed(library: ctypes.CDLL) -> None:
         torch.testing.assert_close(
             out, torch.nn.functional.rms_norm(x, (64,), eps=1e-6) @ weight.t(), rtol=1e-4, atol=1e-4
         )
-    # The workspace of products grew during the first: its calls were made once more.
+    # The workspace of products grew during the first capture, so it was recorded again.
     assert len(runs) == 2
     assert (kernels.compiled, kernels.plain) == (8, 0)
     kernels.reserve([torch.empty(1 << 20, dtype=torch.uint8)])

@@ -1,4 +1,4 @@
-"""The compiled way to int8 and int4: to the bit what the plain one gives, and the same refusals."""
+"""Compiled quantization to int8 and int4 gives the bits and the refusals of the plain one."""
 
 from __future__ import annotations
 

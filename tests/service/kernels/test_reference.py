@@ -1,4 +1,4 @@
-"""The fused operations of the reference against their formulas, row by row, over a cache whose blocks lie in any order."""
+"""The fused operations of the reference against their formulas, row by row, over a cache with shuffled blocks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_products_match_dequantized_weight(held: Format | None, rows: int, cols:
     same(residual, wanted)
     gate, up = product_of_normed.chunk(2, -1)
     same(
-        kernels.norm_gate_up(x, norm, weight, buffer(rows // 2), buffer(cols), buffer(rows)), gate * torch.sigmoid(gate) * up
+        kernels.norm_gate_up(x, norm, weight, buffer(rows // 2), buffer(cols), buffer(rows)),
+        gate * torch.sigmoid(gate) * up,
     )
     ids = torch.tensor([rows - 1, 0, 2])
     same(kernels.embed(ids, weight, buffer(cols)), wide(weight)[ids])
@@ -97,7 +98,7 @@ def test_a_weight_is_never_widened_as_a_whole(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Scene:
-    """A paged cache of one layer with sequences of random past, and what attention over plain lists of rows gives."""
+    """A paged cache of one layer with sequences of random past, and the attention over plain lists of rows."""
 
     def __init__(self, shape: HeadShape, pasts: list[int], count: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -108,7 +109,7 @@ class Scene:
         self.tables = (
             torch.randperm(total, generator=self.generator)[: len(pasts) * width].view(len(pasts), width).int()
         )
-        # What nobody wrote may be anything: it must not be seen.
+        # Unwritten slots may hold anything and must not be read.
         self.keys, self.values = (
             torch.full((total, shape.kv_heads, BLOCK, shape.head_dim), float("nan")) for _ in range(2)
         )

@@ -1,4 +1,4 @@
-"""Giving way on a real pool: the order, who is never asked, policies that are due, neighbours, one loader at a time."""
+"""Eviction on a real pool: the order, who is never asked, due policies, neighbours, one load at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onedesk.service.memory.truth import Truth, read_truth
 
 
 class Owner:
-    """Holds one lease, returns it when asked, and writes down that it was asked."""
+    """Holds one lease, returns it when asked, and records the request."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ def test_ttl_and_phase_are_due(pool: Pool):
 
 
 class ImageSide:
-    """Stands where ComfyUI will: holds bytes outside the pool and frees them when asked."""
+    """Stands in for ComfyUI: holds bytes outside the pool and frees them when asked."""
 
     def __init__(self, held: int) -> None:
         self.held, self.asked = held, []

@@ -1,4 +1,4 @@
-"""The arena against its written invariants: by hypothesis, by a long random walk, and by hand."""
+"""The arena against its stated invariants: with hypothesis, with a long random walk, and by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets that cannot be: refused with their figures, by the registry and by the command, before anything is taken."""
+"""Impossible budgets are refused with their figures, by the registry and by the command, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real memory limit, made by the test as root: the figures are right, and a full pool is not killed."""
+"""A real memory limit, set by the test as root: the figures are right, and a full pool is not killed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Cgroup:
         return int(rows["oom_kill"])
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a Python script in the group, from before its first import on; 120 s at most."""
+        """Run a Python script in the group, from before its first import on, for at most 120 s."""
         enter = (
             f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
         )
@@ -100,7 +100,9 @@ _numbers = count()
 
 @pytest.fixture
 def memory_cgroup() -> Iterator[Cgroup]:
-    """A real memory control group, v1 or v2, empty again when the test ends. Needs root and a memory controller, and says so."""
+    """A real memory control group, v1 or v2, empty again when the test ends. Needs root and a memory controller, and
+    says so.
+    """
     name = f"onedesk-test-{os.getpid()}-{next(_numbers)}"
     folder, version, reason = _make_group(name)
     if folder is None:
@@ -113,7 +115,7 @@ def memory_cgroup() -> Iterator[Cgroup]:
 
 
 def _remove_group(folder: Path) -> None:
-    """The kernel lets go of a group a moment after its last process ended."""
+    """The kernel releases a group a moment after its last process ended."""
     for _ in range(50):
         try:
             folder.rmdir()
@@ -170,7 +172,7 @@ def test_pool_fills_budget_inside_cgroup_limit(memory_cgroup: Cgroup):
 
 
 def test_hopeless_limit_is_refused_before_allocation(memory_cgroup: Cgroup):
-    limit = 500 * MIB  # python and torch take a part of it, and the default floor is 512 MiB
+    limit = 500 * MIB  # Python and torch take a part of it, and the default floor is 512 MiB
     memory_cgroup.limit_file.write_text(str(limit))
     found = answer(memory_cgroup, REFUSE)
     assert memory_cgroup.kills() == 0
@@ -186,7 +188,7 @@ def test_hopeless_limit_is_refused_before_allocation(memory_cgroup: Cgroup):
 
 
 def test_cgroup_is_read_from_own_proc(memory_cgroup: Cgroup):
-    """The same reader, on this process: no limit of the test's group applies to it."""
+    """The same reader on this process: no limit of the test's group applies to it."""
     memory_cgroup.limit_file.write_text(str(700 * MIB))
     ours = read_cgroup(Path("/proc"), Path("/sys/fs/cgroup"))
     assert ours is None or ours.limit != 700 * MIB

@@ -1,4 +1,4 @@
-"""`onedesk doctor --check`: five equal runs pass; whatever is made to differ is named, layer or lease."""
+"""`onedesk doctor --check`: five equal runs pass; a difference names the layer or the lease."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_unopenable_model_is_one_failure(tmp_path):
 
 
 def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spoil) -> None:
-    """Let `spoil(gate and up weight, result)` run at every gate of that layer from the n-th on, counted from 1."""
+    """Run `spoil(gate and up weight, result)` at every gate of that layer from the n-th on, counted from 1."""
     right, calls = CpuKernels.norm_gate_up, {"n": 0}
 
     def wrong(
@@ -88,7 +88,9 @@ def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spo
         return gated
 
     monkeypatch.setattr(CpuKernels, "norm_gate_up", wrong)
-    monkeypatch.setattr(CpuKernels, "run_captured", ReferenceKernels.run_captured)  # a recorded step would not call it again
+    monkeypatch.setattr(
+        CpuKernels, "run_captured", ReferenceKernels.run_captured
+    )  # a recorded step would not call it again
 
 
 def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Random choices inside a real memory limit: nothing is killed, and every refusal has figures that were right."""
+"""Random choices inside a real memory limit: nothing is killed, and every refusal has correct figures."""
 
 from __future__ import annotations
 

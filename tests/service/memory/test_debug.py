@@ -59,9 +59,7 @@ def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
     second.release()
 
 
-def test_changed_sealed_lease_is_named_again_at_return(
-    pool: Pool, caplog: pytest.LogCaptureFixture
-):
+def test_changed_sealed_lease_is_named_again_at_return(pool: Pool, caplog: pytest.LogCaptureFixture):
     lease = pool.lease("writer", "weights", 3 * MIB)
     weights = lease.carve((512, 512), torch.float32)
     weights.fill_(1.5)

@@ -1,4 +1,4 @@
-"""Slabs that hold their bytes from the moment they are opened, as device memory does; played by host memory."""
+"""Slabs that hold their bytes from the moment they are opened, like device memory; simulated with host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onedesk.service.memory.slabs import SlabStore
 
 
 class DeviceLike(MappedBackend):
-    """What the store decides by is `commits` alone."""
+    """The store decides by `commits` alone."""
 
     commits = True
 

@@ -1,4 +1,4 @@
-"""Bytes that a process of ours holds: counted once, asked to give way in the same order, and measured by the machine."""
+"""Bytes of a child process: counted once, evicted in the same order, and measured by the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 256 * MIB
 
 
 class Machine:
-    """1 GiB of memory, of which processes take and give back what a test says."""
+    """1 GiB of memory, which simulated processes take and return."""
 
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact

@@ -1,4 +1,6 @@
-"""Faults of leases, threads, files and disks while a model works: each has its error, nothing is kept, and the handle works again."""
+"""Faults of leases, threads, files and disks while a model works: each has its error, nothing leaks, and the handle
+works again.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def test_lease_in_use_cannot_be_returned_by_other_thread(model, pool):
 
 
 def test_truncated_file_leaks_nothing(model, pool, folder):
-    """The reader dies in the middle: the file is cut behind the header's back, its time set back."""
+    """The reader fails in the middle: the file is truncated after its header was read, with its time restored."""
     file = folder / "model.safetensors"
     whole, before = file.read_bytes(), file.stat()
     wanted = write(model).ids
@@ -132,7 +134,7 @@ def test_truncated_file_leaks_nothing(model, pool, folder):
 
 
 def test_reader_failure_in_chunk_is_reported(model, pool, folder):
-    """The same size and time, but the bytes are gone when they are asked for: cut while the readers run."""
+    """The same size and time, but the bytes are gone when they are read: truncated while the readers run."""
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     asked: list[int] = []
@@ -160,10 +162,8 @@ def test_read_error_is_reported_with_offset():
     assert readers() == []
 
 
-def test_full_disk_falls_back_to_plain_torch(
-    folder, pool, small_disk, tmp_path, monkeypatch, caplog
-):
-    """One source in place of the kernels', which take ten seconds to find out: the compiler has no room for what it makes of it."""
+def test_full_disk_falls_back_to_plain_torch(folder, pool, small_disk, tmp_path, monkeypatch, caplog):
+    """One source instead of all, which take ten seconds to fail: the compiler has no disk space for its output."""
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "large.c").write_text("char room[65536] = {1};\n")
     monkeypatch.setattr(compile, "FOLDER", tmp_path / "sources")

@@ -1,4 +1,4 @@
-"""`onedesk bench ttft`: the cases, what they count, and that reading and computing really run beside each other."""
+"""`onedesk bench ttft`: its cases, what they count, and that loading and prefill overlap."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
 
 def test_own_bytes_follow_allocations():
     before = own_bytes()
-    taken = mmap.mmap(-1, 64 * MIB)  # from the system, not from a heap that other tests have left roomy
+    taken = mmap.mmap(-1, 64 * MIB)  # from the system, not from a heap with free space of other tests
     taken.write(b"x" * (64 * MIB))
     assert own_bytes() - before >= 63 * MIB
     taken.close()

@@ -1,4 +1,4 @@
-"""A model of more than 1 GB: decode takes nothing and waits for nothing, and a load holds the checkpoint once."""
+"""A model of more than 1 GB: decode allocates nothing and has no major faults, and a load holds the checkpoint once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pool() -> Pool:
 
 @pytest.fixture
 def model(large: Path, pool: Pool, kernel_cache: Path, tmp_path: Path) -> Iterator[OpenModel]:
-    """Not loaded; code and kernels have run once, with a tiny model, so that only the large one's bytes are new."""
+    """Not loaded. Code and kernels have run once with a tiny model, so that only the bytes of the large one are new."""
     tiny = open_model(
         write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=CONTEXT, kernel_cache=kernel_cache
     )

@@ -1,4 +1,4 @@
-"""The leak report: a clean engine has none; whatever is made to grow is named by its stage."""
+"""The leak report: a clean engine has no leaks; an artificial leak is named by its stage."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def write(model: OpenModel, times: int, after: Callable[[], object] = lambda: No
 
 
 def fresh(nbytes: int) -> mmap.mmap:
-    """Touched bytes that come from the system, not from a heap that other tests have left roomy."""
+    """Touched bytes from the system, not from a heap with free space of other tests."""
     pages = mmap.mmap(-1, nbytes)
     pages.write(b"x" * nbytes)
     return pages
 
 
 def keep_more(monkeypatch: pytest.MonkeyPatch, where: type, method: str, nbytes: int) -> list[mmap.mmap]:
-    """Let every call of `method` leave `nbytes` behind."""
+    """Let every call of `method` leak `nbytes`."""
     kept: list[mmap.mmap] = []
     right = getattr(where, method)
 
@@ -108,7 +108,7 @@ def test_growth_between_the_uses_is_the_hosts(model):
 
 
 def test_a_model_that_comes_and_goes_is_no_leak(model):
-    """The host draws between two uses and frees it again; the weights themselves are leases and never counted."""
+    """The host draws between two uses and frees it again. The weights themselves are leases and never counted."""
     write(model, USES, lambda: torch.ones(8 * MIB).sum())
     assert model.leak_report().grew is None
     assert model.leak_report().outside > 0

@@ -1,4 +1,6 @@
-"""Managed memory over a played runtime of CUDA: where pages are, which advice is given and undone, and what a card may never be asked."""
+"""Managed memory over a simulated CUDA runtime: where pages are, which advice is set and unset, and what a card must
+never be asked.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ CARD = 64 * MIB
 
 
 class PlayedRuntime:
-    """A card of CARD bytes whose pages are host memory; knows of each piece where it is and which advice it has."""
+    """A card of CARD bytes whose pages are host memory. It knows the location and the advice of each piece."""
 
     def __init__(self, **attributes: int) -> None:
         self.attributes = dict.fromkeys(ATTRIBUTES, 1) | {"Integrated": 0} | attributes
@@ -74,7 +76,7 @@ class PlayedRuntime:
         self.most_on_card = max(self.most_on_card, sum(self.on_card.values()))
 
     def given(self) -> set[str]:
-        """Every advice that holds anywhere."""
+        """Every advice in effect anywhere."""
         return {name for (_, name), on in self.advice.items() if on}
 
 
@@ -104,9 +106,7 @@ def test_managed_slab_starts_on_card_and_returns_whole(runtime: PlayedRuntime, b
         slab.view(0, 1)
 
 
-def test_live_view_is_a_shortfall(
-    runtime: PlayedRuntime, backend: ManagedBackend
-):
+def test_live_view_is_a_shortfall(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(4 * MIB, whole=True)
     slab.write(0, b"x")
     view = slab.view(0, 4).tensor
@@ -215,9 +215,7 @@ def test_missing_cuda_bindings_are_named(monkeypatch: pytest.MonkeyPatch):
         ManagedBackend("cuda")
 
 
-def test_pool_counts_movable_managed_memory(
-    runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch
-):
+def test_pool_counts_movable_managed_memory(runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch):
     def truth() -> Truth:
         host = read_truth("cpu")
         free = runtime.free_bytes()
@@ -232,10 +230,10 @@ def test_pool_counts_movable_managed_memory(
     pool = Pool("cuda", settings, truth)
     weights = pool.lease("writer", "weights", 40 * MIB)
     assert (pool.residency, pool.backend.name) == ("device", "cuda managed")
-    foreign = runtime.allocate(20 * MIB)  # somebody else takes the card
+    foreign = runtime.allocate(20 * MIB)  # another process takes the card
     runtime.move(foreign, 20 * MIB, to_host=False)
     pool.lease("writer", "kv", 12 * MIB)
-    assert weights.resident() == 0  # set aside, not returned
+    assert weights.resident() == 0  # moved to the host, not returned
     assert weights.release().asked == 0
     pool.verify()
 

@@ -1,4 +1,4 @@
-"""Policies as data: what may give way, in which order, and what is due."""
+"""Policies as data: what may be evicted, in which order, and what is due."""
 
 from __future__ import annotations
 

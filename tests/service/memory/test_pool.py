@@ -209,7 +209,7 @@ def test_views_of_returned_lease_read_zeros(pool: Pool):
     del view
     gc.collect()
     again = pool.lease("newest", "kv", 100_000)
-    assert again.tensor.data_ptr() == where  # the place is free again, now that the last view has died
+    assert again.tensor.data_ptr() == where  # the block is free again: the last view has died
     for lease in [*newer, again]:
         lease.release()
 
@@ -226,7 +226,7 @@ def test_a_view_of_a_large_lease_outlives_it(pool: Pool):
 
 
 def test_a_shortfall_is_a_warning_with_the_owners_name(pool: Pool, caplog: pytest.LogCaptureFixture):
-    """Pages that a stranger locks cannot be dropped: the measure says so."""
+    """Pages locked by another user cannot be dropped, and the measure shows it."""
     lease = pool.lease("greedy writer", "kv", 16 * KIB)
     lease.populate()
     libc, address = ctypes.CDLL(None), lease.tensor.data_ptr()
@@ -312,7 +312,7 @@ def test_oversized_need_is_refused_before_leasing(pool: Pool):
 
 
 def poor_truth(available: int) -> Truth:
-    """A machine of 16 GiB that has `available` bytes left."""
+    """A machine of 16 GiB with `available` bytes left."""
     return Truth(
         total=16 * GIB,
         available=available,
@@ -329,7 +329,7 @@ def poor_truth(available: int) -> Truth:
 
 
 def test_machine_shortage_is_refused_within_budget():
-    """Others took the memory after the pool was made: the budget still says yes, the truth says no."""
+    """Others took the memory after the pool was made: the budget would allow it, the machine does not."""
     readings = iter([poor_truth(8 * GIB)])
     pool = Pool("cpu", MemorySettings(limit=0.5), lambda: next(readings, poor_truth(600 * MIB)))
     assert pool.room().budget > 3 * GIB
@@ -343,13 +343,13 @@ def test_machine_shortage_is_refused_within_budget():
 
 
 def test_untouched_leases_are_promised():
-    """Pages that were never touched still count as available; the pool takes them off, until they are touched."""
+    """Untouched pages still count as available. The pool subtracts them until they are touched."""
     pool = Pool("cpu", MemorySettings(), lambda: poor_truth(8 * GIB))
     before = pool.room().machine
     lease = pool.lease("a", "kv", 64 * MIB)
     assert pool.room().machine == before - 64 * MIB
     lease.populate()
-    assert pool.room().machine == before  # this truth stands still; a real one has fallen by now
+    assert pool.room().machine == before  # this reading is constant; a real one has fallen by now
     lease.release()
     assert pool.room().machine == before
 

@@ -16,7 +16,9 @@ from onedesk.service.memory.truth import read_truth
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Leases of random sizes are filled, kept, used, returned, and their stale views written: no lease ever sees another's bytes."""
+    """Leases of random sizes are filled, kept, used and returned, and stale views are written: no lease ever sees
+    another's bytes.
+    """
 
     leases = Bundle("leases")
 

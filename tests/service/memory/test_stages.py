@@ -1,4 +1,6 @@
-"""What every generation says of its stages: seconds, bytes, faults, allocations, allocator time, share of a measured ceiling."""
+"""The figures per stage of every generation: seconds, bytes, faults, allocations, allocator time, share of the measured
+bandwidth.
+"""
 
 from __future__ import annotations
 

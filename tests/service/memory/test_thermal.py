@@ -1,4 +1,4 @@
-"""Thermal flags from copied kernel files and from a program that answers as nvidia-smi does."""
+"""Thermal flags from copied kernel files and from a program that answers like nvidia-smi."""
 
 from __future__ import annotations
 

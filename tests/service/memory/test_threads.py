@@ -1,4 +1,4 @@
-"""The pool from several threads at once, and a foreign thread that wants a lease in use."""
+"""The pool from several threads at once, and another thread that wants a lease in use."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_lease_cannot_be_returned_in_mid_generation(make_pool: MakePool):
 
 
 def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch):
-    """Whoever counts resident bytes meanwhile, such as another model's leak report, must not leave a model returned by half."""
+    """Counting resident bytes meanwhile, as another model's leak report does, must not leave a model half returned."""
     pool = make_pool()
     lease = pool.lease("writer", "scratch", 2 * MIB)
     lease.tensor.fill_(1)
@@ -125,7 +125,7 @@ def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypat
         if threading.current_thread().name.startswith("look"):
             looking.set()
             assert asked.wait(30)
-            time.sleep(0.05)  # long enough for the return to meet the look
+            time.sleep(0.05)  # long enough for the return to meet the count
         return resident(*arguments)
 
     def give_back() -> int:
@@ -143,7 +143,7 @@ def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypat
 
 
 def test_mutual_eviction_does_not_deadlock(make_pool: MakePool):
-    """Each thread's lease makes the other's owner give way; whoever comes second is served by the first's return."""
+    """Each thread's lease evicts the other's. The second one is served by the return of the first."""
     pool = make_pool(limit_bytes=64 * MIB, kept_back=0.0)
 
     def alternate(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The truth of other machines, replayed from their files, and of this one."""
+"""Memory readings of other machines, replayed from their files, and of this one."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_this_machine_agrees_with_psutil():
     before, truth, after = psutil.virtual_memory(), read_truth(), psutil.virtual_memory()
     assert truth.total == before.total
     if truth.rule == "MemAvailable":
-        slack = 512 * MIB  # other processes live here too
+        slack = 512 * MIB  # other processes run here too
         assert (
             min(before.available, after.available) - slack
             <= truth.available
@@ -177,7 +177,7 @@ def test_psutil_stands_in_where_there_is_no_proc():
 def test_faults_count_the_pages_that_are_touched():
     tensor = torch.empty(8 * MIB, dtype=torch.uint8)
     before = read_faults()
-    fresh = mmap.mmap(-1, 4 * MIB)  # from the system, not from a heap that other tests have left roomy
+    fresh = mmap.mmap(-1, 4 * MIB)  # from the system, not from a heap with free space of other tests
     fresh.write(b"x" * (4 * MIB))
     gone = read_faults().since(before)
     assert gone.minor >= 1

@@ -63,7 +63,7 @@ def test_a_short_dip_is_no_alarm():
 
 
 def test_a_full_page_cache_is_no_alarm():
-    """MemFree alone says nothing: an ungated rule killed healthy loads."""
+    """MemFree alone means nothing: a rule without the gate killed healthy loads."""
     assert feed([left(52, free=0.5)] * 10) == [None] * 10
 
 
@@ -211,7 +211,7 @@ def test_it_stops_from_anywhere_and_twice():
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Wait until `condition` holds; False if it does not in time."""
+    """Wait until `condition` holds. False if it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -1,4 +1,6 @@
-"""Scales that no quantizer writes are refused with their tensor and place; blocks of zeros under a scale of 0 are as they should be."""
+"""Scales that no quantizer writes are refused with their tensor and index; blocks of zeros under a scale of 0 are
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def load(folder: Path) -> None:
 
 
 def first(suffix: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
-    """The first number of a scale becomes this one."""
+    """Replace the first number of a scale."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         scales = tensors[UP + suffix].float()

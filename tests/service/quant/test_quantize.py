@@ -1,4 +1,4 @@
-"""Rounding to int8 and int4: within the written bounds for any weights, exact about what can be exact, and refused by name otherwise."""
+"""Rounding to int8 and int4: within the stated bounds for any weights, exact where possible, refused by name otherwise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e-30, -1e-12, 6e-8, 3e4, -3e4, 7.5, 8.0, -8.0,
 
 
 def largest_error(values: torch.Tensor, held: Format) -> torch.Tensor:
-    """What quant/formats.py promises, a number for each weight [rows, cols]; from the weights alone."""
+    """The bound of quant/formats.py for each weight [rows, cols], from the weights alone."""
     cols = values.shape[1]
     group = held.group or cols
     bound = torch.empty_like(values, dtype=torch.float64)
@@ -56,7 +56,7 @@ def largest_error(values: torch.Tensor, held: Format) -> torch.Tensor:
 
 @st.composite
 def weights(draw: st.DrawFn) -> torch.Tensor:
-    """Odd shapes; normal numbers of some magnitude, with special values, single outliers and groups of zeros put in."""
+    """Odd shapes; normal numbers of some magnitude, with special values, single outliers and groups of zeros."""
     rows, cols = (
         draw(st.integers(1, 5)),
         draw(st.sampled_from([1, 2, 31, 32, 33, 127, 128, 129, 480]) | st.integers(1, 300)),
@@ -149,9 +149,7 @@ def test_magnitude_beyond_fp16_scale_is_refused_but_fits_int8() -> None:
     length=st.integers(0, 220),
     held=st.sampled_from(FORMATS),
 )
-def test_slices_match_the_whole(
-    rows: int, cols: int, start: int, length: int, held: Format
-) -> None:
+def test_slices_match_the_whole(rows: int, cols: int, start: int, length: int, held: Format) -> None:
     weight = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(cols)), held)
     whole = dequantize(weight)
     assert torch.equal(dequantize(weight, slice(start, start + length)), whole[:, start : start + length])

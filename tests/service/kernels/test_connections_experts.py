@@ -1,4 +1,4 @@
-"""Joints of residual streams and sparse experts in one compiled call each, against their operations in plain torch."""
+"""Hyper-connections and sparse experts in one compiled call each, against plain torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from onedesk.service.quant.weight import Format, QuantizedWeight, Weight
 
 EPS = 1e-6
 FORMATS = ["float32", "bfloat16", "int8", "int4", "nvfp4"]
-# Integer formats meet activations of 15 bits: 1 / 65534 of a span's largest, summed over the columns.
+# Integer formats meet activations of 15 bits: 1 / 65534 of the largest of a span, summed over the columns.
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 1e-3, "int4": 1e-3, "nvfp4": 1e-3}
 
 
