@@ -272,7 +272,9 @@ def test_what_the_c_has_not_runs_in_plain_torch(library: ctypes.CDLL) -> None:
 
 
 def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
-    """Everything that a network of these widths needs fits in what `workspace_spec` states. Nothing is allocated later."""
+    """Everything that a network of these widths needs fits in what `workspace_spec` states.
+    Nothing is allocated later.
+    """
     shapes = (
         (3072, HeadShape(16, 8, 128)),
         (100, HeadShape(4, 2, 16)),

@@ -71,7 +71,9 @@ def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_product_launches_programs_for_its_rows_only(rows: int, monkeypatch: pytest.MonkeyPatch):
-    """Scores of experts lie at the front of a larger buffer. Computing all of it once took 13 ms per step instead of 5."""
+    """Scores of experts lie at the front of a larger buffer. Computing all of it once took 13
+    ms per step instead of 5.
+    """
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(cuda_products, "on_grid", lambda _, grid: grids.append(grid) or (lambda *_, **__: None))
     kernels = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 1 << 20, early=False))

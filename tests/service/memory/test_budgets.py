@@ -1,4 +1,6 @@
-"""Impossible budgets are refused with their figures, by the registry and by the command, before anything is allocated."""
+"""Impossible budgets are refused with their figures, by the registry and by the command,
+before anything is allocated.
+"""
 
 from __future__ import annotations
 

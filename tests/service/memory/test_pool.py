@@ -1,4 +1,6 @@
-"""The pool over this machine's real memory: leasing, carving, returning, refusing, and views that outlive their lease."""
+"""The pool over this machine's real memory: leasing, carving, returning, refusing, and views
+that outlive their lease.
+"""
 
 from __future__ import annotations
 

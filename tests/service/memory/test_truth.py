@@ -1,4 +1,4 @@
-"""Memory readings of other machines, replayed from their files, and of this one."""
+"""The truth of other machines, replayed from their files, and of this one."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def test_container_limit_binds_the_huge_page_rule_too(tmp_path: Path):
     meminfo = tmp_path / "machine" / "proc" / "meminfo"
     text = meminfo.read_text()
     meminfo.write_text(
-        text.replace("HugePages_Total:       0", "HugePages_Total:    8192").replace(
-            "HugePages_Free:        0", "HugePages_Free:    8192"
-        )
+        text.replace("HugePages_Total:       0", "HugePages_Total:    8192").replace("HugePages_Free:        0", "HugePages_Free:    8192")
     )
     truth = read_truth(proc=tmp_path / "machine" / "proc", cgroup=tmp_path / "machine" / "cgroup")
     assert truth.available == 12 * GIB
@@ -121,9 +119,7 @@ def test_a_discrete_gpu_is_not_bound_by_the_container():
 
 
 def test_without_memavailable_counts_free_and_cache(tmp_path: Path):
-    (tmp_path / "meminfo").write_text(
-        "MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nBuffers: 50 kB\nShmem: 40 kB\n"
-    )
+    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nBuffers: 50 kB\nShmem: 40 kB\n")
     truth = read_truth(proc=tmp_path, cgroup=tmp_path)
     assert truth.available == 410 * KIB
 
@@ -157,12 +153,8 @@ def test_this_machine_agrees_with_psutil():
     before, truth, after = psutil.virtual_memory(), read_truth(), psutil.virtual_memory()
     assert truth.total == before.total
     if truth.rule == "MemAvailable":
-        slack = 512 * MIB  # other processes run here too
-        assert (
-            min(before.available, after.available) - slack
-            <= truth.available
-            <= max(before.available, after.available) + slack
-        )
+        slack = 512 * MIB  # other processes live here too
+        assert min(before.available, after.available) - slack <= truth.available <= max(before.available, after.available) + slack
     assert 0 < truth.available <= truth.total
     assert truth.device_free is None
 
@@ -177,7 +169,7 @@ def test_psutil_stands_in_where_there_is_no_proc():
 def test_faults_count_the_pages_that_are_touched():
     tensor = torch.empty(8 * MIB, dtype=torch.uint8)
     before = read_faults()
-    fresh = mmap.mmap(-1, 4 * MIB)  # from the system, not from a heap with free space of other tests
+    fresh = mmap.mmap(-1, 4 * MIB)  # from the system, not from a heap that other tests have left roomy
     fresh.write(b"x" * (4 * MIB))
     gone = read_faults().since(before)
     assert gone.minor >= 1

@@ -1,4 +1,6 @@
-"""Rounding to int8 and int4: within the stated bounds for any weights, exact where possible, refused by name otherwise."""
+"""Rounding to int8 and int4: within the stated bounds for any weights, exact where possible,
+refused by name otherwise.
+"""
 
 from __future__ import annotations
 
