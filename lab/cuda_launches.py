@@ -139,7 +139,9 @@ class LaunchLabel:
 
 @contextmanager
 def recording(arch: int, found: dict[tuple[str, str], KernelVariant]) -> Iterator[LaunchLabel]:
-    """Within the block, launches of Triton kernels do not compile and do nothing. Each new variant goes into `found`."""
+    """Within the block, launches of Triton kernels do not compile and do nothing. Each new
+    variant goes into `found`.
+    """
     try:
         from triton import knobs
         from triton.runtime.driver import driver

@@ -72,7 +72,9 @@ def layer_groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Itera
 
 
 def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case: ExpertCase) -> Iterator[Finding]:
-    """Rows through experts. Scores are exact in 16 bits, some of them equal, so that both ways select the same experts."""
+    """Rows through experts. Scores are exact in 16 bits, some of them equal, so that both
+    ways select the same experts.
+    """
     gate_up, down = (
         _small(make, held, case.count * rows, cols)
         for rows, cols in ((2 * case.width, case.hidden), (case.hidden, case.width))

@@ -42,7 +42,9 @@ def choose_kernels(
 
 
 def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader | None:
-    """A reader of many file rows at once, for a model on any device. None if nothing can be compiled. Raises Cancelled."""
+    """A reader of many file rows at once, for a model on any device. None if nothing can be
+    compiled. Raises Cancelled.
+    """
     library, why_not = compile_library(cache, cancel)
     if library is None:
         log.warning("rows of tables are read one by one, which slows prompts down: %s", why_not)

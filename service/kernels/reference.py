@@ -63,7 +63,9 @@ class ReferenceKernels:
         return (((heads.kv_heads * blocks * BLOCK * heads.head_dim,), activation),) * 2
 
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Use `buffers`, as listed by `workspace_spec`, for the life of the kernels. Without them every call allocates."""
+        """Use `buffers`, as listed by `workspace_spec`, for the life of the kernels. Without
+        them every call allocates.
+        """
         self._contiguous = tuple(buffers)
 
     def captures(self, heads: HeadShape, parts: Iterable[LayerPart]) -> bool:
@@ -207,7 +209,9 @@ class ReferenceKernels:
         return False
 
     def run_experts(self, experts: ExpertWeights, at: ExpertOperands) -> bool:
-        """Pass rows through the experts selected for them. False if there is no faster way than the small operations."""
+        """Pass rows through the experts selected for them. False if there is no faster way
+        than the small operations.
+        """
         return False
 
     def add_ngrams(self, weights: NgramWeights, at: NgramOperands) -> bool:

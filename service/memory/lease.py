@@ -274,7 +274,9 @@ class Lease(BaseLease):
             self.placement.slab.populate(self.placement.start, self.nbytes)
 
     def advise(self, advice: str) -> bool:
-        """Give the whole lease one of the backend's advices, reset on return. False if this machine does not take it."""
+        """Give the whole lease one of the backend's advices, reset on return. False if this
+        machine does not take it.
+        """
         with self.using():
             return self.placement.slab.advise(advice, self.placement.start, self.nbytes)
 
@@ -289,7 +291,9 @@ class Lease(BaseLease):
             return 0 if self.released else self.placement.slab.resident(self.placement.start, self.nbytes)
 
     def seal(self) -> None:
-        """In debug mode, remember a checksum for Pool.verify and for the return. The owner promises not to write again."""
+        """In debug mode, remember a checksum for Pool.verify and for the return. The owner
+        promises not to write again.
+        """
         if self._pool.debug:
             self._seal = self.checksum()
 

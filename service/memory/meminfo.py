@@ -74,7 +74,9 @@ def read_meminfo(proc: Path) -> Mapping[str, int]:
 
 
 def read_psutil() -> Mapping[str, int]:
-    """The same figures from psutil, in bytes, for machines without /proc (Apple, where wired GPU memory stays unseen)."""
+    """The same figures from psutil, in bytes, for machines without /proc (Apple, where wired
+    GPU memory stays unseen).
+    """
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     names = {
         "MemTotal": "total",

@@ -41,7 +41,9 @@ class SlabStore:
 
     @property
     def held(self) -> int:
-        """Bytes of all slabs. On the host, where untouched pages hold nothing, these are addresses rather than memory."""
+        """Bytes of all slabs. On the host, where untouched pages hold nothing, these are
+        addresses rather than memory.
+        """
         with self._lock:
             return self.arena.held + sum(slab.nbytes for slab in self._own.values())
 

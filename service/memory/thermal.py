@@ -55,7 +55,9 @@ def read_zones(sys: Path = _SYS) -> Thermal:
 
 
 def read_nvidia(command: Sequence[str] = _NVIDIA_SMI) -> Thermal:
-    """Temperature and clock event reasons of every GPU from nvidia-smi. Needs no root; takes about 0.1 s, at most 5 s."""
+    """Temperature and clock event reasons of every GPU from nvidia-smi. Needs no root; takes
+    about 0.1 s, at most 5 s.
+    """
     query = ("--query-gpu=temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader,nounits")
     try:
         done = subprocess.run(

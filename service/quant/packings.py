@@ -54,7 +54,9 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """All stored tensors of one matrix, and its format in memory. `finish` is called after all of them were converted."""
+    """All stored tensors of one matrix, and its format in memory. `finish` is called after
+    all of them were converted.
+    """
 
     held: Format
     parts: tuple[StoredPart, ...]
@@ -198,7 +200,9 @@ class Awq:
 
 
 def _held(bits: int, group: int, symmetric: bool) -> Format:
-    """Our format for stored groups: 128, 64 or 32 columns, whichever divides theirs. Whole rows become groups of 128."""
+    """Our format for stored groups: 128, 64 or 32 columns, whichever divides theirs. Whole
+    rows become groups of 128.
+    """
     own = next((size for size in (DEFAULT_GROUP, 64, BLOCK_COLUMNS) if group % size == 0), 0)
     if not own:
         raise ModelError(

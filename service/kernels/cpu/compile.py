@@ -126,7 +126,9 @@ def _remove_unused(target: Path) -> None:
 
 
 def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
-    """Compile into a temporary folder and move the result into place, so that two builders do not disturb each other."""
+    """Compile into a temporary folder and move the result into place, so that two builders do
+    not disturb each other.
+    """
     log.warning("compiling the CPU kernels for this processor, once; a load waits some seconds for that")
     # torch's own OpenMP if it has one, so that both share a thread pool.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))] or ["-fopenmp"]

@@ -90,7 +90,9 @@ class SkinnyPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """Tiles of `rows` weight rows times `picks` activation rows in steps of `cols` columns, `stages` steps in flight."""
+    """Tiles of `rows` weight rows times `picks` activation rows in steps of `cols` columns,
+    `stages` steps in flight.
+    """
 
     picks: int
     rows: int

@@ -82,7 +82,9 @@ def int4_halves(b, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def fp8_halves(b, HALF: tl.constexpr):
-    """float8_e4m3fn (as bytes) as 16-bit floats divided by 256: shifted into a half they lack 8 of its exponent bias."""
+    """float8_e4m3fn (as bytes) as 16-bit floats divided by 256: shifted into a half they lack
+    8 of its exponent bias.
+    """
     w = b.to(tl.int16)
     half = (((w & 128) << 8) | ((w & 127) << 7)).to(tl.float16, bitcast=True)
     return half.to(tl.float32).to(tl.bfloat16) if HALF == "bf16" else half

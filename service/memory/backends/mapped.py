@@ -41,7 +41,9 @@ for _name in ("madvise", "mincore", "mlock", "munlock"):
 
 
 def advise(address: int, nbytes: int, advice: str) -> bool:
-    """Advise the kernel about the whole pages inside [address, address + nbytes), slice by slice. False if it refuses."""
+    """Advise the kernel about the whole pages inside [address, address + nbytes), slice by
+    slice. False if it refuses.
+    """
     first = -(-address // PAGE) * PAGE
     last = (address + nbytes) // PAGE * PAGE
     return all(_madvise(start, min(_SLICE, last - start), ADVICE[advice]) for start in range(first, last, _SLICE))

@@ -22,14 +22,18 @@ class SlabView:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Bytes that were in memory before and could go back (`asked`), and how many of those are gone after (`measured`)."""
+    """Bytes that were in memory before and could go back (`asked`), and how many of those are
+    gone after (`measured`).
+    """
 
     asked: int
     measured: int
 
 
 class Slab(Protocol):
-    """A contiguous range of bytes in one memory. Offsets and lengths are bytes from its start. Any thread may call it."""
+    """A contiguous range of bytes in one memory. Offsets and lengths are bytes from its
+    start. Any thread may call it.
+    """
 
     @property
     def nbytes(self) -> int:
