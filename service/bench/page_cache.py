@@ -40,7 +40,7 @@ def read_whole(files: Sequence[Path], *, readers: int = READERS, fresh: bool = F
             size = os.fstat(fd).st_size
             share = -(-size // readers) or 1
             slab = MappedBackend().open(size, whole=True) if fresh else None
-            memory = None if slab is None else slab.part(0, size).tensor.numpy().data
+            memory = None if slab is None else slab.view(0, size).tensor.numpy().data
             with ThreadPoolExecutor(readers) as threads:
                 list(threads.map(lambda at: _read_part(fd, at, min(size, at + share), memory), range(0, size, share)))  # noqa: B023
         finally:
