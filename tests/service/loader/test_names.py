@@ -262,7 +262,7 @@ def test_a_folder_of_language_models_in_a_root_is_a_root(root: Path, parent: str
     if parent == "LLM":
         assert roots.resolve("LLM/Qwen3-4B") == folder
     make_model(root / "Qwen3-4B")
-    assert [entry.name for entry in roots.list()] == ["Qwen3-4B", "Qwen/Qwen3-8B", "Qwen3-4B [LLM]"]
+    assert [entry.name for entry in roots.list()] == ["Qwen3-4B", "Qwen/Qwen3-8B", f"Qwen3-4B [{Path(parent).name}]"]
 
 
 def test_symlinks_in_a_circle_end(root: Path) -> None:
