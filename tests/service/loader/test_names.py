@@ -204,6 +204,8 @@ def test_a_link_to_a_folder_elsewhere_says_what_to_write_into_the_settings(tmp_p
     with pytest.raises(FileError, match="leaves the model folders; add the folder that its target lies in to roots under") as caught:
         roots.resolve("Linked")
     assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(FileError, match="the model 'Linked' cannot be opened: it is a link to"):
+        roots.find("Linked")
     named = ModelRoots([root, target.parent])
     assert [entry.name for entry in named.list()] == ["Linked"]
     assert named.refused_links() == []
