@@ -34,7 +34,7 @@ from ..core import (
     Sampling,
 )
 from ..errors import Cancelled, OnedeskError, RequestError
-from . import quantize
+from . import pull, quantize
 from .options import (
     Parser,
     as_typed,
@@ -59,7 +59,7 @@ CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
 WATCH_SECONDS = 1.0
 NO_COMMAND = 'no command was given; try onedesk models, or onedesk generate "a cat on a mat"; onedesk --help lists all'
 # What is meant where no --model is given, unless it is one model; no default is told where none is opened.
-_MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": ""}
+_MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": "", "pull": ""}
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _FORMATS = ("onedesk: %(message)s", logging.BASIC_FORMAT)  # where a message comes from is of use with -v alone
 
@@ -371,6 +371,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--text-file", type=Path, metavar="F", help="a UTF-8 text; one longer than the context is read in windows")
     command("models", _models, "The models that can be opened, and whether they fit.")
     quantize.add_options(command("quantize", _quantize, "Convert a model once to --quant int8 or int4; later openings find that."))
+    pull.add_options(command("pull", pull.run, "Fetch a model from Hugging Face, ModelScope or a mirror."))
     memory = command("memory", _memory, "What the memory is, what of it Onedesk may use, and who holds it.")
     memory.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     memory.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")

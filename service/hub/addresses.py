@@ -90,9 +90,7 @@ class GuardedResolver(AbstractResolver):
         self._reach = reach
         self._inner = inner
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
         found = await self._inner.resolve(host, port, family)
         self._reach.check_resolved(host, [entry["host"] for entry in found])
         return found

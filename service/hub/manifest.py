@@ -62,9 +62,7 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step. Raises OSError."""
-        files = [
-            {"path": entry.path, "size": entry.size, "sha256": entry.sha256, "modified_ns": entry.modified_ns} for entry in self.files
-        ]
+        files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256, "modified_ns": entry.modified_ns} for entry in self.files]
         document = {"source": self.source, "repo": self.repo, "commit": self.commit, "time": time.time(), "files": files}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(document, indent=1).encode() + b"\n")
@@ -106,7 +104,7 @@ class State:
 
     @property
     def text(self) -> str:
-        """"complete", "N of M", or "changed"."""
+        """ "complete", "N of M", or "changed"."""
         if self.changed:
             return "changed"
         total = len(self.manifest.files)

@@ -9,6 +9,7 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Part:
     After a crash exactly `done` of the sidecar counts: it is written after those bytes were synced.
     """
 
-    def __init__(self, target: Path, file: RemoteFile, origin: Origin, sync: int) -> None:
+    def __init__(self, target: Path, file: RemoteFile, origin: Origin, sync: int, stop: Callable[[], bool] = lambda: False) -> None:
         self.target = target
         self.file = file
         self.path = target.with_name(target.name + PART)
@@ -48,33 +49,43 @@ class Part:
         self.done = 0
         self.etag: str | None = None
         self._origin = origin
+        self._stop = stop
         self._sync = sync
         self._synced = 0
         self._hashes = Hashes.of(file)
         self._fd: int | None = None
         # An interrupted pull may close a part while its last block is being written.
         self._lock = threading.Lock()
+        self._closed = False
 
     def open(self) -> None:
         """Open or create the part; what an earlier pull synced is hashed again and counts as done. Raises FileError, OSError."""
+        with self._lock:
+            if not self._closed:
+                self._open()
+
+    def _open(self) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._fd = os.open(self.path, flags, 0o666)
+            if os.fstat(self._fd).st_nlink > 1:  # left by an import: writing would change somebody's own file
+                self._discard()
+                self._fd = os.open(self.path, flags, 0o666)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise FileError(f"{self.path.name} is not a regular file; remove it, and run the command again") from error
             raise
         state = os.fstat(self._fd)
-        if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
-            raise FileError(f"{self.path.name} is not a file of this pull alone; remove it, and run the command again")
+        if not stat.S_ISREG(state.st_mode):
+            raise FileError(f"{self.path.name} is not a regular file; remove it, and run the command again")
         earlier = self._earlier()
         done = min(earlier.get("done", 0), self.file.size)
-        if done and done <= state.st_size and feed(self._fd, self._hashes, done) == done:
+        if done and done <= state.st_size and feed(self._fd, self._hashes, done, self._stop) == done:
             self.done = self._synced = done
             self.etag = earlier.get("etag")
         else:
-            self.restart()
+            self._restart()
         self._reserve()
 
     def _earlier(self) -> dict[str, Any]:
@@ -107,12 +118,16 @@ class Part:
 
     def restart(self) -> None:
         """Throw away what is there: the server has other bytes, or sends them from the start."""
+        with self._lock:
+            self._restart()
+
+    def _restart(self) -> None:
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
         self._hashes = Hashes.of(self.file)
         self.done = self._synced = 0
         self.etag = None
-        self.sidecar.unlink(missing_ok=True)
+        self._forget()
 
     def write(self, data: bytes | bytearray) -> None:
         """Append bytes. Raises OSError."""
@@ -154,6 +169,7 @@ class Part:
     def close(self) -> None:
         """Keep what there is for a later pull."""
         with self._lock:
+            self._closed = True
             if self._fd is None:
                 return
             try:
@@ -169,6 +185,10 @@ class Part:
 
         Raises FileError where the bytes are not those that the hub promises; the part is then removed.
         """
+        with self._lock:
+            return self._finish()
+
+    def _finish(self) -> str:
         if self._fd is None:
             raise RuntimeError("the part is not open")
         os.ftruncate(self._fd, self.done)
@@ -179,7 +199,7 @@ class Part:
             except OnedeskError as error:
                 wrong = str(error)
         if wrong is not None:
-            self.discard()
+            self._discard()
             raise FileError(
                 f"{short(self.file.path)} is not the file that the hub promises ({wrong}); it was removed: run the command again, "
                 "or use another --from"
@@ -188,18 +208,23 @@ class Part:
         drop_pages(self._fd, 0, self.done)
         self.path.replace(self.target)
         sync_folder(self.target.parent)
-        self.sidecar.unlink(missing_ok=True)
+        self._forget()
         os.close(self._fd)
         self._fd = None
         return self._hashes.sha256
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Remove the part and its record."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-        self.sidecar.unlink(missing_ok=True)
+        self._forget()
         self.path.unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        """Remove the record, and what a crash left of writing it."""
+        self.sidecar.unlink(missing_ok=True)
+        self.sidecar.with_name(self.sidecar.name + ".tmp").unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from yarl import URL
 
 from ..errors import FileError, ModelError
 from ..loader.files import short
@@ -63,6 +65,7 @@ class Folder:
     commit: str
     manifest: str = MANIFEST
     link: tuple[str, str] | None = None
+    keeps: bool = False  # earlier files that are not in this plan stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,6 @@ class Plan:
     fit: Fit
     warnings: tuple[str, ...] = ()
     renamed: str | None = None
-    checked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> list[PlannedFile]:
@@ -94,7 +96,13 @@ class Plan:
         """The document that --dry-run prints; bytes are integers."""
         first = self.folders[0]
         rows = [
-            {"path": file.path, "size": file.file.size, "sha256": file.file.sha256 or file.sha256, "state": file.state, "repo": file.snapshot.repo}
+            {
+                "path": file.path,
+                "size": file.file.size,
+                "sha256": file.file.sha256 or file.sha256,
+                "state": file.state,
+                "repo": file.snapshot.repo,
+            }
             for file in self.files
         ]
         return {
@@ -116,7 +124,9 @@ class Plan:
         }
 
 
-def plan_file(root: Path, path: str, file: RemoteFile, snapshot: Snapshot, manifest: Manifest | None, report: Report) -> PlannedFile:
+def plan_file(
+    root: Path, path: str, file: RemoteFile, snapshot: Snapshot, manifest: Manifest | None, report: Report, stop: Callable[[], bool]
+) -> PlannedFile:
     """Look what of a file is there. Reads a whole file where its hash is not known.
 
     Raises FileError where another file has its place that no pull put there.
@@ -133,7 +143,7 @@ def plan_file(root: Path, path: str, file: RemoteFile, snapshot: Snapshot, manif
             return PlannedFile(snapshot, file, path, "present", file.size, entry.sha256)
         if target.stat().st_size == file.size:
             report({"event": "checking", "path": path, "size": file.size})
-            hashes = hash_file(target, file)
+            hashes = hash_file(target, file, stop)
             if hashes.mismatch(file) is None:
                 return PlannedFile(snapshot, file, path, "present", file.size, hashes.sha256)
         if entry is None or target.is_symlink():
@@ -160,15 +170,15 @@ def _part_done(target: Path, file: RemoteFile) -> int:
 
 
 def plan_folder(
-    root: Path, chosen: Sequence[tuple[str, RemoteFile, Snapshot]], manifest_name: str, report: Report
+    root: Path, chosen: Sequence[tuple[str, RemoteFile, Snapshot]], manifest_name: str, report: Report, stop: Callable[[], bool]
 ) -> tuple[PlannedFile, ...]:
-    """Every chosen file with what of it is there. Raises FileError for paths that are refused and for files in the way."""
+    """Every chosen file with what of it is there. Raises FileError for paths that are refused and for files in the way, Cancelled."""
     check_paths(path for path, _, _ in chosen)
     manifest = read_manifest(root / manifest_name)
-    return tuple(plan_file(root, path, file, snapshot, manifest, report) for path, file, snapshot in chosen)
+    return tuple(plan_file(root, path, file, snapshot, manifest, report, stop) for path, file, snapshot in chosen)
 
 
-async def read_small(web: Web, address: Any, file: RemoteFile, limit: int) -> bytes:
+async def read_small(web: Web, address: URL, file: RemoteFile, limit: int) -> bytes:
     """The content of a small file, checked against its hash. Raises PeerError, ModelError."""
     if file.size > limit:
         raise ModelError(f"{short(file.path)} has {file.size} bytes; such a file has at most {limit}")

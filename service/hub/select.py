@@ -129,7 +129,9 @@ async def _indexed(snapshot: Snapshot, index: RemoteFile, read: ReadSmall) -> li
     lacking = [name for name, file in found if file is None]
     if lacking or not names:
         shown = short(lacking[0]) if lacking else "no file"
-        raise ModelError(f"{snapshot.repo} lacks {len(lacking)} of {len(names)} shards that its index names ({shown}); its upload is unfinished")
+        raise ModelError(
+            f"{snapshot.repo} lacks {len(lacking)} of {len(names)} shards that its index names ({shown}); its upload is unfinished"
+        )
     wrong = [name for name in names if not name.endswith(".safetensors")]
     if wrong:
         raise ModelError(f"{index.path} of {snapshot.repo} names {short(wrong[0])}, which is not a safetensors file and is never fetched")

@@ -81,6 +81,7 @@ class Web:
         self.endpoint = endpoint
         self.limits = limits
         self.report = report
+        self.answered = False  # whether the endpoint has answered anything at all
         self._proxies = urllib.request.getproxies()
         hosts = [host for text in self._proxies.values() if (host := _host(text))]
         self._reach = Reach([endpoint.url], hosts)
@@ -105,7 +106,9 @@ class Web:
             await self._session.close()
 
     @asynccontextmanager
-    async def open(self, url: URL, headers: Mapping[str, str]) -> AsyncIterator[tuple[aiohttp.ClientResponse, list[aiohttp.ClientResponse]]]:
+    async def open(
+        self, url: URL, headers: Mapping[str, str]
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, list[aiohttp.ClientResponse]]]:
         """Send a GET, following redirects by the rules; yields the last response, and the redirects before it.
 
         Raises Transient for a connection that fails, PeerError for an address that is not followed.
@@ -136,15 +139,19 @@ class Web:
     async def _get(self, url: URL, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         assert self._session is not None  # noqa: S101 - `open` has looked
         try:
-            return await self._session.get(url, headers=headers, allow_redirects=False, proxy=self._proxy(url))
+            response = await self._session.get(url, headers=headers, allow_redirects=False, proxy=self._proxy(url))
         except asyncio.TimeoutError as error:
             raise Transient(f"{url.host} did not answer within {self.limits.stall:g} s") from error
         except aiohttp.InvalidURL as error:
             raise PeerError(f"{url.host} is not a host that can be reached; check the address") from error
         except aiohttp.ClientSSLError as error:
-            raise PeerError(f"no safe connection to {url.host}: {reason_of(error)}; SSL_CERT_FILE names another list of authorities") from error
+            raise PeerError(
+                f"no safe connection to {url.host}: {reason_of(error)}; SSL_CERT_FILE names another list of authorities"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise Transient(f"no connection to {url.host}: {reason_of(error)}") from error
+        self.answered = self.answered or response.status not in PASSING
+        return response
 
     def _proxy(self, url: URL) -> str | None:
         if urllib.request.proxy_bypass(url.host or ""):
@@ -175,7 +182,9 @@ class Web:
             except (ValueError, RecursionError) as error:
                 if response.status < 400:
                     kind = "a web page" if raw.lstrip()[:1] == b"<" else "something else"
-                    raise PeerError(f"{host} answers with {kind} instead of JSON; is it a hub, or does a login page intercept it?") from error
+                    raise PeerError(
+                        f"{host} answers with {kind} instead of JSON; is it a hub, or does a login page intercept it?"
+                    ) from error
                 document = {}
             return Answer(response.status, document, response.headers, response.url, bool(redirects))
 
@@ -188,7 +197,9 @@ class Web:
                     if response.status in PASSING:
                         raise Transient(f"{response.url.host} answers {response.status}", wait_asked(response.headers))
                     if response.status != 200:
-                        raise PeerError(f"{response.url.host} answers {response.status} for a file that its list has; run the command again")
+                        raise PeerError(
+                            f"{response.url.host} answers {response.status} for a file that its list has; run the command again"
+                        )
                     raw = await _body(response, max(size, 1))
                     if len(raw) != size:
                         raise Transient(f"{response.url.host} sends {len(raw)} bytes of {size}")
@@ -245,4 +256,3 @@ def _host(text: str) -> str | None:
         return URL(text if "//" in text else f"http://{text}").host
     except ValueError:
         return None
-
