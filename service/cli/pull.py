@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config, load_config
 from ..console import UsageError, write_json
 from ..errors import Cancelled, ModelError, OnedeskError, RequestError
-from .pull_report import Reporter, plan_text
+from .pull_report import Reporter, plan_text, size
 
 if TYPE_CHECKING:
     from ..hub.limits import Limits
@@ -228,5 +228,5 @@ def _verify(args: argparse.Namespace, config: Config) -> int:
     if args.json:
         reporter({"event": "done", "folder": str(folder), "commit": found.commit, "files": files, "bytes": total, "fetched": 0})
     else:
-        print(f"{args.name} is what was pulled: {len(files)} files, {total / 1e9:.2f} GB, commit {found.commit[:12]} of {found.repo}")
+        print(f"{args.name} is what was pulled: {len(files)} files, {size(total)}, commit {found.commit[:12]} of {found.repo}")
     return SUCCESS

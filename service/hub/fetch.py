@@ -17,7 +17,7 @@ from ..loader.files import short
 from .limits import Limits
 from .lock import locked
 from .manifest import Entry, Manifest, read_manifest
-from .part import Origin, Part
+from .part import Origin, Part, forget
 from .paths import inside
 from .plan import Folder, Plan, PlannedFile, check_disk
 from .progress import Meter
@@ -87,6 +87,8 @@ class Fetch:
         if folder.link is not None:
             manifest = self._manifests[folder.root] = self._link(folder.root, *folder.link)
         manifest.write(folder.root / folder.manifest)
+        for file in folder.files:  # a pull that was killed after a rename could not
+            forget(folder.root / file.path)
         for path in self._superseded:
             path.unlink(missing_ok=True)
             self._report({"event": "removed", "path": path.name, "reason": "the new commit does not have it"})

@@ -127,7 +127,7 @@ class Part:
         self._hashes = Hashes.of(self.file)
         self.done = self._synced = 0
         self.etag = None
-        self._forget()
+        forget(self.target)
 
     def write(self, data: bytes | bytearray) -> None:
         """Append bytes. Raises OSError."""
@@ -208,7 +208,7 @@ class Part:
         drop_pages(self._fd, 0, self.done)
         self.path.replace(self.target)
         sync_folder(self.target.parent)
-        self._forget()
+        forget(self.target)
         os.close(self._fd)
         self._fd = None
         return self._hashes.sha256
@@ -218,13 +218,14 @@ class Part:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-        self._forget()
+        forget(self.target)
         self.path.unlink(missing_ok=True)
 
-    def _forget(self) -> None:
-        """Remove the record, and what a crash left of writing it."""
-        self.sidecar.unlink(missing_ok=True)
-        self.sidecar.with_name(self.sidecar.name + ".tmp").unlink(missing_ok=True)
+
+def forget(target: Path) -> None:
+    """Remove the record of a part of `target`, and what a crash left of writing it."""
+    for ending in (SIDECAR, SIDECAR + ".tmp"):
+        target.with_name(target.name + ending).unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -16,7 +16,7 @@ from ..errors import FileError, ModelError
 from ..loader.files import short
 from .hashing import Hashes, hash_file
 from .limits import Limits
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import MANIFEST, SMALL, Manifest, read_manifest
 from .paths import PART, SIDECAR, check_paths, inside
 from .remote import RemoteFile, Report, Snapshot
 from .web import Web
@@ -142,7 +142,8 @@ def plan_file(
         if known and entry is not None and entry.sha256 == file.sha256:
             return PlannedFile(snapshot, file, path, "present", file.size, entry.sha256)
         if target.stat().st_size == file.size:
-            report({"event": "checking", "path": path, "size": file.size})
+            if file.size > SMALL:
+                report({"event": "checking", "path": path, "size": file.size})
             hashes = hash_file(target, file, stop)
             if hashes.mismatch(file) is None:
                 return PlannedFile(snapshot, file, path, "present", file.size, hashes.sha256)
