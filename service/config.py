@@ -281,7 +281,7 @@ def load_config(path: Path | None = None) -> Config:
 
 def _hub(path: Path, table: Mapping[str, Any]) -> HubSettings:
     """The settings of [hub]; its addresses are checked when they are used."""
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     order = values.get("order", HubSettings().order)
     if not order or len(set(order)) < len(order) or not set(order) <= set(HUBS):
         raise FileError(f"{path.name}: order in [hub] is {list(order)!r}; use one or both of {', '.join(HUBS)}, each once")

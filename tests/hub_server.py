@@ -266,12 +266,29 @@ class Hub:
             folders = inner.split("/")[:-1]
             for count in range(1, len(folders) + 1 if recursive else min(2, len(folders) + 1)):
                 folder = "/".join(([root] if root else []) + folders[:count])
-                rows[folder] = {"Path": folder, "Name": folder, "Type": "tree", "Size": 0, "Sha256": "", "Revision": found.commit}
+                rows[folder] = {
+                    "Path": folder,
+                    "Name": folder,
+                    "Type": "tree",
+                    "Size": 0,
+                    "Sha256": "",
+                    "Revision": found.commit,
+                }
             if recursive or not folders:
                 content = found.files[path]
                 digest = found.hashes.get(path, sha256(content))
-                row = {"Path": path, "Name": path.split("/")[-1], "Type": "blob", "Size": len(content), "Sha256": digest}
-                rows[path] = row | {"Revision": found.commit, "IsLFS": len(content) >= LFS_FROM, "CommittedDate": 1_700_000_000}
+                row = {
+                    "Path": path,
+                    "Name": path.split("/")[-1],
+                    "Type": "blob",
+                    "Size": len(content),
+                    "Sha256": digest,
+                }
+                rows[path] = row | {
+                    "Revision": found.commit,
+                    "IsLFS": len(content) >= LFS_FROM,
+                    "CommittedDate": 1_700_000_000,
+                }
         return list(rows.values())[: self.cut_list_at]
 
     # The storage

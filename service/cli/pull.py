@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config, load_config
 from ..console import UsageError, write_json
 from ..errors import Cancelled, ModelError, OnedeskError, RequestError
+from .options import SUCCESS, Subcommands
 from .pull_report import Reporter, plan_text, size
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from ..hub.plan import Fit, Plan
     from ..hub.planner import PullRequest
 
-SUCCESS = 0
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The argument and the options of `pull` besides the common ones."""
-    words = "OWNER/NAME, a Qwen model's short name, the address of a page or file on a hub, or z-image-turbo, flux2-klein-4b, qwen-image"
+def add_to(subcommands: Subcommands) -> None:
+    """Add `pull` to the command."""
+    parser = subcommands.add("pull", run, "Fetch a model from Hugging Face, ModelScope or a mirror.")
+    words = "OWNER/NAME, a Qwen model's short name, or the address of a page or file on a hub; "
+    words += "image models for ComfyUI: z-image-turbo, flux2-klein-4b, qwen-image"
     parser.add_argument("name", metavar="NAME|URL", help=words)
     words = "hf, modelscope, or the address of a mirror that speaks Hugging Face's protocol; default: order in [hub]"
     parser.add_argument("--from", dest="source", metavar="HUB|URL", help=words)
@@ -46,10 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the command line asks for. Raises UsageError, OnedeskError."""
+    """Do what the command line asks for; returns the exit status. Raises UsageError, OnedeskError."""
     from ..hub.image_models import find_image_model, read_image_models
     from ..hub.names import parse_name
 
+    if args.model is not None or args.quant != "none":
+        raise UsageError("pull takes the model as NAME, and its files as they are: leave --model and --quant out")
     config = load_config(args.config)
     if args.verify:
         return _verify(args, config)
@@ -87,9 +90,10 @@ class _Command:
             for kind in signals:
                 loop.remove_signal_handler(kind)
 
-    def _interrupt(self, task: asyncio.Task[Any]) -> None:
+    def _interrupt(self, task: asyncio.Task[Any] | None) -> None:
         self._stop = True
-        task.cancel()
+        if task is not None:
+            task.cancel()
 
     async def _pull(self) -> int:
         from ..hub.fetch import Fetch
@@ -122,9 +126,7 @@ class _Command:
         if self._args.json:
             self._reporter(done | {"models": [{key: row[key] for key in ("name", "opens", "fits", "reason")} for row in rows]})
             return
-        print(
-            f"{plan.name} is complete: {done['bytes'] / 1e9:.2f} GB in {done['folder']}, {done['fetched'] / 1e9:.2f} GB of it fetched now"
-        )
+        print(f"{plan.name} is complete: {size(done['bytes'])} in {done['folder']}, {size(done['fetched'])} of it fetched now")
         for row in rows:
             print(
                 f"{row['name']}: {row['reason']}"
@@ -162,7 +164,12 @@ def request_of(args: argparse.Namespace) -> PullRequest:
 def command_of(args: argparse.Namespace) -> str:
     """The command that continues this pull, to be copied."""
     words = ["onedesk", "pull", args.name]
-    for option, value in (("--from", args.source), ("--revision", args.revision), ("--form", args.form), ("--as", args.folder)):
+    for option, value in (
+        ("--from", args.source),
+        ("--revision", args.revision),
+        ("--form", args.form),
+        ("--as", args.folder),
+    ):
         words += [option, value] if value else []
     for glob in args.files:
         words += ["--files", glob]
@@ -207,7 +214,10 @@ def _judged(name: str, planned: dict[str, Any]) -> Fit:
         return Fit(False, f"does not fit this machine in any form; {rows[-1]['format']}: {rows[-1]['why']}")
     if fitting[0] is rows[0]:
         return Fit(True, f"fits as it is ({rows[0]['format']}), with {rows[0]['context']:,} tokens: {rows[0]['why']}")
-    return Fit(True, f"does not fit as it is, but as {fitting[0]['format']} with {fitting[0]['context']:,} tokens: {fitting[0]['why']}")
+    return Fit(
+        True,
+        f"does not fit as it is, but as {fitting[0]['format']} with {fitting[0]['context']:,} tokens: {fitting[0]['why']}",
+    )
 
 
 def _verify(args: argparse.Namespace, config: Config) -> int:
@@ -226,7 +236,16 @@ def _verify(args: argparse.Namespace, config: Config) -> int:
     files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in found.files]
     total = sum(entry.size for entry in found.files)
     if args.json:
-        reporter({"event": "done", "folder": str(folder), "commit": found.commit, "files": files, "bytes": total, "fetched": 0})
+        reporter(
+            {
+                "event": "done",
+                "folder": str(folder),
+                "commit": found.commit,
+                "files": files,
+                "bytes": total,
+                "fetched": 0,
+            }
+        )
     else:
         print(f"{args.name} is what was pulled: {len(files)} files, {size(total)}, commit {found.commit[:12]} of {found.repo}")
     return SUCCESS

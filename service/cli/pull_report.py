@@ -1,4 +1,4 @@
-"""What a pull shows: a plan before it, then a line per event, or one line of progress that a terminal keeps up to date."""
+"""What a pull shows: its plan, then a line per event, and on a terminal one line of progress."""
 
 from __future__ import annotations
 
@@ -88,14 +88,16 @@ def plan_text(plan: Plan) -> str:
     rows = [("FILE", "SIZE", "STATE")]
     rows += [(file.path, size(file.file.size), _state(file.state, file.done)) for file in plan.files]
     gated = ", gated: its terms must be accepted on its page" if plan.gated else ""
-    head = f"{document['repo']} at {document['commit'][:12]} from {document['source']}; licence {plan.license or 'not stated'}{gated}"
+    head = f"{document['repo']} at {document['commit'][:12]} from {document['source']}; "
+    head += f"licence {plan.license or 'not stated'}{gated}"
     verdict = {True: "it", False: "it", None: "whether it fits is not known:"}[plan.fit.fits]
     lines = [*wrapped(head, "")]
     if plan.renamed:
         lines += wrapped(f"{plan.name} is now called {plan.renamed}", "")
     lines += [columns(rows)]
     lines += wrapped(
-        f"{len(plan.files)} files, {size(plan.bytes)}, of which {size(plan.missing)} are fetched into {document['folder']}; "
+        f"{len(plan.files)} files, {size(plan.bytes)}, of which {size(plan.missing)} are missing in "
+        f"{document['folder']}; "
         f"the disk has {size(document['disk_free'])} free",
         "",
     )

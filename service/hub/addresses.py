@@ -1,4 +1,4 @@
-"""Which hosts a pull may reach: the endpoint, public hosts it redirects to, and private ones only where it is one itself."""
+"""Which hosts a pull may reach: the endpoint, public hosts, and private ones only if the endpoint is private."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def kind_of(address: Address) -> str:
-    """\"public\", "loopback", "private" (a network of one's own), or "never": link-local, multicast, unspecified, reserved."""
+    """The kind of an address: public, loopback, private (a local network), or never.
+
+    "never" is what no hub has: link-local, multicast, unspecified, reserved.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
@@ -42,7 +45,7 @@ def literal(host: str) -> Address | None:
 
 
 class Reach:
-    """What may be connected to. The endpoint's hosts are trusted; their addresses decide which private ones others may have."""
+    """What may be connected to. Endpoints are trusted; the kinds of their addresses are what other hosts may have."""
 
     def __init__(self, endpoints: list[URL], proxies: list[str]) -> None:
         self._own = {(url.host or "").lower() for url in endpoints}
@@ -70,7 +73,7 @@ class Reach:
             self._check(address, source)
 
     def check_resolved(self, host: str, addresses: list[str]) -> None:
-        """Raise PeerError where a name leads to an address that it may not have; remember the kinds of the endpoint's own addresses."""
+        """Remember the kinds of an endpoint's addresses. Raise PeerError for another host's address of no such kind."""
         found = [address for text in addresses if (address := literal(text)) is not None]
         if host.lower() in self._own:
             self._kinds.update(kind_of(address) for address in found)

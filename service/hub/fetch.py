@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import FileError
 from ..loader.files import short
+from .hubs import Hubs
 from .limits import Limits
 from .lock import locked
 from .manifest import Entry, Manifest, read_manifest
@@ -21,7 +22,6 @@ from .part import Origin, Part, forget
 from .paths import inside
 from .plan import Folder, Plan, PlannedFile, check_disk
 from .progress import Meter
-from .hubs import Hubs
 from .remote import Report
 from .transfer import Pace, Transfer
 
@@ -95,7 +95,7 @@ class Fetch:
         self._superseded = []
 
     def _link(self, root: Path, name: str, target: str) -> Manifest:
-        """Make the link `name` to weights in another folder; the manifest with it, or without where the disk has no links."""
+        """Link `name` to weights in another folder. Returns the manifest, without the link if the disk has none."""
         path, manifest = root / name, self._manifests[root]
         entries = (entry for other in self._manifests.values() for entry in other.files)
         sha256 = next(entry.sha256 for entry in entries if entry.sha256 is not None and Path(entry.path).name == Path(target).name)
@@ -104,14 +104,17 @@ class Fetch:
             path.symlink_to(target)
         except OSError as error:
             self._report(
-                {"event": "warning", "text": f"no link can be made on this disk ({error.strerror}): pull {manifest.repo} by itself"}
+                {
+                    "event": "warning",
+                    "text": f"no link can be made on this disk ({error.strerror}): pull {manifest.repo} by itself",
+                }
             )
             return replace(manifest, files=tuple(entry for entry in manifest.files if entry.path != name))
         return manifest.with_file(name, path, sha256)
 
     async def _all(self) -> None:
         waiting = [(folder, file) for folder in self._plan.folders for file in folder.files if file.state != "present"]
-        # Small files first: a model is known before its weights are there. Then the largest, so that none is left alone at the end.
+        # Small files first, then the largest: a large file alone at the end would leave connections unused.
         waiting.sort(key=lambda pair: (pair[1].file.size > 32 << 20, -pair[1].file.size))
         tasks = [asyncio.create_task(self._one(folder, file)) for folder, file in waiting]
         ticker = asyncio.create_task(self._tick())
@@ -147,7 +150,7 @@ class Fetch:
         web = self._hubs.web(file.snapshot)
         if web is None:
             raise FileError(
-                f"{short(file.path)} is not in the folder of --import, and no hub can be asked; connect, or import from another"
+                f"{short(file.path)} is not in the folder of --import, and no hub can be asked; connect, or import from another folder"
             )
         part = Part(target, file.file, Origin(file.snapshot.repo, file.snapshot.commit), self._limits.sync, self._stop)
         key = (folder.root, file.path)

@@ -73,7 +73,7 @@ def hash_file(path: Path, file: RemoteFile, stop: Callable[[], bool] = lambda: F
 
 
 def drop_pages(fd: int, offset: int, length: int) -> None:
-    """Tell the kernel that these synced bytes need no page cache: on unified memory they would displace running models."""
+    """Drop synced bytes from the page cache: on unified memory they would displace running models."""
     try:
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
     except (AttributeError, OSError):  # a system or file system without this advice

@@ -24,7 +24,7 @@ _OFF = ("", "0", "false", "no", "off")
 
 
 class Hubs:
-    """The hubs that a pull asks, in order, and the local files that it may take instead. An asynchronous context manager."""
+    """The hubs that a pull asks, in order, and the local files it may use. An asynchronous context manager."""
 
     def __init__(self, limits: Limits, report: Report, environment: Mapping[str, str], local: LocalFiles | None = None) -> None:
         self.local = local

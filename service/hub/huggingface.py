@@ -22,7 +22,10 @@ _NEXT = re.compile(r'<([^<>]+)>\s*;[^,<]*\brel="?next"?')
 
 
 async def read_snapshot(web: Web, repo: str, revision: str | None) -> Snapshot:
-    """The repository at the commit that `revision` (default: main) is now. Raises PeerError, ModelError, RequestError."""
+    """The repository at the commit that `revision` (default: main) names now.
+
+    Raises PeerError, ModelError, RequestError.
+    """
     asked = revision or "main"
     answer = await web.json(_api(web, repo).joinpath("revision", quote(asked, safe=""), encoded=True))
     info = _accepted(web, answer, repo, asked)

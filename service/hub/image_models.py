@@ -1,4 +1,4 @@
-"""Image models that are pulled by name: which files each consists of, as the data file beside this module lists them."""
+"""Image models that are pulled by name: the files of each, as image_models.toml lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that somebody has already: caches of the hubs' own clients, folders of ComfyUI, any folder. Nothing there is changed."""
+"""Files that the user has already: caches of the hubs' clients, ComfyUI's folders, any folder. They are only read."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _readable(part: Path, file: RemoteFile) -> bool:
 
 
 def cached_snapshot(root: Path, repo: str, revision: str | None) -> Snapshot | None:
-    """A repository as the cache of Hugging Face's client has it: its blobs are named by their hashes. None where it has none.
+    """A repository in the cache of Hugging Face's client, whose blobs are named by hash; None if absent.
 
     `root` is the cache, the folder that holds it as `hub`, or the repository's own folder in it.
     """

@@ -63,7 +63,13 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Replace the file in one step. Raises OSError."""
         files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256, "modified_ns": entry.modified_ns} for entry in self.files]
-        document = {"source": self.source, "repo": self.repo, "commit": self.commit, "time": time.time(), "files": files}
+        document = {
+            "source": self.source,
+            "repo": self.repo,
+            "commit": self.commit,
+            "time": time.time(),
+            "files": files,
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(document, indent=1).encode() + b"\n")
 
@@ -134,7 +140,7 @@ def _differs(path: Path, entry: Entry) -> bool:
 
 
 def verify(folder: Path, name: str, stop: Callable[[], bool], report: Callable[[dict[str, Any]], None]) -> Manifest:
-    """Hash every file of a pulled model again, and note when that was. Raises FileError naming what is missing or changed."""
+    """Hash every file of a pulled model again. Raises FileError naming what is missing or changed, Cancelled."""
     manifest = read_manifest(folder / name)
     if manifest is None:
         raise FileError(f"{folder.name} was not pulled: it has no {name}; pull it first")

@@ -60,7 +60,9 @@ async def _rows(web: Web, repo: str, revision: str) -> list[dict[str, Any]]:
         root = waiting.pop()
         level = await _list(web, repo, revision, root=root, recursive=False)
         if len(level) >= CUT:
-            raise ModelError(f"{repo} has {CUT} or more files in one folder, of which ModelScope lists no more; pull it from Hugging Face")
+            raise ModelError(
+                f"{repo} has {CUT} or more files in one folder, and ModelScope lists no more of them; pull it from Hugging Face"
+            )
         for row in level:
             path = row.get("Path")
             if isinstance(path, str) and path not in found:
@@ -110,7 +112,8 @@ def _refusal(web: Web, answer: Answer, repo: str, revision: str) -> PeerError | 
 
 def _file(web: Web, row: dict[str, Any]) -> RemoteFile:
     path, size, sha256 = row.get("Path"), row.get("Size"), row.get("Sha256")
-    if isinstance(path, str) and type(size) is int and 0 <= size < 2**50 and isinstance(sha256, str):
-        if _SHA256.fullmatch(sha256.lower()):
-            return RemoteFile(path, size, sha256=sha256.lower())
+    if isinstance(path, str) and isinstance(size, int) and isinstance(sha256, str):
+        digest = sha256.lower()
+        if 0 <= size < 2**50 and _SHA256.fullmatch(digest):
+            return RemoteFile(path, size, sha256=digest)
     raise PeerError(f"{web.endpoint.title} lists a file without a path, size or SHA-256; is it ModelScope?")

@@ -62,10 +62,9 @@ def read_address(text: str) -> URL:
     """The address in a text. Raises RequestError for one that is not http or https."""
     try:
         url = URL(text.strip().rstrip("/"))
-        usable = url.scheme in ("https", "http") and bool(url.host) and not url.user and not url.password
     except ValueError:
-        usable = False
-    if not usable:
+        url = URL()
+    if url.scheme not in ("https", "http") or not url.host or url.user or url.password:
         raise RequestError(f"{short(text)} is not the address of a hub; write https://HOST")
     return url
 
@@ -77,10 +76,13 @@ def hub_of(url: URL) -> HubKind:
 
 
 def endpoints(config: Config, wanted: Wanted, source: str | None, environment: Mapping[str, str]) -> list[Endpoint]:
-    """The hubs to ask, in order. `source` is --from: hf, modelscope, or a mirror's address. Raises RequestError, FileError."""
+    """The hubs to ask, in order. `source` is --from: hf, modelscope, or a mirror's address.
+
+    Raises RequestError, FileError.
+    """
     if source is not None and source not in HUBS:
         url = read_address(source)
-        pairs = [(hub_of(url), url)]
+        pairs: list[tuple[HubKind, URL]] = [(hub_of(url), url)]
     elif source is not None:
         pairs = _configured(config, source, environment)
     elif wanted.endpoint is not None:

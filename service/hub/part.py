@@ -1,4 +1,4 @@
-"""A file that is being fetched: NAME.part, and NAME.part.json which says how many of its bytes are on the disk for certain."""
+"""A file that is being fetched: NAME.part, and NAME.part.json, which says how many of its bytes are synced."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ class Part:
         self._closed = False
 
     def open(self) -> None:
-        """Open or create the part; what an earlier pull synced is hashed again and counts as done. Raises FileError, OSError."""
+        """Open or create the part; what an earlier pull synced is hashed again and counts as done.
+
+        Raises FileError, OSError, Cancelled.
+        """
         with self._lock:
             if not self._closed:
                 self._open()
@@ -97,12 +100,16 @@ class Part:
             return {}
         if not isinstance(found, dict) or type(found.get("done")) is not int or found["done"] < 0:
             return {}
-        same = (found.get("size"), found.get("sha256"), found.get("git_sha1")) == (self.file.size, self.file.sha256, self.file.git_sha1)
+        same = (found.get("size"), found.get("sha256"), found.get("git_sha1")) == (
+            self.file.size,
+            self.file.sha256,
+            self.file.git_sha1,
+        )
         etag = found.get("etag")
         return found if same and (etag is None or (isinstance(etag, str) and etag.isascii() and etag.isprintable())) else {}
 
     def _reserve(self) -> None:
-        """Reserve the file's space where the file system can, so that a full disk shows now and not at the end. Raises OSError."""
+        """Reserve the file's space if the file system can: a full disk then shows at once. Raises OSError."""
         if self._fd is None or not self.file.size:
             return
         call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
@@ -201,8 +208,8 @@ class Part:
         if wrong is not None:
             self._discard()
             raise FileError(
-                f"{short(self.file.path)} is not the file that the hub promises ({wrong}); it was removed: run the command again, "
-                "or use another --from"
+                f"{short(self.file.path)} is not the file that the hub promises ({wrong}); it was removed: "
+                "run the command again, or use another --from"
             )
         os.fsync(self._fd)
         drop_pages(self._fd, 0, self.done)

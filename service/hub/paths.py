@@ -33,7 +33,7 @@ def refused(path: str) -> str | None:
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Raise FileError for the first path that is unsafe, or that a case-insensitive disk could not tell from another."""
+    """Raise FileError for a path that is unsafe, or that a case-insensitive disk cannot tell from another."""
     seen: dict[str, str] = {}
     for path in paths:
         reason = refused(path)

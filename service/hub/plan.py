@@ -1,9 +1,8 @@
-"""What a pull will do, before the first byte of a model is fetched: which files, what of them is there, what the disk has."""
+"""What a pull will do, before it fetches a model: which files, what of them is there, what the disk has."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,8 +54,10 @@ Verdict: TypeAlias = Callable[[str, dict[str, Any] | None, int], Fit]
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One folder that a pull fills, and the name of its manifest there. `link`: a file there and the file that it leads to,
-    relative to it."""
+    """One folder that a pull fills, and the name of its manifest there.
+
+    `link`: the name of a link there, and the relative path of the file it leads to.
+    """
 
     root: Path
     files: tuple[PlannedFile, ...]
@@ -125,7 +126,13 @@ class Plan:
 
 
 def plan_file(
-    root: Path, path: str, file: RemoteFile, snapshot: Snapshot, manifest: Manifest | None, report: Report, stop: Callable[[], bool]
+    root: Path,
+    path: str,
+    file: RemoteFile,
+    snapshot: Snapshot,
+    manifest: Manifest | None,
+    report: Report,
+    stop: Callable[[], bool],
 ) -> PlannedFile:
     """Look what of a file is there. Reads a whole file where its hash is not known.
 
@@ -171,9 +178,16 @@ def _part_done(target: Path, file: RemoteFile) -> int:
 
 
 def plan_folder(
-    root: Path, chosen: Sequence[tuple[str, RemoteFile, Snapshot]], manifest_name: str, report: Report, stop: Callable[[], bool]
+    root: Path,
+    chosen: Sequence[tuple[str, RemoteFile, Snapshot]],
+    manifest_name: str,
+    report: Report,
+    stop: Callable[[], bool],
 ) -> tuple[PlannedFile, ...]:
-    """Every chosen file with what of it is there. Raises FileError for paths that are refused and for files in the way, Cancelled."""
+    """Every chosen file with what of it is there.
+
+    Raises FileError for paths that are refused and for files in the way, Cancelled.
+    """
     check_paths(path for path, _, _ in chosen)
     manifest = read_manifest(root / manifest_name)
     return tuple(plan_file(root, path, file, snapshot, manifest, report, stop) for path, file, snapshot in chosen)
@@ -204,15 +218,16 @@ def check_disk(plan: Plan, limits: Limits) -> None:
         wanted = count + count // 50 + limits.reserve if count else 0
         if wanted > free[device]:
             raise FileError(
-                f"{count / 1e9:.2f} GB are missing, and with 2 % and {limits.reserve / 1e9:.2f} GB to spare {wanted / 1e9:.2f} GB are needed; "
-                f"the disk of {plan.folders[0].root.name} has {free[device] / 1e9:.2f} GB: free {(wanted - free[device]) / 1e9:.2f} GB"
+                f"{count / 1e9:.2f} GB are missing, which need {wanted / 1e9:.2f} GB of disk space with 2 % and "
+                f"{limits.reserve / 1e9:.2f} GB to spare; the disk of {plan.folders[0].root.name} has "
+                f"{free[device] / 1e9:.2f} GB: free {(wanted - free[device]) / 1e9:.2f} GB"
             )
 
 
 def _reserved(root: Path, file: PlannedFile) -> int:
     """Bytes of the disk that a part holds already beyond those that are done."""
     try:
-        state = os.stat(inside(root, file.path + PART))
+        state = inside(root, file.path + PART).stat()
     except OSError:
         return 0
     return max(0, min(file.file.size, state.st_blocks * 512) - file.done)

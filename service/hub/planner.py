@@ -124,7 +124,7 @@ class Planner:
         return Plan(model.name, tuple(folders), model.license or first.license, gated, fit, model.unverified)
 
     async def _pinned(self, pinned: PinnedFile) -> tuple[RemoteFile, Snapshot]:
-        """The file on the hub, by its commit or else by the main branch. Raises ModelError where its bytes are others."""
+        """The file on the hub, at its commit or else on the main branch. Raises ModelError if its bytes differ."""
         for revision in (pinned.commit, None):
             try:
                 snapshot = await self._hubs.snapshot(pinned.repo, revision)
@@ -136,8 +136,9 @@ class Planner:
             if file is not None and (file.size, file.sha256) == (pinned.size, pinned.sha256):
                 return file, snapshot
         raise ModelError(
-            f"{pinned.repo} has no {short(pinned.path)} with the {pinned.size} bytes and the SHA-256 {pinned.sha256[:16]}... "
-            "that this version knows; it was not replaced by other bytes: update Onedesk, or fetch the file by its address"
+            f"{pinned.repo} has no {short(pinned.path)} with the {pinned.size} bytes and the SHA-256 "
+            f"{pinned.sha256[:16]}... that this version knows; other bytes are not fetched in its name: "
+            "update Onedesk, or fetch the file by its address"
         )
 
     async def _language_folder(self, root: Path, repo: str, weights: PinnedFile) -> Folder | None:
@@ -163,7 +164,10 @@ def models_folder(config: Config) -> Path:
 
 
 def pulled_folder(config: Config, name: str) -> tuple[Path, str]:
-    """The folder of a model that was pulled as `name`, and its manifest's name in it. Raises RequestError, FileError."""
+    """The folder of a model that was pulled as `name`, and the name of its manifest there.
+
+    Raises RequestError, FileError.
+    """
     root = models_folder(config)
     image_model = find_image_model(name, read_image_models())
     if image_model is not None:
@@ -177,7 +181,7 @@ def pulled_folder(config: Config, name: str) -> tuple[Path, str]:
 def folder_name(text: str) -> str:
     """A name below the models folder: NAME or OWNER/NAME. Raises RequestError."""
     parts = plain_parts(text)
-    if parts is None or len(parts) > 2 or any(part.startswith(".") for part in parts) or parts[0] == IMAGE_MODELS:
+    if parts is None or len(parts) > 2 or any(part.startswith(".") for part in parts) or parts[:1] == (IMAGE_MODELS,):
         raise RequestError(f"{short(text)} cannot be a model's folder; use NAME or OWNER/NAME")
     return text
 

@@ -21,7 +21,7 @@ def token_file(config: Config, hub: HubKind) -> Path:
 
 
 def find_token(config: Config, hub: HubKind, environment: Mapping[str, str]) -> str | None:
-    """The token for a hub: of our file (mode 0600), else of the hub's own variables and files; None where there is none.
+    """The token for a hub: from our file (mode 0600), else from the hub's own variables and files, else None.
 
     Raises FileError for a file of ours that others can read, and for a token that no HTTP header can carry.
     """

@@ -15,7 +15,7 @@ from ..loader.files import short
 from . import huggingface, modelscope
 from .part import Part
 from .remote import Snapshot
-from .web import PASSING, Transient, Web, reason_of, wait_asked
+from .web import PASSING, TransientError, Web, reason_of, wait_asked
 
 BLOCK = 1 << 20  # bytes that are written and hashed together
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
@@ -56,7 +56,7 @@ class Transfer:
             try:
                 await self._receive(part)
                 return
-            except Transient as error:
+            except TransientError as error:
                 gained = part.done - before
                 tries = 0 if gained >= min(limits.progress, part.file.size - before) > 0 else tries
                 tries += 1
@@ -76,7 +76,7 @@ class Transfer:
             if response.status == 416:
                 self._again(part, f"{response.url.host} has fewer bytes")
                 await asyncio.to_thread(part.restart)
-                raise Transient(f"{response.url.host} does not have the asked range")
+                raise TransientError(f"{response.url.host} does not have the asked range")
             if response.status == 200 and part.done:
                 self._again(part, f"{response.url.host} sends the file from its start")
                 await asyncio.to_thread(part.restart)
@@ -91,13 +91,13 @@ class Transfer:
         """Raise for an answer that is not the file's bytes from where they are needed."""
         status, host, file = response.status, response.url.host, part.file
         if status in PASSING:
-            raise Transient(f"{host} answers {status}", wait_asked(response.headers))
+            raise TransientError(f"{host} answers {status}", wait_asked(response.headers))
         if status == 416 and part.done:
             return
         if status not in (200, 206):
             # A signed address expires: the endpoint gives a new one.
             if response.url.origin() != self._web.endpoint.url.origin():
-                raise Transient(f"{host} answers {status}; the hub is asked for a new address")
+                raise TransientError(f"{host} answers {status}; the hub is asked for a new address")
             raise self._refusal(response, file.path)
         for answer in (*redirects, response):
             linked = _HASH.fullmatch(answer.headers.get("X-Linked-Etag", ""))
@@ -116,7 +116,7 @@ class Transfer:
         host, file = response.url.host, part.file
         found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if found is None or int(found[1]) != part.done or response.headers.get("Content-Encoding", "identity") != "identity":
-            raise Transient(f"{host} sends another range than was asked")
+            raise TransientError(f"{host} sends another range than was asked")
         if found[3] != "*" and int(found[3]) != file.size:
             raise PeerError(f"{host} has {found[3]} bytes of {short(file.path)}, its list says {file.size}; run the command again")
 
@@ -125,7 +125,7 @@ class Transfer:
         return huggingface.refusal(self._web, response.status, response.headers, snapshot.repo, snapshot.commit, path)
 
     async def _read(self, response: aiohttp.ClientResponse, part: Part) -> None:
-        """Write the body as it comes. Raises Transient where it ends early or comes too slowly."""
+        """Write the body as it comes. Raises TransientError where it ends early or comes too slowly."""
         limits, host, block = self._web.limits, response.url.host, bytearray()
         since, in_window = time.monotonic(), 0
         writing: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class Transfer:
                 try:
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                    raise Transient(f"the connection to {host} ended early: {reason_of(error)}") from error
+                    raise TransientError(f"the connection to {host} ended early: {reason_of(error)}") from error
                 if not chunk:
                     break
                 received += len(chunk)
@@ -151,10 +151,10 @@ class Transfer:
                 now = time.monotonic()
                 if now - since >= limits.stall:
                     if in_window < limits.stall_rate * (now - since):
-                        raise Transient(f"{host} sent only {in_window} bytes in {now - since:.0f} s")
+                        raise TransientError(f"{host} sent only {in_window} bytes in {now - since:.0f} s")
                     since, in_window = now, 0
             if received < part.file.size:
-                raise Transient(f"{host} ended the file after {received} of {part.file.size} bytes")
+                raise TransientError(f"{host} ended the file after {received} of {part.file.size} bytes")
         finally:
             # Also when the pull is interrupted: what has arrived is kept.
             if writing is not None:

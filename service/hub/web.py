@@ -1,4 +1,4 @@
-"""HTTP as a pull needs it: redirects followed by hand, tokens for the endpoint alone, waiting where a server asks for it."""
+"""HTTP as a pull needs it: redirects by our own rules, tokens for the endpoint alone, waiting when a server asks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REDIRECTED = (301, 302, 303, 307, 308)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
-class Transient(Exception):
+class TransientError(Exception):
     """A failure after which the same request may succeed; `wait` is how many seconds the server asks for."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
@@ -40,13 +40,13 @@ class Transient(Exception):
 class Endpoint:
     """The address of a hub or mirror, and the token that goes to it and nowhere else.
 
-    `token_hint` is the file that messages name for it.
+    `token_hint` is what messages call the token's file.
     """
 
     hub: HubKind
     url: URL
     token: str | None = field(default=None, repr=False)
-    token_hint: str = "the token file"
+    token_hint: str = ""
 
     @property
     def title(self) -> str:
@@ -111,7 +111,7 @@ class Web:
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, list[aiohttp.ClientResponse]]]:
         """Send a GET, following redirects by the rules; yields the last response, and the redirects before it.
 
-        Raises Transient for a connection that fails, PeerError for an address that is not followed.
+        Raises TransientError for a connection that fails, PeerError for an address that is not followed.
         """
         if self._session is None:
             raise RuntimeError("the session is not open")
@@ -141,7 +141,7 @@ class Web:
         try:
             response = await self._session.get(url, headers=headers, allow_redirects=False, proxy=self._proxy(url))
         except asyncio.TimeoutError as error:
-            raise Transient(f"{url.host} did not answer within {self.limits.stall:g} s") from error
+            raise TransientError(f"{url.host} did not answer within {self.limits.stall:g} s") from error
         except aiohttp.InvalidURL as error:
             raise PeerError(f"{url.host} is not a host that can be reached; check the address") from error
         except aiohttp.ClientSSLError as error:
@@ -149,7 +149,7 @@ class Web:
                 f"no safe connection to {url.host}: {reason_of(error)}; SSL_CERT_FILE names another list of authorities"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Transient(f"no connection to {url.host}: {reason_of(error)}") from error
+            raise TransientError(f"no connection to {url.host}: {reason_of(error)}") from error
         self.answered = self.answered or response.status not in PASSING
         return response
 
@@ -167,7 +167,7 @@ class Web:
         while True:
             try:
                 return await self._json(url)
-            except Transient as error:
+            except TransientError as error:
                 tries += 1
                 await self.pause(error, tries, None)
 
@@ -176,7 +176,7 @@ class Web:
             host = response.url.host
             raw = await _body(response, JSON_BYTES)
             if response.status in PASSING:
-                raise Transient(f"{host} answers {response.status}", wait_asked(response.headers))
+                raise TransientError(f"{host} answers {response.status}", wait_asked(response.headers))
             try:
                 document = json.loads(raw)
             except (ValueError, RecursionError) as error:
@@ -189,27 +189,28 @@ class Web:
             return Answer(response.status, document, response.headers, response.url, bool(redirects))
 
     async def content(self, url: URL, size: int) -> bytes:
-        """A small file of exactly `size` bytes. Raises PeerError, Transient never."""
+        """A small file of exactly `size` bytes. Raises PeerError."""
         tries = 0
         while True:
             try:
                 async with self.open(url, {"Accept-Encoding": "identity"}) as (response, _):
                     if response.status in PASSING:
-                        raise Transient(f"{response.url.host} answers {response.status}", wait_asked(response.headers))
+                        wait = wait_asked(response.headers)
+                        raise TransientError(f"{response.url.host} answers {response.status}", wait)
                     if response.status != 200:
                         raise PeerError(
                             f"{response.url.host} answers {response.status} for a file that its list has; run the command again"
                         )
                     raw = await _body(response, max(size, 1))
                     if len(raw) != size:
-                        raise Transient(f"{response.url.host} sends {len(raw)} bytes of {size}")
+                        raise TransientError(f"{response.url.host} sends {len(raw)} bytes of {size}")
                     return raw
-            except Transient as error:
+            except TransientError as error:
                 tries += 1
                 await self.pause(error, tries, None)
 
-    async def pause(self, error: Transient, tries: int, path: str | None) -> None:
-        """Wait before attempt `tries` + 1. Raises PeerError after the last one, or where the server asks for too long."""
+    async def pause(self, error: TransientError, tries: int, path: str | None) -> None:
+        """Wait before attempt `tries` + 1. Raises PeerError after the last one, or if the server asks for too long."""
         limits = self.limits
         if tries >= limits.tries:
             raise PeerError(f"{error}, {tries} times in a row; run the command again later, or use another --from") from error
@@ -221,7 +222,7 @@ class Web:
 
 
 def wait_asked(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a 429 or 503 asks to wait: `ratelimit: ...;t=SECONDS` of Hugging Face, else Retry-After in seconds."""
+    """Seconds that a 429 or 503 asks to wait: `t` in Hugging Face's `ratelimit` header, else Retry-After."""
     left = _RATE_LEFT.search(headers.get("ratelimit", ""))
     if left:
         return float(left[1]) + 1
@@ -238,7 +239,7 @@ async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
             if size > limit:
                 raise PeerError(f"{response.url.host} sends more than the {limit} bytes that are possible here; run the command again")
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise Transient(f"the connection to {response.url.host} ended early: {reason_of(error)}") from error
+        raise TransientError(f"the connection to {response.url.host} ended early: {reason_of(error)}") from error
     return b"".join(parts)
 
 

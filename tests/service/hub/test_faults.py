@@ -165,7 +165,7 @@ def test_a_list_that_lies_about_a_hash_is_refused(either: Desk):
 
 def test_a_small_file_with_other_bytes_is_refused(desk: Desk):
     desk.hub.fault("tokenizer_config.json", Fault("wrong"), place="hub")
-    with pytest.raises(FileError, match="tokenizer_config.json"):
+    with pytest.raises(FileError, match="tokenizer_config"):
         desk.pull()
     assert not (desk.models / "model" / "tokenizer_config.json").exists()
 
@@ -282,7 +282,7 @@ def test_a_disk_that_fills_up_keeps_what_has_arrived(desk: Desk):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
-        with pytest.raises(FileError, match="took no more.*is kept"):
+        with pytest.raises(FileError, match=r"took no more.*is kept"):
             desk.pull()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -294,11 +294,20 @@ def test_a_disk_that_fills_up_keeps_what_has_arrived(desk: Desk):
 
 @pytest.mark.parametrize(
     "name",
-    ["../outside.json", "/etc/outside.json", "a/../../outside.json", "a\\b.json", "nul\0.json", "x" * 300 + ".json", "a//b.json", ".git/x.json"],
+    [
+        "../outside.json",
+        "/etc/outside.json",
+        "a/../../outside.json",
+        "a\\b.json",
+        "nul\0.json",
+        "x" * 300 + ".json",
+        "a//b.json",
+        ".git/x.json",
+    ],
 )
 def test_a_hostile_name_is_refused_and_nothing_is_written(desk: Desk, name: str):
     desk.hub.repositories["tiny/model"].files[name] = b"{}"
-    with pytest.raises(FileError, match="is refused|nothing was written"):
+    with pytest.raises(FileError, match=r"is refused|nothing was written"):
         desk.pull(globs=("*.json",))
     assert list(desk.models.iterdir()) == []
 
@@ -338,7 +347,7 @@ def test_the_token_goes_to_the_hub_and_to_nobody_else(desk: Desk):
 def test_modelscopes_token_is_a_cookie_for_the_hub_alone(tmp_path: Path, hub: Hub):
     desk = make_desk(tmp_path / "tree", hub, "modelscope")
     hub.repositories["tiny/model"].token = TOKEN
-    with pytest.raises(PeerError, match="modelscope.token"):
+    with pytest.raises(PeerError, match=r"modelscope.token"):
         desk.pull()
     desk.environment["MODELSCOPE_API_TOKEN"] = TOKEN
     desk.pull()
@@ -375,10 +384,14 @@ def test_a_circle_of_redirects_ends(desk: Desk):
 
 def test_modelscopes_error_with_status_200_is_an_error(tmp_path: Path, hub: Hub):
     desk = make_desk(tmp_path / "tree", hub, "modelscope")
-    with pytest.raises(ModelError, match="no model tiny/other.*record not found"):
+    with pytest.raises(ModelError, match=r"no model tiny/other.*record not found"):
         desk.pull("tiny/other")
-    hub.fault("/api/v1/models/tiny/model/repo/files", Fault("json", text='{"Code": 500, "Success": false, "Message": "busy"}'), place="hub")
-    with pytest.raises(PeerError, match="answers 500.*busy"):
+    hub.fault(
+        "/api/v1/models/tiny/model/repo/files",
+        Fault("json", text='{"Code": 500, "Success": false, "Message": "busy"}'),
+        place="hub",
+    )
+    with pytest.raises(PeerError, match=r"answers 500.*busy"):
         desk.pull()
 
 
@@ -434,7 +447,7 @@ def test_a_new_commit_replaces_what_changed_and_drops_what_went(desk: Desk):
 def test_a_file_that_no_pull_put_there_is_never_replaced(desk: Desk):
     (desk.models / "model").mkdir()
     (desk.models / "model" / "config.json").write_text('{"mine": true}')
-    with pytest.raises(FileError, match="was not pulled.*--as NAME"):
+    with pytest.raises(FileError, match=r"was not pulled.*--as NAME"):
         desk.pull()
     assert (desk.models / "model" / "config.json").read_text() == '{"mine": true}'
     desk.pull(folder_name="other")
