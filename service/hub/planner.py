@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 
 from ..config import FILE_NAME, Config
 from ..errors import FileError, ModelError, RequestError
-from ..loader.checkpoint import CONFIG, SINGLE
+from ..loader.checkpoint import CONFIG
 from ..loader.files import plain_parts, short
+from ..loader.json_files import parse_json_object
 from ..loader.names import IMAGE_MODELS
+from ..loader.shards import SINGLE
 from .hubs import Hubs
 from .image_models import DATA, ImageModel, PinnedFile, find_image_model, read_image_models
 from .manifest import MANIFEST, read_manifest
@@ -84,7 +85,9 @@ class Planner:
         renamed = snapshot.repo if snapshot.repo != snapshot.asked else None
         return Plan(request.name, (part,), snapshot.license, snapshot.gated, fit, renamed=renamed)
 
-    async def _look(self, root: Path, chosen: list[tuple[str, RemoteFile, Snapshot]], manifest: str) -> tuple[PlannedFile, ...]:
+    async def _look(
+        self, root: Path, chosen: list[tuple[str, RemoteFile, Snapshot]], manifest: str
+    ) -> tuple[PlannedFile, ...]:
         # Files that are there are hashed where their hash is not known: not on the event loop.
         return await asyncio.to_thread(plan_folder, root, chosen, manifest, self._report, self._stop)
 
@@ -93,13 +96,7 @@ class Planner:
         file = snapshot.file(CONFIG)
         if file is None:
             raise ModelError(f"{snapshot.repo} has no {CONFIG}")
-        try:
-            document = json.loads(await self._hubs.read(snapshot, file))
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"{CONFIG} of {snapshot.repo} is not JSON; the repository is damaged") from error
-        if not isinstance(document, dict):
-            raise ModelError(f"{CONFIG} of {snapshot.repo} is not a JSON object; the repository is damaged")
-        return document
+        return parse_json_object(await self._hubs.read(snapshot, file), CONFIG)
 
     async def _image_model(self, root: Path, model: ImageModel) -> Plan:
         request = self._request
@@ -159,7 +156,9 @@ class Planner:
 def models_folder(config: Config) -> Path:
     """Where models are pulled to: the first root of [models]. Raises FileError where no configuration names one."""
     if config.file is None or not config.model_roots:
-        raise FileError(f"there is no {FILE_NAME} that says where models are; run install.sh, or name a file with --config")
+        raise FileError(
+            f"there is no {FILE_NAME} that says where models are; run install.sh, or name a file with --config"
+        )
     return config.model_roots[0]
 
 
@@ -188,7 +187,11 @@ def folder_name(text: str) -> str:
 
 def _check_owner(folder: Path, snapshot: Snapshot) -> None:
     if folder.is_symlink():
-        raise FileError(f"{folder.name} in the models folder is a symlink; remove it, or pull under another name: --as NAME")
+        raise FileError(
+            f"{folder.name} in the models folder is a symlink; remove it, or pull under another name: --as NAME"
+        )
     manifest = read_manifest(folder / MANIFEST)
     if manifest is not None and manifest.repo not in (snapshot.repo, snapshot.asked):
-        raise FileError(f"the folder {folder.name} holds {manifest.repo}; pull under another name: --as {snapshot.repo}")
+        raise FileError(
+            f"the folder {folder.name} holds {manifest.repo}; pull under another name: --as {snapshot.repo}"
+        )
