@@ -38,9 +38,7 @@ def check_paths(paths: Iterable[str]) -> None:
     for path in paths:
         reason = refused(path)
         if reason is not None:
-            raise FileError(
-                f"the repository has a file named {short(path)}, which is refused: {reason}; nothing was written"
-            )
+            raise FileError(f"the repository has a file named {short(path)}, which is refused: {reason}; nothing was written")
         parts = path.split("/")
         for count in range(1, len(parts) + 1):
             prefix = "/".join(parts[:count])
