@@ -108,7 +108,7 @@ class DecodeLoop:
             return None
         if not 0 <= unprocessed < MAX_DRAFT_TOKENS:
             return None
-        left = kv.undoable - len(sequence.feed)
+        left = kv.verifiable - len(sequence.feed)
         if left < 0:
             return None
         unread = self._drafting.unread(kv, kv.length + unprocessed) if self._drafting is not None else 0
@@ -160,7 +160,7 @@ class DecodeLoop:
                 self._add(stages, Stage(accepted=1))
             for _ in (token,) if position else fed:
                 kv.advance(1)
-                kv.keep_border(written=True)
+                kv.keep_checkpoint(written=True)
             events += self._batch.apply(sequence, picked)
             if token != expected or sequence.completion.finish is not None:
                 break

@@ -19,7 +19,7 @@ MAX_LOSS = 0.01
 SMOOTHING = 0.2
 # Rows that the draft layer prefills in the time of one draft token: only the last of them goes through the head. BF16 6.6, INT4 5.8.
 PREFILL_ROWS_PER_DRAFT_TOKEN = 6
-# Upper bound for passes wider than any measured: linear extrapolation times this. Measured: up to 1.1 times linear.
+# Upper bound for passes wider than any measured: linear extrapolation times this. Measured: up to 1.1 times linear, see lab/notebook.md.
 EXTRAPOLATION_FACTOR = 1.25
 # The measured extra cost of a width counts as if this many earlier passes of it had cost nothing extra. So one slow measurement on a
 # busy machine does not keep a width from being tried again.
