@@ -199,9 +199,9 @@ class OpenModel:
         orders = Orders(cancel, cancel_request, progress)
         return self._run(prepare_all(requests, self._blueprint, self.language), orders)
 
-    def prepared(self, request: Request) -> Prepared:
-        """`request` checked, for `serve`. Raises RequestError, ModelError."""
-        return prepare(request, self._blueprint, self.language)
+    def prepared(self, request: Request, *, cancel: CancelCheck | None = None) -> Prepared:
+        """`request` checked, for `serve`. Raises RequestError, ModelError, and Cancelled once `cancel()` is true."""
+        return prepare(request, self._blueprint, self.language, cancel)
 
     def serve(
         self,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache.paged import blocks_for
-from ..core import Request, Sampling
-from ..errors import Field, ModelError, OnedeskError, RequestError
+from ..core import CancelCheck, Request, Sampling
+from ..errors import Cancelled, Field, ModelError, OnedeskError, RequestError
 from ..kernels.rows import BLOCK
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
@@ -23,11 +23,12 @@ from .session import Blueprint
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError."""
+def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> Prepared:
+    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError, and Cancelled once
+    `cancel()` is true."""
     request = request.validated()
     check_stops(request.stop)
-    ids, in_reasoning = _prompt(request, blueprint.context, language)
+    ids, in_reasoning = _prompt(request, blueprint.context, language, cancel)
     check_ids(ids, blueprint.widths.vocab)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
@@ -122,12 +123,14 @@ def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
         raise ModelError(f"generation_config.json: {error}") from error
 
 
-def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:
+def _prompt(request: Request, context: int, language: Language, cancel: CancelCheck | None) -> tuple[Sequence[int], bool]:
     """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
     if request.ids is not None:
         return request.ids, False
     tokenizer = language.tokenizer
-    text = request.prompt if request.prompt is not None else _rendered(request, language)
+    text = request.prompt if request.prompt is not None else _rendered(request, language, cancel)
+    if cancel is not None and cancel():
+        raise Cancelled("stopped before the prompt was tokenized")
     fewest = len(text) // (SHRINKS * tokenizer.longest)
     if fewest > context:
         raise RequestError(
@@ -138,11 +141,11 @@ def _prompt(request: Request, context: int, language: Language) -> tuple[Sequenc
     return tokenizer.encode(text), opens_reasoning(text)
 
 
-def _rendered(request: Request, language: Language) -> str:
+def _rendered(request: Request, language: Language, cancel: CancelCheck | None) -> str:
     options = dict(request.template_options)
     if request.tools:
         options["tools"] = list(request.tools)
-    return language.template.render(request.messages, thinking=request.thinking, extra=options)
+    return language.template.render(request.messages, thinking=request.thinking, extra=options, cancel=cancel)
 
 
 def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
@@ -180,6 +183,9 @@ def _limits(request: Request, room: int, eos: frozenset[int]) -> Limits:
         # The texts of a search are compared by their tokens, so one limit holds for all of them, thoughts included.
         room = min(room, request.max_tokens)
         return Limits(room, room, room, eos)
+    if request.total_tokens is not None:
+        room = min(room, request.total_tokens)
+        return Limits(request.max_tokens, room if budget is None else budget, room, eos)
     # Without a budget of its own reasoning may use what the answer leaves, but never more than half where the answer is cut short too.
     reasoning = room - min(request.max_tokens, room // 2) if budget is None else budget
     return Limits(request.max_tokens, reasoning, room, eos)
