@@ -177,7 +177,7 @@ class Watch:
                 last = now
                 try:
                     self.look(now)
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001
                     # Owners are asked in here, and what they raise is not known: the thread must outlive it.
                     log.warning("the watch could not look at memory: %r", error)
             # A load may begin at any moment, so the short period is also how soon the long one can be cut.

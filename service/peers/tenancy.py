@@ -51,7 +51,7 @@ class Tenancy:
                 else:
                     self._tell(address)
                 failed = False
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001
                 # What `find`, `held` and `free` of a host may raise is not known here, and without a heartbeat the lease is lost.
                 log.log(logging.DEBUG if failed else logging.WARNING, "no heartbeat to the local service: %r", error)
                 failed = True

@@ -34,8 +34,8 @@ def load_token(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Write a token and then give it its name, so that whoever finds the name finds the whole token: on a full disk, after a kill, and where
-    two services start at once, of whom the first keeps the name. Raises OSError."""
+    """Write a token, then give the file its name: a file of that name is whole, on a full disk, after a kill, and where two services start
+    at once. Raises OSError."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -50,7 +50,7 @@ def _make(path: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            os.rename(part, path)  # a file system without hard links
+            part.rename(path)  # a file system without hard links
     finally:
         part.unlink(missing_ok=True)
 

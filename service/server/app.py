@@ -14,9 +14,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import OnedeskError, RequestError
 from .connections import Runner, is_cancelled, is_gone, raise_descriptor_limit, trust
+from .error_documents import SOON, ApiError, as_api_error, to_json
 from .guard import OPEN_ROUTES, Guard
 from .openapi import document
-from .problems import SOON, ApiError, as_api_error, to_json
 from .routes import ROUTES
 from .service import BESIDE, Service
 from .unix_socket import make_socket

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from .bounded_json import parse
 from .check import Schema, check
-from .problems import SOON, ApiError
+from .error_documents import SOON, ApiError
 from .service import Service
 
 BODY_LIMIT = 8 << 20  # bytes; a text for the longest context of a Qwen, 1 million tokens, has 4 to 5 MB

@@ -1,4 +1,4 @@
-"""The connections of the service: how many there are, how long one may stay that has shown no token, and what a malformed request is told.
+"""The connections of the service: how many there are, how long one stays that shows no token, and what a malformed request is told.
 
 aiohttp quotes the lines of a request that it cannot parse, in its answer and in the log, and the token may stand in them; here neither does.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from .problems import ApiError, as_api_error, to_json
+from .error_documents import ApiError, as_api_error, to_json
 
 log = logging.getLogger(__name__)
 

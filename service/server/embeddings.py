@@ -13,11 +13,11 @@ from aiohttp import web
 from ..api import OpenModel
 from ..core import CancelCheck
 from ..errors import Cancelled
-from .asks import prompts, whole
 from .body import read_json
-from .call import Work
+from .error_documents import ApiError, to_json
 from .models import Uses
-from .problems import ApiError, to_json
+from .pending import Work
+from .requests import prompts, whole
 from .schemas import EMBEDDINGS
 from .service import Service
 

@@ -16,12 +16,12 @@ from ..config import ServiceSettings
 from ..core import CancelCheck, Event
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
-from .asks import Form
-from .call import HESITATION, Call, Sink, Work
-from .figures import Figures
+from .concurrency import Places
+from .error_documents import SOON, ApiError, contained
 from .models import Models, Uses
-from .places import Places
-from .problems import SOON, ApiError, contained
+from .pending import HESITATION, Call, Sink, Work
+from .requests import Form
+from .statistics import Figures
 from .tasks import ended, kept_up
 from .tenants import Tenants
 from .worker import Coming, Worker

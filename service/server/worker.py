@@ -13,10 +13,10 @@ from functools import partial
 from ..api import OpenModel
 from ..core import Event, Progress
 from ..engine.answer import Prepared
-from .call import Call, hand_over
-from .figures import Figures, Times
-from .line import Line
-from .problems import as_api_error, contained
+from .error_documents import as_api_error, contained
+from .pending import Call, hand_over
+from .request_queue import Line
+from .statistics import Figures, Times
 from .tasks import ended, kept_up
 
 END_SECONDS = 60.0

@@ -73,8 +73,9 @@ class JinjaProcess:
         return self._process.pid if self._process else None
 
     def render(self, source: str, values: Mapping[str, Any], cancel: CancelCheck | None = None) -> dict[str, Any]:
-        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit or once `cancel()` is true, ModelError where it cannot be started,
-        RequestError for values far beyond the limit of text, TypeError or ValueError for such that JSON cannot say."""
+        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit or once `cancel()` is true, ModelError
+        where it cannot be started, RequestError for values far beyond the limit of text, TypeError or ValueError for such that JSON cannot
+        say."""
         limits = self._limits
         with self._turn(cancel):
             known = self._running() and self._source == source
