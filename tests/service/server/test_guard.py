@@ -34,7 +34,7 @@ def test_without_the_token_only_health_answers(server: Server, method: str, path
     ):
         status, headers, document = server.ask(method, path, b"{}" if method == "POST" else None, headers={"Authorization": shown})
         if path == "/health":
-            assert (status, document["live"], set(document)) == (200, True, {"live", "ready", "version"})
+            assert (status, document["live"], set(document)) == (200, True, {"live", "ready", "version", "asleep", "wake"})
         else:
             assert (status, headers["WWW-Authenticate"], document["error"]["code"]) == (401, "Bearer", "invalid_api_key")
             assert server.token not in str(document)

@@ -313,7 +313,7 @@ def test_sixty_four_streams_at_once_are_not_mixed_up(server: Server) -> None:
             texts[place] += chunk.choices[0].delta.content or ""
 
     threads = [threading.Thread(target=run, args=(place,)) for place in range(len(texts))]
-    assert server.ask("POST", "/v1/memory/sleep", {})[0] == 200  # nobody is let in before all are there
+    assert server.ask("POST", "/v1/memory/sleep", {"wake": "manual"})[0] == 200  # nobody is let in before all are there
     for thread in threads:
         thread.start()
     server.until("onedesk_waiting", 56)
