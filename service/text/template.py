@@ -181,11 +181,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path, limit: int = SOURCE_LIMIT) -> str:
-    size = path.stat().st_size
-    if size > limit:
-        raise ModelError(f"{path.parent.name}/{path.name} has {size:,} bytes; at most {limit:,} are read: download it again")
     try:
+        size = path.stat().st_size
+        if size > limit:
+            raise ModelError(f"{path.parent.name}/{path.name} has {size:,} bytes; at most {limit:,} are read: download it again")
         return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ModelError(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}; let this user read it") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path.parent.name}/{path.name} is not UTF-8 at byte {error.start}; download it again") from error
 

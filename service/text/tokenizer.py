@@ -57,7 +57,12 @@ class Tokenizer:
             raise RequestError(
                 f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
             ) from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise ModelError(f"the model's tokenizer fails at this text ({error}); take tokenizer.json anew from the maker") from error
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids that no token has become nothing."""
@@ -86,19 +91,29 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder.name}: no tokenizer.json; add the file of that name from the model's own repository")
-    size = path.stat().st_size
-    if size > FILE_LIMIT:
-        raise ModelError(f"{folder.name}/tokenizer.json has {size:,} bytes; a tokenizer has at most {FILE_LIMIT:,}: download it again")
-    content = path.read_bytes()
+    try:
+        size = path.stat().st_size
+        if size > FILE_LIMIT:
+            raise ModelError(f"{folder.name}/tokenizer.json has {size:,} bytes; a tokenizer has at most {FILE_LIMIT:,}: download it again")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{folder.name}/tokenizer.json cannot be read: {error.strerror}; let this user read it") from error
     if content.startswith(_LFS_POINTER):
         raise ModelError(f"{folder.name}/tokenizer.json is only a Git LFS pointer; download the file itself (git lfs pull)")
     try:
         backend = Backend.from_buffer(content)
-    except Exception as error:
-        # tokenizers raises bare Exception for every fault of the file
+    except BaseException as error:
+        # tokenizers raises bare Exception for every fault of the file, or panics
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise ModelError(f"{folder.name}/tokenizer.json cannot be read: {error}; download it again") from error
     _require_byte_level(backend, folder.name)
     return Tokenizer(backend)
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether a Rust library panicked: its exception is no Exception, and no module has its class by a name."""
+    return type(error).__name__ == "PanicException"
 
 
 def _require_byte_level(backend: Backend, folder_name: str) -> None:
