@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
 from onedesk.service.config import load_config
 from onedesk.service.peers.note import Note
 from onedesk.service.registry import Registry
@@ -26,6 +27,7 @@ class Inside(Server):
 
     service: Service = field(init=False)
     registry: Registry = field(init=False)
+    runner: web.AppRunner = field(init=False)
     loop: asyncio.AbstractEventLoop = field(init=False)
     _end: asyncio.Event = field(init=False)
     _thread: threading.Thread = field(init=False)
@@ -48,13 +50,13 @@ class Inside(Server):
         self.registry.configure(config)
         self.service = Service(config.service, Models(config, self.registry, Choice()), self.registry, "0")
         app = make_app(self.service, Guard(TOKEN, own_names("127.0.0.1")))
-        runner, address = await listen(app, Address("127.0.0.1", 0), config.cache)
+        self.runner, address = await listen(app, Address("127.0.0.1", 0), config.cache)
         self.note = Note(0, "0", address.host, address.port, None, None)
         self.service.ready = True
         listening.set()
         await self._end.wait()
         await self.service.stop(0)
-        await runner.cleanup()
+        await self.runner.cleanup()
         assert await self.service.close()
         self.registry.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import time
@@ -79,6 +80,8 @@ def _around(service: Service, guard: Guard) -> Middleware:
                 if not isinstance(error, ConnectionError | OnedeskError) and failed is None:
                     as_api_error(error)  # which logs it
                 return web.Response(status=GONE)  # to nobody
+            if isinstance(error, asyncio.CancelledError) and service.stopping:  # of a body that was still being read
+                failed = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
             failed = failed or as_api_error(error)
             log.debug("%s %s: %s", request.method, _route(request), failed)
             status = failed.status
