@@ -130,6 +130,29 @@ def test_reasoning_is_kept_apart(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_all_that_is_generated_is_bounded_thoughts_included(client: OpenAI, name: str) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for most in (1, 7, 30):
+        answer = chat(client, model=THINKER, max_tokens=None, **{name: most}, extra_body=thinking)
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", most)
+        # Nothing closes the thoughts: as in other servers they may take all of it.
+        assert answer.usage.completion_tokens_details.reasoning_tokens == most
+    bounded = chat(client, model=THINKER, max_tokens=None, **{name: 60}, extra_body=thinking | {"thinking_budget": 5})
+    assert bounded.usage.completion_tokens == 60
+    assert 5 <= bounded.usage.completion_tokens_details.reasoning_tokens < 60
+    assert bounded.choices[0].message.content
+
+
+def test_an_answer_may_have_a_budget_of_its_own(client: OpenAI) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 20}
+    answer = chat(client, model=THINKER, max_tokens=None, extra_body=thinking | {"onedesk": {"answer_tokens": 6}})
+    details = answer.usage.completion_tokens_details
+    assert (answer.usage.completion_tokens - details.reasoning_tokens, details.reasoning_tokens >= 20) == (6, True)
+    both = chat(client, model=THINKER, max_tokens=10, extra_body=thinking | {"onedesk": {"answer_tokens": 6}})
+    assert both.usage.completion_tokens == 10
+
+
 def test_only_reasoning_is_an_answer_without_content(client: OpenAI) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 100_000}
     message = chat(client, model=THINKER, messages=[{"role": "user", "content": "x" * 400}], extra_body=extra).choices[0].message
