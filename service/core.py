@@ -113,7 +113,8 @@ class Request:
     """What is asked of a model: a conversation, a raw text without a template (`prompt`), or raw token ids. Exactly one of them.
 
     `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
-    `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use all of it.
+    `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use all of it, or half where the
+    answer follows a schema.
     `repetition_stop` None means on, except for raw ids.
 
     `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be alone.

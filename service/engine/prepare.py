@@ -185,7 +185,8 @@ def _limits(request: Request, room: int, eos: frozenset[int]) -> Limits:
         return Limits(room, room, room, eos)
     if request.total_tokens is not None:
         room = min(room, request.total_tokens)
-        return Limits(request.max_tokens, room if budget is None else budget, room, eos)
+        if budget is None and request.json_schema is None:
+            return Limits(request.max_tokens, room, room, eos)
     # Without a budget of its own reasoning may use what the answer leaves, but never more than half where the answer is cut short too.
     reasoning = room - min(request.max_tokens, room // 2) if budget is None else budget
     return Limits(request.max_tokens, reasoning, room, eos)

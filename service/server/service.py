@@ -33,6 +33,8 @@ Waking: TypeAlias = Literal["request", "manual"]
 
 # Threads that read files and gather figures, and those that give memory back, which may wait for other processes: release, sleep, leases.
 READERS, RELEASERS = 4, 4
+# For a request to be checked and its prompt to be tokenized, behind others of its model; the first also starts the template's process.
+PREPARE_SECONDS = 120.0
 PARSERS = 1  # the interpreter lock lets one at a time work anyway
 # Seconds after the grace until what is stopped has ended and its partial answer has gone out, and for the threads after that.
 _STOP_SECONDS, _END_SECONDS = 2.0, 1.0
@@ -99,8 +101,8 @@ class Service:
     async def prepare(self, asked: str | None, work: Callable[[CancelCheck], T]) -> T:
         """Check a request for a model, named as the client did, in threads of that model; `work` is told how to ask whether to stop.
 
-        Raises ApiError 404 for an unknown model, 429 where too many requests for it are being prepared, 503 where it takes longer than a
-        request may wait, and whatever `work` raises.
+        Raises ApiError 404 for an unknown model, 429 where too many requests for it are being prepared, 503 where it takes longer than
+        PREPARE_SECONDS, and whatever `work` raises.
         """
         name = asked if asked in self._workers else await self.in_thread(self.models.name_of, asked)
         worker, loop = self._worker(name), asyncio.get_running_loop()
@@ -113,9 +115,9 @@ class Service:
         try:
             with worker.coming.one():
                 done = loop.run_in_executor(worker.preparers, contained, work, lambda: gone.is_set() or self.aborting)
-                return await asyncio.wait_for(done, self.settings.deadline or None)
+                return await asyncio.wait_for(done, PREPARE_SECONDS)
         except asyncio.TimeoutError:
-            message = f"the request was not prepared after {self.settings.deadline:g} s: the model's template or tokenizer takes too long"
+            message = f"the request was not prepared after {PREPARE_SECONDS:g} s: the model's template or tokenizer takes too long"
             raise ApiError(503, message, code="deadline", retry_after=SOON) from None
         finally:
             worker.preparing -= 1

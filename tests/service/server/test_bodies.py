@@ -47,7 +47,7 @@ def test_a_large_body_of_small_pieces_is_refused_with_its_figures_unparsed(
     assert (status, document["error"]["code"]) == (400, "invalid_json")
     assert " at most " in document["error"]["message"]
     monkeypatch.setattr(bounded_json.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
-    with pytest.raises(ValueError, match="at most [0-9,]+ are read"):
+    with pytest.raises(ValueError, match=r"at most [0-9,]+ are read"):
         parse(LARGE[name])
 
 

@@ -42,6 +42,9 @@ def answered(server: Server, data: bytes, *, half: bool = False) -> bytes:
         return received
 
 
+JSON = "Content-Type: application/json\r\n"
+
+
 def malformed(token: str) -> dict[str, bytes]:
     host, shown = "Host: 127.0.0.1\r\n", f"Authorization: Bearer {token}"
     texts = {
@@ -54,7 +57,7 @@ def malformed(token: str) -> dict[str, bytes]:
         "no colon": f"GET / HTTP/1.1\r\n{host}{token}\r\n\r\n",
         "version": f"GET / HTTP/{token}\r\n{host}\r\n",
         "long": f"GET / HTTP/1.1\r\n{host}X: {token * 400}\r\n\r\n",
-        "chunk": f"POST /v1/completions HTTP/1.1\r\n{host}{shown}\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n{token}\r\n",
+        "chunk": f"POST /v1/completions HTTP/1.1\r\n{host}{shown}\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n{token}\r\n",
     }
     return {name: text.encode("latin-1") for name, text in texts.items()}
 
@@ -153,7 +156,8 @@ def test_connections_are_bounded_and_strangers_give_way(inside: Inside) -> None:
 def test_descriptors_are_raised_to_the_hard_limit() -> None:
     code = (
         "import resource\nfrom onedesk.service.server.connections import raise_descriptor_limit\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (300, 900))\nprint(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (300, 900))\n"
+        "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert told.split() == [str((900 - 128) // 2), "900", "900"]

@@ -1,4 +1,4 @@
-"""Whatever is raised, wherever a request is: its client gets one whole answer in OpenAI's shape, and the next request is answered as ever."""
+"""Whatever is raised, wherever a request is: its client gets one whole answer in OpenAI's shape, and the next one is answered as ever."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def panic() -> type[BaseException]:
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "éa": 2}, "merges": [["a", "éa"]], "continuing_subword_prefix": "éé"}
     try:
         Backend.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         return type(error)
     raise AssertionError("no panic")
 

@@ -119,7 +119,8 @@ def test_json(client: OpenAI) -> None:
 
 
 def test_reasoning_is_kept_apart(client: OpenAI) -> None:
-    options = {"model": THINKER, "max_tokens": 6, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 5}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 5, "onedesk": {"answer_tokens": 6}}
+    options = {"model": THINKER, "max_tokens": None, "extra_body": thinking}
     answer = chat(client, **options)
     message = answer.choices[0].message
     assert len(message.content) == 6
@@ -134,11 +135,11 @@ def test_reasoning_is_kept_apart(client: OpenAI) -> None:
 def test_all_that_is_generated_is_bounded_thoughts_included(client: OpenAI, name: str) -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     for most in (1, 7, 30):
-        answer = chat(client, model=THINKER, max_tokens=None, **{name: most}, extra_body=thinking)
+        answer = chat(client, **{"model": THINKER, "max_tokens": None, "extra_body": thinking, name: most})
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", most)
         # Nothing closes the thoughts: as in other servers they may take all of it.
         assert answer.usage.completion_tokens_details.reasoning_tokens == most
-    bounded = chat(client, model=THINKER, max_tokens=None, **{name: 60}, extra_body=thinking | {"thinking_budget": 5})
+    bounded = chat(client, **{"model": THINKER, "max_tokens": None, "extra_body": thinking | {"thinking_budget": 5}, name: 60})
     assert bounded.usage.completion_tokens == 60
     assert 5 <= bounded.usage.completion_tokens_details.reasoning_tokens < 60
     assert bounded.choices[0].message.content
@@ -373,7 +374,7 @@ def test_an_unknown_field_of_our_own_is_refused_with_those_that_there_are(server
     for name, shown in (("contxt", "contxt"), ("x" * 500, "x" * 40 + "...")):
         status, _, document = server.ask("POST", path, body | {"onedesk": {"quant": "none", name: 512}})
         assert (status, document["error"]["param"], document["error"]["code"]) == (400, f"onedesk.{shown}", "unknown_field")
-        words = f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, repetition_stop, detail"
+        words = f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, answer_tokens, repetition_stop, detail"
         assert document["error"]["message"] == words
     described = server.ask("GET", "/openapi.json")[2]["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert described["properties"]["onedesk"]["additionalProperties"] is False

@@ -91,7 +91,9 @@ def test_the_queue_of_a_model_outlives_a_failure_of_its_own(tmp_path: Path, monk
                 loop,
                 "run_in_executor",
                 lambda executor, *rest, real=real, fail=run_in_executor, failed=failed: (
-                    fail() if executor in (worker._thread for worker in inside.service.workers) and not failed.is_set() else real(executor, *rest)
+                    fail()
+                    if executor in (worker._thread for worker in inside.service.workers) and not failed.is_set()
+                    else real(executor, *rest)
                 ),
             )
             assert inside.ask("POST", CHAT, ASK)[0] == 200
