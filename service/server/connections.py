@@ -1,6 +1,6 @@
 """The connections of the service: how many there are, how long a stranger stays, and what a malformed request is told.
 
-aiohttp quotes the lines of a request that it cannot parse, in its answer and in the log, and the token may stand in them; here neither does.
+aiohttp quotes the lines of a request that it cannot parse in its answer and its log, and the token may stand in them; here neither does.
 """
 
 from __future__ import annotations
