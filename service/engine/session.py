@@ -347,7 +347,7 @@ def build_runner(
     """
     kv, scratch = leases
     config, widths, context = blueprint.config, blueprint.widths, blueprint.context
-    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta)
+    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.yarn)
     reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
     network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
