@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         patch.setattr(files.os, "open", refuse)
         status, _, document = inside.ask("POST", CHAT, ASK)
     assert (status, document["error"]["code"]) == (400, "model_unusable")
-    assert "tokenizer.json cannot be read: Permission denied" in document["error"]["message"]
+    assert "tokenizer.json cannot be opened: Permission denied" in document["error"]["message"]
     assert str(tmp_path) not in document["error"]["message"]
     assert inside.ask("POST", CHAT, ASK)[0] == 200
     inside.stop()
