@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
-from onedesk.service.engine.drafting import HELD
+from onedesk.service.engine.drafting import HELD_ROWS
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
@@ -203,9 +203,9 @@ def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: P
     ids = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     with runner.kv.open(CONTEXT) as text:
         runner.prefill(text, ids, None, lambda _: None)
-        assert drafting.unread(text, len(ids)) == HELD
+        assert drafting.unread(text, len(ids)) == HELD_ROWS
         several = drafting.draft(text, len(ids), 7, 4)
-        assert (drafting.unread(text, len(ids)), len(several)) == (HELD, 4)  # it has read all; who asks again asks for all of it
+        assert (drafting.unread(text, len(ids)), len(several)) == (HELD_ROWS, 4)  # it has read all; who asks again asks for all of it
         assert [drafting.draft(text, len(ids), 7, count) for count in (1, 2, 3)] == [several[:1], several[:2], several[:3]]
         drafting.cache.check()
         runner.check(text, [7, 8])
