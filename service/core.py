@@ -44,6 +44,20 @@ ProgressReport = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model, and how it is opened: equal specs share one handle.
+
+    `name`: the model's name; the registry's own key has a path, "" is the only model of a peer. `context`: tokens, None for the usual
+    number. `quant`: one of QUANTIZATIONS. `device`: auto, cpu or cuda; a peer's model is where its engine runs.
+    """
+
+    name: str
+    context: int | None = None
+    quant: str = "none"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer.
 

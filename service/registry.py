@@ -10,7 +10,7 @@ import torch
 
 from .api import OpenModel, open_model, pick_device
 from .config import Config, PeerSettings, load_config
-from .core import CancelCheck, ProgressReport
+from .core import CancelCheck, ModelSpec, ProgressReport
 from .engine.leaks import LeakReport
 from .errors import RequestError
 from .loader.names import ModelRoots
@@ -20,11 +20,11 @@ from .memory.thermal import merge, read_nvidia, read_zones
 from .memory.truth import read_truth
 from .memory.watch import MemoryWatch
 from .peers.choose import engine_of, make_peer, wanted_of
-from .peers.peer import Peer, Wanted
+from .peers.peer import Peer
 from .peers.remote import RemoteModel
 from .peers.service import LocalService
 
-_Key = tuple[Path, int | None, str, str, int]
+_Key = tuple[ModelSpec, int]  # its name is the resolved path; sequences
 
 
 class Registry:
@@ -36,7 +36,7 @@ class Registry:
         self._pools: dict[str, Pool] = {}
         self._watches: dict[str, MemoryWatch] = {}
         self._peers: dict[PeerSettings | None, Peer] = {}
-        self._remotes: dict[tuple[Peer, Wanted], RemoteModel] = {}
+        self._remotes: dict[tuple[Peer, ModelSpec], RemoteModel] = {}
         self._config: Config | None = None
 
     def configure(self, config: Config) -> None:
@@ -86,7 +86,7 @@ class Registry:
             roots = roots or ModelRoots(self.config.model_roots)
         path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
         kind = pick_device(device).type
-        key = (path.resolve(), context, quant, kind, sequences)
+        key = ModelSpec(str(path.resolve()), context, quant, kind), sequences
         with self._lock:
             opened = self._models.get(key)
             if opened is not None and opened.stale:
@@ -107,7 +107,7 @@ class Registry:
                     draft=self.config.draft,
                 )
                 # A template is a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
-                alike = (other for (file, *_), other in self._models.items() if file == key[0] and not other.stale)
+                alike = (other for (spec, _), other in self._models.items() if spec.name == key[0].name and not other.stale)
                 opened.language = next((other.language for other in alike), opened.language)
                 self._models[key] = opened
         if load:
@@ -117,7 +117,7 @@ class Registry:
     def open_in_service(self, name: str, *, roots: ModelRoots, context: int | None, quant: str, device: str) -> RemoteModel:
         """The handle of a model that the local service runs, started on demand with these model folders. Loads and asks nothing."""
         path = roots.resolve(name)
-        return self._remote(self.service(roots, device), Wanted(name, context, quant), path if path.is_dir() else path.parent)
+        return self._remote(self.service(roots, device), ModelSpec(name, context, quant), path if path.is_dir() else path.parent)
 
     def open_at_peer(self, settings: PeerSettings) -> RemoteModel:
         """The handle of the model of a [peers.NAME]. Starts, loads and asks nothing."""
@@ -138,7 +138,7 @@ class Registry:
                 found = self._peers[None] = LocalService(self.config.cache, arguments)
             return found
 
-    def _remote(self, peer: Peer, wanted: Wanted, folder: Path | None) -> RemoteModel:
+    def _remote(self, peer: Peer, wanted: ModelSpec, folder: Path | None) -> RemoteModel:
         with self._lock:
             if (peer, wanted) not in self._remotes:
                 self._remotes[peer, wanted] = RemoteModel(wanted, peer, folder)
