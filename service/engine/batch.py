@@ -1,4 +1,5 @@
-"""The state of one run of the engine: its requests, the sequences that prefill, decode or wait, and the events emitted for them."""
+"""The state of one run of the engine: its requests, the sequences that prefill, decode or wait, and the events emitted
+for them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Accounting:
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What the caller may do during a run: cancel all of it, cancel one request by its number, follow progress, add requests."""
+    """What the caller may do during a run: cancel all of it, cancel one request by its number, follow progress, add
+    requests."""
 
     cancel: CancelCheck | None = None
     cancel_request: Callable[[int], bool] | None = None
@@ -46,12 +48,15 @@ class Controls:
 
 
 class Batch:
-    """The requests of a run and their sequences. `apply` is the only way in for a chosen token, `end` the only way out for a choice.
+    """The requests of a run and their sequences. `apply` is the only way in for a chosen token, `end` the only way out
+    for a choice.
 
     Work for one sequence is done within `guarded`: its fault ends its request, and nothing else.
     """
 
-    def __init__(self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls) -> None:
+    def __init__(
+        self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls
+    ) -> None:
         self.scheduler = Scheduler(MAX_BATCH)
         self.flights = Flights(session.stepper)
         self.accounting = accounting
@@ -138,17 +143,25 @@ class Batch:
     def event(self, sequence: RunningSequence, event: Event) -> Event:
         """The event with the numbers of its request and choice."""
         request, choice = sequence.ticket.request, sequence.ticket.choice
-        return event if event.request == request and event.choice == choice else replace(event, request=request, choice=choice)
+        return (
+            event
+            if event.request == request and event.choice == choice
+            else replace(event, request=request, choice=choice)
+        )
 
-    def guarded(self, sequence: RunningSequence, work: Callable[..., Iterator[Event]], *arguments: Any) -> Iterator[Event]:
-        """The events of `work(*arguments)`, which concerns this sequence alone. Whatever it raises ends the request with that error."""
+    def guarded(
+        self, sequence: RunningSequence, work: Callable[..., Iterator[Event]], *arguments: Any
+    ) -> Iterator[Event]:
+        """The events of `work(*arguments)`, which concerns this sequence alone. Whatever it raises ends the request
+        with that error."""
         with Caught("writing an answer") as caught:
             yield from work(*arguments)
         if caught.error is not None:
             yield from self.fail(sequence.request, caught.error)
 
     def fail(self, request: RequestState, error: OnedeskError) -> Iterator[Event]:
-        """End a request with an error: its slots and blocks are free at once, and nothing of it enters the prefix cache."""
+        """End a request with an error: its slots and blocks are free at once, and nothing of it enters the prefix
+        cache."""
         for sequence in list(request.sequences):
             self._remove(sequence)
         request.drop_shared_prompt()
@@ -157,7 +170,8 @@ class Batch:
         yield _failed(request.index, error)
 
     def apply(self, sequence: RunningSequence, picked: Picked) -> Iterator[Event]:
-        """Append the chosen token, or the forced one in its stead; end the sequence or let it go on. Raises what the choice failed with."""
+        """Append the chosen token, or the forced one in its stead; end the sequence or let it go on. Raises what the
+        choice failed with."""
         completion = sequence.completion
         forced = completion.forced_token is not None
         if picked.error is not None and not forced:
@@ -192,7 +206,8 @@ class Batch:
             self._prefix.insert(ids, sequence.kv.table[: len(ids) // BLOCK])
 
     def end(self, sequence: RunningSequence, finish: Finish) -> Iterator[Event]:
-        """The sequence has ended: its slot and blocks are free at once. Its result is emitted, or first compared with the others'."""
+        """The sequence has ended: its slot and blocks are free at once. Its result is emitted, or first compared with
+        the others'."""
         sequence.completion.end(finish)
         self.cache_prefix(sequence)
         self._remove(sequence)
@@ -242,7 +257,9 @@ class Batch:
         if not self.scheduler.tickets:
             self.accounting.leaks.mark("decode")
 
-    def _final_events(self, sequence: RunningSequence, choice: int, completion: Completion, logprob: float | None) -> Iterator[Event]:
+    def _final_events(
+        self, sequence: RunningSequence, choice: int, completion: Completion, logprob: float | None
+    ) -> Iterator[Event]:
         last = completion.flush()
         if last is not None:
             yield replace(last, request=sequence.ticket.request, choice=choice)
@@ -254,7 +271,9 @@ class Batch:
         first = total if sequence.first_token is None else sequence.first_token
         seconds = {"load": request.load_seconds, "first_token": first, "total": total}
         stages = meter.since(request.stages_before) if request.stages_before else meter.stages
-        return completion.result(sequence.prepared.seed_of(sequence.ticket.choice), request.cached, seconds, stages, logprob)
+        return completion.result(
+            sequence.prepared.seed_of(sequence.ticket.choice), request.cached, seconds, stages, logprob
+        )
 
 
 def _failed(request: int, error: OnedeskError) -> Event:

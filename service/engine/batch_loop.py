@@ -22,20 +22,23 @@ from .scheduler import State, Ticket
 from .session import Session
 from .stepper import Picked, pick
 
-# A request that arrives while a prefill pass computes its first JOINABLE layers joins the pass, which is then restarted. The restart
-# costs a few percent of a pass. Requests that are sent together are then prefilled together, the first one too.
+# A request that arrives while a prefill pass computes its first JOINABLE layers joins the pass, which is then
+# restarted. The restart costs a few percent of a pass. Requests that are sent together are then prefilled together, the
+# first one too.
 JOINABLE = 2
 
 
 class BatchLoop:
     """Runs prepared requests on a session as one batch; `events` runs it.
 
-    A prompt is prefilled chunk by chunk, between decode steps of the others. Prompts that fit into one chunk are prefilled together,
-    unless they share a prefix: then the later ones wait for the cached prefix of the first. All sequences that decode do so in one step.
-    An event is yielded as soon as its token was chosen.
+    A prompt is prefilled chunk by chunk, between decode steps of the others. Prompts that fit into one chunk are
+    prefilled together, unless they share a prefix: then the later ones wait for the cached prefix of the first. All
+    sequences that decode do so in one step. An event is yielded as soon as its token was chosen.
     """
 
-    def __init__(self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls) -> None:
+    def __init__(
+        self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls
+    ) -> None:
         self._batch = Batch(requests, session, accounting, controls)
         self._scheduler = self._batch.scheduler
         self._decoding = DecodeLoop(self._batch, session, accounting)
@@ -47,8 +50,8 @@ class BatchLoop:
     def events(self, started: float) -> Iterator[Event]:
         """All events until every request has ended; the last one of each choice has its result.
 
-        `started` is the perf_counter time at which the run began. While the weights are still loading, the first prompt is prefilled
-        layer by layer as they arrive; decode begins when all are there.
+        `started` is the perf_counter time at which the run began. While the weights are still loading, the first prompt
+        is prefilled layer by layer as they arrive; decode begins when all are there.
         """
         batch = self._batch
         batch.start(started)
@@ -87,7 +90,8 @@ class BatchLoop:
         return self._batch.end(sequence, "cancelled")
 
     def _admit(self) -> Iterator[Event]:
-        """Admit the sequences that have a free slot and fit. One that is alone always fits, if need be without any shared prompts."""
+        """Admit the sequences that have a free slot and fit. One that is alone always fits, if need be without any
+        shared prompts."""
         scheduler = self._scheduler
         yield from self._admit_in_order()
         if scheduler.working or scheduler.next is None:
@@ -97,7 +101,10 @@ class BatchLoop:
         yield from self._admit_in_order()
         left = scheduler.next
         if not scheduler.working and left is not None:
-            words = f"request {left.request} does not fit the session's KV cache although nothing else runs; ask for fewer tokens"
+            words = (
+                f"request {left.request} does not fit the session's KV cache although nothing else runs; "
+                "ask for fewer tokens"
+            )
             yield from self._batch.fail(self._batch.requests[left.request], MemoryFull(words))
 
     def _admit_in_order(self) -> Iterator[Event]:
@@ -109,20 +116,23 @@ class BatchLoop:
             elif ticket.state == "prefilling":
                 yield self._prefill_progress(sequence)
             elif request.shared_prompt is not None:
-                yield from self._batch.guarded(sequence, self._start_decoding, sequence, request.shared_prompt.scores.clone())
+                yield from self._batch.guarded(
+                    sequence, self._start_decoding, sequence, request.shared_prompt.scores.clone()
+                )
             if not request.waiting:
                 request.drop_shared_prompt()
 
     def _reserve(self, ticket: Ticket) -> State | None:
-        """As `_reserve_blocks`. A sequence that cannot be admitted because of a fault has ended, see `admission_error`."""
+        """As `_reserve_blocks`. A sequence that cannot be admitted because of a fault has ended, see
+        `admission_error`."""
         with Caught("making room for a request") as caught:
             return self._reserve_blocks(ticket)
         self._batch.sequence(ticket).admission_error = caught.error
         return "ended"
 
     def _reserve_blocks(self, ticket: Ticket) -> State | None:
-        """Reserve a sequence's KV blocks and return its next state, or None if it must wait: "decoding" on a fork of its request's
-        shared prompt, else "prefilling", see `_may_prefill`."""
+        """Reserve a sequence's KV blocks and return its next state, or None if it must wait: "decoding" on a fork of
+        its request's shared prompt, else "prefilling", see `_may_prefill`."""
         sequence, kv = self._batch.sequence(ticket), self._runner.kv
         request, prepared = sequence.request, sequence.prepared
         if request.shared_prompt is not None:
@@ -146,25 +156,32 @@ class BatchLoop:
     def _may_prefill(self, sequence: RunningSequence, cached: int) -> bool:
         """Whether a sequence may prefill its prompt now, from token `cached` on.
 
-        It may if no other does, or if one pass prefills the rest of all prompts, each with the scores that it would have alone. A prompt
-        whose next block another one computes just now waits for that block.
+        It may if no other does, or if one pass prefills the rest of all prompts, each with the scores that it would
+        have alone. A prompt whose next block another one computes just now waits for that block.
         """
         prefilling = self._batch.in_state("prefilling")
         if not prefilling:
             return True
         ids = sequence.prepared.ids
-        left = [len(ids) - cached, *(len(other.prepared.ids) - other.kv.length for other in prefilling if other.kv is not None)]
+        left = [
+            len(ids) - cached,
+            *(len(other.prepared.ids) - other.kv.length for other in prefilling if other.kv is not None),
+        ]
         more = cached + BLOCK
         shares = sequence.prepared.prefix_reuse and more < len(ids) - FEW_ROWS
         return (
             self._runner.reads_several
             and min(left) > FEW_ROWS
             and sum(left) <= self._runner.chunk_rows
-            and not any(other.request is sequence.request or (shares and other.prepared.ids[:more] == ids[:more]) for other in prefilling)
+            and not any(
+                other.request is sequence.request or (shares and other.prepared.ids[:more] == ids[:more])
+                for other in prefilling
+            )
         )
 
     def _prefill(self) -> Iterator[Event]:
-        """One prefill: the prompts of several sequences in one pass, or all of one, or one chunk of it while others decode."""
+        """One prefill: the prompts of several sequences in one pass, or all of one, or one chunk of it while others
+        decode."""
         sequences, began = self._batch.in_state("prefilling"), time.perf_counter()
         if not sequences:
             return
@@ -183,7 +200,8 @@ class BatchLoop:
     def _prefill_pass(self, sequences: Sequence[RunningSequence]) -> torch.Tensor:
         """The scores [sequences, vocab] after what was prefilled of each.
 
-        Raises Stopped when all of them are cancelled: a pass goes on for those that are not. Raises PassRestarted when a request joins.
+        Raises Stopped when all of them are cancelled: a pass goes on for those that are not. Raises PassRestarted when
+        a request joins.
         """
         runner, kvs = self._runner, [sequence.kv for sequence in sequences if sequence.kv is not None]
         ids = [sequence.prepared.ids[kv.length :] for sequence, kv in zip(sequences, kvs, strict=True)]
@@ -214,7 +232,11 @@ class BatchLoop:
         if not self._runner.reads_several or not self._batch.add_arrivals():
             return False
         ticket = self._scheduler.next
-        return ticket is not None and ticket.slots <= self._scheduler.free and self._may_prefill(self._batch.sequence(ticket), 0)
+        return (
+            ticket is not None
+            and ticket.slots <= self._scheduler.free
+            and self._may_prefill(self._batch.sequence(ticket), 0)
+        )
 
     def _count_prefill(self, prefilled: Sequence[tuple[RunningSequence, int]]) -> None:
         """Count one pass, and report how many tokens of each prompt are prefilled now."""
@@ -223,7 +245,8 @@ class BatchLoop:
             self._batch.report(Progress("prefill", done, len(sequence.prepared.ids)))
 
     def _wait_for_weights(self, request: RequestState) -> None:
-        """Wait until all weights are there, after the first prompt. A failure is everyone's: no request can go on without them."""
+        """Wait until all weights are there, after the first prompt. A failure is everyone's: no request can go on
+        without them."""
         loading = not self._session.settled
         if loading:
             self._meter.add_reading(self._session.settle(), self._session.waited)
@@ -272,7 +295,9 @@ class BatchLoop:
             self._batch.count_pass("decode")
         if sequence.first_token is None:
             sequence.first_token = time.perf_counter() - sequence.request.arrived
-        yield self._batch.event(sequence, Event(progress=Progress("decode", search.length, sequence.prepared.limits.room)))
+        yield self._batch.event(
+            sequence, Event(progress=Progress("decode", search.length, sequence.prepared.limits.room))
+        )
         if search.done:
             yield from self._end_search(sequence)
 

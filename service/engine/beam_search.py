@@ -1,11 +1,12 @@
 """Beam search: the most probable completions of a prompt. Forks of a KV cache carry the hypotheses.
 
-Definition. A hypothesis is a sequence of chosen tokens. Its total is the sum of their log-probabilities in the raw model (logit_bias
-added first), an end token included; its score is the total divided by the number of tokens. `width` hypotheses run. Each step ranks all
-their continuations by total and looks at the best 2 * width in that order. One that ends (an end token, or the limit of tokens) is found
-if it is among the first `width`, and dropped otherwise; the first `width` of those that go on run next. Of the found ones the `width`
-with the best scores stay. The search ends when nothing runs, or when `width` are found and the best running total, divided by its
-tokens, is no better than the worst score found. This is beam search as transformers does it with length_penalty 1 and early_stopping off.
+Definition. A hypothesis is a sequence of chosen tokens. Its total is the sum of their log-probabilities in the raw
+model (logit_bias added first), an end token included; its score is the total divided by the number of tokens. `width`
+hypotheses run. Each step ranks all their continuations by total and looks at the best 2 * width in that order. One that
+ends (an end token, or the limit of tokens) is found if it is among the first `width`, and dropped otherwise; the first
+`width` of those that go on run next. Of the found ones the `width` with the best scores stay. The search ends when
+nothing runs, or when `width` are found and the best running total, divided by its tokens, is no better than the worst
+score found. This is beam search as transformers does it with length_penalty 1 and early_stopping off.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """Tokens without a final end token, their total, how it ended (None: it runs), and the number of the hypothesis it continues."""
+    """Tokens without a final end token, their total, how it ended (None: it runs), and the number of the hypothesis it
+    continues."""
 
     ids: tuple[int, ...]
     total: float
@@ -93,7 +95,8 @@ class Hypotheses:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A completion that a search found, the events that writing it would have given, and the sum of its log-probabilities."""
+    """A completion that a search found, the events that writing it would have given, and the sum of its
+    log-probabilities."""
 
     completion: Completion
     events: Sequence[Event]
@@ -101,7 +104,8 @@ class Found:
 
 
 class BeamSearch:
-    """One request's search. Blocks for all its beams are reserved from the start. `begin` follows the prefill, then `step`."""
+    """One request's search. Blocks for all its beams are reserved from the start. `begin` follows the prefill, then
+    `step`."""
 
     def __init__(self, prepared: Prepared, runner: Runner, kv: SequenceKV) -> None:
         """`kv`: the prompt's sequence, with blocks for the whole completion. Raises MemoryFull; see `blocks`."""
@@ -113,7 +117,10 @@ class BeamSearch:
         self._kvs = [kv]
         self._reserved = [runner.kv.open(self._own) for _ in range(self._hypotheses.width - 1)]
         bias = {token: value for token, value in prepared.sampling.logit_bias.items() if token < prepared.choosable}
-        self._biased = torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._biased = (
+            torch.tensor(list(bias), dtype=torch.int64),
+            torch.tensor(list(bias.values()), dtype=torch.float32),
+        )
 
     @staticmethod
     def blocks(tokens: int, room: int, width: int) -> int:
@@ -187,7 +194,9 @@ class BeamSearch:
         while len(self._reserved) > spare:
             self._reserved.pop().close()
         firsts = [parents.index(parent) == index for index, parent in enumerate(parents)]
-        self._kvs = [before[parent] if first else before[parent].fork() for parent, first in zip(parents, firsts, strict=True)]
+        self._kvs = [
+            before[parent] if first else before[parent].fork() for parent, first in zip(parents, firsts, strict=True)
+        ]
         while len(self._reserved) < spare:
             self._reserved.append(self._runner.kv.open(self._own))
 

@@ -43,9 +43,9 @@ class Limits:
 class Prepared:
     """A request that has passed every check: token ids, complete sampling, seed, limits.
 
-    `reserve`: tokens of an answer for which KV blocks are reserved at once. An answer whose reasoning has no budget of its own may
-    outgrow it, up to `limits.room`. The choices share what is here: `stop`, `closing` (the tokens of CLOSING) and `adjustments` are
-    made once, before the request waits for the model.
+    `reserve`: tokens of an answer for which KV blocks are reserved at once. An answer whose reasoning has no budget of
+    its own may outgrow it, up to `limits.room`. The choices share what is here: `stop`, `closing` (the tokens of
+    CLOSING) and `adjustments` are made once, before the request waits for the model.
     """
 
     ids: tuple[int, ...]
@@ -94,7 +94,9 @@ class Completion:
         self.finish: Finish | None = None
         self._repetition = RepetitionCheck() if prepared.repetition_stop else None
         tokenizer = prepared.tokenizer
-        self._text = TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
+        self._text = (
+            TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
+        )
         self._guide = prepared.guide() if prepared.guide else None
         self._forced: deque[int] = deque()
         # The token that must come next although it was not sampled; None: sample.
@@ -130,7 +132,8 @@ class Completion:
             self.finish = "stop"
             return None
         self.ids.append(token)
-        # The tokens that open reasoning, and those that close it by force, count as reasoning: neither uses up the answer's limit.
+        # The tokens that open reasoning, and those that close it by force, count as reasoning: neither uses up the
+        # answer's limit.
         self._count(in_reasoning=inside or self.in_reasoning or forced)
         if self._guide is not None and not inside and not forced:
             self._guide.accept(token)
@@ -142,7 +145,8 @@ class Completion:
         return Event(piece.text, piece.reasoning, token) if piece else Event(token=token)
 
     def end(self, finish: Finish) -> None:
-        """End for a reason other than an EOS or a limit. An earlier reason stays, but "length" gives way to all except "cancelled"."""
+        """End for a reason other than an EOS or a limit. An earlier reason stays, but "length" gives way to all except
+        "cancelled"."""
         if self.finish is None or (self.finish == "length" and finish != "cancelled"):
             self.finish = finish
 
@@ -152,7 +156,12 @@ class Completion:
         return Event(piece.text, piece.reasoning) if piece and (piece.text or piece.reasoning) else None
 
     def result(
-        self, seed: int, cached: int, seconds: Mapping[str, float], stages: Mapping[str, Stage], logprob: float | None = None
+        self,
+        seed: int,
+        cached: int,
+        seconds: Mapping[str, float],
+        stages: Mapping[str, Stage],
+        logprob: float | None = None,
     ) -> Result:
         """The whole of it, after `flush`; `cached` are the prompt's tokens that came from the prefix cache."""
         return Result(

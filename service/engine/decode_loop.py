@@ -1,4 +1,5 @@
-"""Decode: one step for all sequences, launched ahead where the device can, and speculative decoding where one sequence is alone."""
+"""Decode: one step for all sequences, launched ahead where the device can, and speculative decoding where one sequence
+is alone."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class DecodeLoop:
         self._batch.count_pass("decode")
 
     def _can_run_ahead(self, sequences: Sequence[RunningSequence]) -> bool:
-        """Whether the step after the one in flight can be launched: with all sequences that go on, unless a prompt waits for prefill.
+        """Whether the step after the one in flight can be launched: with all sequences that go on, unless a prompt
+        waits for prefill.
 
         Not while the host has to choose for one of them, be it the last time: the next step overwrites the scores.
         """
@@ -83,7 +85,8 @@ class DecodeLoop:
         return all(s.kv is not None and s.kv.length < s.kv.capacity and self._flights.can_join(s) for s in going_on)
 
     def _with_blocks(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """The sequences that have a block for their next token. Where one outgrows its reservation the newest are preempted."""
+        """The sequences that have a block for their next token. Where one outgrows its reservation the newest are
+        preempted."""
         for sequence in sequences:
             while sequence.kv is not None and sequence.kv.length >= sequence.kv.capacity:
                 if not _grow(sequence, sequence.kv):
@@ -92,7 +95,9 @@ class DecodeLoop:
 
     def _free_blocks(self, sequence: RunningSequence) -> None:
         """Drop a shared prompt, or else preempt the newest sequence; it may be the one that needs the blocks."""
-        sharing = next((request for request in self._batch.requests.values() if request.shared_prompt is not None), None)
+        sharing = next(
+            (request for request in self._batch.requests.values() if request.shared_prompt is not None), None
+        )
         if sharing is not None:
             sharing.drop_shared_prompt()
             return
@@ -133,11 +138,14 @@ class DecodeLoop:
             self._costs.record_draft(plan.layer_tokens, limits.unread, seconds)
         return draft, seconds
 
-    def _verify(self, sequence: RunningSequence, draft: list[int], began: float, drafting: float, captured: int) -> Iterator[Event]:
-        """Compute the latest tokens and the draft tokens in one pass, then choose at each position as decode steps would, until the
-        choice differs from the draft.
+    def _verify(
+        self, sequence: RunningSequence, draft: list[int], began: float, drafting: float, captured: int
+    ) -> Iterator[Event]:
+        """Compute the latest tokens and the draft tokens in one pass, then choose at each position as decode steps
+        would, until the choice differs from the draft.
 
-        `captured`: the stepper's count when the step `began`: drafting may have captured a graph too. `drafting`: its seconds.
+        `captured`: the stepper's count when the step `began`: drafting may have captured a graph too. `drafting`: its
+        seconds.
         """
         kv, speculator, meter = sequence.kv, sequence.speculator, self._meter
         if kv is None or speculator is None:

@@ -1,11 +1,11 @@
 """Draft tokens of the layer for multi-token prediction ("draft layer"), for a sequence that decodes alone.
 
-The layer has a KV cache of its own with one sequence. It computes nothing until it is asked: the network's last residual rows, which the
-layer starts from, are kept, at most HELD_ROWS of them, and the next draft prefills those that it has not read. So a text that is never
-drafted costs a copy of one row per token, a prompt's prefix is not prefilled twice, and nothing has to be cut back when a draft token is
-rejected: drafting several tokens writes to a fork of the sequence, which is closed again. Where rows are missing, because another text
-was written meanwhile or the sequence is full, the layer starts over from the rows that are kept. Its draft tokens may then be worse; the
-completion is the same.
+The layer has a KV cache of its own with one sequence. It computes nothing until it is asked: the network's last
+residual rows, which the layer starts from, are kept, at most HELD_ROWS of them, and the next draft prefills those that
+it has not read. So a text that is never drafted costs a copy of one row per token, a prompt's prefix is not prefilled
+twice, and nothing has to be cut back when a draft token is rejected: drafting several tokens writes to a fork of the
+sequence, which is closed again. Where rows are missing, because another text was written meanwhile or the sequence is
+full, the layer starts over from the rows that are kept. Its draft tokens may then be worse; the completion is the same.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from ..model.layers import Scratch
 from .buffers import FewRows
 from .cuda_graphs import Graphs
 
-# Residual rows that are kept. The layer prefills them before its first draft token: 8 rows take twice as long as one, 32 seven times.
+# Residual rows that are kept. The layer prefills them before its first draft token: 8 rows take twice as long as one,
+# 32 seven times.
 HELD_ROWS = FEW_ROWS
 # The layer's context in tokens: 8 MiB of Qwen3.8-Flash-Next's keys and values.
 DRAFT_CONTEXT = 4096
-# Tokens reserved for the fork that a draft of several tokens writes to: it may start inside one block and end inside the next.
+# Tokens reserved for the fork that a draft of several tokens writes to: it may start inside one block and end inside
+# the next.
 FORK_TOKENS = 2 * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """Sizes of the draft layer's cache for `context` tokens, and of the kept rows, each of `wide` numbers of the network's residual."""
+    """Sizes of the draft layer's cache for `context` tokens, and of the kept rows, each of `wide` numbers of the
+    network's residual."""
 
     kv: KVShape
     tail: Pieces
@@ -75,7 +78,12 @@ class Drafting:
     """Runs the draft layer. Not thread-safe: its owner holds the lock."""
 
     def __init__(
-        self, draft: Draft, shape: DraftShape, scratch: Scratch, leases: tuple[Lease, Lease], graphs: Graphs | None = None
+        self,
+        draft: Draft,
+        shape: DraftShape,
+        scratch: Scratch,
+        leases: tuple[Lease, Lease],
+        graphs: Graphs | None = None,
     ) -> None:
         """`leases`: of keys and values, and of buffers. `graphs`: the session's, None for none."""
         self._draft = draft
@@ -98,8 +106,8 @@ class Drafting:
         return self._cache
 
     def see(self, text: SequenceKV, start: int, ids: Sequence[int], rows: torch.Tensor) -> None:
-        """The network has computed `ids` at the text positions from `start` on; `rows` [at least 1, wide] are its residual rows of the last
-        of them. What was kept for these positions before is dropped."""
+        """The network has computed `ids` at the text positions from `start` on; `rows` [at least 1, wide] are its
+        residual rows of the last of them. What was kept for these positions before is dropped."""
         count = min(len(ids), rows.shape[0], self._held.shape[0])
         start, ids, rows = start + len(ids) - count, ids[len(ids) - count :], rows[rows.shape[0] - count :]
         if self._text is not text or not self._base <= start <= self._base + len(self._tokens):
@@ -107,7 +115,10 @@ class Drafting:
             self._tokens.clear()
             self._forget()
         before = self._tokens[start - self._base :]
-        if any(token != known and start + i <= self._reached for i, (token, known) in enumerate(zip(ids, before, strict=False))):
+        if any(
+            token != known and start + i <= self._reached
+            for i, (token, known) in enumerate(zip(ids, before, strict=False))
+        ):
             self._forget()  # it has prefilled tokens that were rejected
         del self._tokens[start - self._base :]
         over = len(self._tokens) + count - self._held.shape[0]
@@ -121,7 +132,8 @@ class Drafting:
         self._tokens += ids
 
     def unread(self, text: SequenceKV, latest: int) -> int:
-        """Rows that the layer prefills before it drafts after the token at position `latest`; 0 where it cannot draft."""
+        """Rows that the layer prefills before it drafts after the token at position `latest`; 0 where it cannot
+        draft."""
         if self._text is not text or not self._base < latest <= self._base + len(self._tokens):
             return 0
         return latest - max(self._base, self._reached if self._base <= self._reached < latest else 0)
@@ -136,7 +148,10 @@ class Drafting:
         if not self.unread(text, latest):
             return []
         first = self._reached
-        full = self._sequence is not None and self._sequence.length + latest - first + FORK_TOKENS > self._sequence.capacity
+        full = (
+            self._sequence is not None
+            and self._sequence.length + latest - first + FORK_TOKENS > self._sequence.capacity
+        )
         if self._sequence is None or full or not self._base <= first < latest:
             first, self._first = self._base, self._base
             self._forget()
@@ -152,8 +167,8 @@ class Drafting:
         return self._draft_tokens[:count].tolist()
 
     def _read(self, sequence: SequenceKV, count: int, index: int, ids: Sequence[int] = ()) -> None:
-        """One pass over `count` rows; the likeliest next token becomes draft token number `index`. Without `ids` the pass takes the token
-        and the row that the pass before left on the device, so the host need not wait for them."""
+        """One pass over `count` rows; the likeliest next token becomes draft token number `index`. Without `ids` the
+        pass takes the token and the row that the pass before left on the device, so the host need not wait for them."""
         self._rows.fill(sequence, count, ids)
         work = partial(self._pass, count)
         if self._graphs is None:
@@ -164,12 +179,15 @@ class Drafting:
         self._draft_tokens[index : index + 1].copy_(self._likeliest[:1])
 
     def _pass(self, count: int) -> None:
-        """A pass over the rows and ids in the buffers; it leaves the likeliest token and its row there for the next pass."""
+        """A pass over the rows and ids in the buffers; it leaves the likeliest token and its row there for the next
+        pass."""
         ids = self._rows.ids
         state = self._draft.forward(ids[:count], self._rows.rows[count], self._cache, self._scratch)
         scores, row = self._draft.last(state, self._scratch)
         if scores.is_cpu:
-            self._likeliest[0] = int(scores[0].numpy().argmax())  # torch's takes 0.4 ms for 152,000 scores, this one 0.02
+            self._likeliest[0] = int(
+                scores[0].numpy().argmax()
+            )  # torch's takes 0.4 ms for 152,000 scores, this one 0.02
         else:
             torch.argmax(scores[0], dim=0, keepdim=True, out=self._likeliest[:1])
         ids[:1].copy_(self._likeliest[:1])
@@ -183,4 +201,14 @@ class Drafting:
     def close(self) -> None:
         """Drop every tensor; it cannot be used afterwards."""
         self._forget()
-        del self._draft, self._cache, self._scratch, self._held, self._rows, self._likeliest, self._draft_tokens, self._text, self._graphs
+        del (
+            self._draft,
+            self._cache,
+            self._scratch,
+            self._held,
+            self._rows,
+            self._likeliest,
+            self._draft_tokens,
+            self._text,
+            self._graphs,
+        )

@@ -23,8 +23,9 @@ class _Entry:
 class Flights:
     """Steps of a batch in flight on a stepper, at most one more than it can run ahead.
 
-    A step launched ahead feeds each sequence the token that the device chose, before the host has seen it. Where the host decides
-    otherwise (the completion has ended, another token is forced), `correct` discards the steps in flight of that sequence.
+    A step launched ahead feeds each sequence the token that the device chose, before the host has seen it. Where the
+    host decides otherwise (the completion has ended, another token is forced), `correct` discards the steps in flight
+    of that sequence.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -36,7 +37,8 @@ class Flights:
         return len(self._in_flight)
 
     def can_join(self, sequence: RunningSequence) -> bool:
-        """Whether the sequence can be in the next launch: its token is known, or is being chosen by the step just before."""
+        """Whether the sequence can be in the next launch: its token is known, or is being chosen by the step just
+        before."""
         if sequence.feed:
             return True
         if self._source(sequence) is None or sequence.completion.forced_token is not None:
@@ -55,7 +57,16 @@ class Flights:
                 raise ValueError("a sequence's token is neither known nor being chosen")
             replays = bool(sequence.feed)
             wanted = not replays and sequence.completion.forced_token is None
-            feeds.append(Feed(sequence.kv, sequence.sampler, token, source, sequence.sampler.drawn + self._drawing(sequence), wanted))
+            feeds.append(
+                Feed(
+                    sequence.kv,
+                    sequence.sampler,
+                    token,
+                    source,
+                    sequence.sampler.drawn + self._drawing(sequence),
+                    wanted,
+                )
+            )
             entries.append(_Entry(sequence, sequence.epoch, replays, wanted))
         self._stepper.launch(feeds)
         for sequence in sequences:
@@ -90,7 +101,11 @@ class Flights:
 
     def _drawing(self, sequence: RunningSequence) -> int:
         """Draws of the sequence in flight."""
-        return sum(e.sequence is sequence and e.epoch == sequence.epoch and e.wanted for entries in self._in_flight for e in entries)
+        return sum(
+            e.sequence is sequence and e.epoch == sequence.epoch and e.wanted
+            for entries in self._in_flight
+            for e in entries
+        )
 
     def _source(self, sequence: RunningSequence) -> int | None:
         """The sequence's row in the last launch; None if it was not in it, or if its choice there does not count."""

@@ -113,7 +113,8 @@ class RequestState:
 
     @classmethod
     def of(cls, index: int, prepared: Prepared) -> RequestState:
-        """The state of a new request, with a ticket for each of its choices. A beam search is one choice that takes several slots."""
+        """The state of a new request, with a ticket for each of its choices. A beam search is one choice that takes
+        several slots."""
         request = cls(index, prepared, ended=[] if prepared.best_of is not None else None)
         choices = 1 if prepared.beams else prepared.best_of or prepared.n
         for choice in range(choices):

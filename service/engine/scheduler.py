@@ -1,7 +1,8 @@
 """Which choices prefill, decode or wait: pure Python, no tensors.
 
-One choice of a request is one ticket. Tickets are admitted in the order in which they arrived, none before an older one: a ticket needs
-a free slot and KV blocks. One that exceeds its reservation may preempt the newest ticket, never an older one, so the oldest always ends.
+One choice of a request is one ticket. Tickets are admitted in the order in which they arrived, none before an older
+one: a ticket needs a free slot and KV blocks. One that exceeds its reservation may preempt the newest ticket, never an
+older one, so the oldest always ends.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Scheduler:
     def add(self, ticket: Ticket) -> None:
         """Queue a new ticket after all others. Raises ValueError for one that takes more slots than there are."""
         if not 1 <= ticket.slots <= self.slots or ticket.state != "waiting":
-            raise ValueError(f"a ticket of {ticket.slots} slots that is {ticket.state} cannot wait for {self.slots} slots")
+            raise ValueError(
+                f"a ticket of {ticket.slots} slots that is {ticket.state} cannot wait for {self.slots} slots"
+            )
         ticket.number = self._numbered
         self._numbered += 1
         self._tickets.append(ticket)
@@ -67,8 +70,8 @@ class Scheduler:
     def admit(self, enter: Callable[[Ticket], State | None]) -> Iterator[Ticket]:
         """Admit tickets, the oldest first, while slots are free; each is yielded once it is admitted.
 
-        `enter` reserves a ticket's blocks and returns its next state, or None when it does not fit: then the later ones wait too. A
-        preempted ticket is admitted again when another one has ended, or when none runs.
+        `enter` reserves a ticket's blocks and returns its next state, or None when it does not fit: then the later ones
+        wait too. A preempted ticket is admitted again when another one has ended, or when none runs.
         """
         while (ticket := self.next) is not None and ticket.slots <= self.free:
             if ticket.preempted_at == self._ended and self.working:

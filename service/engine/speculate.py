@@ -1,8 +1,8 @@
 """Speculative decoding: which draft tokens to propose, and whether verifying them is worth a wider pass. Pure Python.
 
-Draft tokens are what followed the last occurrence of the text's latest tokens (prompt lookup, Saxena 2023), or come from the draft layer
-(see drafting.py). They are verified in one pass. Each position is then chosen from its true scores, with the draw that it would have had
-in a step of its own, so the completion is the same, only sooner.
+Draft tokens are what followed the last occurrence of the text's latest tokens (prompt lookup, Saxena 2023), or come
+from the draft layer (see drafting.py). They are verified in one pass. Each position is then chosen from its true
+scores, with the draw that it would have had in a step of its own, so the completion is the same, only sooner.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from dataclasses import dataclass, field
 
 # Lengths of the latest tokens that are looked up, the longest first.
 NGRAM_LENGTHS: tuple[int, ...] = (4, 3, 2)
-# The share of a run's time, prefill included, that rejected draft tokens may have cost at any moment. The promise is 3 %. Measured with
-# 0.02: decode took up to 1.07 times as long after a prefill of half its time (quiet machine, medians of 7); with 0.01: 1.03.
+# The share of a run's time, prefill included, that rejected draft tokens may have cost at any moment. The promise is 3
+# %. Measured with 0.02: decode took up to 1.07 times as long after a prefill of half its time (quiet machine, medians
+# of 7); with 0.01: 1.03.
 MAX_LOSS = 0.01
 # Weight of a new measurement in the moving average of a pass's seconds.
 SMOOTHING = 0.2
-# Rows that the draft layer prefills in the time of one draft token: only the last of them goes through the head. BF16 6.6, INT4 5.8.
+# Rows that the draft layer prefills in the time of one draft token: only the last of them goes through the head. BF16
+# 6.6, INT4 5.8.
 PREFILL_ROWS_PER_DRAFT_TOKEN = 6
-# Upper bound for passes wider than any measured: linear extrapolation times this. Measured: up to 1.1 times linear, see lab/notebook.md.
+# Upper bound for passes wider than any measured: linear extrapolation times this. Measured: up to 1.1 times linear, see
+# lab/notebook.md.
 EXTRAPOLATION_FACTOR = 1.25
-# The measured extra cost of a width counts as if this many earlier passes of it had cost nothing extra. So one slow measurement on a
-# busy machine does not keep a width from being tried again.
+# The measured extra cost of a width counts as if this many earlier passes of it had cost nothing extra. So one slow
+# measurement on a busy machine does not keep a width from being tried again.
 PRIOR_FREE_PASSES = 2
 # Rows that the draft layer has to prefill while it drafts step by step. After a pause there are more, once.
 USUAL_UNREAD = 2
@@ -46,7 +49,8 @@ class PromptLookup:
         self._ids.append(token)
 
     def propose(self, most: int) -> tuple[int, list[int]]:
-        """The length of the n-gram that was found again (0: none), and up to `most` tokens after it; a cycle is continued."""
+        """The length of the n-gram that was found again (0: none), and up to `most` tokens after it; a cycle is
+        continued."""
         ids = self._ids
         for length in NGRAM_LENGTHS:
             start = self._after.get(tuple(ids[-length:])) if len(ids) >= length else None
@@ -60,9 +64,11 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class PassCosts:
-    """Measured seconds of a pass by its rows, the number of measurements, and the seconds of one token of the draft layer.
+    """Measured seconds of a pass by its rows, the number of measurements, and the seconds of one token of the draft
+    layer.
 
-    `draft_share`: bytes that drafting one token reads, as a share of those that a pass of one row reads; 0 without a draft layer.
+    `draft_share`: bytes that drafting one token reads, as a share of those that a pass of one row reads; 0 without a
+    draft layer.
     """
 
     measured: dict[int, float] = field(default_factory=dict)
@@ -79,7 +85,9 @@ class PassCosts:
     def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
         """The draft layer took `seconds` for `tokens` draft tokens; it had `unread` rows to prefill first."""
         each = seconds / (tokens + (unread - 1) / PREFILL_ROWS_PER_DRAFT_TOKEN)
-        self.measured_draft = each if not self.measured_draft else self.measured_draft + SMOOTHING * (each - self.measured_draft)
+        self.measured_draft = (
+            each if not self.measured_draft else self.measured_draft + SMOOTHING * (each - self.measured_draft)
+        )
 
     @property
     def draft_token(self) -> float:
@@ -88,10 +96,13 @@ class PassCosts:
 
     def upper_bound(self, rows: int) -> float:
         """The most seconds that a pass of `rows` takes; 0 if nothing was measured. See EXTRAPOLATION_FACTOR."""
-        return self._between(rows, self.measured.__getitem__, lambda known: self.measured[known] * EXTRAPOLATION_FACTOR * rows / known)
+        return self._between(
+            rows, self.measured.__getitem__, lambda known: self.measured[known] * EXTRAPOLATION_FACTOR * rows / known
+        )
 
     def estimate(self, rows: int) -> float:
-        """Seconds that a pass of `rows` takes, on the assumption that rows beyond the measured ones are free. See PRIOR_FREE_PASSES."""
+        """Seconds that a pass of `rows` takes, on the assumption that rows beyond the measured ones are free. See
+        PRIOR_FREE_PASSES."""
         return self._between(rows, self._shrunk, self._shrunk)
 
     def _shrunk(self, rows: int) -> float:
@@ -114,7 +125,8 @@ class PassCosts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Draft tokens of one source that were verified and accepted. It starts from what is assumed before anything was measured."""
+    """Draft tokens of one source that were verified and accepted. It starts from what is assumed before anything was
+    measured."""
 
     verified: float
     accepted: float
@@ -139,14 +151,16 @@ class DraftLimits:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What to verify: tokens that were looked up, or a number of tokens for the draft layer. Neither: an ordinary step."""
+    """What to verify: tokens that were looked up, or a number of tokens for the draft layer. Neither: an ordinary
+    step."""
 
     tokens: tuple[int, ...] = ()
     layer_tokens: int = 0
 
 
 class Speculator:
-    """Decides on one text's draft tokens. It proposes some only where the measured costs say that it pays, within MAX_LOSS of the time.
+    """Decides on one text's draft tokens. It proposes some only where the measured costs say that it pays, within
+    MAX_LOSS of the time.
 
     `spent`: seconds that the text has taken before the first step.
     """
@@ -154,7 +168,8 @@ class Speculator:
     def __init__(self, prompt: Iterable[int], costs: PassCosts, spent: float = 0.0) -> None:
         self._lookup = PromptLookup(prompt)
         self._costs = costs
-        # Assumed at the start: of looked-up tokens one of two is accepted, of the draft layer's four of five (published: 0.7 to 0.9).
+        # Assumed at the start: of looked-up tokens one of two is accepted, of the draft layer's four of five
+        # (published: 0.7 to 0.9).
         self._looked_up = {length: Acceptance(2.0, 1.0) for length in NGRAM_LENGTHS}
         self._drafted = Acceptance(5.0, 4.0)
         self._current = self._drafted
@@ -183,7 +198,8 @@ class Speculator:
         return DraftPlan(tokens=tuple(tokens[:looked_up]))
 
     def _best(self, source: Acceptance, most: int, limits: DraftLimits, unread: int | None) -> tuple[int, float]:
-        """The best number of draft tokens of a source to verify, and the seconds that they save; `unread` for the draft layer only."""
+        """The best number of draft tokens of a source to verify, and the seconds that they save; `unread` for the draft
+        layer only."""
         costs, allowed = self._costs, self._saved + MAX_LOSS * self._spent
         single, now, chance = costs.upper_bound(1), limits.unprocessed + 1, source.chance
         base = costs.estimate(now)
@@ -203,10 +219,14 @@ class Speculator:
                 best, best_gain = count, gain
         return best, best_gain
 
-    def record(self, proposed: int, accepted: int, seconds: float | None, *, rows: int = 0, drafting: float = 0.0) -> None:
-        """A step took `seconds`, `drafting` of them in the draft layer; None: not typical, as when a graph was captured.
+    def record(
+        self, proposed: int, accepted: int, seconds: float | None, *, rows: int = 0, drafting: float = 0.0
+    ) -> None:
+        """A step took `seconds`, `drafting` of them in the draft layer; None: not typical, as when a graph was
+        captured.
 
-        It verified `proposed` draft tokens (0: none), accepted the first `accepted`, and had `rows` rows (0: one more than proposed).
+        It verified `proposed` draft tokens (0: none), accepted the first `accepted`, and had `rows` rows (0: one more
+        than proposed).
         """
         if seconds is not None:
             self._costs.record(rows or proposed + 1, seconds - drafting)

@@ -133,11 +133,11 @@ def test_a_step_that_captures_says_nothing_of_what_others_cost(
     assert count == len([seconds for seconds in recorded if seconds is not None]) == grew.count(False)
 
 
-def test_a_text_whose_steps_are_under_way_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:
-    stepper._under_way.append(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="steps are under way"):
+def test_a_text_whose_steps_are_in_flight_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:
+    stepper._in_flight.append(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps are in flight"):
         stepper.check(None, None, [1], 1)  # type: ignore[arg-type]
-    stepper._under_way.clear()
+    stepper._in_flight.clear()
 
 
 def test_results_tell_of_guesses(model: OpenModel, stepper: OnTheCpu) -> None:

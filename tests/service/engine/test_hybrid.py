@@ -18,7 +18,7 @@ from onedesk.service.cache.paged import SequenceKV
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import session as session_module
 from onedesk.service.engine.buffers import MAX_BATCH
-from onedesk.service.engine.runner import Runner, Stopped, first_piece, last_border
+from onedesk.service.engine.runner import Runner, Stopped, first_piece, last_checkpoint
 from onedesk.service.engine.session import KEPT_STATES, Opening, draw_blueprint, open_session
 from onedesk.service.kernels.choose import workspace_bytes
 from onedesk.service.kernels.forward_batch import BLOCK, FEW_ROWS
@@ -239,7 +239,7 @@ def test_pieces_end_at_the_last_border_behind_which_more_than_a_few_tokens_are_l
             at, pieces = start, []
             while at < start + tokens:
                 left = start + tokens - at
-                pieces.append(first_piece(left, 256, last_border(at, left)))
+                pieces.append(first_piece(left, 256, last_checkpoint(at, left)))
                 at += pieces[-1]
             assert at == start + tokens
             assert all(0 < piece <= 256 for piece in pieces)
