@@ -18,7 +18,7 @@ from .cuda_graphs import Graphs
 from .device_sampler import PLAN_ROWS, DeviceSampler, write_plan
 from .runner import Runner
 from .sampler import Sampler
-from .stepper import Checked, Feed, Picked, picked_by_device, pick
+from .stepper import Checked, Feed, Picked, pick, picked_by_device
 
 # A step with another number of rows is padded to the next of these.
 BATCHES = (1, 2, 4, 8)
