@@ -61,7 +61,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(registry: 
         (ask(beams=2, logprobs=1), "does not know logprobs; leave it out"),
         (
             ask(beams=8, max_tokens=900),
-            r"8 beams of up to 900 tokens behind a prompt of \d+ need KV for [\d,]+ tokens, and the context gives 1,024",
+            r"8 beams of up to 900 tokens after a prompt of \d+ need KV for [\d,]+ tokens, and the context gives 1,024",
         ),
         (Request(ids=()), "list of token ids is empty"),
         (Request(ids=(1, 512)), "token id 512 at position 1 is not one of the model's 512"),
