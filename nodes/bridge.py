@@ -24,7 +24,6 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
-
 from server import PromptServer
 
 from ..service.api import Model, OpenModel, RemoteModel

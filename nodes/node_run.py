@@ -11,9 +11,9 @@ from typing import Generic, Protocol, TypeVar
 
 from comfy_api.latest import Caching, ComfyAPI
 from comfy_execution.cache_provider import unregister_cache_provider
+from server import PromptServer
 
 import nodes as comfy_nodes
-from server import PromptServer
 
 from ..service.api import Model
 from ..service.core import CancelCheck

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from comfy_api.latest import Caching
+from server import PromptServer
 
 import nodes as comfy_nodes
-from server import PromptServer
 
 from . import bridge
 from .folders import model_file_bytes
