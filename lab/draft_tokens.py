@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from ..service.api import OpenModel, open_model
-from ..service.bench.ours import NEVER
+from ..service.bench.onedesk_subject import NEVER
 from ..service.bench.run import end_tokens, find_model, random_prompt
 from ..service.cache.paged import SequenceKV
 from ..service.catalog.inventory import model_roots

@@ -46,7 +46,7 @@ BASE_ORDER = (
 ROOT = Path(__file__).resolve().parents[1]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}
 COMFYUI |= {"node_helpers", "nodes", "server"}
-RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli"}
+RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli", "yarl"}
 # Optional extras and what only a bench compares with; imported where they are used, never at the top of a module.
 LATE = {"transformers", "triton", "cuda", "llguidance", "prometheus_client", "llama_cpp"}
 # What only part of the nodes may touch.

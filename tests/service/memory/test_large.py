@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from onedesk.service.api import OpenModel, open_model
-from onedesk.service.bench.files import Residency, evict, read_whole
+from onedesk.service.bench.measuring_child import Worker
+from onedesk.service.bench.page_cache import Residency, evict, read_whole
 from onedesk.service.bench.subject import Task
-from onedesk.service.bench.worker import Worker
 from onedesk.service.core import Request, Result, Sampling
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.memory.budget import MemorySettings
