@@ -148,10 +148,7 @@ class RotaryTable:
     def build(cls, lease: Lease, positions: int, dim: int, theta: float, yarn: Yarn | None = None) -> RotaryTable:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), turns_per_position(dim, theta, yarn))
         scale = 1.0 if yarn is None else yarn.attention
-        tables = [
-            lease.carve(angles.shape, torch.float32).copy_(values.mul_(scale))
-            for values in (angles.cos(), angles.sin())
-        ]
+        tables = [lease.carve(angles.shape, torch.float32).copy_(values.mul_(scale)) for values in (angles.cos(), angles.sin())]
         return cls(*tables)
 
     @staticmethod
