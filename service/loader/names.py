@@ -110,6 +110,9 @@ class ModelRoots:
             path = path.expanduser()
         if exists(path):
             return hub_snapshot(path) or path
+        link = next((link for link in self.refused_links() if link.name == text), None)
+        if link is not None:
+            raise FileError(f"the model {short(text)} cannot be opened: {link.reason}")
         known = [entry.name for entry in self.list()]
         raise ModelError(f"there is no model {short(text)}, and no folder or file of that path; {_advice(text, known)}")
 
