@@ -19,6 +19,7 @@ from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 TAIL_LINES = 15
+LOCK = ".onedesk.lock"
 # What a user's shell may hold and what would lead pip or Python out of the tree.
 UNSET = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_ROOT", "PIP_REQUIREMENT")
 
@@ -126,8 +127,7 @@ class Steps:
 @contextmanager
 def locked(tree: Tree) -> Iterator[None]:
     """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process, however it ends."""
-    path = tree.prefix / ".lock"
-    with path.open("a") as lock:
+    with (tree.prefix / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
