@@ -100,8 +100,10 @@ def test_a_cache_that_is_a_link_is_refused_before_and_not_followed_after(ground:
 
 
 NAMES = st.sampled_from(
-    ["a", "mine", "envs", "cache", "models", "data", "run.sh", ".lock", "onedesk", "service", "ComfyUI", "custom_nodes"]
-    + ["onedesk-demo-writer", "pip", "logs", "desk.json", "steps", "comfyui", "vae", "onedesk.toml", "pack", "thesis", FILE, MARK]
+    [
+        *("a", "mine", "envs", "cache", "models", "data", "run.sh", ".lock", "onedesk", "service", "ComfyUI", "pip", FILE, MARK),
+        *("custom_nodes", "onedesk-demo-writer", "logs", "desk.json", "steps", "comfyui", "vae", "onedesk.toml", "pack"),
+    ]
 )
 FOREIGN = st.dictionaries(st.lists(NAMES, min_size=1, max_size=4).map(tuple), st.sampled_from(["text", "folder", "link"]), max_size=8)
 
