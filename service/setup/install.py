@@ -23,6 +23,7 @@ from .checks import run_checks
 from .environment import PINS, TORCH, Environment
 from .foreign import find_foreign, model_paths, no_comfyui
 from .pack import NAME, add_package, link_demo_models, read_project, recorded_link
+from .record import FILE as RECORD
 from .record import Record, digest, remove
 from .source import Source, move_additions, shipped_files
 from .steps import LOCK, SetupError, Steps, locked
@@ -85,20 +86,27 @@ def bad_prefix(prefix: Path) -> str | None:
     if prefix.exists() and not prefix.is_dir():
         return "it is a file"
     script = prefix / "run.sh"
-    if script.is_file() and "Onedesk" not in script.read_text(encoding="utf-8", errors="replace"):
+    ours = script.is_file() and not script.is_symlink() and "Onedesk" in script.read_text(encoding="utf-8", errors="replace")
+    if os.path.lexists(script) and not ours:
         return "it holds a run.sh that is not ours; name another folder"
     return None
 
 
 def check_prefix(tree: Tree) -> None:
     """Refuse a prefix that has folders of the names that we need, made by somebody else. SetupError names them."""
+    for folder in tree.folders():
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise SetupError(f"{folder} is there and is no folder; name another --prefix")
+    for file in (tree.script, tree.prefix / RECORD):
+        if os.path.lexists(file):
+            raise SetupError(f"{file} is there and no installation of ours has made it; name another --prefix")
     for folder in (tree.envs, tree.cache):
         if folder.is_symlink():
             raise SetupError(
                 f"{folder} is a link, and no installation of ours has made it; name another --prefix. To have that folder on another disk, "
                 "move it there after installing, and leave a link in its place"
             )
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.is_dir() and any(folder.iterdir()):
             raise SetupError(f"{folder} is there and no installation of ours has made it (conda has an envs/ too); name another --prefix")
 
 
@@ -204,7 +212,7 @@ def prepare(tree: Tree, record: Record) -> None:
         record.make_tree(folder)
     tree.make()
     record.write_file(tree.script, run_script(), executable=True)
-    if not tree.settings.exists():
+    if not os.path.lexists(tree.settings):
         record.write_file(tree.settings, SETTINGS)
 
 

@@ -150,7 +150,7 @@ class Record:
                 path.unlink()
         self.path.unlink()
         for path in sorted(map(self._path, self.folders), key=lambda path: len(path.parts), reverse=True):
-            if path.is_dir() and not self.behind_link(path) and not any(path.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
                 path.rmdir()
 
     def _remove_tree(self, path: Path) -> None:
