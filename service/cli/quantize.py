@@ -83,9 +83,7 @@ def quantize_model(
     from ..kernels.choose import choose_kernels
     from ..loader.checkpoint import open_checkpoint
     from ..memory.budget import MemorySettings
-    from ..memory.pool import Pool
     from ..memory.machine_pool import make_pool
-from ..memory.truth import read_truth
     from ..model import convert
     from ..model.converted import converted_folder, open_converted
     from ..model.families import read_family
