@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -16,8 +15,11 @@ from ..core import (
     Progress,
     Request,
     Result,
+    SamplingSource,
+    SamplingValue,
     Stage,
     Usage,
+    fp32,
 )
 from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
@@ -50,7 +52,9 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: W
     _check_askable(request, address, ours=ours)
     drawn = (seed + choice) % SEED_LIMIT
     body: dict[str, Any] = {"model": wanted.name} if wanted.name else {}
-    body |= {"stream": True, "max_tokens": request.max_tokens}
+    body |= {"stream": True} if ours else {"stream": True, "max_tokens": request.max_tokens}
+    if request.total_tokens is not None:
+        body["max_tokens"] = request.total_tokens
     body |= {"seed": drawn if ours else drawn % _FOREIGN_SEEDS, **_sampling(request)}
     if request.stop:
         body["stop"] = list(request.stop)
@@ -90,7 +94,7 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _own_options(request: Request, wanted: Wanted, policy: Policy) -> dict[str, Any]:
-    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, **told_policy(policy)}
+    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "answer_tokens": request.max_tokens, **told_policy(policy)}
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
 
@@ -182,6 +186,7 @@ class Reader:
             usage=self._counts(),
             seconds=seconds,
             stages=_stages(told.get("stages")),
+            sampling=_sampling_in_force(told.get("sampling")),
         )
 
     @property
@@ -260,13 +265,21 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 0.0
+    return float(value) if fp32(value) is not None and value >= 0 else 0.0
 
 
 def _progress(value: Any) -> Progress | None:
     told = _object(value)
     stage = told.get("stage")
     return Progress(stage, _whole(told.get("done")), _whole(told.get("total"))) if stage in _STAGES else None
+
+
+def _sampling_in_force(told: Any) -> dict[str, SamplingValue]:
+    """What a service of ours says of the sampling; another engine says nothing."""
+    found = {name: _object(one) for name, one in _object(told).items()}
+    sources = get_args(SamplingSource)
+    known = {name: one for name, one in found.items() if one.get("source") in sources and fp32(one.get("value")) is not None}
+    return {name: SamplingValue(one["value"], one["source"]) for name, one in known.items()}
 
 
 def _stages(value: Any) -> dict[str, Stage]:
