@@ -28,6 +28,7 @@ import psutil
 
 from ..core import CancelCheck
 from ..errors import ModelError, RequestError
+from ..python_process import isolated_command
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class JinjaProcess:
             body = json.dumps(request | {"seconds": limits.seconds + _ALARM_AFTER}).encode("ascii")
             if len(body) > 4 * limits.text:
                 raise RequestError(
-                    f"the conversation has {len(body):,} bytes; a prompt has at most {limits.text:,}: shorten the messages"
+                    f"the conversation has {len(body):,} bytes; a prompt has at most {limits.text:,}: "
+                    "shorten the messages"
                 )
             if self._process is None:
                 self._start()
@@ -117,11 +119,12 @@ class JinjaProcess:
         folders = _folders_of("jinja2", "markupsafe")
         if not sys.executable:
             raise ModelError(
-                "chat templates are rendered in a Python process of their own, and this program does not say where Python is"
+                "chat templates are rendered in a Python process of their own, and this program does not say "
+                "where Python is"
             )
         # -I -S: no user site, no .pth files, no environment; the child imports the standard library and the two folders
         # only
-        command = [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), str(self._limits.memory), *folders]
+        command = isolated_command("-S", "-X", "utf8", _CHILD, str(self._limits.memory), *folders)
         try:
             self._process = subprocess.Popen(
                 command,
