@@ -132,7 +132,7 @@ def test_the_tree_of_the_running_python_is_found(tmp_path, monkeypatch):
     assert load_config(other).service.port == 6
 
 
-def test_without_a_tree_the_toy_models_of_the_package_are_offered(tmp_path, monkeypatch):
+def test_without_a_tree_the_toy_models_are_offered(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(config_module, "package_folder", lambda: tmp_path)
     assert load_config().model_roots == ()

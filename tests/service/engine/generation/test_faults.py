@@ -1,4 +1,4 @@
-"""A fault of one request, of any class and at any of its stages, ends that request alone: what is written beside it stays what it is."""
+"""A fault of one request, of any class and at any stage, ends that request alone; the others stay what they are."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ def served(model: OpenModel, *requests: Request) -> list[Event]:
 
 
 def others() -> list[Request]:
-    return [ask("first", sampling=Sampling(seed=1), max_tokens=12), ask("last", sampling=Sampling(seed=2), n=2, max_tokens=9)]
+    return [
+        ask("first", sampling=Sampling(seed=1), max_tokens=12),
+        ask("last", sampling=Sampling(seed=2), n=2, max_tokens=9),
+    ]
 
 
 def check_alone(model: OpenModel, stage: Stage, fault: type[BaseException], call: int, victim: Request) -> None:
@@ -106,7 +109,7 @@ def check_alone(model: OpenModel, stage: Stage, fault: type[BaseException], call
     assert same(found[0, 0], alone(model, first))
     assert all(same(found[2, choice], alone(model, last, choice)) for choice in range(2))
     used, kept, _ = model.kv_blocks
-    assert used == 0, f"{used} blocks are held by nobody; {kept} are kept"
+    assert used == 0, f"{used} blocks have no owner; {kept} are cached"
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: f"{stage.owner.__name__}.{stage.method}")
@@ -153,8 +156,9 @@ def test_a_grammar_that_fails_ends_its_request_alone(model: OpenModel) -> None:
     check_alone(model, allowed, Panic, 2, victim)
 
 
-def test_scores_of_one_prompt_that_are_no_numbers_end_that_request(stepped: OpenModel) -> None:
-    """A damaged row of the embedding, that only the victim's prompt reads; blocks that held its keys and values do no harm later."""
+def test_broken_scores_of_one_prompt_end_that_request(stepped: OpenModel) -> None:
+    """A damaged row of the embedding, that only the victim's prompt reads; blocks that held its keys and values do no
+    harm later."""
     session = stepped._session
     assert session is not None
     table = session.runner.network.embedding
@@ -184,7 +188,7 @@ def test_orders_to_stop_stay_what_they_are(model: OpenModel) -> None:
     assert model.kv_blocks[0] == 0
 
 
-def test_one_request_that_fails_raises_its_error_and_a_list_goes_on(model: OpenModel) -> None:
+def test_a_failed_request_raises_and_a_list_continues(model: OpenModel) -> None:
     victim, (first, last) = ask("victim", sampling=Sampling(seed=VICTIM)), others()
     with pytest.MonkeyPatch.context() as patch:
         failing(patch, Stage(Sampler, "choose", of_sampler), OverflowError, 1)

@@ -1,4 +1,4 @@
-"""Choices and lists: each is what it is alone, whatever runs beside it, ahead of it or takes its room."""
+"""Choices and lists: each is what it is alone, whatever else runs, runs ahead or preempts it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ def test_more_choices_than_places_follow_when_others_have_ended(stepped: OpenMod
     assert all(same(found[0, choice], alone(stepped, request, choice)) for choice in (0, 7, 8, 19))
 
 
-def test_a_row_that_the_host_chooses_for_ends_beside_rows_that_run_ahead(stepped: OpenModel) -> None:
+def test_a_host_sampled_row_ends_next_to_rows_that_run_ahead(stepped: OpenModel) -> None:
     penalized = Sampling(seed=1, frequency_penalty=0.5)
-    requests = [ask("ends first", sampling=penalized, max_tokens=tokens) for tokens in (4, 5, 9)] + [ask("goes on", max_tokens=20)]
+    requests = [ask("ends first", sampling=penalized, max_tokens=tokens) for tokens in (4, 5, 9)] + [
+        ask("continues", max_tokens=20)
+    ]
     found = run(stepped, *requests)
     assert all(same(found[place, 0], alone(stepped, request)) for place, request in enumerate(requests))
 
@@ -60,7 +62,7 @@ def test_a_list_is_what_its_items_are_alone(stepped: OpenModel, requests: list[R
         assert same(result, alone(stepped, requests[place], choice))
 
 
-def test_a_spent_budget_of_thinking_is_closed_by_force_in_every_row(stepped: OpenModel) -> None:
+def test_a_spent_thinking_budget_is_closed_in_every_row(stepped: OpenModel) -> None:
     requests = [thinker(seed, thinking_budget=5 + seed) for seed in range(4)]
     found = run(stepped, *requests, ask())
     for place, request in enumerate([*requests, ask()]):
