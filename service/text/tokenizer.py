@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import ModelError, RequestError
@@ -38,26 +39,39 @@ class Tokenizer:
         backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
         backend.no_padding()
         self._backend = backend
-        added = backend.get_added_tokens_decoder()
-        self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        # The same model and rules without the added tokens, to which no text can become a control token.
+        self._plain = Backend(backend.model)
+        if backend.normalizer is not None:
+            self._plain.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._plain.pre_tokenizer = backend.pre_tokenizer
+        self.added_tokens: Mapping[int, AddedToken] = backend.get_added_tokens_decoder()
+        self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in self.added_tokens.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.size: int = max(vocabulary.values(), default=-1) + 1
         self.longest: int = max(map(len, vocabulary), default=1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, without any added start or end token.
 
-        Text of special tokens becomes those tokens wherever it stands, in what a user typed as well as in what the template wrote;
-        so does transformers, and a template's output could not be told apart otherwise. Raises RequestError for half a character.
+        Text of added tokens becomes those tokens wherever it stands, as in transformers; with `parse_special` False it stays text.
+        For a conversation, whose template writes control tokens and whose messages must not, see ProtectedText.
+        Raises RequestError for half a character.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise RequestError(
-                f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
-            ) from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+        _require_whole_characters(text)
+        if parse_special:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if self.added_tokens.keys().isdisjoint(ids):
+            return ids
+        # A vocabulary can hold a control token as a word of its own; no single character is one.
+        return [token for character in text for token in self._plain.encode(character, add_special_tokens=False).ids]
+
+    def encode_for_pooling(self, text: str) -> list[int]:
+        """Token ids of `text` with the start and end tokens that the tokenizer's own post-processor adds, such as the end token
+        whose state is the vector of an embedding model. Raises RequestError for half a character."""
+        _require_whole_characters(text)
+        return self._backend.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids that no token has become nothing."""
@@ -79,6 +93,16 @@ class Tokenizer:
             return bytes([_BYTE_OF[character] for character in written])
         except KeyError:  # an added token in plain text, with a space or beyond Latin-1
             return written.encode("utf-8")
+
+
+def _require_whole_characters(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise RequestError(
+            f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
+        ) from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
