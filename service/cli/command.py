@@ -32,6 +32,7 @@ from ..core import (
     Message,
     Request,
     Sampling,
+    require_user_text,
 )
 from ..errors import Cancelled, OnedeskError, RequestError
 from . import quantize
@@ -325,7 +326,9 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
             raise UsageError("no PROMPT and no --ids; see onedesk generate --help")
         prompt = piped
     system = [Message("system", args.system)] if args.system else []
-    return Request(messages=(*system, Message("user", prompt)), **options)
+    messages = (*system, Message("user", prompt))
+    require_user_text(messages)
+    return Request(messages=messages, **options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from ..cache.paged import blocks_for
 from ..core import Request, Sampling
 from ..errors import Field, ModelError, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
+from ..text.conversation import RenderedPrompt, render_conversation
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
@@ -27,7 +28,8 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
     """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError."""
     request = request.validated()
     check_stops(request.stop)
-    ids, in_reasoning = _prompt(request, blueprint.context, language)
+    prompt = _prompt(request, blueprint.context, language)
+    ids, in_reasoning = prompt.ids, prompt.in_reasoning
     check_ids(ids, blueprint.widths.vocab)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
@@ -42,7 +44,7 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
     ends = end_tokens(blueprint, language)
     limits = _limits(request, room, ends)
     choosable = min(tokenizer.size, vocab) if tokenizer else vocab
-    guide = _guide(request, language.grammars(choosable, ends), in_reasoning) if request.json_schema is not None else None
+    guide = _guide(request, language.grammars(choosable, ends), prompt) if request.json_schema is not None else None
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
@@ -122,33 +124,50 @@ def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
         raise ModelError(f"generation_config.json: {error}") from error
 
 
-def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:
-    """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
+def _prompt(request: Request, context: int, language: Language) -> RenderedPrompt:
+    """The prompt and its ids. Raises RequestError for a text that cannot fit, before it is tokenized."""
     if request.ids is not None:
-        return request.ids, False
+        return RenderedPrompt("", request.ids, in_reasoning=False, thoughts_closed=False)
     tokenizer = language.tokenizer
-    text = request.prompt if request.prompt is not None else _rendered(request, language)
-    fewest = len(text) // (SHRINKS * tokenizer.longest)
-    if fewest > context:
-        raise RequestError(
-            f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters), or open the "
-            "model with a larger ",
-            Field("context"),
+
+    def check_length(text: str) -> None:
+        fewest = len(text) // (SHRINKS * tokenizer.longest)
+        if fewest > context:
+            raise RequestError(
+                f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters), or open the "
+                "model with a larger ",
+                Field("context"),
+            )
+
+    if request.prompt is None:
+        return render_conversation(
+            language.template,
+            language.added_tokens,
+            request.messages,
+            thinking=request.thinking,
+            tools=request.tools,
+            options=request.template_options,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            check=check_length,
         )
-    return tokenizer.encode(text), opens_reasoning(text)
+    text = request.prompt
+    check_length(text)
+    in_reasoning = request.parse_special and opens_reasoning(text)
+    return RenderedPrompt(text, tokenizer.encode(text, parse_special=request.parse_special), in_reasoning, thoughts_closed=False)
 
 
-def _rendered(request: Request, language: Language) -> str:
-    options = dict(request.template_options)
-    if request.tools:
-        options["tools"] = list(request.tools)
-    return language.template.render(request.messages, thinking=request.thinking, extra=options)
-
-
-def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
+def _guide(request: Request, grammars: Grammars, prompt: RenderedPrompt) -> Guide:
     """The grammar that every choice of the request follows."""
-    may_think = request.thinking != "off" and not in_reasoning
-    return grammars.guide(request.json_schema or "", frame=request.json_frame, may_think=may_think)
+    may_think = request.thinking != "off" and not prompt.in_reasoning and not prompt.thoughts_closed
+    schema = request.json_schema or ""
+    if request.calls:
+        guide = grammars.guide_or_calls(schema, request.tools, most=request.calls, may_think=may_think)
+    else:
+        guide = grammars.guide(schema, frame=request.json_frame, may_think=may_think)
+    if prompt.begun:
+        guide.accept_text(prompt.begun)
+    return guide
 
 
 def _sampling(request: Request, blueprint: Blueprint) -> Sampling:

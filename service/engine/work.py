@@ -28,6 +28,7 @@ class Row:
         self.sampler = Sampler(prepared.sampling, prepared.seed_of(ticket.choice), prepared.ids, prepared.choosable, top=top)
         if self.answer.guided:
             self.sampler.allowed = self.answer.allowed
+            self.sampler.corrected = self.answer.corrected
         self.kv: SequenceKV | None = None
         # Tokens of the answer that are not behind the cache yet: the latest one, or after being set back all of them.
         self.feed: deque[int] = deque()

@@ -48,7 +48,7 @@ async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     scored = ask.requests[0].logprobs is not None
     tokenizer = calls[0].model.tokenizer if scored else None
     writer = ChatWriter(name, tokenizer, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
-    writer.detail = ask.detail
+    writer.detail, writer.one_call = ask.detail, ask.one_call
     return await _answer(service, request, ask, _Answering(name, calls, writer))
 
 

@@ -20,7 +20,8 @@ from ..core import (
     Usage,
 )
 from ..text.tokenizer import Tokenizer
-from ..text.tool_calls import ToolCall, ToolCallSplitter
+from ..text.tool_call_stream import CallArguments, CallEnd, CallEvent, CallStart, ToolCallStream
+from ..text.tool_calls import ThoughtCalls, split_calls
 
 FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
 Document = dict[str, Any]
@@ -62,9 +63,12 @@ class Choice:
     """A choice while it comes."""
 
     index: int
-    calls: ToolCallSplitter | None
+    calls: ToolCallStream | None
+    thoughts: ThoughtCalls | None
     begun: bool = False
-    call_count: int = 0
+    spoken: bool = False  # whether there was any answer beside thoughts
+    call_count: int = 0  # calls that have begun
+    no_more_calls: bool = False
     characters: int = 0
     scored: list[tuple[int, Logprobs]] = field(default_factory=list)
     result: Result | None = None
@@ -82,6 +86,8 @@ class Writer(ABC):
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._tools = tools
+        # Whether what comes after the first call is dropped.
+        self.one_call = False
         self._choices: dict[int, Choice] = {}
         # Whether chunks also tell token ids, progress, and each choice's whole result.
         self.detail = False
@@ -134,7 +140,9 @@ class Writer(ABC):
 
     def _choice(self, index: int) -> Choice:
         if index not in self._choices:
-            self._choices[index] = Choice(index, ToolCallSplitter(self._tools) if self._tools else None)
+            looks = bool(self._tools)
+            calls, thoughts = (ToolCallStream(self._tools), ThoughtCalls(self._tools)) if looks else (None, None)
+            self._choices[index] = Choice(index, calls, thoughts)
         return self._choices[index]
 
     @abstractmethod
@@ -164,23 +172,23 @@ class ChatWriter(Writer):
         super().__init__(kind, model, tokenizer, with_logprobs=with_logprobs, tools=tools)
 
     def _whole_choice(self, choice: Choice, result: Result) -> Document:
-        text, calls = result.text, []
+        text, reasoning, calls = result.text, result.reasoning, []
         if choice.calls is not None:
-            found = [*choice.calls.push(result.text), *choice.calls.finish()]
-            text = "".join(item for item in found if isinstance(item, str))
-            calls = [_tool_call(item) for item in found if isinstance(item, ToolCall)]
+            text, reasoning, calls = split_calls(text, reasoning, self._tools, one_call=self.one_call)
         message: Document = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if result.reasoning:
-            message["reasoning_content"] = result.reasoning
+        if reasoning:
+            message |= _thought(reasoning)
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in calls]
         logprobs = self._logprobs(choice.scored) if self._with_logprobs else None
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": _finish(result, called=bool(calls))}
+        end = _finish(result, called=bool(calls))
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": end}
 
     def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
-        deltas: list[Document] = [{"reasoning_content": reasoning}] if reasoning else []
+        deltas = self._reasoning(choice, reasoning, text)
         if text:
+            choice.spoken = True
             deltas += self._text(choice, [text] if choice.calls is None else choice.calls.push(text))
         if scored and not deltas:
             deltas.append({"content": ""})
@@ -192,19 +200,39 @@ class ChatWriter(Writer):
             parts[-1]["logprobs"] = self._logprobs(scored)
         return parts
 
-    def _last(self, choice: Choice, result: Result) -> list[Document]:
-        rest = self._text(choice, choice.calls.finish()) if choice.calls else []
-        end = _delta(choice, {}) | {"finish_reason": _finish(result, called=choice.call_count > 0)}
-        return [*(_delta(choice, delta) for delta in rest), end]
+    def _reasoning(self, choice: Choice, reasoning: str, text: str) -> list[Document]:
+        """What is certainly reasoning: a call in it may turn out to be one, until the answer begins."""
+        if choice.thoughts is not None and not choice.spoken:
+            reasoning = choice.thoughts.push(reasoning) + (choice.thoughts.closed() if text.strip() else "")
+        return [_thought(reasoning)] if reasoning else []
 
-    def _text(self, choice: Choice, items: Sequence[str | ToolCall]) -> list[Document]:
+    def _last(self, choice: Choice, result: Result) -> list[Document]:
+        deltas: list[Document] = []
+        if choice.thoughts is not None and not choice.spoken:
+            rest, calls = choice.thoughts.finish()
+            deltas += [_thought(rest)] if rest else []
+            parts = ((CallStart(call.name), CallArguments(call.arguments), CallEnd(True, "")) for call in calls)
+            deltas += self._text(choice, [part for call in parts for part in call])
+        deltas += self._text(choice, choice.calls.finish()) if choice.calls else []
+        end = _delta(choice, {}) | {"finish_reason": _finish(result, called=choice.call_count > 0)}
+        return [*(_delta(choice, delta) for delta in deltas), end]
+
+    def _text(self, choice: Choice, items: Sequence[CallEvent]) -> list[Document]:
         deltas: list[Document] = []
         for item in items:
+            if choice.no_more_calls:
+                break
             if isinstance(item, str):
                 deltas.append({"content": item})
-            else:
-                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(item)}]})
+            elif isinstance(item, CallStart):
+                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(item.name, "")}]})
                 choice.call_count += 1
+            elif isinstance(item, CallArguments):
+                if not (deltas and "tool_calls" in deltas[-1]):
+                    deltas.append({"tool_calls": [{"index": choice.call_count - 1, "function": {"arguments": ""}}]})
+                deltas[-1]["tool_calls"][0]["function"]["arguments"] += item.text
+            else:
+                choice.no_more_calls = self.one_call and item.complete
         return deltas
 
     def _logprobs(self, scored: Scored) -> Document:
@@ -253,7 +281,7 @@ class CompletionWriter(Writer):
     def _part(self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         logprobs = self._logprobs(choice, scored) if scored else None
         part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        return part | ({"reasoning_content": reasoning} if reasoning else {})
+        return part | (_thought(reasoning) if reasoning else {})
 
     def _logprobs(self, choice: Choice, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         tokens = [self._token(token)[0] for token, _ in scored]
@@ -289,8 +317,13 @@ def _delta(choice: Choice, delta: Document) -> Document:
     return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _tool_call(call: ToolCall) -> Document:
-    function = {"name": call.name, "arguments": call.arguments}
+def _thought(reasoning: str) -> Document:
+    """Reasoning under both names that clients read: DeepSeek's, and vLLM's and OpenRouter's."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def _tool_call(name: str, arguments: str) -> Document:
+    function = {"name": name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from .protected_text import AddedTokens, ProtectedText
 from .reasoning import CLOSE, OPEN, opens_reasoning
 from .template import ChatTemplate
 
-# Whose texts a control token of any kind may not come from. A system message is the developer's own and may name `<tool_call>`.
+# Whose content is protected from all added tokens. A system message is the developer's own and may name `<tool_call>`, and templates
+# look for `</think>` in what an assistant said; both are protected from control tokens alone.
 _FOREIGN_ROLES = ("user", "tool")
 
 
@@ -37,32 +38,36 @@ def render_conversation(
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    check: Callable[[str], None] | None = None,
 ) -> RenderedPrompt:
     """The prompt for `messages`, up to where the answer begins.
 
     Texts of control tokens in messages and tools stay text. A template that refuses several system messages, or one that comes
-    later, gets them merged into one; "developer" is a system message where the template does not know that role. With
+    later, gets them merged into one, as it does messages of a developer. With
     `continue_final_message` the answer goes on in the last message, in its reasoning where that is all it has.
-    Raises RequestError for messages that the template refuses, in its own words, and ModelError as ChatTemplate.render.
+    `check` may refuse the text before it is tokenized. Raises RequestError for messages that the template refuses, in its own words,
+    and ModelError as ChatTemplate.render.
     """
     if continue_final_message and not (messages and (messages[-1].content or messages[-1].reasoning)):
         raise RequestError("continue_final_message needs a last message with content or reasoning; add one, or leave it out")
     protected = ProtectedText(tokens, [*map(_parts, messages), tools, options or {}])
     final = messages[-1] if continue_final_message else None
-    prepared = [_protected(protected, message) for message in _known_roles(messages, template)]
+    prepared = [_protected(protected, message) for message in messages]
     if final is not None:
         last = prepared[-1]
         ended = {"content": last.content + protected.end} if final.content else {"reasoning": last.reasoning + protected.end}
         prepared[-1] = replace(last, **ended)
     extra = dict(protected.protect(options or {}, visible=False))
     if tools:
-        extra["tools"] = protected.protect(tools, visible=False)
+        extra["tools"] = protected.protect(tools, visible=True)
     asked = {"thinking": thinking, "extra": extra, "add_generation_prompt": add_generation_prompt and final is None}
     rendered = _render(template, prepared, asked)
     in_reasoning = opens_reasoning(rendered)
     if final is not None:
         rendered = _cut(rendered, protected.end)
         in_reasoning = _thinks_on(final)
+    if check is not None:
+        check(rendered)
     return RenderedPrompt(
         text=protected.plain(rendered),
         ids=protected.encode(rendered),
@@ -90,12 +95,6 @@ def _render(template: ChatTemplate, messages: Sequence[Message], asked: Mapping[
         return template.render(merged, **asked)
 
 
-def _known_roles(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
-    if template.mentions("developer"):
-        return list(messages)
-    return [replace(message, role="system") if message.role == "developer" else message for message in messages]
-
-
 def _parts(message: Message) -> list[Any]:
     return [message.role, message.content, message.reasoning, message.tool_calls, message.tool_call_id]
 
@@ -104,10 +103,10 @@ def _protected(protected: ProtectedText, message: Message) -> Message:
     visible = message.role in _FOREIGN_ROLES
     return replace(
         message,
-        role=protected.protect(message.role, visible=True),
+        role="system" if message.role == "developer" else protected.protect(message.role, visible=True),
         content=protected.protect(message.content, visible=visible),
-        reasoning=protected.protect(message.reasoning, visible=visible),
-        tool_calls=tuple(protected.protect(message.tool_calls, visible=visible)),
+        reasoning=protected.protect(message.reasoning, visible=True),
+        tool_calls=tuple(protected.protect(message.tool_calls, visible=True)),
         tool_call_id=protected.protect(message.tool_call_id, visible=True),
     )
 

@@ -76,10 +76,6 @@ class ChatTemplate:
             return answer["text"]
         raise self._error(answer)
 
-    def mentions(self, word: str) -> bool:
-        """Whether one of the templates names `word`, such as a role that most do not know."""
-        return any(word in source for source in self._templates.values())
-
     def close(self) -> None:
         """End the process behind this template; a later render starts it again."""
         self._process.close()

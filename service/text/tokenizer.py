@@ -100,9 +100,7 @@ def _require_whole_characters(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        raise RequestError(
-            f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
-        ) from error
+        raise RequestError(f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it") from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -17,6 +17,8 @@ from typing import Any
 from .tool_call_stream import CLOSE, OPEN, CallArguments, CallEvent, CallStart, ToolCallStream
 from .tool_schema import embedded_schema
 
+__all__ = ["CLOSE", "FRAME", "OPEN", "ThoughtCalls", "ToolCall", "ToolCallSplitter", "call_schema", "split_calls"]
+
 # Stand before and after a call's JSON where one is forced.
 FRAME = (f"{OPEN}\n", f"\n{CLOSE}")
 
@@ -117,16 +119,21 @@ class ThoughtCalls:
         return ("".join(item for item in found if isinstance(item, str)) if calls else held), calls
 
 
-def split_calls(text: str, reasoning: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[ToolCall]]:
-    """Text, reasoning and calls of a whole answer."""
+def split_calls(
+    text: str, reasoning: str, tools: Sequence[Mapping[str, Any]], *, one_call: bool = False
+) -> tuple[str, str, list[ToolCall]]:
+    """Text, reasoning and calls of a whole answer; with `one_call` without anything that comes after the first."""
     splitter = ToolCallSplitter(tools)
     found = [*splitter.push(text), *splitter.finish()]
-    calls = [item for item in found if isinstance(item, ToolCall)]
-    if not text.strip() and reasoning:
+    if not text and reasoning:
         thoughts = ThoughtCalls(tools)
         shown = thoughts.push(reasoning)
         rest, calls = thoughts.finish()
-        reasoning = (shown + rest).rstrip() if calls else shown + rest
+        reasoning, found = shown + rest, [*calls]
+    first = next((at for at, item in enumerate(found) if isinstance(item, ToolCall)), len(found))
+    if one_call:
+        found = found[: first + 1]
+    calls = [item for item in found if isinstance(item, ToolCall)]
     return "".join(item for item in found if isinstance(item, str)), reasoning, calls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 Kinds = frozenset[str] | None
 
 _DEPTH = 16  # references and combinations followed; deeper or circular ones count as "any type"
+_LITERAL_LIMIT = 1 << 16  # characters of a list or object in Python's notation
 _DATA = frozenset({"const", "enum", "default", "example", "examples"})  # hold values, not schemas
 
 
@@ -34,6 +36,8 @@ def argument(text: str, kinds: Kinds) -> Any:
         nested = _read(word, text) if word[:1] in ("{", "[") else text
         return nested if _fits(nested, kinds) else text
     value = _read(word, text)
+    if value is text and kinds & {"array", "object"}:
+        value = _python_literal(word, text)
     if isinstance(value, float) and value.is_integer() and "number" not in kinds:
         value = int(value)
     if "boolean" in kinds and word.lower() in ("true", "false"):
@@ -134,6 +138,18 @@ def _read(word: str, text: str) -> Any:
         return json.loads(word, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(word, text)
+
+
+def _python_literal(word: str, text: str) -> Any:
+    """The list or object that `word` writes with Python's quotes, else `text`."""
+    if word[:1] not in ("{", "[") or len(word) > _LITERAL_LIMIT:
+        return text
+    try:
+        value = ast.literal_eval(word)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return value
 
 
 def _no_number(constant: str) -> NoReturn:
