@@ -19,9 +19,10 @@ from ..core import (
     Stage,
     Usage,
 )
+from ..text.answer_parts import AnswerParts, Part, Thought
 from ..text.tokenizer import Tokenizer
-from ..text.tool_call_stream import CallArguments, CallEnd, CallEvent, CallStart, ToolCallStream
-from ..text.tool_calls import ThoughtCalls, split_calls
+from ..text.tool_call_stream import CallArguments, CallStart
+from ..text.tool_calls import split_calls
 
 FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
 Document = dict[str, Any]
@@ -63,12 +64,9 @@ class Choice:
     """A choice while it comes."""
 
     index: int
-    calls: ToolCallStream | None
-    thoughts: ThoughtCalls | None
+    parts: AnswerParts
     begun: bool = False
-    spoken: bool = False  # whether there was any answer beside thoughts
     call_count: int = 0  # calls that have begun
-    no_more_calls: bool = False
     characters: int = 0
     scored: list[tuple[int, Logprobs]] = field(default_factory=list)
     result: Result | None = None
@@ -132,7 +130,7 @@ class Writer(ABC):
     def only_adds(self, index: int) -> bool:
         """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is looked for in it."""
         choice = self._choices.get(index)
-        return choice is not None and choice.begun and choice.calls is None
+        return choice is not None and choice.begun and choice.parts.plain
 
     def usage_chunk(self, total: Document) -> Document:
         """The chunk behind all others, where it was asked for."""
@@ -140,9 +138,7 @@ class Writer(ABC):
 
     def _choice(self, index: int) -> Choice:
         if index not in self._choices:
-            looks = bool(self._tools)
-            calls, thoughts = (ToolCallStream(self._tools), ThoughtCalls(self._tools)) if looks else (None, None)
-            self._choices[index] = Choice(index, calls, thoughts)
+            self._choices[index] = Choice(index, AnswerParts(self._tools, one_call=self.one_call))
         return self._choices[index]
 
     @abstractmethod
@@ -172,9 +168,7 @@ class ChatWriter(Writer):
         super().__init__(kind, model, tokenizer, with_logprobs=with_logprobs, tools=tools)
 
     def _whole_choice(self, choice: Choice, result: Result) -> Document:
-        text, reasoning, calls = result.text, result.reasoning, []
-        if choice.calls is not None:
-            text, reasoning, calls = split_calls(text, reasoning, self._tools, one_call=self.one_call)
+        text, reasoning, calls = split_calls(result.text, result.reasoning, self._tools, one_call=self.one_call)
         message: Document = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if reasoning:
             message |= _thought(reasoning)
@@ -186,10 +180,7 @@ class ChatWriter(Writer):
 
     def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
-        deltas = self._reasoning(choice, reasoning, text)
-        if text:
-            choice.spoken = True
-            deltas += self._text(choice, [text] if choice.calls is None else choice.calls.push(text))
+        deltas = self._deltas(choice, choice.parts.push(text, reasoning))
         if scored and not deltas:
             deltas.append({"content": ""})
         if not choice.begun:
@@ -200,39 +191,25 @@ class ChatWriter(Writer):
             parts[-1]["logprobs"] = self._logprobs(scored)
         return parts
 
-    def _reasoning(self, choice: Choice, reasoning: str, text: str) -> list[Document]:
-        """What is certainly reasoning: a call in it may turn out to be one, until the answer begins."""
-        if choice.thoughts is not None and not choice.spoken:
-            reasoning = choice.thoughts.push(reasoning) + (choice.thoughts.closed() if text.strip() else "")
-        return [_thought(reasoning)] if reasoning else []
-
     def _last(self, choice: Choice, result: Result) -> list[Document]:
-        deltas: list[Document] = []
-        if choice.thoughts is not None and not choice.spoken:
-            rest, calls = choice.thoughts.finish()
-            deltas += [_thought(rest)] if rest else []
-            parts = ((CallStart(call.name), CallArguments(call.arguments), CallEnd(True, "")) for call in calls)
-            deltas += self._text(choice, [part for call in parts for part in call])
-        deltas += self._text(choice, choice.calls.finish()) if choice.calls else []
+        deltas = self._deltas(choice, choice.parts.finish())
         end = _delta(choice, {}) | {"finish_reason": _finish(result, called=choice.call_count > 0)}
         return [*(_delta(choice, delta) for delta in deltas), end]
 
-    def _text(self, choice: Choice, items: Sequence[CallEvent]) -> list[Document]:
+    def _deltas(self, choice: Choice, parts: Sequence[Part]) -> list[Document]:
         deltas: list[Document] = []
-        for item in items:
-            if choice.no_more_calls:
-                break
-            if isinstance(item, str):
-                deltas.append({"content": item})
-            elif isinstance(item, CallStart):
-                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(item.name, "")}]})
+        for part in parts:
+            if isinstance(part, Thought):
+                deltas.append(_thought(part.text))
+            elif isinstance(part, str):
+                deltas.append({"content": part})
+            elif isinstance(part, CallStart):
+                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(part.name, "")}]})
                 choice.call_count += 1
-            elif isinstance(item, CallArguments):
+            elif isinstance(part, CallArguments):
                 if not (deltas and "tool_calls" in deltas[-1]):
                     deltas.append({"tool_calls": [{"index": choice.call_count - 1, "function": {"arguments": ""}}]})
-                deltas[-1]["tool_calls"][0]["function"]["arguments"] += item.text
-            else:
-                choice.no_more_calls = self.one_call and item.complete
+                deltas[-1]["tool_calls"][0]["function"]["arguments"] += part.text
         return deltas
 
     def _logprobs(self, scored: Scored) -> Document:

@@ -123,13 +123,15 @@ def split_calls(
     text: str, reasoning: str, tools: Sequence[Mapping[str, Any]], *, one_call: bool = False
 ) -> tuple[str, str, list[ToolCall]]:
     """Text, reasoning and calls of a whole answer; with `one_call` without anything that comes after the first."""
+    if not tools:
+        return text, reasoning, []
     splitter = ToolCallSplitter(tools)
     found = [*splitter.push(text), *splitter.finish()]
-    if not text and reasoning:
+    if not text.strip() and reasoning:
         thoughts = ThoughtCalls(tools)
         shown = thoughts.push(reasoning)
         rest, calls = thoughts.finish()
-        reasoning, found = shown + rest, [*calls]
+        reasoning, found = shown + rest, [*calls] or found
     first = next((at for at, item in enumerate(found) if isinstance(item, ToolCall)), len(found))
     if one_call:
         found = found[: first + 1]
