@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..memory.lease import Lease, carved_bytes
+from .rotary import Yarn, turns_per_position
 
 # Tokens of a KV block: position p of a sequence lies in its block p // BLOCK, slot p % BLOCK.
 BLOCK = 32
@@ -88,10 +89,10 @@ class RotaryTable:
     sin: torch.Tensor
 
     @classmethod
-    def build(cls, lease: Lease, positions: int, dim: int, theta: float) -> RotaryTable:
-        frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        tables = [lease.carve(angles.shape, torch.float32).copy_(values) for values in (angles.cos(), angles.sin())]
+    def build(cls, lease: Lease, positions: int, dim: int, theta: float, yarn: Yarn | None = None) -> RotaryTable:
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), turns_per_position(dim, theta, yarn))
+        scale = 1.0 if yarn is None else yarn.attention
+        tables = [lease.carve(angles.shape, torch.float32).copy_(values.mul_(scale)) for values in (angles.cos(), angles.sin())]
         return cls(*tables)
 
     @staticmethod

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import ModelError, RequestError
+from ..errors import FileError, ModelError, RequestError
+from ..loader.files import exists_at_all, read_whole
+from ..loader.json_files import LFS_POINTER, JsonLimits, check_counts
 
-FILE_LIMIT = 256 * 2**20  # bytes; the largest real Qwen tokenizer.json has 20 MB
-_LFS_POINTER = b"version https://git-lfs"
+FILE = "tokenizer.json"
+# The largest of Qwen's has 20 MB: 250,000 tokens, and as many pairs of them. 400 MB are made of it.
+LIMITS = JsonLimits(64 << 20, 2_000_000, 8_000_000, 8_000_000)
+LARGEST_ID = 1 << 24  # Qwen's largest vocabulary has 248,320
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -35,43 +40,52 @@ class Tokenizer:
     like, not `<think>`): they never show in text.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
-        backend.no_padding()
+    def __init__(self, backend: Backend, origin: str = FILE) -> None:
+        """`origin` names the file in messages. Raises ModelError."""
         self._backend = backend
-        # The same model and rules without the added tokens, to which no text can become a control token.
-        self._plain = Backend(backend.model)
-        if backend.normalizer is not None:
-            self._plain.normalizer = backend.normalizer
-        if backend.pre_tokenizer is not None:
-            self._plain.pre_tokenizer = backend.pre_tokenizer
-        self.added_tokens: Mapping[int, AddedToken] = backend.get_added_tokens_decoder()
+        self._origin = origin
+        with _as_model_errors(origin):
+            backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
+            backend.no_padding()
+            self.added_tokens: Mapping[int, AddedToken] = backend.get_added_tokens_decoder()
+            self._plain = _without_added_tokens(backend)
+            vocabulary = backend.get_vocab(with_added_tokens=True)
         self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in self.added_tokens.items() if token.special)
-        vocabulary = backend.get_vocab(with_added_tokens=True)
         self.size: int = max(vocabulary.values(), default=-1) + 1
-        self.longest: int = max(map(len, vocabulary), default=1)
+        self.longest: int = max(map(len, vocabulary), default=1) or 1
+        if self.size > LARGEST_ID:
+            raise ModelError(f"{origin} has the token id {self.size - 1}; ids below {LARGEST_ID} are possible: download it again")
 
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, without any added start or end token.
 
         Text of added tokens becomes those tokens wherever it stands, as in transformers; with `parse_special` False it stays text.
         For a conversation, whose template writes control tokens and whose messages must not, see ProtectedText.
-        Raises RequestError for half a character.
+        Raises RequestError for half a character, ModelError where the tokenizer itself fails.
         """
-        _require_whole_characters(text)
         if parse_special:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+            return self._ids(self._backend, text)
+        ids = self._ids(self._plain, text)
         if self.added_tokens.keys().isdisjoint(ids):
             return ids
         # A vocabulary can hold a control token as a word of its own; no single character is one.
-        return [token for character in text for token in self._plain.encode(character, add_special_tokens=False).ids]
+        return [token for character in text for token in self._ids(self._plain, character)]
 
     def encode_for_pooling(self, text: str) -> list[int]:
         """Token ids of `text` with the start and end tokens that the tokenizer's own post-processor adds, such as the end token
-        whose state is the vector of an embedding model. Raises RequestError for half a character."""
-        _require_whole_characters(text)
-        return self._backend.encode(text, add_special_tokens=True).ids
+        whose state is the vector of an embedding model. Raises as `encode`."""
+        return self._ids(self._backend, text, post_process=True)
+
+    def _ids(self, backend: Backend, text: str, *, post_process: bool = False) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            raise RequestError(
+                f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
+            ) from error
+        with _as_model_errors(self._origin, "fails on this text"):
+            return backend.encode(text, add_special_tokens=post_process).ids
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids that no token has become nothing."""
@@ -95,32 +109,45 @@ class Tokenizer:
             return written.encode("utf-8")
 
 
-def _require_whole_characters(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise RequestError(f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it") from error
+def _without_added_tokens(backend: Backend) -> Backend:
+    """The same model and rules, to which no text can become a control token."""
+    plain = Backend(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    return plain
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read `tokenizer.json` of a checkpoint folder; raises ModelError that says which file to add or what is wrong with it."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{folder.name}: no tokenizer.json; add the file of that name from the model's own repository")
-    size = path.stat().st_size
-    if size > FILE_LIMIT:
-        raise ModelError(f"{folder.name}/tokenizer.json has {size:,} bytes; a tokenizer has at most {FILE_LIMIT:,}: download it again")
-    content = path.read_bytes()
-    if content.startswith(_LFS_POINTER):
-        raise ModelError(f"{folder.name}/tokenizer.json is only a Git LFS pointer; download the file itself (git lfs pull)")
+    path, origin = folder / FILE, f"{folder.name}/{FILE}"
+    if not exists_at_all(path):
+        raise ModelError(f"{folder.name}: no {FILE}; add the file of that name from the model's own repository")
     try:
+        content = read_whole(path, origin, LIMITS.nbytes)
+    except FileError as error:
+        raise ModelError(str(error)) from error
+    if content.startswith(LFS_POINTER):
+        raise ModelError(f"{origin} is only a Git LFS pointer; download the file itself (git lfs pull)")
+    check_counts(content, origin, LIMITS)
+    with _as_model_errors(origin):
         backend = Backend.from_buffer(content)
-    except Exception as error:
-        # tokenizers raises bare Exception for every fault of the file
-        raise ModelError(f"{folder.name}/tokenizer.json cannot be read: {error}; download it again") from error
     _require_byte_level(backend, folder.name)
-    return Tokenizer(backend)
+    return Tokenizer(backend, origin)
+
+
+@contextmanager
+def _as_model_errors(origin: str, what: str = "cannot be read") -> Iterator[None]:
+    """Raise as ModelError what tokenizers raises: a bare Exception for a fault of the file, and for a fault of its own a PanicException,
+    which is no Exception and has no name that could be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        cause = " ".join(str(error).split())[:300]
+        raise ModelError(f"{origin} {what}: {cause}; download it again") from error
 
 
 def _require_byte_level(backend: Backend, folder_name: str) -> None:
