@@ -113,6 +113,8 @@ class Request:
     """What is asked of a model: a conversation, a raw text without a template (`prompt`), or raw token ids. Exactly one of them.
 
     `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
+    `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use all of it, or half where the
+    answer follows a schema.
     `repetition_stop` None means on, except for raw ids.
 
     `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be alone.
@@ -133,6 +135,7 @@ class Request:
     ids: tuple[int, ...] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 512
+    total_tokens: int | None = None
     stop: tuple[str, ...] = ()
     thinking: Thinking = "auto"
     thinking_budget: int | None = None
@@ -159,6 +162,9 @@ class Request:
             raise RequestError(f"a request needs exactly one of messages, prompt and ids; {sum(given)} were given")
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise RequestError(Field("max_tokens"), f" is {self.max_tokens!r}; use a whole number from 1")
+        total = self.total_tokens
+        if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
+            raise RequestError(Field("total_tokens"), f" is {total!r}; use a whole number from 1")
         budget = self.thinking_budget
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise RequestError(Field("thinking_budget"), f" is {budget!r}; use a whole number from 0")

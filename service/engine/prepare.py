@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache.paged import blocks_for
-from ..core import Request, Sampling
-from ..errors import Field, ModelError, OnedeskError, RequestError, brief
+from ..core import CancelCheck, Request, Sampling
+from ..errors import Cancelled, Field, ModelError, OnedeskError, RequestError, brief
 from ..kernels.forward_batch import BLOCK
 from ..loader.checkpoint import CONFIG, GENERATION, end_ids
 from ..text.conversation import RenderedPrompt, render_conversation
@@ -25,11 +25,13 @@ from .session import Blueprint
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError."""
+def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> Prepared:
+    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError, and Cancelled once
+    `cancel()` is true."""
     request = request.validated()
+    require_head(blueprint)
     check_stops(request.stop)
-    prompt = _prompt(request, blueprint.context, language)
+    prompt = _prompt(request, blueprint.context, language, cancel)
     ids, in_reasoning = prompt.ids, prompt.in_reasoning
     check_ids(ids, blueprint.widths.vocab)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
@@ -85,6 +87,13 @@ def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Lan
     return prepared
 
 
+def require_head(blueprint: Blueprint) -> None:
+    """Raise RequestError for a network that gives states and no scores."""
+    if blueprint.config.headless:
+        name = blueprint.checkpoint.name
+        raise RequestError(f"{name} has no output matrix (lm_head), so it gives vectors and writes no text; ask it for embeddings")
+
+
 def check_ids(ids: Sequence[int], vocab: int) -> None:
     """Raise RequestError unless `ids` are one or more of the model's token ids."""
     if not ids:
@@ -126,13 +135,15 @@ def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
         raise ModelError(f"{GENERATION}: {error}") from error
 
 
-def _prompt(request: Request, context: int, language: Language) -> RenderedPrompt:
+def _prompt(request: Request, context: int, language: Language, cancel: CancelCheck | None) -> RenderedPrompt:
     """The prompt and its ids. Raises RequestError for a text that cannot fit, before it is tokenized."""
     if request.ids is not None:
         return RenderedPrompt("", request.ids, in_reasoning=False, thoughts_closed=False)
     tokenizer = language.tokenizer
 
     def check_length(text: str) -> None:
+        if cancel is not None and cancel():
+            raise Cancelled("stopped before the prompt was tokenized")
         fewest = len(text) // (SHRINKS * tokenizer.longest)
         if fewest > context:
             raise RequestError(
@@ -152,6 +163,7 @@ def _prompt(request: Request, context: int, language: Language) -> RenderedPromp
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             check=check_length,
+            cancel=cancel,
         )
     text = request.prompt
     check_length(text)
@@ -201,6 +213,10 @@ def _limits(request: Request, room: int, eos: frozenset[int]) -> Limits:
         # The texts of a search are compared by their tokens, so one limit holds for all of them, thoughts included.
         room = min(room, request.max_tokens)
         return Limits(room, room, room, eos)
+    if request.total_tokens is not None:
+        room = min(room, request.total_tokens)
+        if budget is None and request.json_schema is None:
+            return Limits(request.max_tokens, room, room, eos)
     # Without a budget of its own reasoning may use what the answer leaves, but never more than half where the answer is cut short too.
     reasoning = room - min(request.max_tokens, room // 2) if budget is None else budget
     return Limits(request.max_tokens, reasoning, room, eos)

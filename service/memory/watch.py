@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import OnedeskError
 from .budget import GIB, MemorySettings, show
 from .thermal import Thermal
 from .truth import Truth
@@ -178,7 +177,8 @@ class Watch:
                 last = now
                 try:
                     self.look(now)
-                except (OnedeskError, OSError) as error:
-                    log.warning("the watch could not look at memory: %s", error)
+                except BaseException as error:  # noqa: BLE001
+                    # Owners are asked in here, and what they raise is not known: the thread must outlive it.
+                    log.warning("the watch could not look at memory: %r", error)
             # A load may begin at any moment, so the short period is also how soon the long one can be cut.
             self._stop.wait(min(self._settings.poll_loading, self._settings.poll))

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from ..core import (
     Event,
@@ -70,6 +70,22 @@ class Choice:
     characters: int = 0
     scored: list[tuple[int, Logprobs]] = field(default_factory=list)
     result: Result | None = None
+
+
+class AnswerWriter(Protocol):
+    """Writes an answer in the words of one API, see Writer."""
+
+    def collect(self, index: int, event: Event) -> None: ...
+
+    def whole(self, total: Document) -> Document: ...
+
+    def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]: ...
+
+    def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]: ...
+
+    def only_adds(self, index: int) -> bool: ...
+
+    def usage_chunk(self, total: Document) -> Document: ...
 
 
 class Writer(ABC):

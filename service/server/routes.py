@@ -13,17 +13,12 @@ from .generate import chat, completions
 from .health import health, model, models
 from .leases import give_back_lease, take_lease, tell_lease
 from .memory import release, set_policy, show_memory, sleep, wake
+from .messages_api import count_tokens, messages
+from .messages_requests import COUNT_TOKENS, MESSAGES
 from .metrics import metrics
-from .schemas import (
-    CHAT,
-    COMPLETION,
-    EMBEDDINGS,
-    HEARTBEAT_OF_LEASE,
-    LEASE,
-    NOTHING,
-    POLICY,
-    RELEASE,
-)
+from .responses_api import responses
+from .responses_requests import RESPONSES
+from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE, SLEEP
 from .service import Service
 
 Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
@@ -52,10 +47,13 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", CHAT, _GENERATING, streams=True),
     Route("POST", "/v1/completions", completions, "Go on with a text.", COMPLETION, _GENERATING, streams=True),
     Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),
+    Route("POST", "/v1/responses", responses, "Answer as OpenAI's Responses API.", RESPONSES, _GENERATING, streams=True),
+    Route("POST", "/v1/messages", messages, "Answer as Anthropic's Messages API.", MESSAGES, _GENERATING, streams=True),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, "Tokens of a conversation.", COUNT_TOKENS, _GENERATING),
     Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),
     Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
     Route("POST", "/v1/memory/policy", set_policy, "When a model gives way.", POLICY, (404, 500)),
-    Route("POST", "/v1/memory/sleep", sleep, "Give everything back and wait.", NOTHING),
+    Route("POST", "/v1/memory/sleep", sleep, "Give everything back until it is woken.", SLEEP),
     Route("POST", "/v1/memory/wake", wake, "Load again and work.", NOTHING, (500, 503)),
     Route("POST", "/v1/memory/leases", take_lease, "Room for another process.", LEASE, (503,)),
     Route("POST", "/v1/memory/leases/{key}", tell_lease, "Its heartbeat.", HEARTBEAT_OF_LEASE, (404,)),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core import Message, Thinking
+from ..core import CancelCheck, Message, Thinking
 from ..errors import RequestError
 from .protected_text import AddedTokens, ProtectedText
 from .reasoning import CLOSE, OPEN, opens_reasoning
@@ -39,6 +39,7 @@ def render_conversation(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     check: Callable[[str], None] | None = None,
+    cancel: CancelCheck | None = None,
 ) -> RenderedPrompt:
     """The prompt for `messages`, up to where the answer begins.
 
@@ -46,7 +47,7 @@ def render_conversation(
     later, gets them merged into one, as it does messages of a developer. With
     `continue_final_message` the answer goes on in the last message, in its reasoning where that is all it has.
     `check` may refuse the text before it is tokenized. Raises RequestError for messages that the template refuses, in its own words,
-    and ModelError as ChatTemplate.render.
+    ModelError and Cancelled as ChatTemplate.render.
     """
     if continue_final_message and not (messages and (messages[-1].content or messages[-1].reasoning)):
         raise RequestError("continue_final_message needs a last message with content or reasoning; add one, or leave it out")
@@ -60,7 +61,7 @@ def render_conversation(
     extra = dict(protected.protect(options or {}, visible=False))
     if tools:
         extra["tools"] = protected.protect(tools, visible=True)
-    asked = {"thinking": thinking, "extra": extra, "add_generation_prompt": add_generation_prompt and final is None}
+    asked = {"thinking": thinking, "extra": extra, "add_generation_prompt": add_generation_prompt and final is None, "cancel": cancel}
     rendered = _render(template, prepared, asked)
     in_reasoning = opens_reasoning(rendered)
     if final is not None:

@@ -129,7 +129,7 @@ def test_it_streams_tokens_text_and_progress(desk: Desk) -> None:
 
 def test_a_place_in_its_queue_is_told(desk: Desk) -> None:
     address, told = desk.service.reach(), []
-    ask(address, "POST", "/memory/sleep", {}, seconds=60)
+    ask(address, "POST", "/memory/sleep", {"wake": "manual"}, seconds=60)
 
     def tell(progress: Progress) -> None:
         told.append(progress)
