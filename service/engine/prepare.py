@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..cache.paged import blocks_for
-from ..core import CancelCheck, Request, Sampling
-from ..errors import Cancelled, Field, ModelError, OnedeskError, RequestError, brief
+from ..core import CancelCheck, Request
+from ..errors import Cancelled, Field, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
 from ..loader.checkpoint import CONFIG, GENERATION, end_ids
 from ..text.conversation import RenderedPrompt, render_conversation
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
-from ..text.stops import check_stops
-from .answer import Prepared
+from ..text.stops import StopStrings
+from .answer import CLOSING, Prepared
 from .beam_search import Search
+from .effective_sampling import effective_sampling
+from .sampler import Adjustments
 from .sequence import Limits
 from .session import Blueprint
 
@@ -26,11 +27,13 @@ SHRINKS = 4
 
 
 def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError, and Cancelled once
-    `cancel()` is true."""
+    """Check `request` and turn it into token ids with complete sampling and limits, and make what its choices share.
+
+    Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
+    """
     request = request.validated()
     require_head(blueprint)
-    check_stops(request.stop)
+    stop = StopStrings(request.stop, cancel)
     prompt = _prompt(request, blueprint.context, language, cancel)
     ids, in_reasoning = prompt.ids, prompt.in_reasoning
     check_ids(ids, blueprint.widths.vocab)
@@ -51,17 +54,22 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
+    advice = blueprint.family.default_sampling
+    sampling, in_force = effective_sampling(request.sampling, blueprint.checkpoint, advice, request.thinking)
     return Prepared(
         ids=tuple(ids),
-        sampling=_sampling(request, blueprint),
+        sampling=sampling,
         seed=request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64),
         limits=limits,
         reserve=_reserve(request, limits, in_reasoning),
-        stop=request.stop,
+        stop=stop,
         in_reasoning=in_reasoning,
         repetition_stop=repetition_stop and request.beams is None,
         tokenizer=tokenizer,
         choosable=choosable,
+        adjustments=Adjustments(sampling, ids, choosable),
+        in_force=in_force,
+        closing=tuple(tokenizer.encode(CLOSING)) if tokenizer else (),
         n=request.n,
         best_of=request.best_of,
         beams=request.beams,
@@ -72,14 +80,14 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
     )
 
 
-def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language) -> list[Prepared]:
+def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> list[Prepared]:
     """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
     if not requests:
         raise RequestError("the list of requests is empty; give at least one")
     prepared = []
     for place, request in enumerate(requests, 1):
         try:
-            prepared.append(prepare(request, blueprint, language))
+            prepared.append(prepare(request, blueprint, language, cancel))
         except OnedeskError as error:
             if len(requests) == 1:
                 raise
@@ -119,20 +127,6 @@ def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     tokenizer = language.tokenizer_if_any
     named = (tokenizer.id_of(text) for text in ("<|im_end|>", "<|endoftext|>")) if tokenizer else ()
     return frozenset(token for token in named if token is not None)
-
-
-def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
-    """A checkpoint's own defaults from generation_config.json; a value that is out of range is a ModelError."""
-    drawn = generation.get("do_sample")
-    if drawn is not None and not isinstance(drawn, bool):
-        raise ModelError(f"{GENERATION} has do_sample = {brief(drawn)}; true or false is needed")
-    if drawn is False:
-        return Sampling(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    try:
-        return Sampling(**{name: generation[name] for name in names if generation.get(name) is not None}).validated()
-    except RequestError as error:
-        raise ModelError(f"{GENERATION}: {error}") from error
 
 
 def _prompt(request: Request, context: int, language: Language, cancel: CancelCheck | None) -> RenderedPrompt:
@@ -182,12 +176,6 @@ def _guide(request: Request, grammars: Grammars, prompt: RenderedPrompt) -> Guid
     if prompt.begun:
         guide.accept_text(prompt.begun)
     return guide
-
-
-def _sampling(request: Request, blueprint: Blueprint) -> Sampling:
-    """The request's own values, then the checkpoint's, then the family's."""
-    own = request.sampling.with_defaults(sampling_defaults(blueprint.checkpoint.generation))
-    return own.with_defaults(blueprint.family.default_sampling(request.thinking))
 
 
 def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:

@@ -179,6 +179,6 @@ class Watch:
                     self.look(now)
                 except BaseException as error:  # noqa: BLE001
                     # Owners are asked in here, and what they raise is not known: the thread must outlive it.
-                    log.warning("the watch could not look at memory: %r", error)
+                    log.warning("the watch could not look at memory: %s", str(error) or type(error).__name__)
             # A load may begin at any moment, so the short period is also how soon the long one can be cut.
             self._stop.wait(min(self._settings.poll_loading, self._settings.poll))

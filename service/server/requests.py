@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from ..core import CHOICES_LIMIT, Message, Request, Sampling, Thinking
 from ..memory.policy import Policy
-from ..text.stops import TOTAL_LIMIT as STOPS_TOTAL
 from ..text.tool_calls import CLOSE, FRAME, call_schema
 from .bounded_json import parse
 from .error_documents import ApiError
@@ -128,10 +127,6 @@ def _shared(body: Mapping[str, Any], context: int) -> Request:
     answer_tokens in our own object the answer without its thoughts; without either the answer may fill the context."""
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    choices = max(whole(body.get("n")) or 1, whole(body.get("best_of")) or 1)
-    if (total := sum(map(len, stop)) * choices) > STOPS_TOTAL:
-        message = f"the stop strings have {sum(map(len, stop)):,} characters and {choices} choices look for them"
-        raise ApiError(400, f"{message}; use at most {STOPS_TOTAL:,} over all choices, not {total:,}", code="wrong_value", param="stop")
     sampling = Sampling(
         temperature=body.get("temperature"),
         top_k=whole(body.get("top_k")),

@@ -109,7 +109,7 @@ def test_values_that_only_look_odd_are_taken(server: Server) -> None:
 
 
 def test_too_much_is_refused(server: Server) -> None:
-    assert refused(server, 400, ASK | {"stop": ["x" * 150_000, "y" * 150_000]})["code"] == "wrong_value"
+    assert refused(server, 400, ASK | {"stop": ["x" * 150_000, "y" * 150_000]})["code"] == "invalid_request"
     assert refused(server, 400, ASK | {"logit_bias": {"999999999": 1}})["code"] == "invalid_request"
     assert refused(server, 413, ASK | {"user": "x" * 10_000_000})["code"] == "body_too_large"
     assert refused(server, 400, ASK | {"messages": [{"role": "user", "content": "x" * 7_000_000}]})["code"] == "invalid_request"

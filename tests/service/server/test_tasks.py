@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from inside import Inside
+from onedesk.service.loader import files
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.memory.watch import Watch
@@ -116,18 +117,18 @@ def test_a_model_that_cannot_be_loaded_is_named_and_the_others_are_served(tmp_pa
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Inside(write_tree(tmp_path, context=256)).start()
-    real = Path.read_bytes
+    real = files.os.open
 
-    def read_bytes(self: Path) -> bytes:
-        if self.name == "tokenizer.json":
-            raise PermissionError(13, "Permission denied", str(self))
-        return real(self)
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path).name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", read_bytes)
+        patch.setattr(files.os, "open", refuse)
         status, _, document = inside.ask("POST", CHAT, ASK)
     assert (status, document["error"]["code"]) == (400, "model_unusable")
-    assert "tokenizer.json cannot be read: Permission denied" in document["error"]["message"]
+    assert "tokenizer.json cannot be opened: Permission denied" in document["error"]["message"]
     assert str(tmp_path) not in document["error"]["message"]
     assert inside.ask("POST", CHAT, ASK)[0] == 200
     inside.stop()
