@@ -110,7 +110,7 @@ class Runner:
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
             state = self._forward(sequence, piece, cancel, before=ids[:done])
             self._see(sequence, piece, state)
-            sequence.keep_border()
+            sequence.keep_checkpoint()
             done += len(piece)
             report(done)
             if not whole:
@@ -135,7 +135,7 @@ class Runner:
         state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel))
         for sequence, ids in zip(sequences, prompts, strict=True):
             sequence.advance(len(ids))
-        return self._scores_behind(state, [part.stop - 1 for part, _ in rows.parts])
+        return self._scores_behind(state, [part.stop - 1 for part, _ in rows.chunks])
 
     def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:
         """One step of up to MAX_BATCH sequences, token i behind sequence i: scores [B, vocab] for the tokens after them."""
@@ -143,7 +143,7 @@ class Runner:
         scores = self.buffers.step(len(sequences), longest)
         for sequence in sequences:
             sequence.advance(1)
-            sequence.keep_border(written=True)
+            sequence.keep_checkpoint(written=True)
         if len(sequences) == 1:
             self.saw(sequences[0], tokens)
         return scores
@@ -153,7 +153,7 @@ class Runner:
 
         The sequence is as it was until the caller advances it, by as many of them as it wants.
         """
-        chunk, rows = self.buffers.fill_trail(sequence, ids)
+        chunk, rows = self.buffers.fill_verify(sequence, ids)
         scores = self._scores(self.network.forward(chunk, rows, self.kv, self.scratch))
         self.saw(sequence, ids, ahead=True)
         return scores

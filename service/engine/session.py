@@ -12,7 +12,7 @@ from types import MappingProxyType, ModuleType
 
 import torch
 
-from ..cache.hybrid import HybridKV
+from ..cache.hybrid_kv import HybridKV
 from ..cache.paged import KVShape, PagedKV
 from ..cache.recurrent import RecurrentStates, StateShape
 from ..core import CancelCheck, ProgressReport
@@ -217,7 +217,7 @@ class Session:
         self.runner = runner
         # What earlier prompts left in the cache; it gives way block by block.
         self.prefix = PrefixIndex(runner.kv)
-        runner.kv.keeper = self.prefix
+        runner.kv.evictor = self.prefix
         self.stepper = stepper
         # What a pass reads, and a drafted token: worked out once, it takes longer than anything else before a first token.
         self.pass_bytes, self.guess_bytes = blueprint.pass_bytes, blueprint.guess_bytes
@@ -272,7 +272,7 @@ class Session:
         """Return every lease; weights still on their way are given up, and every tensor is let go first: a device counts its views."""
         self._arrival.stop()
         self.stepper.close()
-        self.runner.kv.keeper = None  # index and cache refer to each other
+        self.runner.kv.evictor = None  # index and cache refer to each other
         del self.stepper, self.prefix
         self.runner.close()
         return tuple(lease.release() for lease in self.leases)
@@ -353,7 +353,7 @@ def build_runner(
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
     passes = Scratch(scratch, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
     buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
-    wanted = kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)
+    wanted = kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
     kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
     graphs, drafting = Graphs(), None
     if draft_shape is not None:

@@ -1,4 +1,4 @@
-"""The CPU's products, of any format and size, lie within their stated bound of the exact ones, and are the same bits however computed."""
+"""CPU products of any format and size stay within their stated bound, with the same bits in any batching."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EPS = 1e-6
 
 
 def random_weight(name: str, rows: int, cols: int, generator: torch.Generator) -> Weight:
-    """Every number that the format can hold may come; some groups are all zeros."""
+    """Every number that the format can hold may occur; some groups are all zeros."""
     if name in FLOATS:
         return torch.randn(rows, cols, generator=generator).to(FLOATS[name])
     held = QUANTIZED[name]
@@ -81,7 +81,7 @@ def random_rows(kind: str, count: int, cols: int, generator: torch.Generator) ->
 
 @dataclass
 class Exact:
-    """x W^T in fp64, and how far from it each result may be."""
+    """x W^T in fp64, and the bound of each result."""
 
     values: torch.Tensor
     bound: torch.Tensor
@@ -90,11 +90,11 @@ class Exact:
 def exact(x: torch.Tensor, weight: Weight) -> Exact:
     wide, stored = x.double(), dequantize(weight).double() if isinstance(weight, QuantizedWeight) else weight.double()
     size = wide.abs() @ stored.abs().t()
-    # an fp32 sum in at least 4 lanes, each step of which rounds by 2^-24 of what is there
+    # an fp32 sum in at least 4 lanes, each step of which rounds by 2^-24
     rounding = (x.shape[1] / 4 + 8) * 2**-24
     bound = rounding * size + 1e-30
     if isinstance(weight, QuantizedWeight) and weight.format.name in ("int8", "int4", "nvfp4"):
-        if weight.format.name == "int4":  # nibbles are summed before their zero is taken off
+        if weight.format.name == "int4":  # nibbles are summed before their zero is subtracted
             shift = weight.offsets if weight.offsets is not None else -8 * weight.scales
             bound += rounding * wide.abs() @ spread(shift, weight).abs().t()
         span = (
@@ -122,7 +122,7 @@ def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
 
 
 def extreme(kind: str, rows: int, cols: int) -> tuple[QuantizedWeight, torch.Tensor]:
-    """An NVFP4 weight and an x [cols] whose whole numbers, digits or scales are as large, or as far apart, as they can be."""
+    """An NVFP4 weight and an x [cols] whose integers, digits or scales are as large, or as far apart, as possible."""
     x, column = torch.ones(cols), torch.arange(cols)
     data = torch.full((rows, NVFP4.row_bytes(cols)), 0x77 if kind != "least" else 0xFF, dtype=torch.uint8)  # 6 or -6
     bits = torch.full((rows, NVFP4.groups(cols)), 126, dtype=torch.uint8)  # 448
@@ -164,7 +164,10 @@ def test_nvfp4_at_its_extremes_lies_within_its_bound(library: ctypes.CDLL, kind:
 def test_products_lie_within_their_bound(library: ctypes.CDLL, name: str, count: int, rows: int, cols: int, kind: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, x = random_weight(name, 2 * rows, cols, generator), random_rows(kind, count, cols, generator)
-    norm, residual = NormWeight(torch.rand(cols, generator=generator) + 0.5, EPS), torch.randn(count, 2 * rows, generator=generator)
+    norm, residual = (
+        NormWeight(torch.rand(cols, generator=generator) + 0.5, EPS),
+        torch.randn(count, 2 * rows, generator=generator),
+    )
     found: list[list[torch.Tensor]] = []
     for threads in (1, 2):
         kernels = CpuKernels(library, threads)
@@ -192,7 +195,7 @@ def test_products_lie_within_their_bound(library: ctypes.CDLL, name: str, count:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_gives_the_same_bits_alone_and_among_others(library: ctypes.CDLL, name: str) -> None:
+def test_row_has_same_bits_alone_and_in_batch(library: ctypes.CDLL, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, x = random_weight(name, 70, 300, generator), torch.randn(8, 300, generator=generator)
     kernels = CpuKernels(library, 2)
@@ -248,16 +251,23 @@ def test_what_the_c_has_not_runs_in_plain_torch(library: ctypes.CDLL) -> None:
 
 
 def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
-    """Whatever a network of these widths asks for lies in what `workspace` said: nothing is taken later."""
-    shapes = ((3072, HeadShape(16, 8, 128)), (100, HeadShape(4, 2, 16)), (12288, HeadShape(32, 8, 128)), (64, HeadShape(64, 1, 256)))
+    """Everything that a network of these widths needs fits in what `workspace_spec` states.
+    Nothing is allocated later.
+    """
+    shapes = (
+        (3072, HeadShape(16, 8, 128)),
+        (100, HeadShape(4, 2, 16)),
+        (12288, HeadShape(32, 8, 128)),
+        (64, HeadShape(64, 1, 256)),
+    )
     for columns, heads in shapes:
         kernels = CpuKernels(library)
-        (shape, dtype), *_ = CpuKernels.workspace(heads, 512, torch.float32, columns)
-        room = torch.empty(shape, dtype=dtype)
-        kernels.reserve([room])
+        (shape, dtype), *_ = CpuKernels.workspace_spec(heads, 512, torch.float32, columns)
+        buffer = torch.empty(shape, dtype=dtype)
+        kernels.reserve([buffer])
         for name in FORMATS:
             weight = random_weight(name, 2, columns, torch.Generator().manual_seed(5))
             for count in (1, 8, 300):
                 kernels.linear(torch.zeros(count, columns), weight, torch.empty(count, 2))
         kernels._calls.scratch(0, kernels._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
-        assert kernels._calls._room is room
+        assert kernels._calls._workspace is buffer

@@ -1,4 +1,4 @@
-"""YaRN's stretched rotary embedding against transformers' for any parameters."""
+"""YaRN's rotary embedding against that of transformers for any parameters."""
 
 from __future__ import annotations
 
@@ -57,8 +57,19 @@ def test_yarn_turns_as_in_transformers(parameters: dict[str, Any], dim: int):
     ],
 )
 def test_a_context_reaches_as_far_as_the_positions_are_stretched(key: str, stated: int, rope: dict[str, Any], reach: int):
-    text = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
-    described = {**text, "vocab_size": 8, "max_position_embeddings": stated, key: {"rope_type": "yarn", "rope_theta": 1e6} | rope}
+    text = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+    }
+    described = {
+        **text,
+        "vocab_size": 8,
+        "max_position_embeddings": stated,
+        key: {"rope_type": "yarn", "rope_theta": 1e6} | rope,
+    }
     assert describe(described).max_position == reach
     assert describe(described).rope_theta == 1e6
 

@@ -1,4 +1,4 @@
-"""Thermal flags from copied kernel files and from a program that answers as nvidia-smi does."""
+"""Thermal flags from copied kernel files and from a program that answers like nvidia-smi."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def smi(folder: Path, answer: str, code: int = 0) -> tuple[str, ...]:
                 90.0,
                 tuple(
                     f"GPU 0: {words}"
-                    for words in ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+                    for words in (
+                        "hardware slowdown",
+                        "software thermal slowdown",
+                        "hardware thermal slowdown",
+                        "power brake",
+                    )
                 ),
             ),
         ),
