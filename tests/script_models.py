@@ -69,7 +69,7 @@ def write_script_model(
         "rope_theta": 1e6,
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": not head,
+        "tie_word_embeddings": False,
         "eos_token_id": turn,
     }
     (folder / "config.json").write_text(json.dumps(config))
