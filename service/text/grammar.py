@@ -23,6 +23,8 @@ SCHEMA_LIMIT = 1 << 18  # characters; the largest schemas of published tool coll
 # Blanks between the parts of a document are one space, or a line feed and an indentation: an unbounded run of them is how a small model
 # never comes to an end.
 _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,24}|\n\t{0,8})?"}
+# A call is written as models are trained to write it, in the style of json.dumps.
+_CALL_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MESSAGE_LIMIT = 300
 
 
@@ -133,7 +135,7 @@ class Grammars:
     def _grammar(self, schema: str, frame: tuple[str, str]) -> str:
         if not any(frame):
             return self._matcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-        document = json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
+        document = json.dumps(json.loads(schema) | {"x-guidance": _CALL_OPTIONS})
         before, behind = map(json.dumps, frame)
         return self._matcher.grammar_from_lark(f"start: {before} document {behind}\ndocument: %json {document}\n")
 
@@ -141,7 +143,7 @@ class Grammars:
 def _with_calls(schema: str, tools: Sequence[Mapping[str, Any]], most: int) -> str:
     """A grammar of a document or of calls. The name of a tool stands in a quoted literal, so any name is safe."""
     document = json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
-    call = json.dumps(json.loads(call_schema(tools)) | {"x-guidance": _OPTIONS})
+    call = json.dumps(json.loads(call_schema(tools)) | {"x-guidance": _CALL_OPTIONS})
     functions = " | ".join(json.dumps(f"<function={tool['function']['name']}>") for tool in tools)
     opened, closed = json.dumps(OPEN_CALL), json.dumps(CLOSE_CALL)
     return (
