@@ -38,6 +38,16 @@ ProgressReport = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """Decoded pixels: `rgb` holds one byte per value, [height, width, 3] from the top left. `name` is what messages call it."""
+
+    width: int
+    height: int
+    rgb: bytes
+    name: str = "the picture"
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer.
 

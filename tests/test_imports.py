@@ -20,7 +20,7 @@ ROOMS = (
     ("service/api",),
     ("service/peers",),
     ("service/engine",),
-    ("service/text",),
+    ("service/text", "service/vision"),
     ("service/model",),
     ("service/cache",),
     ("service/loader",),
