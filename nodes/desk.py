@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..service.catalog.memory_report import memory_table
 from ..service.memory.budget import show as show_bytes
 from ..service.memory.lease import LeaseInfo
 from ..service.memory.pool import Pool, Released
 from ..service.memory.truth import Truth
-from ..service.setup.memory_report import memory_table
-from .picture import COMFYUI, KEPT_BACK, KINDS, ONEDESK, OTHERS, Bar, Part
+from .picture import (
+    COMFYUI,
+    KEPT_BACK,
+    KINDS,
+    ONEDESK,
+    OTHERS,
+    Bar,
+    Part,
+)
 from .show import evicted
 
 # More leases than this are only counted in the picture; the text has all.

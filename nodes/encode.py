@@ -8,7 +8,7 @@ from comfy_api.latest import io
 from ..service.api import Model, OpenModel
 from ..service.core import CancelCheck, Message, Thinking
 from ..service.errors import RequestError
-from .job import Job, PageView
+from .node_run import Job, PageView
 from .options import parse_layers
 from .show import View
 from .sockets import CATEGORY, MODEL

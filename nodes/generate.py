@@ -6,11 +6,11 @@ from itertools import chain, groupby, islice, repeat
 
 from comfy_api.latest import io
 
-from .job import Job, PageView
+from .node_run import Job, PageView
 from .show import numbered, returned, statistics
 from .sockets import CATEGORY, MESSAGES, MODEL, SAMPLING, SEED_MAX
+from .text_task import Answer, Question, Writing
 from .values import Conversation, ModelChoice, SamplingChoice
-from .write import Answer, Question, Writing
 
 
 class OnedeskGenerate(io.ComfyNode):

@@ -5,9 +5,25 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..service.errors import OnedeskError
-from .folders import check_model, check_place, config_stamp, file_stamps, model_roots, places
+from .folders import (
+    check_model,
+    check_place,
+    config_stamp,
+    file_stamps,
+    model_roots,
+    places,
+)
 from .sockets import CATEGORY, MODEL
-from .values import AS_STORED, HERE, OTHER, POLICIES, QUANT_OF_WEIGHTS, STAY, TTL_SECONDS, ModelChoice
+from .values import (
+    AS_STORED,
+    HERE,
+    OTHER,
+    POLICIES,
+    QUANT_OF_WEIGHTS,
+    STAY,
+    TTL_SECONDS,
+    ModelChoice,
+)
 
 
 class OnedeskLoadModel(io.ComfyNode):

@@ -16,7 +16,7 @@ from ..service.memory.pool import Pool
 from ..service.registry import REGISTRY
 from . import bridge
 from .desk import Desk, Seat, desk_bars, desk_text
-from .job import AtTheEnd
+from .node_run import AtTheEnd
 from .picture import draw
 from .show import returned
 from .sockets import CATEGORY, MODEL

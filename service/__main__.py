@@ -9,7 +9,7 @@ import sys
 def main() -> int:
     """Run the command of sys.argv; returns its exit status."""
     try:
-        from .cli import main as command
+        from .cli.command import main as command
 
         return command()
     except KeyboardInterrupt:

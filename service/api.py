@@ -13,16 +13,33 @@ from pathlib import Path
 import torch
 
 from .config import load_config
-from .core import QUANTIZATIONS, CancelCheck, Event, Logprobs, Message, ProgressReport, Request, Stage, Thinking
+from .core import (
+    QUANTIZATIONS,
+    CancelCheck,
+    Event,
+    Logprobs,
+    Message,
+    ProgressReport,
+    Request,
+    Stage,
+    Thinking,
+)
 from .engine.answer import Prepared, cancelled_result
-from .engine.call import Books, Orders
-from .engine.ceiling import known_ceiling
-from .engine.generation import Generation
+from .engine.batch import Books, Orders
+from .engine.batch_loop import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.prepare import check_ids, prepare, prepare_all
 from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
-from .engine.session import Blueprint, Opening, Session, draw_blueprint, open_session, pick_context, pick_device
+from .engine.session import (
+    Blueprint,
+    Opening,
+    Session,
+    draw_blueprint,
+    open_session,
+    pick_context,
+    pick_device,
+)
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, Field, RequestError
 from .loader.checkpoint import open_checkpoint
@@ -30,6 +47,7 @@ from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
 from .memory.pool import Pool, Released
+from .memory.read_bandwidth import known_ceiling
 from .peers.remote import RemoteModel
 from .text.language import Language
 from .text.template import ChatTemplate

@@ -3,3 +3,5 @@
 FILE_NAME = "onedesk.toml"
 # In a checkout that stands in custom_nodes itself: the link to the tree that was made for it.
 TREE_LINK = ".tree"
+# The language model of the demo, by its name under models/.
+DEMO_WRITER = "onedesk-demo-writer"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "onedesk.service.cli"]
+COMMAND = [sys.executable, "-m", "onedesk.service"]
 ENDS_WITHIN = 60  # seconds until a hanging child fails its test; starting torch on a busy machine takes several
 
 Run = Callable[..., tuple[int, Any]]

@@ -12,7 +12,7 @@ from comfyui import BoundComfy, Comfy
 from kept_kernels import building_once
 from onedesk.service.config import load_config
 from onedesk.service.errors import PeerError
-from onedesk.service.kernels import compile
+from onedesk.service.kernels.cpu import compile
 from onedesk.service.registry import REGISTRY
 from onedesk.service.setup.tree import Tree
 from tiny_models import ENCODER, write_image_models, write_language_model

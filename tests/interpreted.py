@@ -43,16 +43,16 @@ def let_loops_run() -> None:
 
 
 def kernels() -> dict[str, Any]:
-    """Errors of every kernel, by its name and form; see bench/cuda_kernels, whose cases these are, made small."""
+    """Errors of every kernel, by its name and form; see lab/cuda_timing, whose cases these are, made small."""
     from itertools import islice
 
     import torch
-    from onedesk.service.bench import cuda_kernels as cases
-    from onedesk.service.bench import cuda_places as places
-    from onedesk.service.bench.cuda_cases import Maker
-    from onedesk.service.kernels.cuda_fused import FusedCudaKernels
-    from onedesk.service.kernels.cuda_plan import Device
-    from onedesk.service.kernels.rows import HeadShape
+    from onedesk.lab import cuda_positions as places
+    from onedesk.lab import cuda_timing as cases
+    from onedesk.lab.cuda_cases import Maker
+    from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
+    from onedesk.service.kernels.cuda.cuda_plan import Device
+    from onedesk.service.kernels.forward_batch import HeadShape
     from onedesk.service.quant.formats import INT8, int4
 
     places.CONTEXT = 96
@@ -76,15 +76,15 @@ def kernels() -> dict[str, Any]:
 
 
 def layers() -> dict[str, Any]:
-    """As `kernels` the kernels of whole layers; see bench/cuda_layers."""
+    """As `kernels` the kernels of whole layers; see lab/cuda_layers."""
     import torch
-    from onedesk.service.bench import cuda_layers as cases
-    from onedesk.service.bench import cuda_places as places
-    from onedesk.service.bench.cuda_cases import Maker
-    from onedesk.service.kernels import cuda_delta
-    from onedesk.service.kernels.cuda_fused import FusedCudaKernels
-    from onedesk.service.kernels.cuda_plan import Device
-    from onedesk.service.kernels.rows import HeadShape
+    from onedesk.lab import cuda_layers as cases
+    from onedesk.lab import cuda_positions as places
+    from onedesk.lab.cuda_cases import Maker
+    from onedesk.service.kernels.cuda import cuda_delta
+    from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
+    from onedesk.service.kernels.cuda.cuda_plan import Device
+    from onedesk.service.kernels.forward_batch import HeadShape
     from onedesk.service.quant.formats import INT8, MXFP8, NVFP4, int4
 
     fused, make = FusedCudaKernels(torch.float16, Device(2, 100_000, 0, early=False), asm=False), Maker("cpu", torch.float16)

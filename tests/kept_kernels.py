@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onedesk.service.config import load_config
 from onedesk.service.core import CancelCheck
-from onedesk.service.kernels.compile import compile_library
+from onedesk.service.kernels.cpu.compile import compile_library
 
 
 def keep_kernels(cache: Path) -> None:
@@ -27,7 +27,7 @@ def kept() -> list[Path]:
 
 
 def building_once(build: Callable[..., str]) -> Callable[..., str]:
-    """`build` of service/kernels/compile.py for this process: what is kept already is copied. Other sources, or a full disk, are built."""
+    """`build` of kernels/cpu/compile.py for this process: a kept library is copied; other sources, or a full disk, are built."""
     there = {library.name: library for library in kept()}
 
     def build_or_copy(compiler: str, target: Path, cancel: CancelCheck | None) -> str:

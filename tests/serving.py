@@ -68,7 +68,7 @@ class Server:
 
     def begin(self) -> Server:
         """Start it without waiting."""
-        command = [sys.executable, "-m", "onedesk.service.cli", "serve", "--config", str(self.tree / "onedesk.toml"), *self.arguments]
+        command = [sys.executable, "-m", "onedesk.service", "serve", "--config", str(self.tree / "onedesk.toml"), *self.arguments]
         with (self.tree / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(bound(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
         return self

@@ -11,11 +11,11 @@ import torch
 from onedesk.service.api import OpenModel
 from onedesk.service.cache.paged import SequenceKV
 from onedesk.service.core import Sampling
-from onedesk.service.engine import graph as graph_module
+from onedesk.service.engine import graph_stepper as graph_module
 from onedesk.service.engine.buffers import MAX_BATCH
+from onedesk.service.engine.cuda_graphs import Graphs
 from onedesk.service.engine.device_sampler import PLAN_ROWS
-from onedesk.service.engine.graph import GraphStepper
-from onedesk.service.engine.graphs import Graphs
+from onedesk.service.engine.graph_stepper import GraphStepper
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.stepper import Checked, HostStepper
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from onedesk.service import cli
+from onedesk.service.cli.command import main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
@@ -33,7 +33,7 @@ def test_every_documented_command_can_be_asked_for_help(capsys):
     assert {"generate", "models", "memory", "doctor", "bench"} <= set(commands)
     for command in commands:
         with pytest.raises(SystemExit) as ended:
-            cli.main([command, "--help"])
+            main([command, "--help"])
         assert ended.value.code == 0
 
 
@@ -44,7 +44,7 @@ def test_every_option_in_the_reference_exists_and_every_one_that_exists_is_there
         command = re.search(r"`(\w+)", row)
         assert command
         with pytest.raises(SystemExit):
-            cli.main([command[1], "--help"])
+            main([command[1], "--help"])
         shown = capsys.readouterr().out
         assert [option for option in re.findall(r"`(--[\w-]+)", row) if option not in shown] == []
         assert [option for option in {*re.findall(r"--[a-z-]+", shown)} - common if option not in row] == []

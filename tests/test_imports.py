@@ -16,21 +16,33 @@ ROOMS = (
     ("service/server",),
     ("service/bench",),
     ("service/setup",),
+    ("service/agent", "service/batch", "service/knowledge", "service/mcp"),
+    ("service/catalog",),
+    ("service/hub",),
     ("service/registry",),
     ("service/api",),
     ("service/peers",),
     ("service/engine",),
     ("service/text", "service/vision"),
+    ("service/encode",),
     ("service/model",),
     ("service/cache",),
     ("service/loader",),
     ("service/kernels",),
     ("service/quant",),
     ("service/memory",),
-    ("service/core", "service/config", "service/toml_file", "service/errors", "service/places"),
+    ("service/console", "service/work_folder", "service/core", "service/config", "service/toml_file", "service/errors", "service/places"),
 )
-# Below the lowest: each of these may use those behind it, nothing else.
-BASE_ORDER = ("service/config", "service/toml_file", "service/core", "service/errors", "service/places")
+# Within the lowest: each of these may use those after it, nothing else.
+BASE_ORDER = (
+    "service/console",
+    "service/work_folder",
+    "service/config",
+    "service/toml_file",
+    "service/core",
+    "service/errors",
+    "service/places",
+)
 ROOT = Path(__file__).resolve().parents[1]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}
 COMFYUI |= {"node_helpers", "nodes", "server"}
@@ -148,6 +160,13 @@ def test_nodes_use_service_and_comfyui(path: Path):
             assert first in sys.stdlib_module_names | COMFYUI | {"torch", "PIL", "__future__"}, f"{name_of(path)} imports {module}"
         if path.stem in COMFYUI_FREE and not inside:
             assert first not in COMFYUI, f"{name_of(path)} is meant to work without ComfyUI, but imports {module}"
+
+
+@pytest.mark.parametrize("path", sources("lab") + sources("training"), ids=name_of)
+def test_the_laboratory_uses_service_alone(path: Path):
+    for module, inside, _ in imports(path):
+        if inside:
+            assert module.split("/")[0] in ("service", path.relative_to(ROOT).parts[0]), f"{name_of(path)} imports {module}"
 
 
 def test_only_the_bridge_touches_comfyuis_memory_manager():

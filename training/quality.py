@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from onedesk.service.api import OpenModel, open_model
+from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
-from onedesk.service.setup.quantize import quantize_model
 
 from . import evaluate, examples, ideas
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.compile import compile_library
-from ..kernels.native import Native
+from ..kernels.cpu.compile import compile_library
+from ..kernels.cpu.native import Native
 
 MIB = 1 << 20
 BUFFER_BYTES = 1024 * MIB  # far beyond any last-level cache

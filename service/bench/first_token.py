@@ -14,13 +14,21 @@ import torch
 
 from ..api import pick_device
 from ..config import Config
-from ..engine.ceiling import keep_ceiling, known_ceiling
+from ..console import columns
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelRoots
+from ..memory.read_bandwidth import keep_ceiling, known_ceiling
 from ..memory.truth import read_truth
-from ..setup.console import columns
 from .ceiling import read_ceiling
-from .run import Plan, bytes_a_pass, checked_context, end_tokens, find_model, make_state, random_prompt
+from .run import (
+    Plan,
+    bytes_a_pass,
+    checked_context,
+    end_tokens,
+    find_model,
+    make_state,
+    random_prompt,
+)
 from .subject import Task
 from .worker import Engine, Worker
 

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import FileError
-from ..kernels.unfinished import work_folder
 from ..model.families import family_of
 from ..model.layers import Widths
+from ..work_folder import work_folder
 
 ALIGNMENT = 32
 _VERSION = 3

@@ -18,16 +18,16 @@ import torch
 
 from ..api import OpenModel, open_model, pick_device
 from ..config import Config
+from ..console import columns
 from ..core import Message, Request, Result, Sampling
-from ..engine.ceiling import keep_ceiling, known_ceiling
 from ..errors import FileError, ModelError
 from ..loader.checkpoint import open_checkpoint
 from ..loader.names import ModelRoots
 from ..memory.budget import MIB, MemorySettings
 from ..memory.pool import Pool, Released
+from ..memory.read_bandwidth import keep_ceiling, known_ceiling
 from ..memory.truth import read_truth
-from ..setup.console import columns
-from ..setup.demo import WRITER
+from ..places import DEMO_WRITER
 from .ceiling import read_ceiling
 from .probe import status_bytes
 from .run import find_model
@@ -214,10 +214,10 @@ class _Desk:
 
 def _default_model(roots: ModelRoots) -> str:
     try:
-        roots.resolve(WRITER)
+        roots.resolve(DEMO_WRITER)
     except (ModelError, FileError):
         return "qwen3-toy"
-    return WRITER
+    return DEMO_WRITER
 
 
 def _row(step: str, returns: Sequence[Handover], tokens: int) -> dict[str, Any]:

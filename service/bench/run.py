@@ -15,13 +15,13 @@ import torch
 
 from ..api import pick_device
 from ..config import Config
-from ..engine.ceiling import keep_ceiling
+from ..console import columns
 from ..engine.session import draw_blueprint
 from ..errors import FileError, ModelError, RequestError
 from ..loader.checkpoint import Checkpoint, open_checkpoint
 from ..loader.names import ModelRoots
+from ..memory.read_bandwidth import keep_ceiling
 from ..memory.truth import read_truth
-from ..setup.console import columns
 from .ceiling import read_ceiling
 from .files import Residency, evict, read_whole
 from .ours import lead_tokens

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..catalog.known_configs import PUBLISHED, qwen3
 from ..errors import FileError
-from ..kernels.unfinished import work_folder
 from ..model.draft import with_draft
 from ..model.families import family_of, text_config
 from ..model.spec import Source
-from ..setup.published import PUBLISHED, qwen3
+from ..work_folder import work_folder
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ..kernels.rows import BLOCK
+from ..kernels.forward_batch import BLOCK
 from ..memory.lease import Lease
 from .paged import KVShape, PagedKV, SequenceKV, Snapshot
 from .recurrent import RecurrentStates

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from ..errors import MemoryFull, RequestError
-from ..kernels.rows import BLOCK
+from ..kernels.forward_batch import BLOCK
 from ..memory.lease import Lease, carved_bytes
 from .recurrent import RecurrentStates
 

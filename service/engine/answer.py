@@ -8,7 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
-from ..core import SEED_LIMIT, Event, Finish, Result, Sampling, Stage, Usage
+from ..core import (
+    SEED_LIMIT,
+    Event,
+    Finish,
+    Result,
+    Sampling,
+    Stage,
+    Usage,
+)
 from ..text.repetition import RepetitionCheck
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV, blocks_for
-from ..kernels.rows import FEW_ROWS, Rows, Slots
+from ..kernels.forward_batch import FEW_ROWS, Rows, Slots
 from ..memory.lease import Lease, carved_bytes
 from ..model.layers import Decoder, Scratch
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..kernels.cuda_plan import on_grid
+from ..kernels.cuda.cuda_plan import on_grid
 from ..memory.lease import Lease, carved_bytes
 from .sampler import Sampler
 
 if TYPE_CHECKING:
     from .stepper import Feed
 
-# Rows of a plan, see kernels/triton_sample.
+# Rows of a plan, see kernels/cuda/triton_sample.
 PLAN_ROWS = 11
 BLOCK = 4096
 VALUES = 65536
@@ -47,13 +47,13 @@ class DeviceSampler:
 
     def feed(self, plan: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Put tokens and positions of a plan [PLAN_ROWS, batch] where the network reads them."""
-        from ..kernels.triton_sample import feed
+        from ..kernels.cuda.triton_sample import feed
 
         on_grid(feed, (1,))(plan, self.chosen, ids, positions, plan.shape[1], ROOM=16)
 
     def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
         """Into `chosen`, from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row does not take the likeliest."""
-        from ..kernels.triton_sample import decide, find, likeliest, survey
+        from ..kernels.cuda.triton_sample import decide, find, likeliest, survey
 
         batch, room = plan.shape[1], 1 << (self._blocks - 1).bit_length()
         bits, sizes = scores.view(torch.int16), (self._vocab, batch)

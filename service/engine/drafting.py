@@ -18,12 +18,12 @@ import torch
 from ..cache.hybrid import HybridKV
 from ..cache.paged import KVShape, PagedKV, SequenceKV
 from ..cache.recurrent import Pieces, RecurrentStates, StateShape
-from ..kernels.rows import BLOCK, FEW_ROWS
+from ..kernels.forward_batch import BLOCK, FEW_ROWS
 from ..memory.lease import Lease, carved_bytes
 from ..model.draft import Draft
 from ..model.layers import Scratch
 from .buffers import FewRows
-from .graphs import Graphs
+from .cuda_graphs import Graphs
 
 # Rows that are held back. What a first guess reads must be worth the guess: 8 rows take twice as long as one, 32 rows seven times.
 HELD = FEW_ROWS

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from ..kernels.rows import BLOCK
+from ..kernels.forward_batch import BLOCK
 
 
 class Keeping(Protocol):

@@ -9,13 +9,13 @@ from typing import Any
 from ..cache.paged import blocks_for
 from ..core import Request, Sampling
 from ..errors import Field, ModelError, OnedeskError, RequestError
-from ..kernels.rows import BLOCK
+from ..kernels.forward_batch import BLOCK
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
 from ..text.stops import check_stops
 from .answer import Prepared
-from .search import Search
+from .beam_search import Search
 from .sequence import Limits
 from .session import Blueprint
 

@@ -8,7 +8,7 @@ import torch
 
 from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck, Logprobs
-from ..kernels.rows import BLOCK, FEW_ROWS
+from ..kernels.forward_batch import BLOCK, FEW_ROWS
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.draft import carried, residual
 from ..model.layers import BetweenLayers, Decoder, Scratch

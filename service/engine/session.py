@@ -19,8 +19,8 @@ from ..cache.recurrent import RecurrentStates, StateShape
 from ..core import CancelCheck, ProgressReport
 from ..errors import Field, RequestError
 from ..kernels.choose import choose_kernels, row_reader, workspace_bytes
+from ..kernels.forward_batch import BLOCK, RotaryTable
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import BLOCK, RotaryTable
 from ..loader.checkpoint import Checkpoint
 from ..loader.stream import StreamStats
 from ..memory.budget import Need, show
@@ -37,9 +37,9 @@ from ..model.tables import open_tables
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight, Weight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
+from .cuda_graphs import Graphs
 from .drafting import BESIDE, REACH, Drafting, DraftShape
-from .graph import graph_stepper, graph_stepper_bytes
-from .graphs import Graphs
+from .graph_stepper import graph_stepper, graph_stepper_bytes
 from .prefix import PrefixIndex
 from .runner import SCORED_ROWS, Runner, chunk_rows
 from .speculate import PassCosts

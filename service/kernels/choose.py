@@ -9,14 +9,17 @@ import torch
 
 from ..core import CancelCheck
 from ..memory.lease import carved_bytes
-from .compile import compile_library
-from .cpu import CpuKernels
-from .cuda import cuda_kernels, fused_or_not
-from .file_rows import FileRowReader
+from .cpu.compile import compile_library
+from .cpu.cpu_kernels import CpuKernels
+from .cpu.file_rows import FileRowReader
+from .cuda.sdpa_kernels import CudaKernels
+from .forward_batch import HeadShape
 from .reference import ReferenceKernels
-from .rows import HeadShape
 
 log = logging.getLogger(__name__)
+
+# The oldest GPU that the fused kernels are written for: bf16 in its tensor cores.
+FUSED_FROM = (8, 0)
 
 
 def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None) -> ReferenceKernels:
@@ -48,3 +51,28 @@ def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, acti
     if device.type == "cuda":
         possible = (fused_or_not(activation)[0],)
     return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation, columns)) for kind in possible)
+
+
+def fused_or_not(activation: torch.dtype) -> tuple[type[CudaKernels], str]:
+    """The class of kernels for this process's CUDA device, and why it is not the fused one (empty if it is)."""
+    if activation not in (torch.bfloat16, torch.float16):
+        return CudaKernels, f"activations in {str(activation).removeprefix('torch.')} are not what they are written for"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability < FUSED_FROM:
+        return CudaKernels, f"the GPU is sm_{capability[0]}{capability[1]} and they need sm_80 or newer"
+    try:
+        from .cuda.cuda_fused import FusedCudaKernels
+    except ImportError as error:
+        return CudaKernels, f"Triton does not load ({error}); install triton for this torch"
+    return FusedCudaKernels, ""
+
+
+def cuda_kernels(activation: torch.dtype) -> CudaKernels:
+    """The fastest kernels for this process's CUDA device."""
+    kind, why_not = fused_or_not(activation)
+    if why_not:
+        log.warning("the GPU runs without fused kernels: %s", why_not)
+        kernels = CudaKernels(activation)
+        kernels.reason += f"; no fused kernels: {why_not}"
+        return kernels
+    return kind.for_device(activation)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from .rows import NormWeight, Slots
+from .forward_batch import NormWeight, Slots
 
 # Tokens that are solved for at once: the triangular system is quadratic in it, what is done per chunk shrinks with it.
 CHUNK = 64

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
 from .delta import DeltaHeads, DeltaStep
-from .parts import (
+from .forward_batch import BLOCK, HeadShape, NormWeight, Rows
+from .operands import (
     AttentionHeads,
     AttentionRows,
     ExpertRows,
@@ -23,7 +24,6 @@ from .parts import (
     Part,
     StreamJoint,
 )
-from .rows import BLOCK, HeadShape, NormWeight, Rows
 
 # fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
 TILE_ELEMENTS = 1 << 18

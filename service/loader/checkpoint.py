@@ -11,7 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import FileError, ModelError
-from .files import SourceFile, Stamps, exists, is_inside, plain_parts, read_json_object, short, stamps
+from .files import (
+    SourceFile,
+    Stamps,
+    exists,
+    is_inside,
+    plain_parts,
+    read_json_object,
+    short,
+    stamps,
+)
 from .header import TensorInfo, read_header
 
 SINGLE = "model.safetensors"

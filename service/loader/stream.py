@@ -16,7 +16,15 @@ from ..core import CancelCheck, Progress, ProgressReport
 from ..errors import Cancelled
 from .chunks import Chunk, Job, plan_chunks
 from .files import SourceFile
-from .readers import Bench, Run, check_unchanged, default_readers, drop, opened, thread_faults
+from .readers import (
+    Bench,
+    Run,
+    check_unchanged,
+    default_readers,
+    drop,
+    opened,
+    thread_faults,
+)
 
 PROGRESS_SECONDS = 0.05
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ModelError
-from ..kernels.file_rows import FileRowReader
+from ..kernels.cpu.file_rows import FileRowReader
 from ..quant.formats import NVFP4
 from ..quant.weight import E2M1
 from .dtypes import torch_dtype

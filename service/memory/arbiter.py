@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import OnedeskError
 from .budget import show
-from .entrusted import Entrusted
+from .external_lease import Entrusted
 from .lease import Lease, Released
 from .policy import due, order_of_giving_way
 

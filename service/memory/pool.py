@@ -14,10 +14,28 @@ from ..errors import Cancelled, MemoryFull, OnedeskError, RequestError
 from .arbiter import Arbiter, Neighbour
 from .backends.choose import choose_backend
 from .backends.protocol import Backend, Returned
-from .budget import MIB, Budget, MemorySettings, Need, Room, explain_lease_refusal, explain_refusal, make_budget, show
-from .entrusted import Entrusted
+from .budget import (
+    MIB,
+    Budget,
+    MemorySettings,
+    Need,
+    Room,
+    explain_lease_refusal,
+    explain_refusal,
+    make_budget,
+    show,
+)
+from .external_lease import Entrusted
 from .guard import broken_zones, plan_layout, write_zones
-from .lease import Lease, LeaseBusyError, LeaseDamagedError, LeaseInfo, LeaseReturnedError, Place, Released
+from .lease import (
+    Lease,
+    LeaseBusyError,
+    LeaseDamagedError,
+    LeaseInfo,
+    LeaseReturnedError,
+    Place,
+    Released,
+)
 from .policy import KINDS, Kind, order_of_giving_way
 from .slabs import Block, SlabStore
 from .truth import Truth

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.parts import AttentionHeads, AttentionRows, Part
-from ..kernels.rows import NormWeight, RotaryTable
+from ..kernels.forward_batch import NormWeight, RotaryTable
+from ..kernels.operands import AttentionHeads, AttentionRows, Part
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named

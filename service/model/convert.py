@@ -19,7 +19,6 @@ import torch
 
 from ..core import CancelCheck, Progress, ProgressReport
 from ..errors import Cancelled, FileError, OnedeskError
-from ..kernels.unfinished import work_folder
 from ..loader.checkpoint import Checkpoint
 from ..loader.chunks import intake_bytes
 from ..loader.files import open_regular, read_exactly, read_json_object
@@ -30,7 +29,18 @@ from ..memory.budget import show
 from ..memory.pool import Lease
 from ..quant.quantize import Quantizer
 from ..quant.weight import QuantizedWeight, Weight
-from .converted import SOURCE, WEIGHTS, Converted, describe, open_converted, replan, source_record, stored_pieces, unchanged_since
+from ..work_folder import work_folder
+from .converted import (
+    SOURCE,
+    WEIGHTS,
+    Converted,
+    describe,
+    open_converted,
+    replan,
+    source_record,
+    stored_pieces,
+    unchanged_since,
+)
 from .partial import PIECE, Partial, partial_folder
 from .reading import Reading
 from .requantize import StagedTensor

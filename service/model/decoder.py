@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from ..kernels.forward_batch import RotaryTable
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import RotaryTable
 from ..loader.table import FileTable
 from ..quant.weight import Weight
-from . import attention, delta, draft, feed_forward, indexed, ngram, streams
+from . import (
+    attention,
+    delta,
+    draft,
+    feed_forward,
+    indexed,
+    ngram,
+    streams,
+)
 from .layers import Block, Decoder, Layer
 from .named import Named
 from .shape import DecoderConfig

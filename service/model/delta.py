@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from ..cache.recurrent import RecurrentStates
-from ..kernels.delta import DeltaHeads, DeltaStep, convolve_chunk, convolve_step, delta_chunk, delta_step, unit
-from ..kernels.parts import Part
-from ..kernels.rows import NormWeight, Slots
+from ..kernels.delta import (
+    DeltaHeads,
+    DeltaStep,
+    convolve_chunk,
+    convolve_step,
+    delta_chunk,
+    delta_step,
+    unit,
+)
+from ..kernels.forward_batch import NormWeight, Slots
+from ..kernels.operands import Part
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named

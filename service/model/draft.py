@@ -17,7 +17,7 @@ import torch
 
 from ..cache.paged import PagedKV
 from ..errors import ModelError
-from ..kernels.rows import NormWeight, Rows
+from ..kernels.forward_batch import NormWeight, Rows
 from ..quant.weight import Weight
 from . import streams
 from .layers import Decoder, Pass, PassRows, Room, Scratch

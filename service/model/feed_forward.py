@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.parts import ExpertRows, ExpertWeights, Part, SharedWeights
-from ..kernels.rows import NormWeight
+from ..kernels.forward_batch import NormWeight
+from ..kernels.operands import ExpertRows, ExpertWeights, Part, SharedWeights
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.parts import IndexedRows, Indexer, Part
-from ..kernels.rows import BLOCK, RotaryTable
+from ..kernels.forward_batch import BLOCK, RotaryTable
+from ..kernels.operands import IndexedRows, Indexer, Part
 from ..quant.weight import Weight
 from .attention import GatedAttention, heads
 from .layers import Pass

@@ -10,9 +10,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..cache.paged import PagedKV
-from ..kernels.parts import JointRows, Part
+from ..kernels.forward_batch import FEW_ROWS, HeadShape, NormWeight, Rows
+from ..kernels.operands import JointRows, Part
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import FEW_ROWS, HeadShape, NormWeight, Rows
 from ..loader.table import FileTable
 from ..memory.lease import Lease, carved_bytes
 from ..quant.weight import Weight

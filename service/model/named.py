@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.rows import NormWeight
+from ..kernels.forward_batch import NormWeight
 from ..loader.table import FileTable
 from ..quant.weight import QuantizedWeight, Weight
 

@@ -17,8 +17,8 @@ import torch
 from ..cache.recurrent import RecurrentStates
 from ..errors import ModelError
 from ..kernels.delta import convolve_chunk, convolve_step
-from ..kernels.parts import NgramRows, NgramWeights, Part
-from ..kernels.rows import NormWeight, Slots
+from ..kernels.forward_batch import NormWeight, Slots
+from ..kernels.operands import NgramRows, NgramWeights, Part
 from ..loader.checkpoint import Checkpoint
 from ..loader.rows import read_rows
 from ..loader.table import FileTable

@@ -12,11 +12,18 @@ from typing import Any, Literal
 
 from ..core import Sampling, Thinking
 from ..errors import ModelError
-from ..kernels.rows import BLOCK
+from ..kernels.forward_batch import BLOCK
 from .decoder import build, destinations
 from .hybrid import read_hybrid_decoder
 from .qwen3_5 import BESIDE
-from .shape import ATTENTION, DecoderConfig, IndexerShape, NgramShape, StreamShape, read_experts
+from .shape import (
+    ATTENTION,
+    DecoderConfig,
+    IndexerShape,
+    NgramShape,
+    StreamShape,
+    read_experts,
+)
 from .spec import ConfigReader
 
 __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..cache.recurrent import Pieces
 from ..errors import ModelError
-from ..kernels.parts import pick_numbers
+from ..kernels.operands import pick_numbers
 from .layers import Room, Widths
 from .spec import ConfigReader, Destination, Source, Turn
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..kernels.parts import JointRows, Part, StreamJoint
+from ..kernels.forward_batch import NormWeight
+from ..kernels.operands import JointRows, Part, StreamJoint
 from ..kernels.reference import ReferenceKernels
-from ..kernels.rows import NormWeight
 from .layers import Layer, Pass, PassRows
 from .named import Named
 from .shape import DecoderConfig, StreamShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..kernels.file_rows import FileRowReader
+from ..kernels.cpu.file_rows import FileRowReader
 from ..loader.header import TensorInfo
 from ..loader.kept import KeptFiles
 from ..loader.table import FileTable

@@ -17,7 +17,14 @@ from ..loader.files import SourceFile
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
 from ..quant.damage import refuse_zero_scales
-from ..quant.formats import CHOICES, INT8, Carve, aligned_bytes, title, weight_of
+from ..quant.formats import (
+    CHOICES,
+    INT8,
+    Carve,
+    aligned_bytes,
+    title,
+    weight_of,
+)
 from ..quant.microscaled import Nvfp4
 from ..quant.mixed import Packings
 from ..quant.packings import Packing, StoredPart

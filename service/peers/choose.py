@@ -12,9 +12,9 @@ from ..memory.budget import show
 from ..memory.pool import Pool
 from . import llama_server, vllm
 from .child import check_program
-from .engine import ChildEngine, served_names
+from .child_engine import ChildEngine, served_names
 from .launch import weight_bytes
-from .other import OtherServer
+from .openai_server import OtherServer
 from .peer import Peer, Wanted
 
 

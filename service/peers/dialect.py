@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast, get_args
 
-from ..core import SEED_LIMIT, Event, Finish, Message, Progress, Request, Result, Stage, Usage
+from ..core import (
+    SEED_LIMIT,
+    Event,
+    Finish,
+    Message,
+    Progress,
+    Request,
+    Result,
+    Stage,
+    Usage,
+)
 from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
 from ..text.reasoning import ReasoningSplitter, Segment

@@ -22,7 +22,7 @@ def main(folder: str, arguments: list[str]) -> int:
     package = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = package
     spec.loader.exec_module(package)
-    return import_module(f"{NAME}.service.cli").main(arguments)
+    return import_module(f"{NAME}.service.cli.command").main(arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import Cancelled, MemoryFull, ModelError, OnedeskError, PeerError, RequestError
+from ..errors import (
+    Cancelled,
+    MemoryFull,
+    ModelError,
+    OnedeskError,
+    PeerError,
+    RequestError,
+)
 from .peer import Address
 
 CONNECT_SECONDS = 10.0

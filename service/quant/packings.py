@@ -15,7 +15,14 @@ import torch
 from ..errors import ModelError
 from .damage import refuse_negative
 from .formats import DEFAULT_GROUP, FP8_BLOCKS, FP8_ROWS, INT8, int4
-from .layouts import WORD, awq_nibbles, blocks_of_awq, blocks_of_gptq, blocks_of_rows, word_nibbles
+from .layouts import (
+    WORD,
+    awq_nibbles,
+    blocks_of_awq,
+    blocks_of_gptq,
+    blocks_of_rows,
+    word_nibbles,
+)
 from .weight import BLOCK_BYTES, BLOCK_COLUMNS, Format, QuantizedWeight
 
 # Takes `values`, the stored rows from `first` on, into a weight's rows; the text names the stored tensor in messages.

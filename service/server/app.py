@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import FileError, RequestError
+from .error_documents import SOON, ApiError, as_api_error, to_json
 from .guard import Guard
 from .openapi import document
-from .problems import SOON, ApiError, as_api_error, to_json
 from .routes import ROUTES
 from .service import BESIDE, Service
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from .check import Schema, check
-from .problems import ApiError
+from .error_documents import ApiError
 
 BODY_LIMIT = 8 << 20  # bytes; a text for the longest context of a Qwen, 1 million tokens, has 4 to 5 MB
 BODY_SECONDS = 30.0

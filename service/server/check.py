@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..loader.files import short
-from .problems import ApiError
+from .error_documents import ApiError
 
 Schema = Mapping[str, Any]
 

@@ -11,10 +11,10 @@ from typing import Any
 from aiohttp import web
 
 from ..api import OpenModel
-from .asks import prompts, whole
 from .body import read_json
-from .call import Work
-from .problems import ApiError, to_json
+from .error_documents import ApiError, to_json
+from .pending import Work
+from .requests import prompts, whole
 from .schemas import EMBEDDINGS
 from .service import Service
 

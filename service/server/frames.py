@@ -6,7 +6,7 @@ import json
 from typing import Literal, TypeAlias
 
 from ..core import Event
-from .answers import Writer
+from .responses import Writer
 from .sse import as_events
 
 Channel: TypeAlias = Literal["text", "reasoning", ""]

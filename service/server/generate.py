@@ -11,15 +11,31 @@ from typing import Any
 from aiohttp import web
 
 from ..api import OpenModel
-from ..core import CancelCheck, Event, Logprobs, Progress, Request, Result, Usage
+from ..core import (
+    CancelCheck,
+    Event,
+    Logprobs,
+    Progress,
+    Request,
+    Result,
+    Usage,
+)
 from ..engine.answer import Prepared
 from ..errors import OnedeskError
-from .answers import ChatWriter, CompletionWriter, Document, Echo, Writer, added, usage
-from .asks import Ask, chat_ask, completion_ask, form_of, policy_of
 from .body import read_json
-from .call import Call
+from .error_documents import ApiError, as_api_error, to_json
 from .frames import Frames
-from .problems import ApiError, as_api_error, to_json
+from .pending import Call
+from .requests import Ask, chat_ask, completion_ask, form_of, policy_of
+from .responses import (
+    ChatWriter,
+    CompletionWriter,
+    Document,
+    Echo,
+    Writer,
+    added,
+    usage,
+)
 from .schemas import CHAT, COMPLETION
 from .service import TICK, Service
 from .sse import EventStream

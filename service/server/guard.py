@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ..errors import RequestError
 from ..peers.token_file import matches
-from .problems import ApiError
+from .error_documents import ApiError
 
 OPEN_ROUTES = frozenset({"/health"})
 _LOCAL_NAMES = frozenset({"localhost"})

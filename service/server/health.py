@@ -7,9 +7,9 @@ from typing import Any
 from aiohttp import web
 
 from ..loader.names import ModelEntry
-from .asks import Form, form_of
 from .check import check
-from .problems import ApiError, to_json
+from .error_documents import ApiError, to_json
+from .requests import Form, form_of
 from .schemas import OWN
 from .service import Service
 

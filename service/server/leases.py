@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from .asks import whole
 from .body import read_json
-from .problems import to_json
+from .error_documents import to_json
+from .requests import whole
 from .schemas import HEARTBEAT_OF_LEASE, LEASE
 from .service import Service
 from .tenants import HEARTBEAT, Tenant

@@ -10,11 +10,11 @@ from typing import Any
 from aiohttp import web
 
 from ..api import OpenModel
+from ..catalog.memory_report import memory_report
 from ..memory.pool import Released
-from ..setup.memory_report import memory_report
-from .asks import Form, form_of, policy_of
 from .body import read_json
-from .problems import ApiError, to_json
+from .error_documents import ApiError, to_json
+from .requests import Form, form_of, policy_of
 from .schemas import NOTHING, POLICY, RELEASE
 from .service import Service
 

@@ -9,9 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from ..memory.meminfo import read_vmstat
-from .figures import Histogram
-from .problems import ApiError
+from .error_documents import ApiError
 from .service import Service
+from .statistics import Histogram
 
 PROC = Path("/proc")
 KV_KINDS = ("used", "kept", "all")

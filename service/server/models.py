@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..api import OpenModel
+from ..catalog.inventory import default_model, is_toy, model_roots, usual_context
 from ..config import Config
 from ..errors import OnedeskError
 from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots
 from ..registry import Registry
-from ..setup.inventory import default_model, is_toy, model_roots, usual_context
-from .asks import Form
-from .problems import ApiError
+from .error_documents import ApiError
+from .requests import Form
 
 _Key: TypeAlias = tuple[str, int | None, str]  # name, context as asked, quantization
 FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept

@@ -14,7 +14,16 @@ from .health import health, model, models
 from .leases import give_back_lease, take_lease, tell_lease
 from .memory import release, set_policy, show_memory, sleep, wake
 from .metrics import metrics
-from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE
+from .schemas import (
+    CHAT,
+    COMPLETION,
+    EMBEDDINGS,
+    HEARTBEAT_OF_LEASE,
+    LEASE,
+    NOTHING,
+    POLICY,
+    RELEASE,
+)
 from .service import Service
 
 Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]

@@ -15,12 +15,12 @@ from ..config import ServiceSettings
 from ..core import Event
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
-from .asks import Form
-from .call import HESITATION, Call, Sink, Work
-from .figures import Figures
+from .concurrency import Places
+from .error_documents import SOON, ApiError
 from .models import Models
-from .places import Places
-from .problems import SOON, ApiError
+from .pending import HESITATION, Call, Sink, Work
+from .requests import Form
+from .statistics import Figures
 from .tenants import Tenants
 from .worker import Coming, Worker
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from .problems import ApiError, to_json
+from .error_documents import ApiError, to_json
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 # A client that takes nothing for so long is gone. What waits for it meanwhile is bounded by the length of the answer.

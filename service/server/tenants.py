@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import MemoryFull
 from ..memory.budget import show
 from ..memory.pool import Pool, Released
-from .problems import ApiError
+from .error_documents import ApiError
 
 HEARTBEAT = 10.0  # seconds, where none is given
 TENANTS_LIMIT = 64

@@ -13,9 +13,9 @@ from functools import partial
 from ..api import OpenModel
 from ..core import Event, Progress
 from ..engine.answer import Prepared
-from .call import Call, hand_over
-from .figures import Figures, Times
-from .line import Line
+from .pending import Call, hand_over
+from .request_queue import Line
+from .statistics import Figures, Times
 
 # Seconds for which a model that has nothing to do waits for requests that are just being prepared: what comes together is read in one pass,
 # and each pass more takes 13 ms of a GPU and 200 of two CPU cores. One is prepared in 1 to 2 ms.

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0 if answers else 1
         else:  # become the command: who ends this process ends the demo with its ComfyUI
             sys.stdout.flush()
-            os.execv(sys.executable, [sys.executable, "-m", "onedesk.service.cli", "demo", options.idea])  # noqa: S606 - fixed argv
+            os.execv(sys.executable, [sys.executable, "-m", "onedesk.service", "demo", options.idea])  # noqa: S606 - fixed argv
     except OnedeskError as error:
         sys.stderr.write(f"run.sh: {error}\n")
         return 1

@@ -21,7 +21,14 @@ from ..places import TREE_LINK
 from .checks import run_checks
 from .environment import PINS, TORCH, Environment
 from .foreign import find_foreign, model_paths, no_comfyui
-from .pack import NAME, PREFIX_OF_DEMO, add_package, link, link_demo_models, read_project
+from .pack import (
+    NAME,
+    PREFIX_OF_DEMO,
+    add_package,
+    link,
+    link_demo_models,
+    read_project,
+)
 from .source import Source
 from .steps import SetupError, Steps, locked
 from .tree import SETTINGS, Desk, Tree, run_script, write_if_changed

@@ -6,7 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from onedesk.nodes.picture import BAR, EMPTY, LENGTH, LINE, MARGIN, WIDTH, Bar, Part, draw
+from onedesk.nodes.picture import (
+    BAR,
+    EMPTY,
+    LENGTH,
+    LINE,
+    MARGIN,
+    WIDTH,
+    Bar,
+    Part,
+    draw,
+)
 
 RED, GREEN, BLUE = (200, 30, 30), (30, 200, 30), (30, 30, 200)
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from onedesk.nodes.show import SHOWN_CHARACTERS, View, displayable, numbered, returned, statistics
+from onedesk.nodes.show import (
+    SHOWN_CHARACTERS,
+    View,
+    displayable,
+    numbered,
+    returned,
+    statistics,
+)
 from onedesk.service.core import Progress, Result, Usage
 from onedesk.service.memory.pool import Released
 

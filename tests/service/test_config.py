@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 from onedesk.service import config as config_module
-from onedesk.service.config import ComfyUISettings, Config, ServiceSettings, installed_file, load_config, package_folder
+from onedesk.service.config import (
+    ComfyUISettings,
+    Config,
+    ServiceSettings,
+    installed_file,
+    load_config,
+    package_folder,
+)
 from onedesk.service.errors import FileError
 from onedesk.service.memory.budget import SETTING_NAMES
 from onedesk.service.toml_file import parse_bytes

@@ -10,7 +10,14 @@ import pytest
 import torch
 from asking import CONTEXT, ask, run
 from onedesk.service.api import OpenModel
-from onedesk.service.core import Event, Message, Progress, Request, Result, Sampling
+from onedesk.service.core import (
+    Event,
+    Message,
+    Progress,
+    Request,
+    Result,
+    Sampling,
+)
 from onedesk.service.engine.runner import CHUNK
 from onedesk.service.engine.scoring import perplexity
 from onedesk.service.errors import ModelError, RequestError

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 from kept_kernels import keep_kernels
-from onedesk.service import cli
 from onedesk.service.bench import peer, shapes
 from onedesk.service.bench.ceiling import read_ceiling
 from onedesk.service.bench.files import Residency, evict, read_whole
@@ -25,14 +24,15 @@ from onedesk.service.bench.probe import PeakWatch
 from onedesk.service.bench.run import Plan, files_of_load, measure
 from onedesk.service.bench.subject import Task
 from onedesk.service.bench.worker import Worker
+from onedesk.service.cli import command as cli
+from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
-from onedesk.service.engine.ceiling import known_ceiling
 from onedesk.service.errors import FileError, ModelError, PeerError, RequestError
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.loader.header import read_header
 from onedesk.service.loader.names import ModelRoots
+from onedesk.service.memory.read_bandwidth import known_ceiling
 from onedesk.service.model.families import family_of
-from onedesk.service.setup.quantize import quantize_model
 from safetensors import safe_open
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -83,7 +83,7 @@ def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
 
 
 def _generate(model: Path) -> str:
-    command = [sys.executable, "-m", "onedesk.service.cli", "generate", "--ids", "1,2", "--greedy", "--max-tokens", "6"]
+    command = [sys.executable, "-m", "onedesk.service", "generate", "--ids", "1,2", "--greedy", "--max-tokens", "6"]
     return subprocess.run([*command, "--model", str(model), "--json"], capture_output=True, text=True, check=True).stdout
 
 
@@ -240,7 +240,7 @@ def test_the_peak_counts_what_was_held_in_between(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_ended_bench_leaves_no_child(tmp_path, number):
     endless = write_tiny_qwen3(tmp_path / "endless", context=200_000, layers=12, tokenizer=False)
-    command = [sys.executable, "-m", "onedesk.service.cli", "bench", "decode", "--model", str(endless), "--tokens", "190000"]
+    command = [sys.executable, "-m", "onedesk.service", "bench", "decode", "--model", str(endless), "--tokens", "190000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
         children = psutil.Process(bench.pid).children()
         while not children:

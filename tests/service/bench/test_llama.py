@@ -10,7 +10,16 @@ from typing import Any, BinaryIO
 import pytest
 from onedesk.service.bench import llama
 from onedesk.service.bench.ceiling import MIB, read_ceiling
-from onedesk.service.bench.gguf import ALIGNMENT, BF16, F32, Q4_0, Q6_K, Q8_0, Blocks, random_gguf
+from onedesk.service.bench.gguf import (
+    ALIGNMENT,
+    BF16,
+    F32,
+    Q4_0,
+    Q6_K,
+    Q8_0,
+    Blocks,
+    random_gguf,
+)
 from onedesk.service.bench.llama import LlamaCpp
 from onedesk.service.bench.shapes import SHAPES
 from onedesk.service.bench.subject import Task

@@ -14,7 +14,7 @@ from onedesk.service.cache.paged import KVShape, SequenceKV, Snapshot
 from onedesk.service.cache.recurrent import RecurrentStates, StateShape
 from onedesk.service.engine.prefix import PrefixIndex
 from onedesk.service.errors import MemoryFull
-from onedesk.service.kernels.rows import BLOCK
+from onedesk.service.kernels.forward_batch import BLOCK
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.lease import Lease
 from onedesk.service.memory.pool import Pool

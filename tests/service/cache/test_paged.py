@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from onedesk.service.cache.paged import KVShape, PagedKV, SequenceKV, blocks_for
 from onedesk.service.errors import MemoryFull, RequestError
+from onedesk.service.kernels.forward_batch import BLOCK, Rows
 from onedesk.service.kernels.reference import write_rows
-from onedesk.service.kernels.rows import BLOCK, Rows
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from command_line import Run
 from kept_kernels import keep_kernels
-from onedesk.service import cli
 from onedesk.service import config as config_module
+from onedesk.service.cli import command as cli
 from tiny_qwen3 import write_tiny_qwen3
 
 

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 from command_line import pipe_in
-from onedesk.service import cli
 from onedesk.service.api import OpenModel
+from onedesk.service.cli import command as cli
 from tiny_qwen3 import write_tiny_qwen3
 
 
@@ -162,7 +162,7 @@ def test_doctor_says_ok_or_what_to_do(run, tree, tmp_path):
 
 
 def test_a_warning_reads_as_the_other_lines_and_tells_its_place_with_v_alone(tree, capsys):
-    for words, shown in (((), "onedesk: it is slow"), (("-v",), "WARNING:onedesk.service.cli:it is slow")):
+    for words, shown in (((), "onedesk: it is slow"), (("-v",), "WARNING:onedesk.service.cli.command:it is slow")):
         assert cli.main(["models", *words, "--config", str(tree / "onedesk.toml")]) == 0
         cli.log.warning("it is %s", "slow")
         assert shown in capsys.readouterr().err.splitlines()

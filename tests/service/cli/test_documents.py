@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from command_line import pipe_in
-from onedesk.service import cli
 from onedesk.service.api import OpenModel
+from onedesk.service.cli import command as cli
 from onedesk.service.errors import ModelError
 from onedesk.service.registry import REGISTRY
 from onedesk.service.text.template import ChatTemplate

@@ -14,7 +14,7 @@ import pytest
 from command_line import COMMAND, ENDS_WITHIN, start
 from kept_kernels import keep_kernels
 from onedesk.service import __main__ as door
-from onedesk.service import cli
+from onedesk.service.cli import command as cli
 from onedesk.service.registry import REGISTRY
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -59,10 +59,10 @@ def test_an_interrupt_before_the_command_is_imported_is_no_traceback(words, monk
     class Interrupted:
         @staticmethod
         def find_spec(name: str, *_: object) -> None:
-            if name == "onedesk.service.cli":
+            if name == "onedesk.service.cli.command":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "onedesk.service.cli")
+    monkeypatch.delitem(sys.modules, "onedesk.service.cli.command")
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     monkeypatch.setattr(sys, "argv", ["onedesk", *words])
     before = signal.getsignal(signal.SIGINT)

@@ -16,7 +16,7 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel, open_model
 from onedesk.service.core import Request, Sampling
 from onedesk.service.engine import speculate
-from onedesk.service.kernels.rows import BLOCK
+from onedesk.service.kernels.forward_batch import BLOCK
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
@@ -145,7 +145,7 @@ def test_any_guesses_leave_the_text_as_it_is(misled: OpenModel, seed: int, chanc
     wanted = written(misled, replace(request, speculation=False)).ids
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onedesk.service.engine.writing.Speculator", arbitrary(request, wanted, draw, chance))
+        patch.setattr("onedesk.service.engine.decode_loop.Speculator", arbitrary(request, wanted, draw, chance))
         assert written(misled, request).ids == wanted
     tell(misled).kv.check()
 

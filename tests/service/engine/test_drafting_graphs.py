@@ -17,11 +17,11 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import speculate
+from onedesk.service.engine.decode_loop import Writing
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import PassCosts, Speculator
 from onedesk.service.engine.stepper import Checked
 from onedesk.service.engine.work import Row
-from onedesk.service.engine.writing import Writing
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
@@ -85,7 +85,7 @@ def test_any_guesses_in_graphs_leave_the_text_as_it_is(model: OpenModel, stepper
     wanted = written(model, replace(request, speculation=False)).ids
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onedesk.service.engine.writing.Speculator", arbitrary(request, wanted, draw, chance))
+        patch.setattr("onedesk.service.engine.decode_loop.Speculator", arbitrary(request, wanted, draw, chance))
         assert written(model, request).ids == wanted
     tell(model).kv.check()
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from onedesk.service.engine.prefix import PrefixIndex
-from onedesk.service.kernels.rows import BLOCK
+from onedesk.service.kernels.forward_batch import BLOCK
 
 
 class Shelf:

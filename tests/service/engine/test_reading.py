@@ -16,7 +16,7 @@ from onedesk.service.core import Request, Result, Sampling
 from onedesk.service.engine.answer import Prepared
 from onedesk.service.engine.buffers import MAX_BATCH
 from onedesk.service.engine.runner import Runner, Stopped
-from onedesk.service.kernels.rows import BLOCK, FEW_ROWS
+from onedesk.service.kernels.forward_batch import BLOCK, FEW_ROWS
 from onedesk.service.registry import Registry
 from tiny_families import write_family
 from tiny_qwen3 import write_tiny_qwen3

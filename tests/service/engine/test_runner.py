@@ -15,8 +15,8 @@ from onedesk.service.engine.buffers import MAX_BATCH
 from onedesk.service.engine.runner import Runner
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
 from onedesk.service.kernels.choose import workspace_bytes
+from onedesk.service.kernels.forward_batch import BLOCK
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import BLOCK
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.lease import carved_bytes

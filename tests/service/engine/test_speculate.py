@@ -7,7 +7,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.engine.speculate import BEYOND, LENGTHS, RISK, Lookup, PassCosts, Room, Speculator
+from onedesk.service.engine.speculate import (
+    BEYOND,
+    LENGTHS,
+    RISK,
+    Lookup,
+    PassCosts,
+    Room,
+    Speculator,
+)
 
 
 def followers(ids: list[int], most: int) -> tuple[int, list[int]]:

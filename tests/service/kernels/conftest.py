@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from onedesk.service.kernels.compile import compile_library
+from onedesk.service.kernels.cpu.compile import compile_library
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.kernels.cpu import CpuKernels
-from onedesk.service.kernels.parts import AttentionHeads, AttentionRows
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
+from onedesk.service.kernels.forward_batch import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
+from onedesk.service.kernels.operands import AttentionHeads, AttentionRows
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 
 SHAPES = [HeadShape(16, 8, 128), HeadShape(4, 2, 16), HeadShape(3, 1, 64), HeadShape(5, 1, 80), HeadShape(2, 2, 32), HeadShape(52, 1, 16)]
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from onedesk.service.errors import Cancelled
-from onedesk.service.kernels import compile as compiling
 from onedesk.service.kernels.choose import choose_kernels
-from onedesk.service.kernels.compile import compile_library
-from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.cpu import compile as compiling
+from onedesk.service.kernels.cpu.compile import compile_library
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.reference import ReferenceKernels
 
 TINY = """
@@ -151,7 +151,7 @@ def test_that_it_compiles_is_told_once(small: Path, caplog: pytest.LogCaptureFix
 
 
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
-    script = "import sys; from pathlib import Path; from onedesk.service.kernels import compile; compile.FOLDER = Path(sys.argv[1]); "
+    script = "import sys; from pathlib import Path; from onedesk.service.kernels.cpu import compile; compile.FOLDER = Path(sys.argv[1]); "
     script += "library, why = compile.compile_library(Path(sys.argv[2])); print(why or library.attention_width())"
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "tiny.c").write_text(TINY)

@@ -9,10 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
+from onedesk.service.kernels.forward_batch import HeadShape, NormWeight
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import HeadShape, NormWeight
-from onedesk.service.quant.formats import FP8_BLOCKS, FP8_ROWS, INT8, MXFP8, NVFP4, int4
+from onedesk.service.quant.formats import (
+    FP8_BLOCKS,
+    FP8_ROWS,
+    INT8,
+    MXFP8,
+    NVFP4,
+    int4,
+)
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.delta import (
     CHUNK,
     DeltaHeads,
@@ -18,8 +18,8 @@ from onedesk.service.kernels.delta import (
     delta_step,
     unit,
 )
+from onedesk.service.kernels.forward_batch import NormWeight, Slots
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import NormWeight, Slots
 
 EPS = 1e-6
 

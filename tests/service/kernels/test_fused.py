@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from interpreted import results
-from onedesk.service.kernels import cuda_products
-from onedesk.service.kernels.cuda import CudaKernels, cuda_kernels, fused_or_not
-from onedesk.service.kernels.cuda_fused import FusedCudaKernels
-from onedesk.service.kernels.cuda_plan import Device, Shape
+from onedesk.service.kernels.choose import cuda_kernels, fused_or_not
+from onedesk.service.kernels.cuda import cuda_products
+from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
+from onedesk.service.kernels.cuda.cuda_plan import Device, Shape
+from onedesk.service.kernels.cuda.sdpa_kernels import CudaKernels
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_an_old_gpu_gets_plain_torch(monkeypatch: pytest.MonkeyPatch):
 def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setitem(sys.modules, "onedesk.service.kernels.cuda_fused", None)
+    monkeypatch.setitem(sys.modules, "onedesk.service.kernels.cuda.cuda_fused", None)
     kind, why_not = fused_or_not(torch.bfloat16)
     assert kind is CudaKernels
     assert "install triton" in why_not

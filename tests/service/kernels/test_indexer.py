@@ -10,10 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.cache.recurrent import RecurrentStates, StateShape
-from onedesk.service.kernels.cpu import CpuKernels
-from onedesk.service.kernels.parts import AttentionHeads, Indexer
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
+from onedesk.service.kernels.forward_batch import (
+    BLOCK,
+    HeadShape,
+    NormWeight,
+    RotaryTable,
+    Rows,
+    Slots,
+)
+from onedesk.service.kernels.operands import AttentionHeads, Indexer
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows, Slots
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.lease import Lease
 from onedesk.service.memory.pool import Pool

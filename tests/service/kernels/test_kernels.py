@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.kernels.cuda import CudaKernels
+from onedesk.service.kernels.cuda.sdpa_kernels import CudaKernels
+from onedesk.service.kernels.forward_batch import NormWeight
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import NormWeight
 
 
 def truth(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

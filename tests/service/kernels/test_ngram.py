@@ -6,11 +6,11 @@ import ctypes
 
 import pytest
 import torch
-from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.delta import convolve_step
-from onedesk.service.kernels.parts import NgramRows, NgramWeights
+from onedesk.service.kernels.forward_batch import HeadShape, NormWeight, Slots
+from onedesk.service.kernels.operands import NgramRows, NgramWeights
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import HeadShape, NormWeight, Slots
 
 COUNT, HIDDEN, WIDTH, TAPS, APART = 3, 48, 40, 4, 3
 WIDE = COUNT * HIDDEN

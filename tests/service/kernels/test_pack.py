@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.errors import ModelError
-from onedesk.service.kernels.compile import compile_library
-from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.cpu.compile import compile_library
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.quant.formats import FP8_ROWS, INT8, int4, title, weight_of
 from onedesk.service.quant.quantize import quantize, quantize_into
 from onedesk.service.quant.weight import Format, QuantizedWeight

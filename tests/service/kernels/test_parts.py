@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from onedesk.service.kernels.cpu import CpuKernels
-from onedesk.service.kernels.parts import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
+from onedesk.service.kernels.forward_batch import FEW_ROWS, NormWeight, Rows
+from onedesk.service.kernels.operands import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.kernels.rows import FEW_ROWS, NormWeight, Rows
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth

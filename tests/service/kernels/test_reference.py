@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onedesk.service.kernels.parts import AttentionHeads, AttentionRows
+from onedesk.service.kernels.forward_batch import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
+from onedesk.service.kernels.operands import AttentionHeads, AttentionRows
 from onedesk.service.kernels.reference import TILE_ELEMENTS, ReferenceKernels
-from onedesk.service.kernels.rows import BLOCK, HeadShape, NormWeight, RotaryTable, Rows
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight, dequantize, pack_nibbles
 
 FORMATS = [

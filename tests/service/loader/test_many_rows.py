@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onedesk.service.config import load_config
 from onedesk.service.errors import FileError
 from onedesk.service.kernels.choose import row_reader
-from onedesk.service.kernels.file_rows import FileRowReader
+from onedesk.service.kernels.cpu.file_rows import FileRowReader
 from onedesk.service.loader.header import TensorInfo, read_header
 from onedesk.service.loader.table import MANY, FileTable
 from safetensors.torch import save_file

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onedesk.service.errors import MemoryFull, RequestError
 from onedesk.service.memory.backends import choose
-from onedesk.service.memory.backends.managed import ATTRIBUTES, LASTING, PIECE, Allocation, ManagedBackend, ManagedSlab
+from onedesk.service.memory.backends.managed import (
+    ATTRIBUTES,
+    LASTING,
+    PIECE,
+    Allocation,
+    ManagedBackend,
+    ManagedSlab,
+)
 from onedesk.service.memory.budget import MIB, MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import Truth, read_truth

@@ -10,7 +10,14 @@ import psutil
 import pytest
 import torch
 from onedesk.service.errors import MemoryFull
-from onedesk.service.memory.backends.mapped import ADVICE, HUGE_PAGE, PAGE, MappedBackend, MappedSlab, resident_bytes
+from onedesk.service.memory.backends.mapped import (
+    ADVICE,
+    HUGE_PAGE,
+    PAGE,
+    MappedBackend,
+    MappedSlab,
+    resident_bytes,
+)
 from onedesk.service.memory.budget import MIB
 from onedesk.service.memory.meminfo import read_faults
 

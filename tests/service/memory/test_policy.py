@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onedesk.service.errors import RequestError
-from onedesk.service.memory.policy import KINDS, PHASE, PINNED, STAY, Kind, Policy, due, order_of_giving_way
+from onedesk.service.memory.policy import (
+    KINDS,
+    PHASE,
+    PINNED,
+    STAY,
+    Kind,
+    Policy,
+    due,
+    order_of_giving_way,
+)
 
 
 @dataclass(frozen=True)

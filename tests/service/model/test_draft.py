@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
 from onedesk.service.engine.drafting import HELD
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
@@ -19,7 +20,6 @@ from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.model.draft import carried_width
 from onedesk.service.quant.weight import QuantizedWeight
-from onedesk.service.setup.quantize import quantize_model
 from published import BLOCKS
 from safetensors.torch import load_file
 from tiny_drafts import Tensors, add_draft, change, write_drafter

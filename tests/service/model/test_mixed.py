@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from onedesk.service.catalog.plan import plan_model
 from onedesk.service.engine import session
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
@@ -19,7 +20,6 @@ from onedesk.service.model.weights import WeightPlan
 from onedesk.service.quant.mixed import Packings, plain_name
 from onedesk.service.quant.published import read_packings
 from onedesk.service.quant.weight import QuantizedWeight, Weight, dequantize
-from onedesk.service.setup.plan import plan_model
 from published import MIXED_KINDS, MODELOPT, change_config, change_tensors, compressed, mixed_layers, write_mixed
 
 CPU = torch.device("cpu")
@@ -142,8 +142,8 @@ def test_names_are_compared_without_what_stands_before_the_network():
 
 
 def test_a_plan_of_a_mixed_folder_counts_each_kind_as_it_is_said(tmp_path: Path) -> None:
+    from onedesk.service.catalog.known_configs import FLASH_NEXT
     from onedesk.service.config import Config
-    from onedesk.service.setup.published import FLASH_NEXT
 
     named: dict[str, Any] = {f"model.language_model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(48)}
     named["model.language_model.layers.1.ple.ple_embedding.ngram_embedding"] = {"quant_algo": "FP8"}

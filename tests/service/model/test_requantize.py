@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from kept_kernels import keep_kernels
+from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
 from onedesk.service.engine.session import draw_blueprint
 from onedesk.service.loader.checkpoint import open_checkpoint
@@ -20,7 +21,6 @@ from onedesk.service.model.weights import WeightPlan
 from onedesk.service.quant.formats import CHOICES, INT8
 from onedesk.service.quant.quantize import quantize
 from onedesk.service.quant.weight import QuantizedWeight, dequantize
-from onedesk.service.setup.quantize import quantize_model
 from published import CASES, MIXED_KINDS, MODELOPT, mixed_layers, write_mixed, write_published
 
 BY_NAME = {case.name: case for case in CASES}

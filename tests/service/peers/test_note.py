@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from onedesk.service.config import own_version
 from onedesk.service.errors import PeerError
-from onedesk.service.peers.note import FILE_NAME, LOCK_NAME, Note, noted, only_one, running, taken
+from onedesk.service.peers.note import (
+    FILE_NAME,
+    LOCK_NAME,
+    Note,
+    noted,
+    only_one,
+    running,
+    taken,
+)
 from onedesk.service.peers.peer import Wanted
 from onedesk.service.peers.service import Finder, LocalService
 

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 from onedesk.service.api import OpenModel
 from onedesk.service.config import load_config
-from onedesk.service.core import Event, Message, Progress, Request, Result, Sampling
+from onedesk.service.core import (
+    Event,
+    Message,
+    Progress,
+    Request,
+    Result,
+    Sampling,
+)
 from onedesk.service.errors import Cancelled, ModelError, PeerError, RequestError
 from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy

@@ -9,10 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.config import load_config
-from onedesk.service.kernels.compile import compile_library
-from onedesk.service.kernels.cpu import CpuKernels
+from onedesk.service.kernels.cpu.compile import compile_library
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.reference import ReferenceKernels
-from onedesk.service.quant.formats import MXFP8, NVFP4, aligned_bytes, bits_a_weight, pieces, title, weight_of
+from onedesk.service.quant.formats import (
+    MXFP8,
+    NVFP4,
+    aligned_bytes,
+    bits_a_weight,
+    pieces,
+    title,
+    weight_of,
+)
 from onedesk.service.quant.microscaled import Mxfp8, Nvfp4
 from onedesk.service.quant.packings import Packing
 from onedesk.service.quant.weight import E2M1, QuantizedWeight, dequantize

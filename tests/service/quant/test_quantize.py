@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.core import QUANTIZATIONS
 from onedesk.service.errors import ModelError
-from onedesk.service.quant.formats import CHOICES, INT8, aligned_bytes, bits_a_weight, int4, pieces, title, weight_of
+from onedesk.service.quant.formats import (
+    CHOICES,
+    INT8,
+    aligned_bytes,
+    bits_a_weight,
+    int4,
+    pieces,
+    title,
+    weight_of,
+)
 from onedesk.service.quant.quantize import quantize, quantize_into
 from onedesk.service.quant.weight import Format, dequantize, pack_nibbles, unpack_nibbles
 

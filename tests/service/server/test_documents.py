@@ -8,15 +8,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onedesk.service.core import Event, Finish, Logprobs, Message, Progress, Result, Usage
-from onedesk.service.server.answers import ChatWriter, CompletionWriter, Echo, added, usage
-from onedesk.service.server.asks import chat_ask, completion_ask
+from onedesk.service.core import (
+    Event,
+    Finish,
+    Logprobs,
+    Message,
+    Progress,
+    Result,
+    Usage,
+)
 from onedesk.service.server.check import check
-from onedesk.service.server.figures import BOUNDS, Figures, Histogram, Times
+from onedesk.service.server.error_documents import ApiError, as_api_error, to_json
 from onedesk.service.server.frames import Frames
-from onedesk.service.server.problems import ApiError, as_api_error, to_json
+from onedesk.service.server.requests import chat_ask, completion_ask
+from onedesk.service.server.responses import ChatWriter, CompletionWriter, Echo, added, usage
 from onedesk.service.server.schemas import CHAT
 from onedesk.service.server.sse import as_events
+from onedesk.service.server.statistics import BOUNDS, Figures, Histogram, Times
 from onedesk.service.text.tokenizer import Tokenizer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk

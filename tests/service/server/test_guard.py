@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from onedesk.service import cli
+from onedesk.service.cli import command as cli
 from onedesk.service.errors import FileError, RequestError
 from onedesk.service.peers.token_file import load_token, matches, read_token
 from onedesk.service.server.guard import is_loopback, own_names

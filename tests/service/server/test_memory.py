@@ -9,11 +9,11 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from onedesk.service import cli
+from onedesk.service.cli import command
 from onedesk.service.config import load_config
 from onedesk.service.registry import Registry
-from onedesk.service.server.asks import Form
 from onedesk.service.server.models import FORMS_LIMIT, Choice, Models
+from onedesk.service.server.requests import Form
 from serving import MODEL, THINKER, Server
 
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
@@ -185,12 +185,12 @@ def test_another_process_is_asked_in_the_answer_to_its_heartbeat(server: Server)
 def test_the_command_shows_what_the_service_holds(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.client().chat.completions.create(**SHORT)
     config = ["--config", str(server.tree / "onedesk.toml")]
-    assert cli.main(["memory", "--json", *config]) == 0
+    assert command.main(["memory", "--json", *config]) == 0
     document = json.loads(capsys.readouterr().out)
     assert {lease["owner"] for lease in document["leases"]} >= {MODEL}
     assert document["budget"]["used"] == held(server)
     assert document["service"]["pid"] == (server.note.pid if server.note else 0)
-    assert cli.main(["memory", *config]) == 0
+    assert command.main(["memory", *config]) == 0
     assert MODEL in capsys.readouterr().out
 
 

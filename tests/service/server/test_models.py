@@ -17,9 +17,9 @@ from onedesk.service.api import OpenModel
 from onedesk.service.config import load_config
 from onedesk.service.errors import FileError
 from onedesk.service.registry import Registry
-from onedesk.service.server.asks import Form
+from onedesk.service.server.error_documents import ApiError
 from onedesk.service.server.models import Choice, Models
-from onedesk.service.server.problems import ApiError
+from onedesk.service.server.requests import Form
 from tiny_models import write_language_model
 
 

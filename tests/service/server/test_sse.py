@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from onedesk.service.core import Event
-from onedesk.service.server.call import Call
+from onedesk.service.server.pending import Call
 from onedesk.service.server.sse import ClientGoneError, EventStream, as_events
 
 LONG = 60.0

@@ -14,8 +14,8 @@ from onedesk.service.core import Event, Result, Sampling, Usage
 from onedesk.service.engine.answer import Prepared
 from onedesk.service.engine.sequence import Limits
 from onedesk.service.server import worker as worker_module
-from onedesk.service.server.call import Call
-from onedesk.service.server.figures import Figures
+from onedesk.service.server.pending import Call
+from onedesk.service.server.statistics import Figures
 from onedesk.service.server.worker import Coming, Worker
 
 PREPARED = Prepared((1,), Sampling(), 7, Limits(8, 8, 8, frozenset()), 8, (), False, False, None, 10)

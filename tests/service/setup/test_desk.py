@@ -13,12 +13,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from onedesk.service.cli.demo import DemoModels, run_demo
 from onedesk.service.config import load_config
 from onedesk.service.errors import FileError, PeerError
 from onedesk.service.setup import desk
 from onedesk.service.setup.comfyui import Client, free_port
-from onedesk.service.setup.demo import DemoModels, run_demo
-from onedesk.service.setup.desk import Running, find_running, main, parse, pid_file, start, status, stop
+from onedesk.service.setup.desk import (
+    Running,
+    find_running,
+    main,
+    parse,
+    pid_file,
+    start,
+    status,
+    stop,
+)
 from onedesk.service.setup.foreign import model_paths
 from onedesk.service.setup.tree import Desk, Tree
 from PIL import Image
@@ -169,7 +178,7 @@ def test_run_sh_demo_becomes_the_command_so_that_a_signal_reaches_what_started_c
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append([path, *argv]))
     main([str(tmp_path), "demo", "a red cat"])
-    assert became == [[sys.executable, sys.executable, "-m", "onedesk.service.cli", "demo", "a red cat"]]
+    assert became == [[sys.executable, sys.executable, "-m", "onedesk.service", "demo", "a red cat"]]
 
 
 def test_demo_without_an_installation_says_so(tmp_path: Path) -> None:

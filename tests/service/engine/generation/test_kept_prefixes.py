@@ -10,7 +10,7 @@ from asking import CONTEXT, ask
 from choices import alone, run, same
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Message, Request, Sampling
-from onedesk.service.kernels.rows import BLOCK, FEW_ROWS
+from onedesk.service.kernels.forward_batch import BLOCK, FEW_ROWS
 
 LONG = "You are a careful writer of prompts. " * 8
 

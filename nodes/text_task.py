@@ -1,0 +1,181 @@
+"""Writing one or several answers with a model: the work behind OnedeskGenerate, in its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from ..service.api import Events, Model, RemoteModel
+from ..service.core import (
+    CancelCheck,
+    Event,
+    Message,
+    Progress,
+    Request,
+    Result,
+)
+from ..service.errors import Cancelled, RequestError
+from .show import View, numbered
+from .values import Conversation, SamplingChoice
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one answer is asked for."""
+
+    conversation: Conversation
+    seed: int
+    max_tokens: int
+    options: SamplingChoice
+
+    def request(self, model: Model) -> Request:
+        """The request for `model`. Raises RequestError if a bias names a text that is not one token."""
+        bias = {_token(model, token): value for token, value in self.options.bias}
+        return Request(
+            messages=self.conversation.messages,
+            sampling=replace(self.options.sampling, seed=self.seed, logit_bias=MappingProxyType(bias)),
+            max_tokens=self.max_tokens,
+            stop=self.options.stop,
+            thinking=self.options.thinking,
+            thinking_budget=self.options.thinking_budget,
+            repetition_stop=self.options.repetition_stop,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer and the conversation with it as its last turn."""
+
+    result: Result
+    conversation: Conversation
+
+
+class Writing:
+    """Answers questions together and streams them into a view."""
+
+    def __init__(self, questions: Sequence[Question], view: View) -> None:
+        self._questions = questions
+        self._view = view
+        self._stream: Events | None = None
+        self._written: list[_Written] = []
+        self._place = 0  # in the queue of the service, 0 for none
+
+    def prepare(self, model: Model, cancel: CancelCheck) -> None:
+        """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
+        requests = []
+        for place, question in enumerate(self._questions):
+            if cancel():
+                raise Cancelled("stopped while checking the messages")
+            try:
+                requests.append(question.request(model))
+            except RequestError as error:
+                raise RequestError(self._named(place, ""), *error.args) from error
+        self._written = [_Written() for _ in self._questions]
+        if isinstance(model, RemoteModel):  # it may have to be started first
+            self._view.write(f"(waiting for {model.peer.title})")
+        self._stream = model.generate_batch(requests, cancel=cancel, progress=self._report)
+        self._view.follow(lambda: numbered(self._shown(), len(self._questions)))
+
+    def run(self, model: Model, cancel: CancelCheck) -> list[Answer]:
+        """Raises RequestError for an answer without text, Cancelled on Stop; the texts so far stay shown."""
+        if self._stream is None:
+            raise RequestError("nothing was prepared; prepare before running")
+        with closing(self._stream) as events:
+            for event in events:
+                self._take(event)
+        results = [one.result for one in self._written]
+        if any(result is not None and result.finish == "cancelled" for result in results):
+            raise Cancelled("stopped while writing")
+        answers = []
+        for question, result in zip(self._questions, results, strict=True):
+            if result is None:
+                raise RequestError("the model's answer ended without a result; run the workflow again")
+            turn = Message("assistant", result.text, result.reasoning)
+            answers.append(Answer(result, Conversation((*question.conversation.messages, turn))))
+        return answers
+
+    def kept(self, answers: list[Answer]) -> object:
+        """The first conversation: ComfyUI holds it with the node's outputs."""
+        return answers[0].conversation
+
+    def _shown(self) -> list[str]:
+        """The texts that have begun, and the first in any case: they begin in the order of the questions. While all wait, their place."""
+        if self._place and not any(one.begun or one.result for one in self._written):
+            return [f"(waiting for its turn at the service, place {self._place})"]
+        return [one.text for place, one in enumerate(self._written) if one.begun or not place]
+
+    def _take(self, event: Event) -> None:
+        one = self._written[event.request]
+        if event.progress:
+            self._report(event.progress)
+        if event.token is not None:
+            one.tokens += 1
+            limits = zip(self._written, self._questions, strict=True)
+            total = sum(max(other.tokens, question.max_tokens) for other, question in limits)
+            self._view.report(Progress("decode", sum(other.tokens for other in self._written), total))
+        one.take(event)
+        if event.result is not None and event.result.finish != "cancelled" and not event.result.text.strip():
+            raise RequestError(self._named(event.request, _why_empty(event.result, self._questions[event.request].max_tokens)))
+
+    def _report(self, progress: Progress) -> None:
+        """Prompts that are read while others write do not move the bar back. A place in a queue is told in words."""
+        self._place = progress.done if progress.stage == "queue" else 0
+        if progress.stage == "queue":
+            return
+        if progress.stage == "load" or not any(one.tokens for one in self._written):
+            self._view.report(progress)
+
+    def _named(self, place: int, words: str) -> str:
+        return words if len(self._questions) == 1 else f"item {place + 1} of {len(self._questions)}: {words}"
+
+
+class _Written:
+    """What is there of one answer."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.tokens = 0
+        self.result: Result | None = None
+        self._text = self._reasoning = ""
+
+    def take(self, event: Event) -> None:
+        """Take in the next event of it."""
+        self.begun = self.begun or event.token is not None or (event.result is not None and event.result.finish != "cancelled")
+        self._text += event.text
+        self._reasoning += event.reasoning
+        self.result = event.result or self.result
+
+    @property
+    def text(self) -> str:
+        """As it is shown."""
+        if self.result is None:
+            return self._text or (self._reasoning and f"(thinking) {self._reasoning}")
+        if self.result.finish == "cancelled":
+            return f"{self.result.text or self.result.reasoning}\n\n[stopped after {self.result.usage.completion} tokens]".lstrip()
+        return self.result.text
+
+
+def _why_empty(result: Result, max_tokens: int) -> str:
+    usage = result.usage
+    if result.reasoning.strip():
+        return (
+            f"the model only thought ({usage.reasoning} tokens) and gave no answer within {max_tokens} tokens for it; "
+            "raise max_tokens or the context, set a thinking_budget, or turn thinking off"
+        )
+    return (
+        f"the model gave an empty answer ({usage.completion} tokens, ended by {result.finish}); "
+        "change the seed or the messages, or look at the stop strings"
+    )
+
+
+def _token(model: Model, token: int | str) -> int:
+    if isinstance(token, int):
+        if model.vocab_size is not None and token >= model.vocab_size:
+            raise RequestError(f"logit_bias: {model.name} has no token {token}; use 0 to {model.vocab_size - 1}")
+        return token
+    ids = model.encode(token)
+    if len(ids) != 1:
+        raise RequestError(f"logit_bias: {token!r} is {len(ids)} tokens of {model.name} ({ids[:8]}); name one token, by its text or its id")
+    return ids[0]

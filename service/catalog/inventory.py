@@ -1,0 +1,203 @@
+"""What models there are: one row each, with what it needs and whether it fits; a broken one is a row with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import pick_context, pick_device
+from ..config import FILE_NAME, Config
+from ..console import columns, wrapped
+from ..engine.session import draw_blueprint
+from ..errors import FileError, ModelError, OnedeskError
+from ..loader.checkpoint import Checkpoint, open_checkpoint
+from ..loader.names import ModelEntry, ModelRoots
+from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
+from ..memory.truth import read_truth
+from ..model.families import describe
+from .census import take_census
+from .footprint import Here, longest, stored_bytes
+
+TOY_PREFIX = "onedesk-demo-"
+TOY_NOTE = "a toy that comes with Onedesk to show the chain"
+KV_TOKENS = 1000  # what "1k" is in kv_per_1k
+SMALLEST_CONTEXT = 2
+
+
+def model_roots(config: Config) -> ModelRoots:
+    """The model folders of a configuration; symlinks may lead into the cache of downloads."""
+    return ModelRoots(config.model_roots, targets=[config.cache])
+
+
+def default_model(config: Config) -> str | None:
+    """The model to use when none is named: the configured one, else the only one that is no toy, else the only one.
+
+    What cannot be opened, such as half a download, counts only where there is nothing else. Raises ModelError, FileError where the
+    configured one is not there.
+    """
+    roots = model_roots(config)
+    if config.default_model:
+        try:
+            roots.find(config.default_model)
+        except (ModelError, FileError) as error:
+            file = config.file.name if config.file else FILE_NAME
+            raise type(error)(f"default in [models] of {file}: {error}") from error
+        return config.default_model
+    entries = roots.list()
+    names = [entry.name for entry in entries]
+    whole = [entry.name for entry in entries if _opens(entry, roots)]
+    for candidates in ([name for name in whole if not is_toy(name)], whole, names):
+        if len(candidates) == 1:
+            return candidates[0]
+    return None
+
+
+def _opens(entry: ModelEntry, roots: ModelRoots) -> bool:
+    try:
+        describe(open_checkpoint(entry.path, roots=roots.bases).config)
+    except OnedeskError:
+        return False
+    return True
+
+
+def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:
+    """The configured context, as far as the model at `path` allows it; None where none is configured. Raises ModelError, FileError."""
+    if config.context is None:
+        return None
+    described = open_checkpoint(path, roots=roots.bases).config
+    return min(config.context, describe(described).max_position)
+
+
+def is_toy(name: str) -> bool:
+    """Whether a name is that of a demo model."""
+    return name.rsplit("/", 1)[-1].startswith(TOY_PREFIX)
+
+
+def model_rows(config: Config, model: str | None, *, device: str, context: int | None, quant: str = "none") -> list[dict[str, Any]]:
+    """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
+
+    `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context, beside nothing
+    else, with headroom; `images` is what is then left for image models, and `context` the longest that would fit. What cannot be opened
+    (`opens`) has the figures that its files and its config give. Raises ModelError or FileError when `model` names nothing.
+    """
+    roots = model_roots(config)
+    values: dict[str, Any] = dict(config.memory)
+    settings = MemorySettings(**values)
+    place = pick_device(device)
+    truth = read_truth(place.type)
+    here = Here(truth.available, settings, make_budget(truth, settings))
+    entries = roots.list()
+    if model is not None:
+        path = roots.find(model)
+        entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
+    asked = _Asked(place, context or config.context, quant, config.cache, config.draft)
+    return [_row(entry, roots, asked, here) for entry in entries]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """For which device, context and form of the weights the rows are, and whether layers for multi-token prediction are opened."""
+
+    device: torch.device
+    context: int | None
+    quant: str
+    cache: Path
+    draft: bool
+
+
+def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dict[str, Any]:
+    unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
+    row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
+    row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
+    row |= {"context": None, "images": None, "opens": False}
+    try:
+        checkpoint = open_checkpoint(entry.path, roots=roots.bases)
+        row |= _from_files(checkpoint)
+        row |= _from_config(checkpoint)
+        sketch = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache, draft=asked.draft)
+    except OnedeskError as error:
+        return row | {"reason": str(error)}
+    context = _context(asked.context, sketch.config.max_position)
+    if sketch.config.draft and not _verdict(replace(sketch, context=context).need, context, here.settings, here.budget)[0]:
+        sketch = sketch.without_draft()  # as an opening does
+    need = replace(sketch, context=context).need
+    row["format"] = sketch.plan.form
+    row["bytes"] |= {"weights": need.weights, "kv_per_1k": KV_TOKENS * sketch.kv_shape.token_bytes, "draft": sketch.draft_bytes}
+    row["context"] = longest(lambda context: replace(sketch, context=context).need, sketch.config.max_position, here)
+    row["images"] = here.beside(need.with_headroom(here.settings.headroom))
+    fits, reason = _verdict(need, context, here.settings, here.budget)
+    if not (checkpoint.folder / "tokenizer.json").is_file():
+        reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
+    return row | {"fits": fits, "reason": reason, "opens": True}
+
+
+def _context(wanted: int | None, allowed: int) -> int:
+    """The context that the row speaks of: what was asked, as far as the model allows it."""
+    return pick_context(None if wanted is None else min(wanted, allowed), allowed)
+
+
+def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the files alone say, also of a family that cannot be opened yet."""
+    census = checkpoint.census()
+    return {
+        "family": str(checkpoint.config["model_type"]).removesuffix("_text"),
+        "format": "+".join(census.bytes_by_dtype),
+        "parameters": census.parameters,
+        "bytes": {**stored_bytes(checkpoint), "kv_per_1k": None, "draft": None},
+    }
+
+
+def _from_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the config says of the network's size."""
+    try:
+        census = take_census(checkpoint.config)
+    except ModelError:
+        return {}  # a family that nobody has counted; opening it says which there are
+    return {"parameters": census.parameters, "active_parameters": census.active}
+
+
+def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget) -> tuple[bool, str]:
+    wanted = need.with_headroom(settings.headroom)
+    fits = wanted <= budget.spendable
+    figures = f"{show(wanted)} with headroom for {context} tokens, of {show(budget.spendable)} in the budget"
+    if fits:
+        return True, f"needs {figures}"
+    smaller = [
+        form
+        for form, weights in need.weights_of.items()
+        if replace(need, weights=weights).with_headroom(settings.headroom) <= budget.spendable
+    ]
+    choices = ", ".join(["a smaller context", *(f"--quant {form}" for form in smaller), "or another model"])
+    return False, f"does not fit: needs {figures}; choose {choices}"
+
+
+def model_table(rows: list[dict[str, Any]]) -> str:
+    """The rows for a terminal, below each what there is to say of it."""
+    if not rows:
+        return "no models; put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
+    lines: list[tuple[str, ...]] = [
+        ("NAME", "FAMILY", "FORMAT", "PARAMETERS", "ACTIVE", "WEIGHTS", "TABLE", "KV / 1000", "FITS", "CONTEXT", "IMAGES")
+    ]
+    for row in rows:
+        sizes = [row["bytes"][part] for part in ("weights", "table", "kv_per_1k")]
+        counts = [row["parameters"], row["active_parameters"]]
+        lines.append(
+            (
+                row["name"],
+                row["family"] or "-",
+                row["format"] or "-",
+                *("-" if count is None else f"{count / 1e6:,.1f} M" for count in counts),
+                *("-" if size is None else show(size) for size in sizes),
+                "yes" if row["fits"] else "no",
+                "-" if row["context"] is None else f"{row['context']:,}",
+                "-" if row["images"] is None else show(row["images"]),
+            )
+        )
+    head, *figures = columns(lines).splitlines()
+    shown = [head]
+    for row, line in zip(rows, figures, strict=True):
+        shown += [line, *wrapped("; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part), "  ")]
+    return "\n".join(shown)

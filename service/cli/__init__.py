@@ -1,0 +1,1 @@
+"""The command `onedesk`: one file per subcommand; each parses, calls and prints."""

@@ -1,0 +1,135 @@
+"""The main job in one command: an idea becomes a prompt, the prompt a picture, in a real ComfyUI that runs as our child."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from ..errors import FileError, PeerError, RequestError
+from ..places import DEMO_WRITER
+from ..setup.comfyui import ComfyProcess
+from ..setup.desk import device_arguments, folder_arguments, need_desk
+from ..setup.tree import Desk, Tree
+
+LOG = logging.getLogger(__name__)
+PAINTER = "onedesk-demo-painter.safetensors"
+CODER = "onedesk-demo-painter-vae.safetensors"
+# What the painter was trained with: the writer's states after these blocks, of the bare text; pictures of this side.
+LAYERS = "3, 6"
+TEMPLATE = "raw text"
+SIDE = 128
+STEPS = 12
+WORKFLOW_SECONDS = 300.0
+
+Graph = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModels:
+    """The three files that the demo works with, by the names that ComfyUI lists them under, and the layers that join them."""
+
+    writer: str = DEMO_WRITER
+    painter: str = PAINTER
+    coder: str = CODER
+    layers: str = LAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What came of an idea: the prompt that the writer made of it, and the picture."""
+
+    idea: str
+    prompt: str
+    picture: Path
+
+
+def graph(idea: str, seed: int, models: DemoModels) -> Graph:
+    """The workflow, in API format. The ids "write" and "save" are where the prompt and the picture come out."""
+    return {
+        "load": {
+            "class_type": "OnedeskLoadModel",
+            "inputs": {"model": models.writer, "weights": "as stored", "context": 1024, "policy": "stay"},
+        },
+        "ask": {
+            "class_type": "OnedeskPrompt",
+            "inputs": {"preset": "natural", "system": "", "text": idea, "dynamic": False, "seed": 0},
+        },
+        "write": {
+            "class_type": "OnedeskGenerate",
+            "inputs": {"model": ["load", 0], "messages": ["ask", 0], "seed": seed, "max_tokens": 128},
+        },
+        "encode": {
+            "class_type": "OnedeskTextEncoder",
+            "inputs": {"model": ["load", 0], "text": ["write", 0], "layers": models.layers, "template": TEMPLATE, "min_tokens": 0},
+        },
+        "painter": {"class_type": "UNETLoader", "inputs": {"unet_name": models.painter, "weight_dtype": "default"}},
+        "canvas": {"class_type": "EmptySD3LatentImage", "inputs": {"width": SIDE, "height": SIDE, "batch_size": 1}},
+        "draw": {
+            "class_type": "KSampler",
+            "inputs": {
+                "model": ["painter", 0],
+                "positive": ["encode", 0],
+                "negative": ["encode", 0],
+                "latent_image": ["canvas", 0],
+                "seed": seed,
+                "steps": STEPS,
+                "cfg": 1.0,
+                "sampler_name": "dpmpp_2m",
+                "scheduler": "beta",
+                "denoise": 1.0,
+            },
+        },
+        "coder": {"class_type": "VAELoader", "inputs": {"vae_name": models.coder}},
+        "decode": {"class_type": "VAEDecode", "inputs": {"samples": ["draw", 0], "vae": ["coder", 0]}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "onedesk-demo"}},
+    }
+
+
+def run_demo(idea: str, config: Config, *, seed: int = 1, models: DemoModels | None = None) -> DemoResult:
+    """Start the tree's ComfyUI without a browser, let it write and draw, end it.
+
+    Raises FileError if nothing is installed or a model is missing, PeerError if ComfyUI does not start or the workflow fails.
+    """
+    if not idea.strip():
+        raise RequestError("the idea is empty; write what the picture should show, such as 'a red circle on blue'")
+    if config.tree is None:
+        raise FileError("the demo needs an installation: run ./install.sh, then PREFIX/run.sh demo or PREFIX/envs/onedesk/bin/onedesk demo")
+    tree, models = Tree(config.tree), models or DemoModels()
+    desk = need_desk(tree)
+    _check_models(tree, models)
+    with ComfyProcess(
+        Path(desk.python), Path(desk.comfyui), _arguments(tree, desk), log=tree.logs / "demo-comfyui.log", environment=tree.environment()
+    ) as process:
+        LOG.info("ComfyUI runs as process %s on port %d", process.child and process.child.pid, process.client.port)
+        entry = process.client.wait(process.client.queue(graph(idea, seed, models)), timeout=WORKFLOW_SECONDS)
+    return _result(idea, entry, tree)
+
+
+def _arguments(tree: Tree, desk: Desk) -> list[str]:
+    alone = ["--disable-all-custom-nodes", "--whitelist-custom-nodes", desk.pack, "--disable-auto-launch", "--disable-api-nodes"]
+    database = ["--database-url", "sqlite:///:memory:"]
+    return [*folder_arguments(tree, desk, own_folders=True), *database, *device_arguments(Path(desk.python)), *alone]
+
+
+def _check_models(tree: Tree, models: DemoModels) -> None:
+    wanted = (
+        tree.models / models.writer,
+        tree.image_models / "diffusion_models" / models.painter,
+        tree.image_models / "vae" / models.coder,
+    )
+    for path in wanted:
+        if not path.exists():
+            raise FileError(f"the demo model {path.name} is not in {path.parent.relative_to(tree.prefix)}; run install.sh again")
+
+
+def _result(idea: str, entry: dict[str, Any], tree: Tree) -> DemoResult:
+    outputs = entry["outputs"]
+    if entry["status"]["status_str"] != "success" or "save" not in outputs:
+        errors = [data for kind, data in entry["status"]["messages"] if kind == "execution_error"]
+        reason = "; ".join(f"{error['node_type']}: {error['exception_message'].strip()}" for error in errors) or "it made no picture"
+        raise PeerError(f"the demo workflow failed: {reason}")
+    image = outputs["save"]["images"][0]
+    return DemoResult(idea, outputs["write"]["text"][0], tree.data / "output" / image["subfolder"] / image["filename"])

@@ -1,0 +1,171 @@
+"""`onedesk serve`: its options, and the service from its start to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import Config, load_config, own_version
+from ..console import UsageError
+from ..places import FILE_NAME
+from .options import whole_from
+
+if TYPE_CHECKING:
+    from ..peers.note import Note
+    from ..server.app import Address
+    from ..server.models import Choice
+    from ..server.service import Service
+
+log = logging.getLogger(__name__)
+
+# Seconds after which a thread gives Python to another that waits for it; Python's own 5 ms are two tokens of a GPU.
+TURN = 0.0005
+
+
+def serve_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `serve` beside the common ones."""
+    parser.add_argument("--host", metavar="ADDRESS", help="where to listen; default 127.0.0.1, or host in [service]")
+    parser.add_argument("--port", type=whole_from(0), metavar="N", help="0: any free one; default 8787, or port in [service]")
+    parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on a unix socket instead")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the token's file, made if absent; default: in the tree's cache")
+    parser.add_argument("--no-token", action="store_true", help="ask for no token; on loopback or a unix socket only")
+    parser.add_argument("--roots", type=Path, action="append", metavar="FOLDER", help="serve the models of this folder too, before others")
+    parser.add_argument("--on-demand", action="store_true", help="end when nobody has used it for a while, see linger in [service]")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A service before it is made, everything about it checked."""
+
+    config: Config
+    address: Address
+    choice: Choice
+    token: str | None
+    token_file: Path | None
+    version: str
+    on_demand: bool
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run the service until SIGTERM or SIGINT; returns 0."""
+    from ..peers.note import only_one
+
+    plan = _plan(args)
+    sys.setswitchinterval(TURN)
+    with only_one(plan.config.cache):
+        asyncio.run(_run(plan))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError, RequestError."""
+    from ..catalog.inventory import model_roots
+    from ..peers.token_file import FILE_NAME as TOKEN_FILE_NAME
+    from ..peers.token_file import load_token
+    from ..server.app import Address
+    from ..server.guard import is_loopback
+    from ..server.models import Choice
+
+    config = load_config(args.config)
+    config = replace(config, model_roots=tuple(dict.fromkeys([*(args.roots or ()), *config.model_roots])))
+    for root in config.model_roots:
+        if not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
+            named = "--roots" if root in (args.roots or ()) else f"roots under [models] in {config.file.name if config.file else FILE_NAME}"
+            log.warning("the model folder %s cannot be read, so none of its models is served; make it, or correct %s", root, named)
+    host = config.service.host if args.host is None else args.host
+    port = config.service.port if args.port is None else args.port
+    if port > 65535:
+        raise UsageError(f"--port is {port}; use 0 to 65535")
+    if args.uds is not None and (args.host is not None or args.port is not None):
+        raise UsageError("--uds goes without --host and --port; give one or the other")
+    if args.no_token and args.token_file is not None:
+        raise UsageError("--no-token and --token-file exclude each other; give one of them")
+    if args.no_token and args.uds is None and not is_loopback(host):
+        raise UsageError(f"--no-token works on loopback only, and {host} can be reached by other machines; leave it out")
+    names = tuple(dict.fromkeys(args.model or ()))
+    roots = model_roots(config)
+    for name in names:
+        roots.resolve(name)
+    token_file = None if args.no_token else (args.token_file or config.cache / TOKEN_FILE_NAME)
+    return Plan(
+        config=config,
+        address=Address(host, port, args.uds),
+        choice=Choice(names, args.quant, args.device, args.context),
+        token=None if token_file is None else load_token(token_file),
+        token_file=token_file,
+        version=own_version(),
+        on_demand=args.on_demand,
+    )
+
+
+async def _run(plan: Plan) -> None:
+    from ..peers.note import noted
+    from ..registry import REGISTRY
+    from ..server.app import listen, make_app
+    from ..server.guard import Guard, own_names
+    from ..server.maintenance import renew_when_idle
+    from ..server.models import Models
+    from ..server.service import Service
+    from ..server.unused import end_when_unused
+
+    REGISTRY.configure(plan.config)
+    service = Service(plan.config.service, Models(plan.config, REGISTRY, plan.choice), REGISTRY, plan.version)
+    guard = Guard(plan.token, None if plan.address.uds is not None else own_names(plan.address.host))
+    stopped = _listen_for_signals(service)
+    try:
+        runner, address = await listen(make_app(service, guard), plan.address)
+        try:
+            note = _note(plan, address)
+            with noted(plan.config.cache, note):
+                service.start(service.warm_up(plan.choice.names))
+                service.start(renew_when_idle(service))
+                if plan.on_demand:
+                    service.start(end_when_unused(service, stopped))
+                _say(note)
+                await stopped.wait()
+                await service.stop(plan.config.service.grace)
+        finally:
+            await runner.cleanup()
+            if address.uds is not None:
+                address.uds.unlink(missing_ok=True)
+    finally:
+        await service.close()
+        REGISTRY.close()
+
+
+def _listen_for_signals(service: Service) -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; a second one stops what is worked on at once."""
+    stopped = asyncio.Event()
+
+    def asked() -> None:
+        if stopped.is_set():
+            for call in service.working:
+                call.stop()
+        stopped.set()
+
+    for kind in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(kind, asked)
+    return stopped
+
+
+def _note(plan: Plan, address: Address) -> Note:
+    from ..peers.note import Note
+
+    token_file = None if plan.token_file is None else str(plan.token_file.absolute())
+    if address.uds is not None:
+        return Note(os.getpid(), plan.version, None, None, str(address.uds.absolute()), token_file)
+    return Note(os.getpid(), plan.version, address.host, address.port, None, token_file)
+
+
+def _say(note: Note) -> None:
+    """Tell where it listens and where the token is; never the token itself."""
+    token = "it asks for no token" if note.token_file is None else f"its token is in {note.token_file}"
+    sys.stderr.write(f"onedesk: serving at {note.where}; {token}\n")
+    sys.stderr.flush()

@@ -1,0 +1,164 @@
+"""What a command needs of its terminal: output that no encoding can break, one JSON document, text from a pipe, an interrupt that asks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .core import Progress
+from .errors import Cancelled, FileError, OnedeskError, RequestError
+
+WIDTH = 100  # columns of a table and of the sentences below its rows
+TEXT_LIMIT = 16 << 20  # bytes; what a chat template takes
+
+
+class UsageError(Exception):
+    """The command line itself is wrong."""
+
+
+class Stop:
+    """The cancel check of a run: the first interrupt asks it to stop, the second raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Take SIGINT for the length of the block. What fails after one was interrupted: Cancelled."""
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield self
+        except OnedeskError as error:
+            if self.asked:
+                raise Cancelled("interrupted") from error
+            raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def ends_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as an interrupt does, so that children it started are ended too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {kind: signal.signal(kind, interrupt) for kind in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def make_streams_safe() -> None:
+    """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing; one that is closed takes nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_stdout() -> None:
+    """Point stdout at nothing: whoever read it is gone, and Python flushes it once more at exit."""
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+    except (OSError, ValueError):  # a stdout without a descriptor is flushed to nobody
+        return
+
+
+def write_json(document: Any) -> None:
+    """Write one JSON document to stdout, in ASCII, so that any reader and encoding takes it."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def show_progress(progress: Progress) -> None:
+    """Keep one line of a terminal's stderr up to date; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return
+    share = progress.done / max(1, progress.total)
+    sys.stderr.write(f"\r{progress.stage} {share:4.0%}" + ("\r\x1b[K" if share >= 1 else ""))
+    sys.stderr.flush()
+
+
+def failure(error: Exception, message: str | None = None) -> dict[str, Any]:
+    """The document of an error, with its own message or another one."""
+    return {"error": {"type": type(error).__name__, "message": str(error) if message is None else message}}
+
+
+def read_text_file(path: Path) -> str:
+    """The text of a UTF-8 file of at most TEXT_LIMIT bytes. Raises FileError."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(TEXT_LIMIT + 1)
+    except OSError as error:
+        raise FileError(f"cannot read the text file {path.name or path}: {error.strerror}; name a UTF-8 text file") from error
+    if len(raw) > TEXT_LIMIT:
+        raise FileError(f"the text file {path.name} has more than {TEXT_LIMIT} bytes; cut it into parts")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"the text file {path.name} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+
+
+def read_piped_text() -> str:
+    """All of standard input without its last line end. Raises RequestError when it is not UTF-8 or too long."""
+    raw = sys.stdin.buffer.read(TEXT_LIMIT + 1)
+    if len(raw) > TEXT_LIMIT:
+        raise RequestError(f"standard input has more than {TEXT_LIMIT} bytes; give a shorter prompt")
+    text = _decoded(raw)
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_line(prompt: str) -> str | None:
+    """The next line of standard input, None at its end; `prompt` is shown on a terminal. An interrupt here raises KeyboardInterrupt."""
+    if sys.stdin is None:  # closed by whoever started the command
+        return None
+    if sys.stdin.isatty():
+        sys.stderr.write(prompt)
+        sys.stderr.flush()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        raw = sys.stdin.buffer.readline(TEXT_LIMIT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return _decoded(raw).rstrip("\r\n") if raw else None
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 (byte {error.start}); write it as UTF-8") from error
+
+
+def columns(rows: list[tuple[str, ...]]) -> str:
+    """Rows as left-aligned columns, the first row being the titles."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def wrapped(text: str, indent: str) -> list[str]:
+    """A sentence in lines of WIDTH columns, none for an empty one; a word that is longer stays whole."""
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

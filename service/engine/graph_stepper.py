@@ -1,0 +1,173 @@
+"""Decode steps on a CUDA device as graphs: network and choice of tokens in one launch, one step ahead of the host where it can be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from ..cache.paged import SequenceKV
+from ..memory.lease import Lease
+from .buffers import MAX_BATCH
+from .cuda_graphs import Graphs
+from .device_sampler import PLAN_ROWS, DeviceSampler, write_plan
+from .runner import Runner
+from .sampler import Sampler
+from .stepper import Checked, Feed, Picked, chosen_there, pick
+
+# A step with another number of rows is filled up to the next of these.
+BATCHES = (1, 2, 4, 8)
+# Where sequences have recurrent states a row cannot be there twice: both would write the same state.
+EVERY_BATCH = tuple(range(1, MAX_BATCH + 1))
+# Programmatic dependent launch is there from this compute capability on.
+EARLY_FROM = (9, 0)
+
+
+class _Slot:
+    """Host memory of one step under way: what it is told, what it chose, and when it is done. Pinned, so that no copy waits."""
+
+    def __init__(self) -> None:
+        plan = torch.zeros(PLAN_ROWS * MAX_BATCH, dtype=torch.int32).pin_memory()
+        self.plans = {batch: plan[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in EVERY_BATCH}
+        self.arrays = {batch: view.numpy() for batch, view in self.plans.items()}
+        self.chosen = torch.zeros(MAX_BATCH, dtype=torch.int32).pin_memory()
+        self.done = torch.cuda.Event()
+
+
+@dataclass(slots=True)
+class _Step:
+    feeds: Sequence[Feed]
+    slot: _Slot
+    scores: torch.Tensor
+
+
+class GraphStepper:
+    """See Stepper. A graph is captured when a batch size is first seen, by the step after: the first step itself runs without.
+
+    A network whose sequences have recurrent states is not stepped ahead: where the host decides otherwise (another token is forced), a
+    state cannot be cut back by one token as keys and values can. Nor is one with tables in files: their rows follow from the tokens.
+    Guesses are for those alone: behind a step under way nobody knows yet what to guess.
+
+    All buffers are reserved before.
+    """
+
+    stage: Literal["decode", "sample"] = "decode"
+
+    def __init__(self, runner: Runner, sampler: DeviceSampler, graphs: Graphs) -> None:
+        self._runner: Runner | None = runner
+        self._sampler = sampler
+        recurrent = runner.kv.states is not None
+        self._early = bool(runner.network.early)
+        self.ahead = 0 if recurrent or self._early else 1
+        self.checks = self.ahead == 0
+        self._batches = EVERY_BATCH if recurrent else BATCHES
+        self._slots = deque(_Slot() for _ in range(self.ahead + 2))
+        self._under_way: deque[_Step] = deque()
+        self._graphs = graphs
+        self._plans = {batch: sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in self._batches}
+
+    @property
+    def captured(self) -> int:
+        return self._graphs.captured
+
+    def runs_ahead(self, sampler: Sampler, /) -> bool:
+        return self.ahead > 0 and sampler.plain
+
+    def launch(self, feeds: Sequence[Feed], /) -> None:
+        runner, batch = self._runner, next(size for size in self._batches if size >= len(feeds))
+        if runner is None or len(self._under_way) > self.ahead:
+            raise ValueError("too many steps are under way, or the stepper was closed")
+        if not self._under_way and any(feed.token is None for feed in feeds):
+            raise ValueError("a row without a token: nothing was launched before it")
+        slot = self._slots.popleft()
+        positions = runner.buffers.place([feed.kv for feed in feeds], batch)
+        draws = self._tell(slot, batch, feeds, positions)
+        if self._early:
+            self._sampler.feed(self._plans[batch], runner.buffers.ids, runner.buffers.positions)
+            tokens = [feed.token for feed in feeds if feed.token is not None]
+            runner.buffers.prepare(batch, tokens if len(tokens) == batch else ())
+        self._graphs.run((batch, draws), partial(self._step, runner, batch, draws))
+        self._answer(slot, batch)
+        for feed in feeds:
+            feed.kv.advance(1)
+            feed.kv.keep_border(written=True)
+        if len(feeds) == 1 and feeds[0].token is not None:
+            runner.saw(feeds[0].kv, [feeds[0].token])
+        self._under_way.append(_Step(feeds, slot, runner.scratch.logits(batch)))
+
+    def collect(self) -> list[Picked]:
+        step = self._under_way.popleft()
+        self._slots.append(step.slot)
+        step.slot.done.synchronize()
+        tokens = step.slot.chosen.tolist()
+        return [self._picked(feed, tokens[row], step.scores[row]) for row, feed in enumerate(step.feeds)]
+
+    def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
+        runner, count = self._runner, len(ids)
+        if runner is None or self._under_way or not self.checks:
+            raise ValueError("steps are under way, or the stepper checks nothing")
+        slot, places = self._slots[0], range(1 - known, count + 1 - known)
+        feeds = [
+            Feed(sequence, sampler, token, -1, sampler.drawn + max(0, place), wanted=place >= 0)
+            for token, place in zip(ids, places, strict=True)
+        ]
+        draws = self._tell(slot, count, feeds, range(sequence.length, sequence.length + count))
+        runner.buffers.fill_trail(sequence, ids)
+        runner.buffers.prepare(count, ids, trail=True)
+        self._graphs.run(("check", count, draws), partial(self._trail, runner, count, draws))
+        self._answer(slot, count)
+        runner.saw(sequence, ids, ahead=True)
+        slot.done.synchronize()
+        first = known - 1
+        return Checked(sampler, runner.scratch.logits(count)[first:], slot.chosen.tolist()[first:count], sampler.drawn)
+
+    def close(self) -> None:
+        self._runner = None
+        self._under_way.clear()
+        self._graphs.close()
+        self._plans.clear()
+        del self._sampler
+
+    def _tell(self, slot: _Slot, batch: int, feeds: Sequence[Feed], positions: Sequence[int]) -> bool:
+        """Bring the plan of a pass to the device; whether any of its rows draws."""
+        draws = write_plan(slot.arrays[batch], feeds, positions)
+        self._plans[batch].copy_(slot.plans[batch], non_blocking=True)
+        return draws
+
+    def _answer(self, slot: _Slot, batch: int) -> None:
+        """Bring what a pass chooses to the host, once it has."""
+        slot.chosen[:batch].copy_(self._sampler.chosen[:batch], non_blocking=True)
+        slot.done.record()
+
+    def _picked(self, feed: Feed, token: int, scores: torch.Tensor) -> Picked:
+        if not feed.wanted:
+            return Picked(-1)
+        return chosen_there(token) if feed.sampler.plain else pick(feed.sampler, scores)
+
+    def _step(self, runner: Runner, batch: int, draws: bool) -> None:
+        plan = self._plans[batch]
+        if not self._early:
+            self._sampler.feed(plan, runner.buffers.ids, runner.buffers.positions)
+        self._sampler.choose(runner.buffers.step(batch, runner.kv.context, prepared=True), plan, draws=draws)
+
+    def _trail(self, runner: Runner, count: int, draws: bool) -> None:
+        self._sampler.choose(runner.buffers.step(count, runner.kv.context, prepared=True, trail=True), self._plans[count], draws=draws)
+
+
+def graph_stepper(runner: Runner, lease: Lease, vocab: int, graphs: Graphs) -> GraphStepper | None:
+    """Graphs for the network of `runner`, where its kernels can be captured; buffers come from `lease`."""
+    network = runner.network
+    if not network.captured:
+        return None
+    half = "bf16" if network.kernels.activation == torch.bfloat16 else "fp16"
+    early = torch.cuda.get_device_capability() >= EARLY_FROM
+    return GraphStepper(runner, DeviceSampler(lease, MAX_BATCH, vocab, half, early=early), graphs)
+
+
+def graph_stepper_bytes(device: torch.device, vocab: int) -> int:
+    """Bytes that `graph_stepper` may carve, alignment included."""
+    return DeviceSampler.nbytes(MAX_BATCH, vocab) if device.type == "cuda" else 0

@@ -1,0 +1,1 @@
+"""Compiled C kernels for the CPU, and how they are built, loaded and called."""

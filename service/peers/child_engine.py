@@ -1,0 +1,350 @@
+"""An engine that we start when it is first needed: its process, its lease in the pool, and the way to ask it."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..config import PeerSettings
+from ..core import CancelCheck
+from ..errors import Cancelled, FileError, PeerError
+from ..memory.external_lease import Entrusted
+from ..memory.policy import STAY, Policy
+from ..memory.pool import Pool, Released
+from . import llama_server, vllm
+from .child import Child, Order, check_program
+from .launch import Launch, Machine, Place, environment
+from .peer import Address, Described, Peer, Wanted
+from .wire import Exchange
+
+log = logging.getLogger(__name__)
+
+_LOOK = 0.1  # seconds between two looks whether it is ready
+_PROBE_SECONDS, _PROBE_LIMIT = 2.0, 1 << 16
+_HELP_SECONDS = 20.0
+_SLEEP_SECONDS = 120.0
+_ENDING_SECONDS = 0.5  # a connection breaks a moment before the process is seen to have ended
+# For so long after it was reached it does not give way: whoever reached it is about to ask.
+_ABOUT_TO_ASK = 1.0
+
+
+class ChildEngine(Peer):
+    """The engine of a [peers.NAME] of kind "vllm" or "llama-server". It starts at the first use, and again after it gave way or ended.
+
+    `cache` keeps its log and its key; `pool` is asked for the pool when it starts.
+    """
+
+    has_memory = True
+
+    def __init__(self, settings: PeerSettings, cache: Path, pool: Callable[[], Pool]) -> None:
+        self.title = f"the engine {settings.name}"
+        self._settings = settings
+        self._cache = cache
+        self._find_pool = pool
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        self._address: Address | None = None
+        self._entrusted: Entrusted | None = None
+        self._launch: Launch | None = None
+        self._policy: Policy = STAY
+        self._on_gpu = False
+        self._closing = False
+        self._taken = 0  # by the machine's available memory, while it started
+        self._context = 0
+        self._reached = -_ABOUT_TO_ASK
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, None while it does not run."""
+        child = self._child
+        return child.pid if child is not None and child.running else None
+
+    def reach(self, cancel: CancelCheck | None = None) -> Address:
+        """Where it listens, started or woken first if need be.
+
+        Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit, Cancelled, FileError.
+        """
+        while not self._lock.acquire(timeout=_LOOK):
+            _check(cancel, self.title)
+        try:
+            self._look_after()
+            if self._child is None:
+                self._start(cancel)
+            elif self._entrusted is None:
+                self._wake(self._child, cancel)
+            self._reached = time.monotonic()
+            if self._address is None:
+                raise PeerError(f"{self.title} has no address; run again")
+            return self._address
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def using(self, wanted: Wanted) -> Generator[None, None, None]:
+        """It does not give way while the block runs."""
+        entrusted = self._entrusted
+        if entrusted is None:
+            raise PeerError(f"{self.title} gave way before it was asked; run again")
+        with entrusted.using():
+            yield
+
+    def offer(self, wanted: Wanted, policy: Policy) -> None:
+        """When it gives way without being asked."""
+        self._policy = policy
+        entrusted = self._entrusted
+        if entrusted is not None:
+            entrusted.offer(self._give_way, policy=policy)
+
+    def describe(self, wanted: Wanted) -> Described:
+        """The context that it was started with, and the bytes that it may hold."""
+        return Described(self._context, self._settings.memory)
+
+    def held(self, wanted: Wanted) -> int:
+        """Bytes that it has taken."""
+        entrusted = self._entrusted
+        return entrusted.held() if entrusted is not None else 0
+
+    def release(self, wanted: Wanted) -> tuple[Released, ...]:
+        """Let it sleep where it can, else end it; returns when its bytes are back, measured."""
+        return self._give_way()
+
+    def busy(self, wanted: Wanted) -> bool:
+        entrusted = self._entrusted
+        return entrusted is not None and entrusted.in_use
+
+    def why(self) -> str:
+        child = self._child
+        until = time.monotonic() + _ENDING_SECONDS
+        while child is not None and child.running and time.monotonic() < until:
+            time.sleep(_LOOK)
+        return "" if child is None or child.running else child.ending()
+
+    def close(self) -> None:
+        """End it, also while it starts or answers somebody."""
+        self._closing = True
+        with self._lock:
+            self._closing = False
+            child, self._child = self._child, None
+            entrusted, self._entrusted = self._entrusted, None
+            self._address = None
+            try:
+                if child is not None:
+                    child.stop()
+            finally:
+                if entrusted is not None:
+                    entrusted.lost()
+
+    # Under the lock
+
+    def _start(self, cancel: CancelCheck | None) -> None:
+        pool = self._find_pool()
+        with pool.loads(self.title, cancel):
+            before = pool.read_truth().available
+            launch, address, order = self._prepared(pool)
+            entrusted = self._counted(pool)
+            child: Child | None = None
+            try:
+                self._child = child = Child(order)
+                self._await_ready(child, address, cancel)
+                self._context = self._look_at_models(child, address)
+            except BaseException:
+                self._child = None
+                entrusted.release(child.stop if child is not None else lambda: None)
+                raise
+            self._taken = max(0, before - pool.read_truth().available)
+            self._launch, self._address = launch, address
+            self._entrust(entrusted)
+        log.info("%s runs (process %d): %s", self.title, child.pid, " ".join(launch.argv[:2]))
+
+    def _wake(self, child: Child, cancel: CancelCheck | None) -> None:
+        pool = self._find_pool()
+        with pool.loads(self.title, cancel):
+            entrusted = self._counted(pool)
+            try:
+                self._post("/wake_up")
+            except PeerError:
+                self._child = None
+                entrusted.release(child.stop)
+                raise
+            self._entrust(entrusted)
+
+    def _counted(self, pool: Pool) -> Entrusted:
+        return pool.entrust(self._settings.name, self._settings.memory, self._held, exact=not self._on_gpu)
+
+    def _entrust(self, entrusted: Entrusted) -> None:
+        self._entrusted = entrusted
+        entrusted.offer(self._give_way, policy=self._policy)
+
+    def _look_after(self) -> None:
+        """Take note of an end that nobody asked for."""
+        child = self._child
+        if child is None or child.running:
+            return
+        log.warning("%s; it is started anew", child.ending())
+        entrusted, self._entrusted, self._child = self._entrusted, None, None
+        if entrusted is not None:
+            entrusted.lost()
+
+    def _prepared(self, pool: Pool) -> tuple[Launch, Address, Order]:
+        settings = self._settings
+        key = secrets.token_urlsafe(32)
+        preset = self._own_file(f"{settings.name}.ini", "")
+        place = Place(_free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset)
+        truth = pool.read_truth()
+        self._on_gpu = torch.device(pool.device).type != "cpu"
+        machine = Machine(truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete")
+        if settings.kind == "vllm":
+            launch = vllm.launch(settings, machine, place)
+        else:
+            told = self._help()
+            launch = llama_server.launch(settings, machine, place, lambda option: option.encode() in told)
+        self._own_file(preset.name, launch.preset)
+        address = Address(self.title, port=place.port, key=key)
+        log_file = self._cache / "logs" / f"peer-{settings.name}.log"
+        return launch, address, Order(self.title, launch.argv, environment(launch, self._cache), log_file, secret=key)
+
+    def _own_file(self, name: str, text: str) -> Path:
+        """A file that only this user can read; where there is nothing to write, only its place."""
+        path = self._cache / "peers" / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.unlink(missing_ok=True)
+            if text:
+                with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                    file.write(text)
+        except OSError as error:
+            raise FileError(f"{name} of {self.title} cannot be written in the cache: {error.strerror}; check the rights there") from error
+        return path
+
+    def _help(self) -> bytes:
+        """What the program says of its options."""
+        command = self._settings.command or llama_server.COMMAND
+        check_program(self.title, command[0], os.environ.get("PATH"))
+        try:
+            told = subprocess.run([*command, "--help"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELP_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PeerError(f"{self.title}: {command[0]} does not tell its options: {error}") from error
+        return told.stdout + told.stderr
+
+    def _await_ready(self, child: Child, address: Address, cancel: CancelCheck | None) -> None:
+        until = time.monotonic() + self._settings.start
+        health = vllm.HEALTH if self._settings.kind == "vllm" else llama_server.HEALTH
+        while (said := _probe(address, health)) != "200":
+            if not child.running:
+                raise PeerError(child.ending())
+            _check(lambda: self._closing or (cancel is not None and cancel()), self.title)
+            if time.monotonic() > until:
+                words = f"{self.title} is not ready after {self._settings.start:g} s: {said}{child.last_words()}"
+                raise PeerError(f"{words}\nraise start in its table if it needs longer")
+            time.sleep(_LOOK)
+
+    def _look_at_models(self, child: Child, address: Address) -> int:
+        """The context that it tells; also whether it is what it should be."""
+        document = None
+        try:
+            with Exchange(address, "GET", "/models", silence=_PROBE_SECONDS * 5) as exchange:
+                document = exchange.document()
+        except PeerError as error:
+            raise PeerError(f"{error}{child.last_words()}") from error
+        rows = document.get("data") if isinstance(document, dict) else None
+        found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        mine = {row.get("id"): row for row in found}
+        for name in served_names(self._settings):
+            if name not in mine:
+                raise PeerError(f"{self.title} does not offer the model {name}; is it the engine that its table says?")
+        told = mine[served_names(self._settings)[0]].get("max_model_len") or self._settings.context
+        return told if isinstance(told, int) else 0
+
+    # From any thread
+
+    def _held(self) -> int:
+        """On a GPU what the machine had less once it was ready: not every driver tells a process's share. Else its own pages.
+
+        Called under the pool's lock, so it must ask nobody for the pool.
+        """
+        child = self._child
+        if child is None or not child.running:
+            return 0
+        return self._taken if self._on_gpu else child.own_bytes()
+
+    def _give_way(self) -> tuple[Released, ...]:
+        if not self._lock.acquire(blocking=False):
+            return ()
+        try:
+            child, entrusted = self._child, self._entrusted
+            if child is None or entrusted is None or entrusted.in_use or time.monotonic() - self._reached < _ABOUT_TO_ASK:
+                return ()
+            released = entrusted.release(lambda: self._quiet(child))
+            self._entrusted = None
+            return (released,)
+        finally:
+            self._lock.release()
+
+    def _quiet(self, child: Child) -> None:
+        """Let it sleep where it can; one that does not is ended, as all others are."""
+        if self._launch is not None and self._launch.sleeps and child.running:
+            try:
+                return self._post("/sleep?level=1")
+            except PeerError as error:
+                log.warning("%s; it is ended", error)
+        child.stop()
+        self._child = self._address = None
+        return None
+
+    def _post(self, route: str) -> None:
+        if self._address is None:
+            raise PeerError(f"{self.title} has no address")
+        # Versions differ in whether they answer with a document.
+        said = _probe(self._address, route, "POST", _SLEEP_SECONDS)
+        if said != "200":
+            raise PeerError(f"{self.title} does not do as it is asked: {said}{self._child.last_words() if self._child else ''}")
+
+
+def _check(cancel: CancelCheck | None, title: str) -> None:
+    if cancel is not None and cancel():
+        raise Cancelled(f"stopped while {title} was starting")
+
+
+def _free_port(asked: int, title: str) -> int:
+    """`asked`, or any that is free for 0. Raises PeerError for one that is taken: by another program, or an engine that still ends."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", asked))
+        except OSError as error:
+            raise PeerError(f"{title}: port {asked} is in use by another program; write another in its table, or 0 for any") from error
+        return probe.getsockname()[1]
+
+
+def _probe(address: Address, route: str, method: str = "GET", seconds: float = _PROBE_SECONDS) -> str:
+    """The status of a route as text, or why there is none."""
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
+    try:
+        connection.request(method, route)
+        response = connection.getresponse()
+        response.read(_PROBE_LIMIT)
+    except TimeoutError:
+        return f"{route} does not answer"
+    except http.client.HTTPException:
+        return f"what listens there does not speak HTTP; {route} is answered with something else"
+    except OSError as error:
+        return f"nothing listens yet ({error.strerror or error})"
+    finally:
+        connection.close()
+    return "200" if response.status == 200 else f"{route} says {response.status}"
+
+
+def served_names(settings: PeerSettings) -> tuple[str, ...]:
+    """What our engines call their models."""
+    return (settings.name,) if settings.kind == "vllm" else tuple(llama_server.named_models(settings))

@@ -1,0 +1,225 @@
+"""From the body of a request, checked against schemas.py, to the vocabulary of the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ..core import Message, Request, Sampling, Thinking
+from ..memory.policy import Policy
+from ..text.tool_calls import FRAME, call_schema
+from .error_documents import ApiError
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """In which form a model is wanted; None for as the service has it."""
+
+    context: int | None = None
+    quant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client wants: one engine request a prompt, and how the answer is to be told."""
+
+    requests: tuple[Request, ...]
+    stream: bool
+    include_usage: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+    echo: bool = False
+    only_prompt: bool = False
+    detail: bool = False
+
+
+def form_of(body: Mapping[str, Any]) -> Form:
+    """The form of the model that a body wants."""
+    own = _own(body)
+    return Form(whole(own.get("context")), own.get("quant"))
+
+
+def policy_of(body: Mapping[str, Any]) -> Policy | None:
+    """When the model gives way from now on, None where the body does not say. Raises RequestError for a ttl without its seconds."""
+    own = _own(body)
+    name = own.get("policy")
+    return None if name is None else Policy(name, own.get("ttl") if name == "ttl" else None)
+
+
+def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    return body.get("onedesk") or {}
+
+
+def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
+    """A body that follows schemas.CHAT. Raises ApiError 400 for what only looks right: pictures, tool calls that are no JSON."""
+    options = dict(body.get("chat_template_kwargs") or {})
+    thinking = _thinking(body, options)
+    tools = () if body.get("tool_choice") == "none" else tuple(body.get("tools") or ())
+    forced = _forced(body.get("tool_choice"), tools)
+    schema = _json_schema(body.get("response_format"))
+    if forced and schema is not None:
+        raise ApiError(400, "a forced call is JSON of its own; leave response_format out", code="unsupported", param="tool_choice")
+    shared = _shared(body, context)
+    request = replace(
+        shared,
+        messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
+        max_tokens=whole(body.get("max_completion_tokens")) or shared.max_tokens,
+        thinking=thinking,
+        thinking_budget=whole(body.get("thinking_budget")),
+        json_schema=call_schema(forced) if forced else schema,
+        json_frame=FRAME if forced else ("", ""),
+        logprobs=_top_logprobs(body),
+        tools=tools,
+        template_options=options,
+    )
+    return Ask((request,), *_streaming(body), tools=tools, detail=bool(_own(body).get("detail")))
+
+
+def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
+    """A body that follows schemas.COMPLETION: a request for each prompt. Raises ApiError 400 for one of no tokens that shows no prompt."""
+    echo, only_prompt = bool(body.get("echo")), body.get("max_tokens") == 0
+    if only_prompt and not echo:
+        message = "max_tokens is 0; use a whole number from 1, or echo: true for the prompt alone"
+        raise ApiError(400, message, code="wrong_value", param="max_tokens")
+    shared = replace(_shared(body, context), logprobs=whole(body.get("logprobs")), best_of=whole(body.get("best_of")))
+    given = prompts(body["prompt"])
+    requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
+    return Ask(requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail")))
+
+
+def prompts(value: Any) -> Sequence[str | Sequence[int]]:
+    """The texts or token ids of a `prompt` or `input`, always a list of them."""
+    if isinstance(value, str) or not isinstance(value[0], str | list):
+        return [value]
+    return value
+
+
+def _shared(body: Mapping[str, Any], context: int) -> Request:
+    """What chat and completions have in common; without max_tokens the answer may fill the context."""
+    stop = body.get("stop") or ()
+    sampling = Sampling(
+        temperature=body.get("temperature"),
+        top_k=whole(body.get("top_k")),
+        top_p=body.get("top_p"),
+        min_p=body.get("min_p"),
+        presence_penalty=body.get("presence_penalty"),
+        frequency_penalty=body.get("frequency_penalty"),
+        repetition_penalty=body.get("repetition_penalty"),
+        logit_bias={int(token): bias for token, bias in (body.get("logit_bias") or {}).items()},
+        seed=whole(body.get("seed")),
+    )
+    return Request(
+        sampling=sampling,
+        max_tokens=whole(body.get("max_tokens")) or context,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        n=whole(body.get("n")) or 1,
+        repetition_stop=_own(body).get("repetition_stop"),
+    )
+
+
+def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    stream = bool(body.get("stream"))
+    return stream, stream and bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def _thinking(body: Mapping[str, Any], options: dict[str, Any]) -> Thinking:
+    """enable_thinking is taken out of `options`, the template's variables; reasoning_effort is put into them."""
+    asked = options.pop("enable_thinking", None)
+    if asked is not None and not isinstance(asked, bool):
+        raise ApiError(400, "enable_thinking is no truth value; use true or false", code="wrong_value", param="chat_template_kwargs")
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        asked = False if effort == "none" and asked is None else asked
+        options.setdefault("reasoning_effort", effort)
+    return cast(Thinking, {None: "auto", True: "on", False: "off"}[asked])
+
+
+def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The tools of which one must be called."""
+    if choice in (None, "none", "auto"):
+        return ()
+    name = None if choice == "required" else choice["function"]["name"]
+    found = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not found:
+        raise ApiError(400, "tool_choice names no tool of tools; give it, or use auto", code="wrong_value", param="tool_choice")
+    return found
+
+
+def _top_logprobs(body: Mapping[str, Any]) -> int | None:
+    top = whole(body.get("top_logprobs"))
+    if not body.get("logprobs"):
+        if top:
+            raise ApiError(400, "top_logprobs goes with logprobs: true", code="wrong_value", param="top_logprobs")
+        return None
+    return top or 0
+
+
+def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
+    if response_format is None or response_format["type"] == "text":
+        return None
+    if response_format["type"] == "json_object":
+        return ANY_OBJECT
+    schema = (response_format.get("json_schema") or {}).get("schema")
+    if schema is None:
+        param = "response_format.json_schema.schema"
+        raise ApiError(400, f"{param} is missing; give a JSON Schema", code="missing_field", param=param)
+    return json.dumps(schema)
+
+
+def _message(message: Mapping[str, Any], path: str) -> Message:
+    calls = tuple(_tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.get("tool_calls") or ()))
+    return Message(
+        "system" if message["role"] == "developer" else message["role"],
+        _content(message.get("content"), f"{path}.content"),
+        message.get("reasoning_content") or "",
+        tool_calls=calls,
+        tool_call_id=message.get("tool_call_id") or "",
+    )
+
+
+def _content(content: Any, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_part(part, f"{path}[{at}]") for at, part in enumerate(content))
+
+
+def _part(part: Mapping[str, Any], path: str) -> str:
+    kind = part["type"]
+    if kind in ("text", "refusal"):
+        text = part.get(kind)
+        if text is None:
+            raise ApiError(400, f"{path}.{kind} is missing; give a text", code="missing_field", param=path)
+        return text
+    if kind != "image_url":
+        raise ApiError(400, f"{path} has a type that is not known; use text", code="unsupported", param=path)
+    picture = part.get("image_url")
+    url = picture.get("url") if isinstance(picture, dict) else picture
+    if isinstance(url, str) and "://" in url:
+        raise ApiError(400, f"{path}: pictures are never fetched; send it as a data URL", code="unsupported", param=path)
+    raise ApiError(400, f"{path} is a picture, and no model here sees pictures; send text", code="unsupported", param=path)
+
+
+def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """As templates read it: the arguments as an object."""
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"{path}.function.arguments is not valid JSON", code="wrong_value", param=path) from error
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{path}.function.arguments is no object", code="wrong_value", param=path)
+    return {"id": call.get("id") or "", "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _ids(numbers: Sequence[float]) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
+
+
+def whole(value: float | None) -> int | None:
+    """A JSON number that was checked to be whole."""
+    return None if value is None else int(value)

@@ -1,0 +1,299 @@
+"""From events and results of the engine to the documents of OpenAI's API, whole or in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from typing import Any
+
+from ..core import (
+    Event,
+    Finish,
+    Logprobs,
+    Progress,
+    Result,
+    Stage,
+    Usage,
+)
+from ..text.tokenizer import Tokenizer
+from ..text.tool_calls import ToolCall, ToolCallSplitter
+
+FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
+Document = dict[str, Any]
+Scored = Sequence[tuple[int, Logprobs]]
+
+
+def usage(results: Sequence[Result]) -> Document:
+    """Token counts of one prompt's choices."""
+    prompt, completion = results[0].usage.prompt, sum(result.usage.completion for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": results[0].usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(result.usage.reasoning for result in results)},
+    }
+
+
+def added(usages: Iterable[Mapping[str, Any]]) -> Document:
+    """The usage of several prompts together."""
+    total: Document = {}
+    for one in usages:
+        for key, value in one.items():
+            total[key] = added([total.get(key, {}), value]) if isinstance(value, Mapping) else total.get(key, 0) + value
+    return total
+
+
+def told(result: Result, *, detail: bool = False) -> Document:
+    """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
+    stages = {name: _parts_of(stage) for name, stage in result.stages.items()}
+    document: Document = {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
+    if detail:
+        document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": _parts_of(result.usage)}
+    return document
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice while it comes."""
+
+    index: int
+    calls: ToolCallSplitter | None
+    begun: bool = False
+    call_count: int = 0
+    characters: int = 0
+    scored: list[tuple[int, Logprobs]] = field(default_factory=list)
+    result: Result | None = None
+
+
+class Writer(ABC):
+    """What chat and completions share: names, choices, chunks. `kind` is what the documents call themselves."""
+
+    prefix: str
+
+    def __init__(
+        self, kind: str, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._tools = tools
+        self._choices: dict[int, Choice] = {}
+        # Whether chunks also tell token ids, progress, and each choice's whole result.
+        self.detail = False
+
+    def collect(self, index: int, event: Event) -> None:
+        """Take an event for the whole document."""
+        choice = self._choice(index)
+        choice.scored += _scored([event])
+        choice.result = event.result or choice.result
+
+    def whole(self, total: Document) -> Document:
+        """The document of everything collected; `total` is its usage."""
+        choices = [choice for _, choice in sorted(self._choices.items())]
+        first = choices[0].result
+        documents = [self._whole_choice(choice, choice.result) for choice in choices if choice.result is not None]
+        return self._head | {"choices": documents, "usage": total, "onedesk": told(first) if first else None}
+
+    def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
+        """The chunks of events that came together; text of one choice is joined."""
+        out: list[Document] = []
+        for index, group in groupby(events, key=lambda pair: pair[0]):
+            choice, came = self._choice(index), [event for _, event in group]
+            parts = self._parts(choice, came)
+            result = next((event.result for event in came if event.result is not None), None)
+            if result is not None:
+                parts += self._last(choice, result)
+            chunks = [self._head | {"choices": [part]} for part in parts]
+            tokens = [event.token for event in came if event.token is not None] if self.detail else []
+            own: Document = {} if result is None else told(result, detail=self.detail)
+            own |= {"tokens": tokens} if tokens else {}
+            if own:
+                chunks = chunks or [self._head | {"choices": []}]
+                chunks[-1]["onedesk"] = own
+            out += chunks
+        return out
+
+    def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
+        """A chunk for the latest progress of each stage among events that came together, where it is wanted."""
+        latest = {event.progress.stage: event.progress for _, event in events if event.progress is not None} if self.detail else {}
+        return [self._head | {"choices": [], "onedesk": {"progress": _parts_of(progress)}} for progress in latest.values()]
+
+    def only_adds(self, index: int) -> bool:
+        """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is looked for in it."""
+        choice = self._choices.get(index)
+        return choice is not None and choice.begun and choice.calls is None
+
+    def usage_chunk(self, total: Document) -> Document:
+        """The chunk behind all others, where it was asked for."""
+        return self._head | {"choices": [], "usage": total}
+
+    def _choice(self, index: int) -> Choice:
+        if index not in self._choices:
+            self._choices[index] = Choice(index, ToolCallSplitter(self._tools) if self._tools else None)
+        return self._choices[index]
+
+    @abstractmethod
+    def _whole_choice(self, choice: Choice, result: Result) -> Document: ...
+
+    @abstractmethod
+    def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]: ...
+
+    @abstractmethod
+    def _last(self, choice: Choice, result: Result) -> list[Document]: ...
+
+    def _token(self, token: int) -> tuple[str, list[int]]:
+        """A token's text and bytes."""
+        raw = self._tokenizer.token_bytes(token) if self._tokenizer else b""
+        return raw.decode("utf-8", "replace"), list(raw)
+
+
+class ChatWriter(Writer):
+    """Answers of a conversation, whole or in chunks."""
+
+    prefix = "chatcmpl"
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, *, stream: bool, with_logprobs: bool, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        super().__init__(kind, model, tokenizer, with_logprobs=with_logprobs, tools=tools)
+
+    def _whole_choice(self, choice: Choice, result: Result) -> Document:
+        text, calls = result.text, []
+        if choice.calls is not None:
+            found = [*choice.calls.push(result.text), *choice.calls.finish()]
+            text = "".join(item for item in found if isinstance(item, str))
+            calls = [_tool_call(item) for item in found if isinstance(item, ToolCall)]
+        message: Document = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if result.reasoning:
+            message["reasoning_content"] = result.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = self._logprobs(choice.scored) if self._with_logprobs else None
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": _finish(result, called=bool(calls))}
+
+    def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
+        text, reasoning, scored = *_joined(events), _scored(events)
+        deltas: list[Document] = [{"reasoning_content": reasoning}] if reasoning else []
+        if text:
+            deltas += self._text(choice, [text] if choice.calls is None else choice.calls.push(text))
+        if scored and not deltas:
+            deltas.append({"content": ""})
+        if not choice.begun:
+            choice.begun = True
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        parts = [_delta(choice, delta) for delta in deltas]
+        if scored:
+            parts[-1]["logprobs"] = self._logprobs(scored)
+        return parts
+
+    def _last(self, choice: Choice, result: Result) -> list[Document]:
+        rest = self._text(choice, choice.calls.finish()) if choice.calls else []
+        end = _delta(choice, {}) | {"finish_reason": _finish(result, called=choice.call_count > 0)}
+        return [*(_delta(choice, delta) for delta in rest), end]
+
+    def _text(self, choice: Choice, items: Sequence[str | ToolCall]) -> list[Document]:
+        deltas: list[Document] = []
+        for item in items:
+            if isinstance(item, str):
+                deltas.append({"content": item})
+            else:
+                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(item)}]})
+                choice.call_count += 1
+        return deltas
+
+    def _logprobs(self, scored: Scored) -> Document:
+        content = [self._entry(token, one.token) | {"top_logprobs": [self._entry(*pair) for pair in one.top]} for token, one in scored]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> Document:
+        text, raw = self._token(token)
+        return {"token": text, "logprob": logprob, "bytes": raw}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is shown before its choices, and its ids with their log-probabilities, where they were asked for."""
+
+    text: str
+    scored: Sequence[tuple[int, Logprobs | None]] = ()
+
+
+class CompletionWriter(Writer):
+    """Texts that go on, whole or in chunks. `echoes` are put before the choices of each prompt."""
+
+    prefix = "cmpl"
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, echoes: Mapping[int, Echo]) -> None:
+        super().__init__("text_completion", model, tokenizer, with_logprobs=with_logprobs)
+        self._echoes = echoes
+
+    def _whole_choice(self, choice: Choice, result: Result) -> Document:
+        echo = self._echoes.get(choice.index, _NO_ECHO)
+        part = self._part(choice, echo.text + result.text, result.reasoning, ())
+        logprobs = self._logprobs(choice, [*echo.scored, *choice.scored]) if self._with_logprobs else None
+        return part | {"logprobs": logprobs, "finish_reason": _finish(result)}
+
+    def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
+        text, reasoning, scored = *_joined(events), _scored(events)
+        if not choice.begun:
+            choice.begun = True
+            echo = self._echoes.get(choice.index, _NO_ECHO)
+            text, scored = echo.text + text, [*echo.scored, *scored]
+        return [self._part(choice, text, reasoning, scored)] if text or reasoning or scored else []
+
+    def _last(self, choice: Choice, result: Result) -> list[Document]:
+        return [self._part(choice, "", "", ()) | {"finish_reason": _finish(result)}]
+
+    def _part(self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
+        logprobs = self._logprobs(choice, scored) if scored else None
+        part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return part | ({"reasoning_content": reasoning} if reasoning else {})
+
+    def _logprobs(self, choice: Choice, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
+        tokens = [self._token(token)[0] for token, _ in scored]
+        offsets = []
+        for text in tokens:
+            offsets.append(choice.characters)
+            choice.characters += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if one is None else one.token for _, one in scored],
+            "top_logprobs": [None if one is None else {self._token(token)[0]: value for token, value in one.top} for _, one in scored],
+            "text_offset": offsets,
+        }
+
+
+_NO_ECHO = Echo("")
+
+
+def _parts_of(one: Stage | Usage | Progress) -> Document:
+    """Its fields, which are plain values: asdict copies each of them deeply, 20 us a stage."""
+    return {part.name: getattr(one, part.name) for part in fields(one)}
+
+
+def _joined(events: Sequence[Event]) -> tuple[str, str]:
+    return "".join(event.text for event in events), "".join(event.reasoning for event in events)
+
+
+def _scored(events: Sequence[Event]) -> list[tuple[int, Logprobs]]:
+    return [(event.token, event.logprobs) for event in events if event.logprobs is not None and event.token is not None]
+
+
+def _delta(choice: Choice, delta: Document) -> Document:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _tool_call(call: ToolCall) -> Document:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
+
+
+def _finish(result: Result, *, called: bool = False) -> str:
+    reason = FINISH[result.finish]
+    return "tool_calls" if called and reason == "stop" else reason
