@@ -81,6 +81,7 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 # The names of transformers' classes before "ForCausalLM" and "Config", and what the config is made of.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", "Qwen2Config", _COMMON | {"intermediate_size": 128} | _rope(1e6)),
     "qwen3": ("Qwen3", "Qwen3Config", _COMMON | {"intermediate_size": 128, "tie_word_embeddings": True} | _rope(1e6)),
     "qwen3_moe": (
         "Qwen3Moe",

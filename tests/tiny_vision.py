@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from oracle import load_model
 from pictures import QWEN2_5_VL, QWEN3_VL
+from published import change_tensors
 from tiny_families import FAMILIES, _stir, transformers_module
 
 IMAGE, VIDEO, START, END = 500, 501, 502, 503
@@ -62,7 +63,7 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": _AXES,
             "num_experts": 8,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": 48,
         },
         _TOWER | {"deepstack_visual_indexes": [0, 2]},
     ),
@@ -86,11 +87,19 @@ def write_seeing(folder: Path, family: str, *, seed: int = 1, text: dict[str, An
         _stir(model, torch.Generator().manual_seed(seed))
         model.eval().save_pretrained(folder)
     document = QWEN2_5_VL | {"min_pixels": 784} if family == "qwen2_5_vl" else QWEN3_VL | {"size": _AREAS}
+    if family == "qwen3_vl_moe":  # as the published checkpoints have them, which transformers reads but does not write
+        change_tensors(folder, turn_experts)
     (folder / "preprocessor_config.json").write_text(json.dumps(document))
     return folder
 
 
 _AREAS = {"shortest_edge": 1024, "longest_edge": 16777216}
+
+
+def turn_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Store experts column by column instead of row by row, or the other way round."""
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
 class Oracle:

@@ -1,6 +1,6 @@
 """What a config.json alone says of a network's size: every tensor by kind, with its shape, and what a token leaves behind.
 
-Families: qwen3, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp. Sources: transformers' modeling files and the tensor lists of the
+Families: those of model/families.py. Sources: transformers' modeling files and the tensor lists of the
 published checkpoints; tests hold the counts against both.
 """
 
@@ -14,15 +14,19 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from ..kernels.operands import pick_numbers
-from ..model.families import ALIASES, text_config
+from ..model.families import ALIASES, FAMILIES, text_config
 from ..model.spec import ConfigReader
+from ..model.tower import destinations
+from ..model.vision_config import read_tower_shape, sees
 
 Kind = Literal[
     "embedding", "head", "norms", "attention", "indexer", "linear", "dense", "experts", "shared", "router", "residual", "ngram", "table"
 ]
 Part = Literal["text", "mtp", "vision"]
 
-KINDS_OF_TYPE = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+KINDS_OF_TYPE = tuple(FAMILIES)
+BIASED = ("qwen2", "qwen2_5_vl")  # biases on queries, keys and values, no norm per head
+ATTENTION_ONLY = (*BIASED, "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe")
 FULL = ("full_attention", "indexed_attention")
 LINEAR = "linear_attention"
 CONV_LAG = 9  # tokens that the n-gram block's convolution looks back: 3 taps, dilation 3
@@ -110,7 +114,7 @@ def take_census(config: Mapping[str, Any]) -> Census:
     read = ConfigReader(text)
     tied = read.flag("tie_word_embeddings", False)
     network = _Network(family, text, _layer_kinds(text, read, family))
-    tensors = (*network.text(tied), *network.mtp(), *_vision(config, network.hidden))
+    tensors = (*network.text(tied), *network.mtp(), *_vision(config, family))
     return network.census(_merged(tensors))
 
 
@@ -119,7 +123,7 @@ def _layer_kinds(text: Mapping[str, Any], read: ConfigReader, family: str) -> li
     layers = read.integer("num_hidden_layers")
     if layers > 1000:
         raise ModelError(f"config.json has num_hidden_layers = {layers}; no known family has more than 1000")
-    if family in ("qwen3", "qwen3_moe"):
+    if family in ATTENTION_ONLY:
         return [False] * layers
     named = text.get("layer_types")
     if named is None:
@@ -142,7 +146,7 @@ class _Network:
         self.kv_heads = read.integer("num_key_value_heads", self.heads)
         self.head_dim = read.integer("head_dim", 256 if any(linear) else max(1, self.hidden // self.heads))
         self.streams = read.integer("hc_count") if family == "qwen4_exp" else 0
-        self.gated = family not in ("qwen3", "qwen3_moe")
+        self.gated = family not in ATTENTION_ONLY
 
     def text(self, tied: bool) -> Iterator[Tensors]:
         """The network itself, embedding first."""
@@ -178,7 +182,11 @@ class _Network:
         yield _one("attention", queries * (2 if self.gated else 1), hidden)
         yield Tensors("attention", (keys, hidden), 2, 2)
         yield _one("attention", hidden, queries)
-        yield Tensors("attention", (self.head_dim,), 2, 2)
+        if self.family in BIASED:
+            yield _one("attention", queries)
+            yield Tensors("attention", (keys,), 2, 2)
+        else:
+            yield Tensors("attention", (self.head_dim,), 2, 2)
         if self.family == "qwen4_exp":
             width = self.read.integer("indexer_head_dim")
             heads = self.read.integer("indexer_n_heads") + self.read.integer("indexer_kv_heads", 1)
@@ -209,12 +217,12 @@ class _Network:
         yield _one("router", count, self.hidden)
         yield Tensors("experts", (width, self.hidden), 2 * count, 2 * chosen)
         yield Tensors("experts", (self.hidden, width), count, chosen)
-        if self.family != "qwen3_moe":
+        if self.family not in ("qwen3_moe", "qwen3_vl_moe"):
             yield from self._gated("shared", self.read.integer("shared_expert_intermediate_size"))
             yield _one("router", 1, self.hidden)
 
     def _is_sparse(self, layer: int) -> bool:
-        if self.family in ("qwen3", "qwen3_5"):
+        if self.family in (*BIASED, "qwen3", "qwen3_vl", "qwen3_5"):
             return False
         dense = _numbers(self.text_config, "mlp_only_layers")
         return layer not in dense and (layer + 1) % self.read.integer("decoder_sparse_step", 1) == 0
@@ -327,28 +335,13 @@ def ngram_rows(parts: int, base: int, multiple: int, index: int = 0) -> int:
     return -(-sum(found[parts * index :]) // multiple) * multiple
 
 
-def _vision(config: Mapping[str, Any], hidden: int) -> Iterator[Tensors]:
-    """The picture tower of a vision-language checkpoint; biases and norms are vectors."""
-    inner = config.get("vision_config")
-    if not isinstance(inner, Mapping):
+def _vision(config: Mapping[str, Any], family: str) -> Iterator[Tensors]:
+    """The vision tower; biases and norms are vectors."""
+    if not sees(config, family):
         return
-    read = ConfigReader(inner)
-    width, wide = read.integer("hidden_size"), read.integer("intermediate_size")
-    patch = read.integer("patch_size", 16)
-    merged = width * read.integer("spatial_merge_size", 2) ** 2
-    pixels = (read.integer("in_channels", 3), read.integer("temporal_patch_size", 2), patch, patch)
-    out = read.integer("out_hidden_size", hidden)
-    depth = read.integer("depth")
-    shapes: list[tuple[int, tuple[int, ...]]] = [
-        (1, (width, *pixels)),
-        (1, (width,)),
-        (1, (read.integer("num_position_embeddings"), width)),
-    ]
-    for rows, cols in ((3 * width, width), (width, width), (wide, width), (width, wide)):
-        shapes += [(depth, (rows, cols)), (depth, (rows,))]
-    shapes += [(4 * depth + 2, (width,)), (1, (merged, merged)), (1, (merged,)), (1, (out, merged)), (1, (out,))]
-    for count, shape in shapes:
-        yield Tensors("dense" if len(shape) > 1 else "norms", shape, count, count, "vision")
+    for wanted in destinations(read_tower_shape(config, family)):
+        for source in wanted.sources:
+            yield Tensors("dense" if len(source.shape) > 1 else "norms", source.in_file, 1, 1, "vision")
 
 
 def _one(kind: Kind, *shape: int) -> Tensors:

@@ -65,6 +65,9 @@ class Rows:
     sequence is replayed at other places: kernels that can be captured use neither it nor start for them.
     slots: of networks with recurrent layers, else None. ids: those of the rows, and before: those just before a chunk, as far as the host
     knows them without asking the device, which would wait for all that it does.
+    turns: int32 [T], which row of the rotary table turns each row, where that is not `positions`: with pictures. first_turns: of a chunk
+    the same of the first row of the stretch that an indexer has each row in. pictures: which rows of a chunk stand for pictures, each with
+    what comes in their place [1 + taps, rows, hidden]: the first instead of their embeddings, the others added after the first layers.
     parts: chunks of several sequences in one pass, each with the rows of the pass that it has; the fields beside are those of the first.
     Only attention looks at them: networks with recurrent layers read no such pass.
     """
@@ -77,7 +80,15 @@ class Rows:
     ids: Sequence[int] = ()
     before: Sequence[int] = ()
     trail: bool = False
+    turns: torch.Tensor | None = None
+    first_turns: torch.Tensor | None = None
+    pictures: Sequence[tuple[slice, torch.Tensor]] = ()
     parts: Sequence[tuple[slice, Rows]] = ()
+
+    @property
+    def rotary_rows(self) -> torch.Tensor:
+        """int32 [T], the rows of the rotary table that turn the rows of the pass."""
+        return self.positions if self.turns is None else self.turns
 
 
 @dataclass(slots=True)
@@ -86,15 +97,32 @@ class RotaryTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    axes: torch.Tensor | None = None
+    positions: int = 0
 
     @classmethod
-    def build(cls, lease: Lease, positions: int, dim: int, theta: float) -> RotaryTable:
+    def build(
+        cls, lease: Lease, positions: int, dim: int, theta: float, axes: Sequence[int] = (), rows: int = 0
+    ) -> RotaryTable:
+        """One row per position, and `rows` more for passes with pictures, whose positions have three axes: see `turn_axes`."""
         frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        tables = [lease.carve(angles.shape, torch.float32).copy_(values) for values in (angles.cos(), angles.sin())]
-        return cls(*tables)
+        tables = []
+        for values in (angles.cos(), angles.sin()):
+            tables.append(lease.carve((positions + rows, values.shape[1]), torch.float32))
+            tables[-1][:positions].copy_(values)
+        device = tables[0].device
+        return cls(*tables, torch.tensor(axes, dtype=torch.int64, device=device) if rows else None, positions)
 
     @staticmethod
-    def nbytes(positions: int, dim: int) -> int:
+    def nbytes(positions: int, dim: int, rows: int = 0) -> int:
         """Bytes of both tables, alignment included."""
-        return 2 * carved_bytes((positions, dim // 2), torch.float32)
+        return 2 * carved_bytes((positions + rows, dim // 2), torch.float32)
+
+    def turn_axes(self, places: torch.Tensor) -> None:
+        """Fill the further rows for places int64 [3, n] (time, row, column): each pair of a head is turned by its own axis."""
+        if self.axes is None or self.positions + places.shape[1] > self.cos.shape[0]:
+            raise ValueError(f"the table has no room for {places.shape[1]} rows with three axes")
+        wanted = places.to(self.cos.device)[self.axes].t()
+        for table in (self.cos, self.sin):
+            table[self.positions : self.positions + places.shape[1]] = table[: self.positions].gather(0, wanted)

@@ -124,13 +124,21 @@ class NgramRows:
 class AttentionHeads:
     """What attention has between its projections: norms [head_dim] of each head's queries and keys, and the angles that turn them.
 
+    Qwen2 has no norms and a `bias` fp32 [shape.qkv] instead, which is added to queries, keys and values first.
+
     `rotary` may turn less than a head's width: its first numbers only.
     """
 
     shape: HeadShape
-    q_norm: NormWeight
-    k_norm: NormWeight
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
     rotary: RotaryTable
+    bias: torch.Tensor | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether it is attention as Qwen3 has it, which fused kernels are written for."""
+        return self.q_norm is not None and self.k_norm is not None and self.bias is None
 
 
 @dataclass(slots=True)
@@ -172,4 +180,4 @@ class IndexedRows:
 
 
 # What a layer is made of, as far as kernels take it as a whole.
-Part: TypeAlias = Weight | StreamJoint | ExpertWeights | DeltaHeads
+Part: TypeAlias = Weight | StreamJoint | ExpertWeights | DeltaHeads | AttentionHeads

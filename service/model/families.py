@@ -17,7 +17,10 @@ from .shape import DecoderConfig
 from .vision_config import PREFIXES as TOWERS
 from .vision_config import VisionConfig, read_vision, sees
 
-FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")}
+_WRITING = ("qwen2", "qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES = {
+    name: name for name in (*_WRITING, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+}
 # The same config and tensors under another name, in some re-uploads.
 ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
 # Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.

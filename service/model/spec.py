@@ -12,7 +12,8 @@ from ..errors import ModelError
 # What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms), or channels and
 # taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
 Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
-_PARTIAL = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+_AXES = frozenset({"mrope_section", "mrope_interleaved"})
+_PARTIAL = _AXES | {"partial_rotary_factor"}
 # For `Destination.bits`: as stored, or wide; never turned into integers.
 FLOATING = 16
 
@@ -22,11 +23,13 @@ class Source:
     """A tensor of the checkpoint, by name, with the shape that the config implies.
 
     `stored` is how the file has it where that differs (experts in one tensor [E, rows, cols] are rows [E * rows, cols] here).
+    `by_columns`: each of the E has its columns one after the other, `stored` is [E, cols, rows].
     """
 
     name: str
     shape: tuple[int, ...]
     stored: tuple[int, ...] = ()
+    by_columns: bool = False
 
     @property
     def in_file(self) -> tuple[int, ...]:
@@ -124,6 +127,27 @@ class ConfigReader:
         """The base of the plain rotary embedding, from rope_parameters or the older rope_theta; scaled kinds are refused, not guessed."""
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
+    def axes_rope(self, default: float) -> float:
+        """The base of a rotary embedding that has an axis for the rows and one for the columns of pictures."""
+        return (self._rope(_AXES) or self).number("rope_theta", self.number("rope_theta", default))
+
+    def axes(self, pairs: int, default: tuple[int, ...], *, interleaved: bool) -> tuple[int, ...]:
+        """Which axis turns each of the `pairs` of a head: 0 time, 1 row, 2 column; text has the same position on all three.
+
+        The sections say how many pairs each axis has: one after the other, or `interleaved` from the lowest on, time taking the rest.
+        """
+        rope = self._rope(_PARTIAL)
+        if rope is not None:
+            rope.require("mrope_interleaved", interleaved, "how the axes of pictures share a head")
+        sections = (rope.numbers("mrope_section") if rope is not None else ()) or default
+        if len(sections) != 3 or (not interleaved and sum(sections) != pairs):
+            raise ModelError(
+                f"config.json has mrope_section = {list(sections)}; three numbers are needed that add up to {pairs}"
+            )
+        if not interleaved:
+            return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+
     def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
         """Base and width of a rotary embedding of part of a head (a quarter where nothing says otherwise).
 
@@ -149,6 +173,8 @@ class ConfigReader:
                 raise ModelError(f"config.json has {key} = {rope!r}; an object is needed")
             kind = rope.get("rope_type", rope.get("type", "default"))
             unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"} - understood)
+            if kind == "mrope" and understood & _AXES:  # the older name of the default with axes
+                kind = "default"
             if kind != "default" or unknown:
                 named = ", ".join([f"rope_type {kind!r}", *unknown])
                 raise ModelError(f"config.json asks for rotary scaling that is not supported: {named}; supported is rope_type 'default'")

@@ -87,15 +87,7 @@ def sees(config: Mapping[str, Any], kind: str) -> bool:
 
 def read_vision(config: Mapping[str, Any], kind: str, hidden: int) -> VisionConfig:
     """The seeing part of a config.json of text family `kind` whose decoder is `hidden` wide. Raises ModelError."""
-    inner = config.get("vision_config")
-    if not sees(config, kind) or not isinstance(inner, Mapping):
-        raise ModelError(f"model_type {kind!r} has no vision tower; models that see are {', '.join(sorted(SEEING))}")
-    named = {f"vision_config.{key}": value for key, value in inner.items()}
-    read = _Within(named)
-    read.require("hidden_act", "silu" if kind in WINDOWED else "gelu_pytorch_tanh", "the tower's feed-forward")
-    read.require("in_channels", CHANNELS, "red, green and blue")
-    read.require("in_chans", CHANNELS, "red, green and blue")
-    shape = _tower(read, kind)
+    shape = read_tower_shape(config, kind)
     if shape.out != hidden:
         raise ModelError(
             f"config.json has vision_config.out_hidden_size = {shape.out} for a decoder of hidden_size = {hidden}; they must be equal"
@@ -103,6 +95,18 @@ def read_vision(config: Mapping[str, Any], kind: str, hidden: int) -> VisionConf
     outer = ConfigReader(config)
     ids = (outer.integer(f"{name}_token_id") for name in ("image", "video", "vision_start", "vision_end"))
     return VisionConfig(shape, *ids)
+
+
+def read_tower_shape(config: Mapping[str, Any], kind: str) -> TowerShape:
+    """The tower alone. Raises ModelError."""
+    inner = config.get("vision_config")
+    if not sees(config, kind) or not isinstance(inner, Mapping):
+        raise ModelError(f"model_type {kind!r} has no vision tower; models that see are {', '.join(sorted(SEEING))}")
+    read = _Within({f"vision_config.{key}": value for key, value in inner.items()})
+    read.require("hidden_act", "silu" if kind in WINDOWED else "gelu_pytorch_tanh", "the tower's feed-forward")
+    for key in ("in_channels", "in_chans"):
+        read.require(key, CHANNELS, "red, green and blue")
+    return _tower(read, kind)
 
 
 class _Within(ConfigReader):

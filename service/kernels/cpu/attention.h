@@ -8,13 +8,16 @@
 
 struct attention {
     float *qkv;                /* [tokens][heads + 2 * kv_heads][dim], overwritten */
-    const float *q_norm, *k_norm;
+    const float *q_norm, *k_norm; /* [dim], or NULL: heads are not normed */
+    const float *bias;         /* [heads + 2 * kv_heads][dim], added to qkv first; NULL: none */
     double q_eps, k_eps;
-    const float *cos, *sin;    /* [positions][half] */
+    const float *cos, *sin;    /* [rotary rows][half] */
     int64_t half;
     float *keys, *values;      /* [blocks][kv_heads][BLOCK][dim], blocks block_ahead floats apart */
     int64_t block_ahead;
-    const int32_t *positions;  /* [tokens] */
+    const int32_t *positions;  /* [tokens]: where rows stand in the cache */
+    const int32_t *turns;      /* [tokens]: which row of cos and sin turns them; other than positions after and in pictures */
+    const int32_t *first_turns; /* [tokens]: that of the first row of each row's stretch; NULL: turns less the rows between */
     const int32_t *tables;     /* block ids of each sequence, table_ahead apart */
     int64_t table_ahead;
     float *out;                /* [tokens][heads][dim] */
@@ -29,14 +32,18 @@ struct attention {
 
 INLINE const int32_t *table_of(const struct attention *a, long t) { return a->tables + (a->chunk ? 0 : t * a->table_ahead); }
 
-/* One head of `dim` numbers in place: RMS norm, then halves of 2 * half of them turned against each other (Su et al. 2021), then times `factor`. */
-static inline void turn_head(const struct attention *a, float *head, long dim, const float *norm, double eps, long position, float factor) {
+/* One head of `dim` numbers in place: RMS norm where there is one, then halves of 2 * half of them turned against each other (Su et al. 2021)
+   by the angles of row `turned`, then times `factor`. */
+static inline void turn_head(const struct attention *a, float *head, long dim, const float *norm, double eps, long turned, float factor) {
     const long half = a->half;
-    const float *cos = a->cos + position * half, *sin = a->sin + position * half;
+    const float *cos = a->cos + turned * half, *sin = a->sin + turned * half;
     vf squares = {0};
     for (long d = 0; d < dim; d += VL) squares += load(head + d) * load(head + d);
-    float scale = factor / sqrtf(sum_lanes(squares) / (float)dim + (float)eps);
-    for (long d = 0; d < dim; d += VL) store(head + d, load(head + d) * scale * load(norm + d));
+    if (norm) {
+        const float scale = factor / sqrtf(sum_lanes(squares) / (float)dim + (float)eps);
+        for (long d = 0; d < dim; d += VL) store(head + d, load(head + d) * scale * load(norm + d));
+    } else if (factor != 1.0f)
+        for (long d = 0; d < dim; d += VL) store(head + d, load(head + d) * factor);
     long d = 0;
     for (; d + VL <= half; d += VL) {
         const vf low = load(head + d), high = load(head + d + half), c = load(cos + d), s = load(sin + d);

@@ -51,9 +51,9 @@ class Attention(ctypes.Structure):
     """struct attention of attention.h."""
 
     _fields_ = structure(
-        "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_ahead positions tables table_ahead out "
+        "qkv q_norm k_norm bias q_eps k_eps cos sin half keys values block_ahead positions turns first_turns tables table_ahead out "
         "tokens heads kv_heads dim chunk threads scratch stride chosen most ratio",
-        pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch chosen",
+        pointers="qkv q_norm k_norm bias cos sin keys values positions turns first_turns tables out scratch chosen",
         integers="half block_ahead table_ahead tokens heads kv_heads dim chunk threads stride most ratio",
         doubles="q_eps k_eps",
     )

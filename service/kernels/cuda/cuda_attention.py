@@ -40,7 +40,7 @@ class AttentionKernels(FusedProducts):
 
     def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
         shape, rows, count = heads.shape, at.rows, at.qkv.shape[0]
-        if not self.fuses_attention(shape):
+        if not (heads.normed and self.fuses_attention(shape)):
             return super().attend(heads, at)
         forms = _forms(shape)
         few = rows.start is not None and _held(rows)
@@ -75,8 +75,10 @@ class AttentionKernels(FusedProducts):
         ahead = _ahead(rows)
         on_grid(pool_keys, (count, indexer.heads + 1))(
             keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight, indexer.q_norm.eps,
-            indexer.k_norm.eps, rotary.cos, rotary.sin, rows.positions, rows.tables, ahead, rows.slots.source, rows.slots.target, count,
-            HALF=rotary.cos.shape[1], CHUNK=rows.start is not None, TRAIL=rows.trail, num_warps=1, **sizes, **early,
+            indexer.k_norm.eps, rotary.cos, rotary.sin, rows.positions, rows.rotary_rows,
+            rows.rotary_rows if rows.first_turns is None else rows.first_turns, rows.tables, ahead, rows.slots.source, rows.slots.target,
+            count, HALF=rotary.cos.shape[1], CHUNK=rows.start is not None, TRAIL=rows.trail, FIRSTS=rows.first_turns is not None,
+            num_warps=1, **sizes, **early,
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
         if not held and rows.start is not None and rows.start + count <= seen:
@@ -209,8 +211,10 @@ def _ahead(rows: Rows) -> int:
 def _placing(heads: AttentionHeads, at: AttentionRows) -> tuple[Any, ...]:
     """What kernels that norm, turn and write rows begin with."""
     q_norm, k_norm, rotary, rows = heads.q_norm, heads.k_norm, heads.rotary, at.rows
+    if q_norm is None or k_norm is None:
+        raise ValueError("fused attention norms queries and keys")
     norms = q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps
-    return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, rows.positions, rows.tables
+    return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, rows.positions, rows.rotary_rows, rows.tables
 
 
 def _forms(heads: HeadShape) -> dict[str, Any]:

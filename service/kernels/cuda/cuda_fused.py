@@ -12,7 +12,7 @@ import torch
 
 from ..delta import DeltaHeads
 from ..forward_batch import HeadShape
-from ..operands import ExpertWeights, Part, StreamJoint
+from ..operands import AttentionHeads, ExpertWeights, Part, StreamJoint
 from ..reference import Buffer
 from .cuda_attention import UNITS, AttentionKernels
 from .cuda_delta import DeltaKernels
@@ -39,6 +39,8 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
     def _fuses(self, part: Part) -> bool:
         if isinstance(part, ExpertWeights):
             return self.fuses_experts(part)
+        if isinstance(part, AttentionHeads):
+            return part.normed
         if isinstance(part, DeltaHeads):
             return self.fuses_delta(part)
         if isinstance(part, StreamJoint):

@@ -49,9 +49,9 @@ def normed_turned(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr
     return x * c + tl.where(d < HALF, -y, y) * s
 
 
-@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "turns"])
 def place_turned(
-    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, ahead,
+    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables, ahead,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries normed a head and turned in place; keys likewise, and values, into the cache. Grid (T, HEADS + 2 KV), one warp each.
@@ -61,18 +61,19 @@ def place_turned(
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pos = tl.load(positions + t)
+    turn = tl.load(turns + t)
     d = tl.arange(0, D)
     p = qkv + t * ((HEADS + 2 * KV) * D) + head * D
     block = tl.load(tables + t * ahead + pos // 32).to(tl.int64)
     early(PDL)
     if head < HEADS:
-        x = normed_turned(p, q_norm, q_eps, cos, sin, pos, D, D, HALF)
+        x = normed_turned(p, q_norm, q_eps, cos, sin, turn, D, D, HALF)
         tl.debug_barrier()  # what is written here was read there
         tl.store(p + d, x.to(qkv.dtype.element_ty))
     else:
         at = (block * KV + (head - HEADS) % KV) * (32 * D) + (pos % 32) * D + d
         if head < HEADS + KV:
-            x = normed_turned(p, k_norm, k_eps, cos, sin, pos, D, D, HALF)
+            x = normed_turned(p, k_norm, k_eps, cos, sin, turn, D, D, HALF)
             tl.store(keys + at, x.to(keys.dtype.element_ty))
         else:
             tl.store(values + at, tl.load(p + d))
@@ -138,17 +139,17 @@ def attend_places(
             tl.store(sums + row, weight_sum, i < GP)
 
 
-@triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions", "turns", "first_turns"])
 def pool_keys(
-    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, tables, ahead, source, target, count,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
-    TRAIL: tl.constexpr, PDL: tl.constexpr,
+    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, turns, first_turns, tables, ahead, source, target,
+    count, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
+    TRAIL: tl.constexpr, FIRSTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What an indexer keeps of rows (see IndexedRows), and queries fp32 [T, HEADS, DIM] normed and turned: grid (T, HEADS + 1), one warp.
 
     The last program of a row sees to its key: where its stretch is full, the mean of its raw keys goes into `pooled`, normed and turned to
     the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose tail goes from slot source[0] to
-    slot target[0], or with TRAIL behind each row to a slot target[t] of its own.
+    slot target[0], or with TRAIL behind each row to a slot target[t] of its own. FIRSTS: first_turns [T] say how first tokens are turned.
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -158,7 +159,7 @@ def pool_keys(
     W: tl.constexpr = (HEADS + 1) * DIM
     early(PDL)
     if head < HEADS:
-        x = normed_turned(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, pos, DIM, DP, HALF)
+        x = normed_turned(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, tl.load(turns + t), DIM, DP, HALF)
         tl.store(queries + (t * HEADS + head) * DIM + d, x, live)
     else:
         own = indexed + HEADS * DIM + d
@@ -181,7 +182,8 @@ def pool_keys(
             tl.store(room + d, total, live)
             tl.debug_barrier()  # the partners of rotary are read from there
             first = pos - (RATIO - 1)
-            x = normed_turned(room, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
+            turn = tl.load(first_turns + t) if FIRSTS else tl.load(turns + t) - (RATIO - 1)
+            x = normed_turned(room, k_norm, k_eps, cos, sin, turn, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
         # One program alone reads the old tail and then writes the new one, so that both may lie in one slot.

@@ -33,6 +33,7 @@ STEPS = 6
 TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding."
 # Of each family the ordinary model, and what its config may change of it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_moe, every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [2]}),

@@ -10,6 +10,7 @@ import torch
 from onedesk.service.errors import Cancelled, ModelError
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.loader.checkpoint import open_checkpoint
+from onedesk.service.loader.files import read_json_object
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
@@ -20,7 +21,6 @@ from onedesk.service.model.vision_config import SEEING as SEEING_FAMILIES
 from onedesk.service.model.weights import plan_weights
 from onedesk.service.vision.patches import resize_picture
 from onedesk.service.vision.preprocessor import read_preprocessor
-from onedesk.service.loader.files import read_json_object
 from pictures import drawn, pillow
 from published import change_config, change_tensors
 from tiny_vision import SEEING, Oracle, write_seeing
