@@ -26,15 +26,15 @@ import torch
 
 from ..service.bench.ceiling import read_ceiling
 from ..service.cache.paged import SequenceKV
-from ..service.catalog.census import take_census
+from ..service.catalog.composition import compose
 from ..service.catalog.forms import STORES, Form
 from ..service.catalog.known_configs import PUBLISHED, published_name
-from ..service.catalog.plan import Machine, load_of
+from ..service.catalog.plan import NodeLoad
 from ..service.config import load_config
 from ..service.console import failure, write_json
 from ..service.core import Sampling
 from ..service.engine.sampler import Sampler
-from ..service.engine.session import Blueprint, pick_device
+from ..service.engine.session import Blueprint, pick_device, sketch
 from ..service.engine.stepper import Feed
 from ..service.errors import OnedeskError, RequestError
 from ..service.memory.budget import MemorySettings
@@ -194,9 +194,9 @@ def memory_row(name: str, args: argparse.Namespace, blueprint: Blueprint, held: 
 
 def planned_bytes(form: Form, blueprint: Blueprint, device: str) -> int:
     """Bytes by the arithmetic of `doctor --plan`, with keys and values of several sequences."""
-    census, draft, context = take_census(blueprint.checkpoint.config), blueprint.config.draft, blueprint.context
-    machine = Machine(1 << 40, None, MemorySettings(), pick_device(device).type, draft=draft)
-    load = load_of(form.held_bytes(census) + draft * form.draft_bytes(census), 0, census, machine, draft=draft)
+    network, context = compose(blueprint.checkpoint.config), blueprint.context
+    weights = form.held_bytes(network) + (form.draft_bytes(network) if blueprint.config.draft else 0)
+    load = NodeLoad(weights, 0, sketch(network.module, blueprint.config, pick_device(device)))
     return load.weights + load.kv(context) + (blueprint.sequences - 1) * context * load.kv_token + load.scratch(context)
 
 

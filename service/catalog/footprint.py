@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..loader.checkpoint import Checkpoint
-from ..memory.budget import Budget, MemorySettings, Need
-from .plan import STEP
+from ..memory.budget import Budget, MemorySettings
 
+STEP = 256  # tokens; contexts are multiples of it
 _TABLE = re.compile(r"(^|\.)ngram_embedding\.")
 # The picture tower, which is not opened, and the layer for multi-token prediction, which may be left out.
 _BESIDE = re.compile(r"(^|\.)visual\.|^mtp\.")
@@ -37,12 +37,8 @@ def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def longest(need_at: Callable[[int], Need], allowed: int, here: Here) -> int:
-    """The longest context, at most `allowed`, whose need the budget has room for: a multiple of STEP, or all; 0 where none has."""
-
-    def fits(context: int) -> bool:
-        return need_at(context).with_headroom(here.settings.headroom) <= here.budget.spendable
-
+def longest(fits: Callable[[int], bool], allowed: int) -> int:
+    """The longest context that fits: `allowed`, or the largest multiple of STEP below it; 0 where none does."""
     if fits(allowed):
         return allowed
     low, high = 0, -(-allowed // STEP)

@@ -20,7 +20,7 @@ from ..quant.mixed import Packings
 from ..quant.packings import Fp8Blocks, Packing, Rows8
 from ..quant.published import read_packings
 from ..quant.weight import Format
-from .census import Census, Tensors
+from .composition import Composition, Tensors
 
 Engine = Literal["onedesk", "vllm", "llama-server"]
 ALIGNMENT = 256
@@ -91,26 +91,26 @@ class Form:
     def _named(self, name: str) -> Store:
         return self.own[name] if name in self.own else STORES[name]
 
-    def file_bytes(self, census: Census) -> int:
+    def file_bytes(self, network: Composition) -> int:
         """Bytes of all tensors in the files that are downloaded for it."""
         if self.source is not None:
-            return self.source.file_bytes(census)
+            return self.source.file_bytes(network)
         if self.made:
-            return 2 * census.parameters
-        return sum(tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) for tensors in census.tensors)
+            return 2 * network.parameters
+        return sum(tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) for tensors in network.tensors)
 
-    def held_bytes(self, census: Census, nodes: int = 1) -> int:
+    def held_bytes(self, network: Composition, nodes: int = 1) -> int:
         """Bytes of the text network in memory without its n-gram table, of matrices a node's share."""
-        mine = (tensors for tensors in census.tensors if tensors.part == "text" and tensors.kind != "table")
+        mine = (tensors for tensors in network.tensors if tensors.part == "text" and tensors.kind != "table")
         return sum(self._held(tensors, nodes) for tensors in mine)
 
-    def draft_bytes(self, census: Census, nodes: int = 1) -> int:
+    def draft_bytes(self, network: Composition, nodes: int = 1) -> int:
         """Bytes of the draft layer in memory, where it is opened; a node's share."""
-        return sum(self._held(tensors, nodes) for tensors in census.tensors if tensors.part == "mtp")
+        return sum(self._held(tensors, nodes) for tensors in network.tensors if tensors.part == "mtp")
 
-    def table_bytes(self, census: Census, nodes: int = 1) -> int:
+    def table_bytes(self, network: Composition, nodes: int = 1) -> int:
         """Bytes of the n-gram table in memory, where its rows lie as in the file; a node's share."""
-        tables = (tensors for tensors in census.tensors if tensors.kind == "table")
+        tables = (tensors for tensors in network.tensors if tensors.kind == "table")
         return sum(-(-tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) // nodes) for tensors in tables)
 
     def _held(self, tensors: Tensors, nodes: int) -> int:
@@ -188,9 +188,9 @@ SIZED: Mapping[str, tuple[Sized, ...]] = {
 }
 
 
-def forms_of(census: Census) -> tuple[Form, ...]:
+def forms_of(network: Composition) -> tuple[Form, ...]:
     """Every form of a family that can be counted."""
-    return WITH_TABLE if any(tensors.kind == "table" for tensors in census.tensors) else WITHOUT_TABLE
+    return WITH_TABLE if any(tensors.kind == "table" for tensors in network.tensors) else WITHOUT_TABLE
 
 
 # A module of each kind, by plain names; {} is the layer.

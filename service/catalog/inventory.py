@@ -18,7 +18,7 @@ from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
 from ..model.families import describe
-from .census import take_census
+from .composition import compose
 from .footprint import Here, longest, stored_bytes
 
 TOY_PREFIX = "onedesk-demo-"
@@ -126,7 +126,11 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     need = replace(sketch, context=context).need
     row["format"] = sketch.plan.form
     row["bytes"] |= {"weights": need.weights, "kv_per_1k": KV_TOKENS * sketch.kv_shape.token_bytes, "draft": sketch.draft_bytes}
-    row["context"] = longest(lambda context: replace(sketch, context=context).need, sketch.config.max_position, here)
+
+    def fits_budget(tokens: int) -> bool:
+        return replace(sketch, context=tokens).need.with_headroom(here.settings.headroom) <= here.budget.spendable
+
+    row["context"] = longest(fits_budget, sketch.config.max_position)
     row["images"] = here.beside(need.with_headroom(here.settings.headroom))
     fits, reason = _verdict(need, context, here.settings, here.budget)
     if not (checkpoint.folder / "tokenizer.json").is_file():
@@ -153,10 +157,10 @@ def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
 def _from_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the config says of the network's size."""
     try:
-        census = take_census(checkpoint.config)
+        network = compose(checkpoint.config)
     except ModelError:
-        return {}  # a family that nobody has counted; opening it says which there are
-    return {"parameters": census.parameters, "active_parameters": census.active}
+        return {}  # an unknown family; opening it says which are supported
+    return {"parameters": network.parameters, "active_parameters": network.active}
 
 
 def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget) -> tuple[bool, str]:

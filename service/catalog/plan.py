@@ -5,42 +5,33 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config import Config, load_config
 from ..console import UsageError
-from ..engine.buffers import MAX_BATCH
-from ..engine.drafting import BESIDE, REACH
-from ..engine.runner import SCORED_ROWS, chunk_rows
-from ..engine.session import DEFAULT_CONTEXT, KEPT_STATES
+from ..engine.session import DEFAULT_CONTEXT, Blueprint, sketch
 from ..errors import Field, FileError, ModelError, RequestError
 from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
 from ..loader.files import exists, read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
-from ..model.families import describe
+from ..model.draft import with_draft
 from ..peers.cluster import Share, cluster
 from ..quant.published import KEY
-from .census import Census, take_census
-from .forms import (
-    SIZED,
-    Engine,
-    Form,
-    Sized,
-    form_of_config,
-    forms_of,
-)
+from .composition import Composition, compose
+from .footprint import longest
+from .forms import SIZED, Engine, Form, Sized, form_of_config, forms_of
 from .known_configs import PUBLISHED, published_name
 
-STEP = 256  # tokens; contexts are multiples of it
 # The most of the n-gram table that stays in memory where its rows are read from the file.
 TABLE_CACHE = 512 << 20
-# Recurrent states that a session keeps: of all sequences that decode together, and of beginnings to go on behind.
-STATES = 1 + MAX_BATCH + KEPT_STATES
-# What kernels work in beside the rows of a pass, by device; on the CPU also a layer's keys and values without blocks.
-KERNEL_ROOM = {"cuda": 24 << 20, "cpu": 12 << 20}
+# A GPU of another machine is taken to be one that the fused kernels run on.
+ASSUMED_CAPABILITY = (8, 0)
+STEP = 256  # tokens; a shorter context is not worth naming
 LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
 
 
@@ -79,23 +70,29 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Bytes that a form takes of one node: its weights and table, and what grows with the context: so much fixed, so much a token."""
+class NodeLoad:
+    """Bytes that a form takes of one node: weights and table as counted, the rest as the opening of `blueprint` states it."""
 
     weights: int
     table: int
-    kv_token: int
-    states: int
-    fixed: int
-    token: int
+    blueprint: Blueprint
+    nodes: int = 1
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes that a token leaves on a node. Key heads that do not divide are kept by every node."""
+        return self.blueprint.kv_shape.token_bytes // math.gcd(self.blueprint.widths.kv_heads, self.nodes)
 
     def kv(self, context: int) -> int:
         """Keys, values, indexer keys and recurrent states."""
-        return self.states + context * self.kv_token
+        if self.nodes == 1:
+            return replace(self.blueprint, context=context).need.kv
+        states = self.blueprint.state_shape
+        return context * self.kv_token + (-(-states.nbytes // self.nodes) if states else 0)
 
     def scratch(self, context: int) -> int:
-        """Buffers of a pass, and what kernels work in."""
-        return self.fixed + context * self.token
+        """Buffers of a pass, and the workspace of the kernels."""
+        return replace(self.blueprint, context=context).need.scratch
 
     def wanted(self, context: int, headroom: float) -> int:
         """Everything, with headroom."""
@@ -134,7 +131,7 @@ def plan_model(
     from ..api import pick_device
 
     title, described = find_config(name, config)
-    census = take_census(described)
+    network = compose(described)
     values: dict[str, Any] = dict(config.memory)
     place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
     machine = Machine(
@@ -144,19 +141,19 @@ def plan_model(
         raise RequestError("--memory is 0 B; name what the machine can give, such as 24GiB")
     if (images or 0) > machine.memory:
         raise RequestError(f"--images is {show(images or 0)} of {show(machine.memory)}; name less, or a larger --memory")
-    if context is not None and context > census.max_position:
-        raise RequestError(Field("context"), f" is {context}, but the model's config allows {census.max_position}; use at most that")
-    if census.heads % nodes:
-        raise RequestError(f"--nodes is {nodes}, and {census.heads} attention heads do not divide by it; use a divisor of {census.heads}")
-    rows = [row for form in _forms(title, described, census, nodes) for row in _rows(form, census, machine, context)]
-    _tell_refusal(rows, described)
-    several = {"cluster": _cluster(title, rows, census, machine)} if nodes > 1 else {}
+    allowed, heads = network.config.max_position, network.config.widths.heads
+    if context is not None and context > allowed:
+        raise RequestError(Field("context"), f" is {context}, but the model's config allows {allowed}; use at most that")
+    if heads % nodes:
+        raise RequestError(f"--nodes is {nodes}, and {heads} attention heads do not divide by it; use a divisor of {heads}")
+    rows = [row for form in _forms(title, described, network, nodes) for row in _rows(form, network, machine, context)]
+    several = {"cluster": _cluster(title, rows, network, machine)} if nodes > 1 else {}
     return several | {
         "model": title,
-        "family": census.family,
-        "parameters": census.parameters,
-        "active_parameters": census.active,
-        "kinds": dict(census.kinds),
+        "family": network.family,
+        "parameters": network.parameters,
+        "active_parameters": network.active,
+        "kinds": dict(network.kinds),
         "memory": machine.memory,
         "images": images or 0,
         "room": machine.room,
@@ -192,58 +189,47 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
     return known, dict(PUBLISHED[known])
 
 
-def _forms(title: str, described: dict[str, Any], census: Census, nodes: int) -> tuple[Form | Sized, ...]:
+def _forms(title: str, described: dict[str, Any], network: Composition, nodes: int) -> tuple[Form | Sized, ...]:
     """All forms of a model; of a folder whose files are quantized already, only what it is."""
     if described.get(KEY) is not None:
-        return (form_of_config(described, census.layers),)
+        return (form_of_config(described, network.config.layers),)
     known = published_name(title)
-    forms = (*forms_of(census), *(SIZED.get(known, ()) if known else ()))
+    forms = (*forms_of(network), *(SIZED.get(known, ()) if known else ()))
     if nodes == 1:
         return forms
     # Several machines are vLLM's: it makes no weights of BF16 files, and reads no GGUF.
     return tuple(form for form in forms if (form.engine == "vllm" if isinstance(form, Sized) else not form.made))
 
 
-def _tell_refusal(rows: Sequence[dict[str, Any]], described: dict[str, Any]) -> None:
-    """What can be counted need not be what this version computes: say of each form that it would open itself what the family refuses."""
-    try:
-        describe(described)
-    except ModelError as error:
-        for row in rows:
-            if row["opens"] and row["engine"] == "onedesk":
-                row["opens"] = False
-                row["why"] += f"; this version does not open it: {error}"
-
-
-def _rows(form: Form | Sized, census: Census, machine: Machine, context: int | None) -> list[dict[str, Any]]:
+def _rows(form: Form | Sized, network: Composition, machine: Machine, context: int | None) -> list[dict[str, Any]]:
     """The form with its table left in the file first, then with all of it in memory."""
-    table = form.table if isinstance(form, Sized) else form.table_bytes(census, machine.nodes)
+    table = form.table if isinstance(form, Sized) else form.table_bytes(network, machine.nodes)
     if not table:
-        return [_row(form, form.title, 0, census, machine, context)]
+        return [_row(form, form.title, 0, network, machine, context)]
     held = -(-table // machine.nodes) if isinstance(form, Sized) else table
     return [
-        _row(form, f"{form.title}; table in its file", min(TABLE_CACHE, held), census, machine, context),
-        _row(form, f"{form.title}; table in memory", held, census, machine, context, resident=True),
+        _row(form, f"{form.title}; table in its file", min(TABLE_CACHE, held), network, machine, context),
+        _row(form, f"{form.title}; table in memory", held, network, machine, context, resident=True),
     ]
 
 
 def _row(
-    form: Form | Sized, title: str, table: int, census: Census, machine: Machine, context: int | None, *, resident: bool = False
+    form: Form | Sized, title: str, table: int, network: Composition, machine: Machine, context: int | None, *, resident: bool = False
 ) -> dict[str, Any]:
     """`resident`: all of the n-gram table is in memory."""
-    weights = -(-(form.file - form.table) // machine.nodes) if isinstance(form, Sized) else form.held_bytes(census, machine.nodes)
-    headroom, least = machine.settings.headroom, min(DEFAULT_CONTEXT, census.max_position)
-    draft = _draft_bytes(form, census, machine)
-    load, reached = _loaded(weights, table, 0, census, machine)
+    weights = -(-(form.file - form.table) // machine.nodes) if isinstance(form, Sized) else form.held_bytes(network, machine.nodes)
+    headroom, least = machine.settings.headroom, min(DEFAULT_CONTEXT, network.config.max_position)
+    draft = _draft_bytes(form, network, machine)
+    load, reached = _loaded(weights, table, 0, network, machine)
     if draft:  # it is left out where there is no room for it, or where it would take some of the longest context
-        other, with_it = _loaded(weights, table, draft, census, machine)
+        other, with_it = _loaded(weights, table, draft, network, machine)
         draft = draft if with_it >= (max(1, reached) if context is None else context) else 0
         load, reached = (other, with_it) if draft else (load, reached)
     fits = reached >= (least if context is None else context)
     shown = context or (reached if fits else least)
     wanted = load.wanted(shown, headroom)
     engine = _engine(form, machine)
-    file = form.file if isinstance(form, Sized) else form.file_bytes(census)
+    file = form.file if isinstance(form, Sized) else form.file_bytes(network)
     return {
         "format": title,
         "engine": engine,
@@ -265,59 +251,27 @@ def _row(
     }
 
 
-def _loaded(weights: int, table: int, draft: int, census: Census, machine: Machine) -> tuple[Load, int]:
-    """What a form takes with so many bytes of a layer that drafts, and the longest context that then fits."""
-    load = load_of(weights + draft, table, census, machine, draft=draft > 0)
-    return load, longest_context(load, census.max_position, machine.settings.headroom, machine.room)
+def _loaded(weights: int, table: int, draft: int, network: Composition, machine: Machine) -> tuple[NodeLoad, int]:
+    """What a form takes with `draft` bytes of a draft layer (0: without it), and the longest context that then fits."""
+    config = with_draft(network.config) if draft else network.config
+    blueprint = sketch(network.module, config, torch.device(machine.device), ASSUMED_CAPABILITY)
+    load = NodeLoad(weights + draft, table, blueprint, machine.nodes)
+    headroom = machine.settings.headroom
+    return load, longest(lambda context: load.wanted(context, headroom) <= machine.room, config.max_position)
 
 
-def _draft_bytes(form: Form | Sized, census: Census, machine: Machine) -> int:
+def _draft_bytes(form: Form | Sized, network: Composition, machine: Machine) -> int:
     """Bytes of a layer for multi-token prediction that is opened."""
-    return form.draft_bytes(census) if isinstance(form, Form) and machine.draft and machine.nodes == 1 else 0
+    return form.draft_bytes(network) if isinstance(form, Form) and machine.draft and machine.nodes == 1 else 0
 
 
-def load_of(weights: int, table: int, census: Census, machine: Machine, *, draft: bool = False) -> Load:
-    """What a model takes of one node's memory with so many bytes of weights and n-gram table there.
-
-    `draft`: the weights have a layer for multi-token prediction, which has keys and values of its own.
-    """
-    nodes, cuda = machine.nodes, machine.device == "cuda"
-    number = 2 if cuda else 4
-    # Key heads that do not divide are kept by every node.
-    share = math.gcd(census.kv_heads, nodes)
-    kv = census.kv_token * number // share + 4 * census.indexer_token
-    sparse = any(tensors.kind == "experts" for tensors in census.tensors)
-    rows = max(MAX_BATCH, chunk_rows(_device(machine.device), sparse=sparse))
-    fixed = rows * (census.row + (census.picks if cuda else 0)) * number + SCORED_ROWS * census.vocab * number + KERNEL_ROOM[machine.device]
-    token = 4 * census.head_dim + 8  # both rotary tables, fp32; places in the chunk
-    if not cuda:
-        token += 2 * census.kv_heads * census.head_dim * number
-    # Of every sequence that decodes the states of one layer are worked on beside those that are kept.
-    states = STATES * census.state + MAX_BATCH * census.state // max(1, census.layers - census.full)
-    own = (REACH + BESIDE) * kv // census.full if draft else 0  # the keys and values of that layer
-    return Load(weights, table, kv, own - (-states // nodes), fixed, token)
-
-
-def _cluster(title: str, rows: Sequence[dict[str, Any]], census: Census, machine: Machine) -> dict[str, Any] | None:
+def _cluster(title: str, rows: Sequence[dict[str, Any]], network: Composition, machine: Machine) -> dict[str, Any] | None:
     """vLLM's words for each machine, for the first form that fits; None where none does."""
     best = next((row for row in rows if row["fits"] and row["engine"] == "vllm"), None)
     if best is None:
         return None
     share = Share(machine.memory, best["needs"], best["bytes"]["kv"], best["context"])
-    return {"format": best["format"]} | cluster(f"models/{title}", share, nodes=machine.nodes, heads=census.heads)
-
-
-def _device(kind: str) -> Any:
-    import torch
-
-    return torch.device(kind)
-
-
-def longest_context(load: Load, allowed: int, headroom: float, room: int) -> int:
-    """The longest context that fits, at most `allowed`; 0 where none does."""
-    spare = math.floor(room / (1 + headroom)) - load.wanted(0, 0.0)
-    tokens = min(allowed, max(0, spare // max(1, load.kv_token + load.token)))
-    return tokens if tokens == allowed else tokens // STEP * STEP
+    return {"format": best["format"]} | cluster(f"models/{title}", share, nodes=machine.nodes, heads=network.config.widths.heads)
 
 
 def _engine(form: Form | Sized, machine: Machine) -> Engine:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .doctor import Check
+from .examine import Check
 
 # They bring values from one place to another and compute nothing: the host's sampler reads scores, ids go the other way.
 MOVES = frozenset({"copy_", "_to_copy", "_local_scalar_dense", "_pin_memory", "is_pinned", "clone"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..api import OpenModel
 from ..core import Request, Sampling
 from ..engine.scoring import perplexity
-from .doctor import Check
+from .examine import Check
 
 TOKENS = 24
 # How much larger a perplexity may get before rounding no longer explains it: ten times what int8, four times what int4 may cost.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
+from ..config import Config, load_config
+from ..console import UsageError, ends_as_interrupted, write_json
 from ..errors import FileError, PeerError, RequestError
 from ..places import DEMO_WRITER
 from ..setup.comfyui import ComfyProcess
 from ..setup.desk import device_arguments, folder_arguments, need_desk
 from ..setup.tree import Desk, Tree
+from .options import SUCCESS, Subcommands
 
 LOG = logging.getLogger(__name__)
 PAINTER = "onedesk-demo-painter.safetensors"
@@ -25,6 +28,25 @@ STEPS = 12
 WORKFLOW_SECONDS = 300.0
 
 Graph = dict[str, dict[str, Any]]
+
+
+def add_to(subcommands: Subcommands) -> None:
+    """Add `demo` to the command."""
+    parser = subcommands.add("demo", run, "Idea in, written prompt and picture out, with the toy models that come along.")
+    parser.add_argument("idea", metavar="IDEA", help="what the picture should show, in a few words")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and print what came of it; returns the exit status."""
+    if args.model is not None or args.quant != "none" or args.context is not None:
+        raise UsageError("the demo has its own two models: leave --model, --quant and --context out; onedesk generate takes them")
+    with ends_as_interrupted():
+        result = run_demo(args.idea, load_config(args.config))
+    if args.json:
+        write_json(asdict(result) | {"picture": str(result.picture)})
+    else:
+        print(f"idea:    {result.idea}\nprompt:  {result.prompt}\npicture: {result.picture}")
+    return SUCCESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,24 @@
-"""How option values of the command are read; each raises ArgumentTypeError with what would be right."""
+"""The options of the command: those that every subcommand has, and how values are read (ArgumentTypeError says what would be right)."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from ..console import UsageError
+from ..core import QUANTIZATIONS
 from ..errors import OnedeskError
 from ..loader.files import short
 from ..toml_file import parse_bytes
 
+SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+# What --model defaults to; subcommands that open no model name no default.
+_MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": ""}
+_ONE_MODEL = "; default: the configured or the only one"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf)")
 
@@ -23,8 +30,35 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
+class Subcommands:
+    """The subcommands of a parser, each with the common options."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+
+    def add(
+        self, name: str, run: Callable[[argparse.Namespace], int], text: str, *, json: bool = True, model: str = "store"
+    ) -> argparse.ArgumentParser:
+        """Add a subcommand that calls `run`; `model` is the action of --model, `json` whether there is --json."""
+        parser = self._parsers.add_parser(name, help=text, description=text, allow_abbrev=False)
+        parser.set_defaults(run=run, parser=parser)
+        which = "a name as `onedesk models` lists it, or a path" + _MODEL_DEFAULTS.get(name, _ONE_MODEL)
+        parser.add_argument("--model", action=model, metavar="NAME|FOLDER|FILE", help=which)
+        form = "keep the weights as stored (none, the default), or quantize them to 8 or 4 bits"
+        parser.add_argument("--quant", choices=QUANTIZATIONS, default="none", help=form)
+        context = "tokens of prompt and answer together, 2 or more; default: the configured context, else 4096"
+        parser.add_argument("--context", type=whole_from(2), metavar="N", help=context)
+        device = "auto, the default: CUDA if there is a GPU"
+        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+        parser.add_argument("--config", type=Path, metavar="FILE", help="an onedesk.toml other than the installation's")
+        parser.add_argument("-v", "--verbose", action="count", default=0, help="log more on stderr; twice for everything")
+        if json:
+            parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        return parser
+
+
 def as_typed(error: Exception, taken: Container[str]) -> str:
-    """The message of an error for somebody at a terminal: a field that is one of the options `taken` is called as it is typed there."""
+    """The message of an error for a terminal: a field that is one of the options `taken` is shown as it is typed there."""
     if not isinstance(error, OnedeskError):
         return str(error)
     return error.told(lambda name: f"--{name.replace('_', '-')}" if name in taken else name)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import Config, load_config
-from ..console import Stop, UsageError, show_progress
+from ..console import Stop, UsageError, show_progress, write_json
 from ..core import CancelCheck, ProgressReport
 from ..errors import RequestError
+from .model_options import NO_MODEL
+from .options import SUCCESS, Subcommands
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +33,15 @@ class Conversion:
     seconds: float
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the common ones."""
-    parser.add_argument("--group", type=int, choices=(128, 32), help="int4: weights that share a scale; default 128")
-    parser.add_argument("--asymmetric", action="store_true", help="int4: an offset beside each scale; a little better, a little larger")
+def add_to(subcommands: Subcommands) -> None:
+    """Add `quantize` to the command."""
+    parser = subcommands.add("quantize", run, "Convert a model once to --quant int8 or int4; later openings use the result.")
+    parser.add_argument("--group", type=int, choices=(128, 32), help="int4: weights per scale; default 128")
+    parser.add_argument("--asymmetric", action="store_true", help="int4: an offset per scale; a little better, a little larger")
 
 
-def run(args: argparse.Namespace) -> Conversion:
-    """Do what the command line asks for. Raises UsageError beside what `quantize_model` raises."""
+def run(args: argparse.Namespace) -> int:
+    """Convert the model; returns the exit status. Raises UsageError besides what `quantize_model` raises."""
     from ..catalog.inventory import default_model
 
     if args.quant == "none":
@@ -48,15 +51,17 @@ def run(args: argparse.Namespace) -> Conversion:
     config = load_config(args.config)
     name = args.model or default_model(config)
     if name is None:
-        raise UsageError("no model is named; use --model NAME, FOLDER or FILE (onedesk models lists the names)")
+        raise UsageError(NO_MODEL)
     stop = Stop()
     with stop.listening():
         progress = None if args.json else show_progress
-        return quantize_model(name, args.quant, args.group, not args.asymmetric, config, progress=progress, cancel=stop)
+        done = quantize_model(name, args.quant, args.group, not args.asymmetric, config, progress=progress, cancel=stop)
+    write_json(asdict(done)) if args.json else print(_summary(done))
+    return SUCCESS
 
 
-def told(done: Conversion) -> str:
-    """The conversion for people."""
+def _summary(done: Conversion) -> str:
+    """The conversion for a terminal."""
     from ..memory.budget import show
 
     how = f"made in {done.seconds:.1f} s" if done.written else "it was there already"

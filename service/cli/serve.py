@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..config import Config, load_config, own_version
 from ..console import UsageError
 from ..places import FILE_NAME
-from .options import whole_from
+from .options import Subcommands, whole_from
 
 if TYPE_CHECKING:
     from ..peers.note import Note
@@ -29,15 +29,19 @@ log = logging.getLogger(__name__)
 TURN = 0.0005
 
 
-def serve_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `serve` beside the common ones."""
+def add_to(subcommands: Subcommands) -> None:
+    """Add `serve` to the command."""
+    text = "Answer over HTTP as OpenAI's API does (--model: names; repeatable)."
+    parser = subcommands.add("serve", serve, text, json=False, model="append")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen; default 127.0.0.1, or host in [service]")
-    parser.add_argument("--port", type=whole_from(0), metavar="N", help="0: any free one; default 8787, or port in [service]")
+    parser.add_argument("--port", type=whole_from(0), metavar="N", help="0: any free port; default 8787, or port in [service]")
     parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on a unix socket instead")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the token's file, made if absent; default: in the tree's cache")
+    where = "the token's file, made if absent; default: in the tree's cache"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=where)
     parser.add_argument("--no-token", action="store_true", help="ask for no token; on loopback or a unix socket only")
-    parser.add_argument("--roots", type=Path, action="append", metavar="FOLDER", help="serve the models of this folder too, before others")
-    parser.add_argument("--on-demand", action="store_true", help="end when nobody has used it for a while, see linger in [service]")
+    roots = "serve the models of this folder too, before others"
+    parser.add_argument("--roots", type=Path, action="append", metavar="FOLDER", help=roots)
+    parser.add_argument("--on-demand", action="store_true", help="end after a time without requests, see linger in [service]")
 
 
 @dataclass(frozen=True, slots=True)

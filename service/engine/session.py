@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
 
 import torch
 
@@ -34,6 +33,7 @@ from ..model.draft import carried_width, draft_part, without_draft
 from ..model.families import read_family
 from ..model.layers import Scratch, Widths
 from ..model.positions import BEFORE
+from ..model.shape import DecoderConfig
 from ..model.tables import open_tables
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight, Weight
@@ -64,12 +64,13 @@ class Blueprint:
 
     checkpoint: Checkpoint
     family: ModuleType
-    config: Any
+    config: DecoderConfig
     plan: WeightPlan
     context: int
     activation: torch.dtype
     device: torch.device
     sequences: int = 1
+    capability: tuple[int, int] | None = None  # of a GPU of another machine; None: of the one that is here
 
     @property
     def widths(self) -> Widths:
@@ -124,7 +125,7 @@ class Blueprint:
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
             ChunkBuffers.nbytes(context, self.rows, recurrent=states is not None),
             DecodeBuffers.nbytes(context, recurrent=states is not None),
-            workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns),
+            workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns, self.capability),
             graph_stepper_bytes(self.device, widths.vocab),
             draft.scratch_bytes if draft else 0,
         )
@@ -195,6 +196,13 @@ def draw_blueprint(
     plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
     activation = plan.dtype if device.type == "cuda" else torch.float32
     return Blueprint(checkpoint, family, config, plan, context, activation, device)
+
+
+def sketch(family: ModuleType, config: DecoderConfig, device: torch.device, capability: tuple[int, int] | None = None) -> Blueprint:
+    """A blueprint without files and weights, to ask what else an opening needs: keys and values, states, scratch."""
+    checkpoint = Checkpoint(Path(), "", MappingProxyType({}), MappingProxyType({}), MappingProxyType({}), 0)
+    activation = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Blueprint(checkpoint, family, config, WeightPlan(()), DEFAULT_CONTEXT, activation, device, capability=capability)
 
 
 class Session:

@@ -45,19 +45,30 @@ def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader 
     return FileRowReader(library) if library is not None else None
 
 
-def workspace_bytes(device: torch.device, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> int:
-    """Bytes that the kernels of `device` may ask for beside a pass's rows, whichever of them will be chosen; see `workspace`."""
+def workspace_bytes(
+    device: torch.device,
+    heads: HeadShape,
+    positions: int,
+    activation: torch.dtype,
+    columns: int,
+    capability: tuple[int, int] | None = None,
+) -> int:
+    """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen, besides the rows of a pass; see `workspace`.
+
+    `capability`: that of a GPU that is not in this machine; None asks the one that is.
+    """
     possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
     if device.type == "cuda":
-        possible = (fused_or_not(activation)[0],)
+        possible = (fused_or_not(activation, capability)[0],)
     return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation, columns)) for kind in possible)
 
 
-def fused_or_not(activation: torch.dtype) -> tuple[type[CudaKernels], str]:
-    """The class of kernels for this process's CUDA device, and why it is not the fused one (empty if it is)."""
+def fused_or_not(activation: torch.dtype, capability: tuple[int, int] | None = None) -> tuple[type[CudaKernels], str]:
+    """The class of kernels for a GPU of `capability`, by default this process's, and why it is not the fused one (empty if it is)."""
     if activation not in (torch.bfloat16, torch.float16):
         return CudaKernels, f"activations in {str(activation).removeprefix('torch.')} are not what they are written for"
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability is None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability < FUSED_FROM:
         return CudaKernels, f"the GPU is sm_{capability[0]}{capability[1]} and they need sm_80 or newer"
     try:

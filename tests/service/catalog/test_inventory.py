@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onedesk.service.catalog.census import take_census
+from onedesk.service.catalog.composition import compose
 from onedesk.service.catalog.inventory import default_model, model_rows, model_table
 from onedesk.service.config import Config
 from onedesk.service.console import WIDTH
@@ -37,8 +37,8 @@ def test_every_family_has_its_parameters_and_its_bytes_by_kind(models: Path):
     assert set(rows) == {*FAMILIES, "pictures"}
     for name, row in rows.items():
         checkpoint = open_checkpoint(models / name)
-        census = take_census(checkpoint.config)
-        assert (row["parameters"], row["active_parameters"]) == (census.parameters, census.active)
+        network = compose(checkpoint.config)
+        assert (row["parameters"], row["active_parameters"]) == (network.parameters, network.active)
         assert row["opens"] is row["fits"] is True
         assert row["context"] == 4096
         assert row["images"] > 0
@@ -70,7 +70,7 @@ def test_packed_numbers_are_counted_as_the_parameters_that_they_are(tmp_path: Pa
     case = next(case for case in CASES if case.name == "gptq-asym-128")
     write_published(tmp_path / "packed", case)
     row = rows_of(tmp_path)["packed"]
-    assert row["parameters"] == take_census(open_checkpoint(tmp_path / "packed").config).parameters
+    assert row["parameters"] == compose(open_checkpoint(tmp_path / "packed").config).parameters
     assert row["bytes"]["weights"] < row["parameters"] * 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 from command_line import pipe_in
@@ -50,7 +51,7 @@ def test_chat_goes_on_after_a_message_that_is_too_long(tree, capsys, monkeypatch
 
 def test_score_of_one_token_says_why_there_is_no_figure(tree, capsys):
     assert cli.main(["score", "--ids", "7", "--model", "tiny", "--config", str(tree / "onedesk.toml")]) == 0
-    assert capsys.readouterr().out == "no perplexity, since the first token has nothing before it, over 1 token in 1 window\n"
+    assert capsys.readouterr().out == "no perplexity (the first token has no context) over 1 token in 1 window\n"
 
 
 def test_score_of_ids_and_of_a_text_in_windows(run, tree, tmp_path):
@@ -145,7 +146,7 @@ def test_memory_is_watched_until_an_interrupt(tree, capsys, monkeypatch):
         if len(waits) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(cli.time, "sleep", wait)
+    monkeypatch.setattr(time, "sleep", wait)
     assert cli.main(["memory", "--watch", "--config", str(tree / "onedesk.toml")]) == 130
     assert capsys.readouterr().out.count("nothing is leased") == 3
 
@@ -177,7 +178,7 @@ def test_version_and_help_are_no_errors(capsys):
 
 
 def test_help_tells_of_every_option_and_of_the_default_of_each_that_has_a_value():
-    (commands,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
+    (commands,) = (action for action in cli.make_parser()._actions if isinstance(action.choices, dict))
     options = [(name, action) for name, parser in commands.choices.items() for action in parser._actions]
     told = {(name, action.dest): action.help or "" for name, action in options}
     assert [key for key, text in told.items() if not text] == []

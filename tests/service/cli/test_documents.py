@@ -11,6 +11,7 @@ import pytest
 from command_line import pipe_in
 from onedesk.service.api import OpenModel
 from onedesk.service.cli import command as cli
+from onedesk.service.cli import models
 from onedesk.service.errors import ModelError
 from onedesk.service.registry import REGISTRY
 from onedesk.service.text.template import ChatTemplate
@@ -353,7 +354,7 @@ def test_an_interrupt_elsewhere_is_a_document_too(run, monkeypatch):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_config", interrupted)
+    monkeypatch.setattr(models, "load_config", interrupted)
     status, document = run("models")
     assert (status, document) == (130, {"error": {"type": "Cancelled", "message": "interrupted"}})
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
-from onedesk.service.cli.check import check_model
-from onedesk.service.cli.doctor import Check
+from onedesk.service.cli.check_model import check_model
+from onedesk.service.cli.examine import Check
 from onedesk.service.config import Config
 from onedesk.service.engine.runner import Runner
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels

@@ -8,9 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from onedesk.service.catalog.census import Census, ngram_rows, take_census
+import torch
+from onedesk.service.catalog.composition import Composition, compose
 from onedesk.service.catalog.forms import WITH_TABLE, form_of_config
 from onedesk.service.catalog.known_configs import PUBLISHED, published_name
+from onedesk.service.engine.session import sketch
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import Checkpoint, open_checkpoint
 from tiny_families import FAMILIES, WITH_VISION, write_family
@@ -53,9 +55,9 @@ def stored(checkpoint: Checkpoint) -> Counter[tuple[str, tuple[int, ...]]]:
     return found
 
 
-def counted(census: Census) -> Counter[tuple[str, tuple[int, ...]]]:
+def counted(network: Composition) -> Counter[tuple[str, tuple[int, ...]]]:
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for tensors in census.tensors:
+    for tensors in network.tensors:
         kind = tensors.kind if tensors.part == "text" else tensors.part
         found[kind, tensors.shape] += tensors.count
     return found
@@ -64,20 +66,20 @@ def counted(census: Census) -> Counter[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(("family", "vision"), [(f, False) for f in FAMILIES] + [(f, True) for f in WITH_VISION])
 def test_every_tensor_that_transformers_writes_is_counted_and_no_other(tmp_path: Path, family: str, vision: bool) -> None:
     checkpoint = open_checkpoint(write_family(tmp_path / "tiny", family, vision=vision))
-    census = take_census(checkpoint.config)
-    assert census.family == family
-    assert counted(census) == stored(checkpoint)
-    assert census.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
-    assert sum(census.kinds.values()) == census.parameters
+    network = compose(checkpoint.config)
+    assert network.family == family
+    assert counted(network) == stored(checkpoint)
+    assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
+    assert sum(network.kinds.values()) == network.parameters
 
 
 @pytest.mark.parametrize("family", sorted(SEEING))
 def test_every_tensor_of_a_model_that_sees_is_counted(tmp_path: Path, family: str) -> None:
     checkpoint = open_checkpoint(write_seeing(tmp_path / "tiny", family))
-    census = take_census(checkpoint.config)
-    assert census.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
+    network = compose(checkpoint.config)
+    assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
     towers = sum(info.elements for name, info in checkpoint.tensors.items() if "visual" in name)
-    assert census.kinds["vision"] == towers
+    assert network.kinds["vision"] == towers
 
 
 def test_other_widths_of_every_part_are_followed(tmp_path: Path) -> None:
@@ -96,15 +98,15 @@ def test_other_widths_of_every_part_are_followed(tmp_path: Path) -> None:
         "ngram_vocab_size_base": 500,
     }
     checkpoint = open_checkpoint(write_family(tmp_path / "tiny", "qwen4_exp", **changes))
-    census = take_census(checkpoint.config)
-    assert census.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
+    network = compose(checkpoint.config)
+    assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
 
 
 def test_flash_next_is_counted_to_the_byte_of_its_published_index():
-    census = take_census(PUBLISHED["Qwen3.8-Flash-Next"])
+    network = compose(PUBLISHED["Qwen3.8-Flash-Next"])
     # total_size of the BF16 checkpoint; 35 of its numbers are the hash's, I64
-    assert 2 * census.parameters + 8 * 35 == 359_999_963_128
-    kinds = {kind: round(count / 1e9, 3) for kind, count in census.kinds.items()}
+    assert 2 * network.parameters + 8 * 35 == 359_999_963_128
+    kinds = {kind: round(count / 1e9, 3) for kind, count in network.kinds.items()}
     assert kinds["experts"] == 120.796
     assert kinds["table"] == 51.2
     assert kinds["linear"] == 2.087
@@ -112,21 +114,19 @@ def test_flash_next_is_counted_to_the_byte_of_its_published_index():
     assert (kinds["residual"], kinds["shared"], kinds["router"], kinds["ngram"]) == (0.641, 0.236, 0.063, 0.033)
     assert kinds["embedding"] + kinds["head"] == pytest.approx(1.271, abs=0.002)
     assert (kinds["vision"], round(kinds["mtp"], 2)) == (0.449, 2.61)
-    assert census.active / 1e9 == pytest.approx(6.7, abs=0.05)
-    routed = sum(tensors.active for tensors in census.tensors if tensors.kind == "experts" and tensors.part == "text")
+    assert network.active / 1e9 == pytest.approx(6.7, abs=0.05)
+    routed = sum(tensors.active for tensors in network.tensors if tensors.kind == "experts" and tensors.part == "text")
     assert routed / 1e9 == pytest.approx(2.36, abs=0.005)
-    assert sum(tensors.count for tensors in census.tensors if tensors.part == "vision") == 333
+    assert sum(tensors.count for tensors in network.tensors if tensors.part == "vision") == 333
     # 31 with all experts of a layer in two tensors
-    assert sum(tensors.count for tensors in census.tensors if tensors.part == "mtp" and tensors.kind != "experts") + 2 == 31
-    assert 2 * census.kv_token == 24 << 10
-    assert 4 * census.indexer_token == 1536
+    assert sum(tensors.count for tensors in network.tensors if tensors.part == "mtp" and tensors.kind != "experts") + 2 == 31
+    shape = sketch(network.module, network.config, torch.device("cuda")).kv_shape
+    assert shape.token_bytes == (24 << 10) + 1536  # keys and values, and the indexer's pooled keys in fp32
 
 
 def test_the_n_gram_table_has_the_published_number_of_rows():
-    assert ngram_rows(16, 20_000_000, 128) == 320_001_536 == 128 * 2_500_012
-    assert ngram_rows(4, 1009, 128) == 4096
-    with pytest.raises(ModelError, match="300 n-gram tables"):
-        ngram_rows(300, 1009, 128)
+    (table,) = (tensors for tensors in compose(PUBLISHED["Qwen3.8-Flash-Next"]).tensors if tensors.kind == "table")
+    assert table.shape[0] * table.count == 320_001_536 == 128 * 2_500_012
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_the_n_gram_table_has_the_published_number_of_rows():
 )
 def test_the_files_of_each_published_form_are_as_large_as_published(title: str, gigabytes: float, tolerance: float):
     form = next(form for form in WITH_TABLE if form.title == title)
-    assert form.file_bytes(take_census(PUBLISHED["Qwen3.8-Flash-Next"])) / 1e9 == pytest.approx(gigabytes, rel=tolerance)
+    assert form.file_bytes(compose(PUBLISHED["Qwen3.8-Flash-Next"])) / 1e9 == pytest.approx(gigabytes, rel=tolerance)
 
 
 def test_sizes_of_the_names_are_those_of_the_names():
     for name, config in PUBLISHED.items():
-        census = take_census(config)
+        network = compose(config)
         said = re.search(r"-([\d.]+)B", name)
-        text = census.parameters - census.kinds.get("vision", 0) - census.kinds.get("mtp", 0)
+        text = network.parameters - network.kinds.get("vision", 0) - network.kinds.get("mtp", 0)
         if said:  # a name is rounded, and the small ones leave the embedding out
             assert text / 1e9 == pytest.approx(float(said[1]), rel=0.15), name
-        assert math.isclose(sum(census.kinds.values()), census.parameters)
+        assert math.isclose(sum(network.kinds.values()), network.parameters)
 
 
 def test_names_are_found_whoever_published_them_and_however_packed():
@@ -166,7 +166,7 @@ def test_names_are_found_whoever_published_them_and_however_packed():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not known; known are qwen2, "),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen2, "),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_experts": -8}, "num_experts = -8"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types that are not 4"),
@@ -179,10 +179,10 @@ def test_names_are_found_whoever_published_them_and_however_packed():
 def test_a_config_that_says_nonsense_is_refused_by_its_key(changes: dict[str, object], told: str):
     config = {"model_type": "qwen4_exp"} | FAMILIES["qwen4_exp"][2] | changes
     with pytest.raises(ModelError, match=re.escape(told)):
-        take_census(config)
+        compose(config)
 
 
 def test_an_alias_of_the_model_type_is_the_same_model():
     config = {"model_type": "qwen3_8_flash_next"} | FAMILIES["qwen4_exp"][2]
-    assert take_census(config).family == "qwen4_exp"
+    assert compose(config).family == "qwen4_exp"
     assert form_of_config(config, 4).title == "BF16"

@@ -21,7 +21,7 @@ from ..memory.pool import LeaseDamagedError, Pool, Released
 from ..memory.truth import read_truth
 from .check_operators import check_operators
 from .check_quantized import compared, listen
-from .doctor import Check
+from .examine import Check
 
 RUNS = 5
 # The model gives way once and is read anew, so that a fault of the file or of the reading shows too.

@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from onedesk.service import config as config_module
-from onedesk.service.cli import doctor
-from onedesk.service.cli.doctor import Check, examine
+from onedesk.service.cli import examine as examination
+from onedesk.service.cli.examine import Check, examine
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.meminfo import read_meminfo
 from onedesk.service.setup.tree import Desk, Tree
 from tiny_qwen3 import write_tiny_qwen3
 
 PACKAGE = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def no_shipped_models() -> None:
+    """The fixture `tree` of this file leaves the checkout's toys out itself."""
 
 
 @pytest.fixture
@@ -63,9 +68,9 @@ def test_a_whole_installation_is_ok(tree):
 
 
 def test_every_warning_and_failure_says_what_to_do(tree, monkeypatch):
-    monkeypatch.setattr(doctor, "NEEDED", ("safetensors", "onedesk-lacks-this"))
-    monkeypatch.setattr(doctor, "OLDEST_PYTHON", (4, 0))
-    monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 80)
+    monkeypatch.setattr(examination, "NEEDED", ("safetensors", "onedesk-lacks-this"))
+    monkeypatch.setattr(examination, "OLDEST_PYTHON", (4, 0))
+    monkeypatch.setattr(examination, "LITTLE_DISK", 1 << 80)
     (tree.comfyui / "custom_nodes" / "onedesk").unlink()
     tree.logs.rmdir()
     found = checks(tree)
@@ -173,7 +178,7 @@ def test_no_torch_is_a_failure(tree, monkeypatch):
 
 def test_a_gpu_that_torch_does_not_see_is_a_warning(tree, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(examination.shutil, "which", lambda name: "/usr/bin/" + name)
     found = checks(tree)["device"]
     assert found.status == "warning"
     assert "falls back to the CPU" in found.detail
@@ -183,7 +188,7 @@ def test_a_gpu_is_named_with_the_kind_of_its_memory(monkeypatch):
     properties = namedtuple("Properties", "name major minor is_integrated")("GB10", 12, 1, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    found = list(doctor._device(doctor.Config(), "auto"))
+    found = list(examination._device(examination.Config(), "auto"))
     assert found == [Check("device", "ok", "computes on the GPU: GB10, sm_121, integrated, one memory with the CPU")]
 
 
@@ -206,7 +211,7 @@ def test_no_compiler_is_a_warning(tree, monkeypatch):
 
 
 def test_little_memory_is_a_warning(tree, monkeypatch):
-    monkeypatch.setattr(doctor, "LITTLE_MEMORY", read_meminfo(Path("/proc"))["MemTotal"] * 2)
+    monkeypatch.setattr(examination, "LITTLE_MEMORY", read_meminfo(Path("/proc"))["MemTotal"] * 2)
     found = checks(tree, "cpu")["memory"]
     assert (found.status, found.fix) == ("warning", "end other programs, or choose a smaller model and context")
 
