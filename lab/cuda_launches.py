@@ -265,7 +265,7 @@ class _Session:
         tensors = {planned.destination.key: planned.carve(nowhere.carve) for planned in blueprint.plan.tensors}
         kernels = FusedCudaKernels(blueprint.activation, device)
         kernels.reserve([nowhere.carve(*room) for room in kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)])
-        rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta)
+        rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta, config.yarn)
         tables = {wanted.key: nowhere for wanted in blueprint.family.destinations(config) if wanted.in_file}
         self._blueprint = blueprint
         self._network: Decoder = blueprint.family.build(config, tensors, kernels, rotary, tables)

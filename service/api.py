@@ -409,6 +409,8 @@ def open_model(
         raise RequestError(Field("quant"), f" is {quant!r}; use {', '.join(QUANTIZATIONS)}")
     path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
     checkpoint = open_checkpoint(path, roots=roots.bases if roots else ())
+    for note in checkpoint.notes:
+        log.warning("%s: %s", checkpoint.name, note)
     cache = kernel_cache or load_config(None).cache
     sketch = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache, draft=draft)
     blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(pool)

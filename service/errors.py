@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
+
+
+class _Brief(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 128:  # also, Python refuses to write one of more than 4,300 digits
+            return f"a whole number of {x.bit_length()} bits"
+        return repr(x)
+
+
+def brief(value: object) -> str:
+    """A value that somebody gave, for a message: what it is, cut to a few entries and some hundred characters."""
+    shown = _Brief()
+    shown.maxlevel, shown.maxdict, shown.maxlist, shown.maxstring, shown.maxother = 3, 4, 8, 100, 100
+    return shown.repr(value)
 
 
 class Field(str):

@@ -11,9 +11,10 @@ import torch
 from ..api import pick_context, pick_device
 from ..config import FILE_NAME, Config
 from ..console import columns, wrapped
+from ..engine.prepare import sampling_defaults
 from ..engine.session import draw_blueprint
 from ..errors import FileError, ModelError, OnedeskError
-from ..loader.checkpoint import Checkpoint, open_checkpoint
+from ..loader.checkpoint import CONFIG, GENERATION, Checkpoint, end_ids, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
@@ -94,7 +95,9 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
         path = roots.find(model)
         entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
     asked = _Asked(place, context or config.context, quant, config.cache, config.draft)
-    return [_row(entry, roots, asked, here) for entry in entries]
+    rows = [_row(entry, roots, asked, here) for entry in entries]
+    links = roots.refused_links() if model is None else []
+    return rows + [_blank(link.name, link.path, quant) | {"reason": link.reason} for link in links]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +112,12 @@ class _Asked:
 
 
 def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dict[str, Any]:
-    unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
-    row: dict[str, Any] = {"name": entry.name, "path": str(entry.path), **unknown, "toy": is_toy(entry.name)}
-    row |= {"quant": asked.quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
-    row |= {"context": None, "images": None, "opens": False}
+    row = _blank(entry.name, entry.path, asked.quant)
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
         row |= _from_config(checkpoint)
+        _check_generation(checkpoint)
         sketch = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache, draft=asked.draft)
     except OnedeskError as error:
         return row | {"reason": str(error)}
@@ -133,9 +134,26 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     row["context"] = longest(fits_budget, sketch.config.max_position)
     row["images"] = here.beside(need.with_headroom(here.settings.headroom))
     fits, reason = _verdict(need, context, here.settings, here.budget)
+    reason = "; ".join((reason, *checkpoint.notes))
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
     return row | {"fits": fits, "reason": reason, "opens": True}
+
+
+def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
+    """A row of which nothing is known but where it is."""
+    unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
+    row: dict[str, Any] = {"name": name, "path": str(path), **unknown, "toy": is_toy(name)}
+    row |= {"quant": quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
+    row |= {"context": None, "images": None, "opens": False}
+    return row
+
+
+def _check_generation(checkpoint: Checkpoint) -> None:
+    """Raise ModelError for what would be refused of every request."""
+    end_ids(checkpoint.config, CONFIG)
+    end_ids(checkpoint.generation, GENERATION)
+    sampling_defaults(checkpoint.generation)
 
 
 def _context(wanted: int | None, allowed: int) -> int:

@@ -16,7 +16,8 @@ from ..console import UsageError
 from ..engine.session import DEFAULT_CONTEXT, Blueprint, sketch
 from ..errors import Field, FileError, ModelError, RequestError
 from ..loader.checkpoint import CONFIG, HF_QUANT, modelopt_settings
-from ..loader.files import exists, read_json_object
+from ..loader.files import exists
+from ..loader.json_files import read_json_object
 from ..memory.budget import MemorySettings, show
 from ..memory.truth import read_truth
 from ..model.draft import with_draft

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..cache.paged import blocks_for
 from ..core import Request, Sampling
-from ..errors import Field, ModelError, OnedeskError, RequestError
+from ..errors import Field, ModelError, OnedeskError, RequestError, brief
 from ..kernels.forward_batch import BLOCK
+from ..loader.checkpoint import CONFIG, GENERATION, end_ids
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
@@ -100,11 +101,9 @@ def check_biases(biases: Mapping[int, float], vocab: int) -> None:
 
 def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     """The ids that end a turn: of generation_config.json, else of config.json, else Qwen's two by name."""
-    for source in (blueprint.checkpoint.generation, blueprint.checkpoint.config):
-        value = source.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found = frozenset(i for i in values if isinstance(i, int) and not isinstance(i, bool))
-        if found:
+    checkpoint = blueprint.checkpoint
+    for source, shown in ((checkpoint.generation, GENERATION), (checkpoint.config, CONFIG)):
+        if found := end_ids(source, shown):
             return found
     tokenizer = language.tokenizer_if_any
     named = (tokenizer.id_of(text) for text in ("<|im_end|>", "<|endoftext|>")) if tokenizer else ()
@@ -113,13 +112,16 @@ def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
 
 def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
     """A checkpoint's own defaults from generation_config.json; a value that is out of range is a ModelError."""
-    if generation.get("do_sample") is False:
+    drawn = generation.get("do_sample")
+    if drawn is not None and not isinstance(drawn, bool):
+        raise ModelError(f"{GENERATION} has do_sample = {brief(drawn)}; true or false is needed")
+    if drawn is False:
         return Sampling(temperature=0.0)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     try:
         return Sampling(**{name: generation[name] for name in names if generation.get(name) is not None}).validated()
     except RequestError as error:
-        raise ModelError(f"generation_config.json: {error}") from error
+        raise ModelError(f"{GENERATION}: {error}") from error
 
 
 def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:

@@ -353,8 +353,8 @@ def build_runner(
     """
     kv, scratch = leases
     config, widths, context = blueprint.config, blueprint.widths, blueprint.context
-    rows = blueprint.turned_rows
-    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.axes, rows)
+    turned = config.axes, blueprint.turned_rows
+    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.yarn, *turned)
     reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
     network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape

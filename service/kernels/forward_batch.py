@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..memory.lease import Lease, carved_bytes
+from .rotary import Yarn, turns_per_position
 
 # Tokens of a KV block: position p of a sequence lies in its block p // BLOCK, slot p % BLOCK.
 BLOCK = 32
@@ -102,15 +103,22 @@ class RotaryTable:
 
     @classmethod
     def build(
-        cls, lease: Lease, positions: int, dim: int, theta: float, axes: Sequence[int] = (), rows: int = 0
+        cls,
+        lease: Lease,
+        positions: int,
+        dim: int,
+        theta: float,
+        yarn: Yarn | None = None,
+        axes: Sequence[int] = (),
+        rows: int = 0,
     ) -> RotaryTable:
         """One row per position, and `rows` more for passes with pictures, whose positions have three axes: see `turn_axes`."""
-        frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), turns_per_position(dim, theta, yarn))
+        scale = 1.0 if yarn is None else yarn.attention
         tables = []
         for values in (angles.cos(), angles.sin()):
             tables.append(lease.carve((positions + rows, values.shape[1]), torch.float32))
-            tables[-1][:positions].copy_(values)
+            tables[-1][:positions].copy_(values.mul_(scale))
         device = tables[0].device
         return cls(*tables, torch.tensor(axes, dtype=torch.int64, device=device) if rows else None, positions)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -16,10 +15,6 @@ from typing import Any, TypeAlias
 from ..errors import FileError, ModelError
 
 _OPENING_HELP = MappingProxyType({errno.ENOENT: "; put it back, or download it again", errno.EACCES: "; let this user read it"})
-JSON_LIMIT = 32 << 20  # bytes; the index of a checkpoint with 100,000 tensors has about 12 MB
-# Honest files have far fewer; beyond this a file of some MB would become objects of some GB.
-JSON_CONTAINERS = 200_000
-JSON_QUOTES = 2_000_000
 
 # Of each small file that is there: its name, bytes, and nanoseconds of its last change.
 Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
@@ -94,25 +89,12 @@ def read_exactly(fd: int, nbytes: int, offset: int, shown: str) -> bytes:
     return b"".join(parts)
 
 
-def read_json_object(path: Path, shown: str) -> dict[str, Any]:
-    """The JSON object in a small UTF-8 file. FileError when it cannot be read, ModelError when it is not a JSON object."""
+def read_whole(path: Path, shown: str, limit: int) -> bytes:
+    """The content of a file of at most `limit` bytes. FileError when it cannot be read, ModelError when it is larger."""
     with open_regular(path, shown) as (fd, source):
-        if source.size > JSON_LIMIT:
-            raise ModelError(f"{shown} has {source.size} bytes; a JSON file of a checkpoint has at most {JSON_LIMIT}")
-        raw = read_exactly(fd, source.size, 0, shown)
-    if raw.count(b"{") + raw.count(b"[") > JSON_CONTAINERS or raw.count(b'"') > JSON_QUOTES:
-        raise ModelError(f"{shown} holds more lists, objects or texts than a JSON file of a checkpoint can have; download it again")
-    try:
-        value = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{shown} is not UTF-8 text (byte {error.start}); download it again") from None
-    except RecursionError:
-        raise ModelError(f"{shown} is nested too deeply to be a file of a checkpoint") from None
-    except ValueError as error:
-        raise ModelError(f"{shown} is not JSON ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{shown} holds a JSON {json_kind(value)}; an object with named values is needed")
-    return value
+        if source.size > limit:
+            raise ModelError(f"{shown} has {source.size:,} bytes; at most {limit:,} are read: download it again")
+        return read_exactly(fd, source.size, 0, shown)
 
 
 def stamps(folder: Path, names: Iterable[str]) -> Stamps:
@@ -139,6 +121,14 @@ def exists(path: Path) -> bool:
     try:
         return path.exists()
     except (OSError, ValueError):
+        return False
+
+
+def exists_at_all(path: Path) -> bool:
+    """Whether there is anything of this path, be it a link that leads nowhere."""
+    try:
+        return os.path.lexists(path)
+    except ValueError:
         return False
 
 

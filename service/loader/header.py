@@ -35,7 +35,10 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: `start` is its offset from the beginning of the file, `nbytes` its size, both in bytes."""
+    """Where one tensor lies: `start` is its offset from the beginning of the file, `nbytes` its size, both in bytes.
+
+    `named`: the checkpoint's index names it, or there is no index; one that is not named is used only where it is needed.
+    """
 
     name: str
     dtype: str
@@ -43,6 +46,7 @@ class TensorInfo:
     start: int
     nbytes: int
     source: SourceFile
+    named: bool = True
 
     @property
     def file(self) -> Path:

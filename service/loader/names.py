@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FileError, ModelError
-from .checkpoint import CONFIG, INDEX, PARTIAL_SUFFIXES, SHARD, SINGLE
+from .checkpoint import CONFIG
 from .files import exists, is_inside, plain_parts, short
+from .folder_files import INDEX, PARTIAL_SUFFIXES
+from .hub_cache import hub_name, hub_snapshot
+from .shards import SHARD, SINGLE
 
 logger = logging.getLogger(__name__)
 
 IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds live under this folder of the tree
+# Where packs for ComfyUI keep language models: a folder of such a name in a root, or among ComfyUI's own, is a root too.
+LANGUAGE_MODELS = ("LLM", "llm")
 _MODEL_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
@@ -27,17 +33,45 @@ class ModelEntry:
     path: Path
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedLink:
+    """A link to a folder that lies in none of the model folders, so that it is not offered."""
+
+    name: str
+    path: Path
+
+    @property
+    def reason(self) -> str:
+        """Why not, and what to write into the settings; names the folder that the link leads to."""
+        target = self.path.resolve()
+        return (
+            f"it is a link to {short(str(target), 300)}, which is in none of the model folders; {_HELP}: {json.dumps(str(target.parent))}"
+        )
+
+
+_HELP = "add the folder that its target lies in to roots under [models] in onedesk.toml"
+
+
 class ModelRoots:
     """The folders that hold models, searched in order; `targets` are further folders that symlinks may lead to."""
 
     def __init__(self, roots: Sequence[Path], *, targets: Sequence[Path] = ()) -> None:
-        self.roots = tuple(Path(root).absolute() for root in roots)
+        self.roots = tuple(dict.fromkeys(found for root in roots for found in _with_language_models(Path(root).absolute())))
         # Every folder that a symlink may lead to, resolved.
         self.bases = tuple(root.resolve() for root in (*self.roots, *(Path(target) for target in targets)))
 
     def list(self) -> list[ModelEntry]:
         """Every model folder and lone file, broken ones included, sorted by name within a root; nothing is opened."""
         return [entry for entry, _ in self._entries()]
+
+    def refused_links(self) -> list[RefusedLink]:
+        """Links in the roots that lead to folders elsewhere, sorted by name within a root; what they lead to is not looked at."""
+        return [
+            RefusedLink(path.name, path)
+            for root in self.roots
+            for path in (root / name for name in _names(root))
+            if path.name != IMAGE_MODELS and path.is_symlink() and path.is_dir() and not is_inside(path, self.bases)
+        ]
 
     def resolve(self, name: str) -> Path:
         """The path of a listed name. FileError for a name that could leave the roots, ModelError for an unknown one."""
@@ -50,8 +84,10 @@ class ModelRoots:
                 return entry.path
         for root in self.roots:
             path = root.joinpath(*parts)
+            if parts[0] in LANGUAGE_MODELS and any(entry.path == path for entry, _ in entries):  # LLM/NAME, as it was called before
+                return path
             if exists(path) and not is_inside(path, self.bases):
-                raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; put the model itself there")
+                raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; {_HELP}")
             if exists(path):
                 raise ModelError(
                     f"{short(name)} is there but is no model: a folder needs config.json and safetensors files, "
@@ -71,7 +107,7 @@ class ModelRoots:
         if text.startswith("~/"):
             path = path.expanduser()
         if exists(path):
-            return path
+            return hub_snapshot(path) or path
         known = [entry.name for entry in self.list()]
         raise ModelError(f"there is no model {short(text)}, and no folder or file of that path; {_advice(text, known)}")
 
@@ -116,16 +152,32 @@ def _scan_root(root: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         yield root.name, root
     yield from ((name, root / name) for name in _lone(root, names, bases))
     for folder in _folders(root, bases):
-        if folder.name != IMAGE_MODELS:
+        if folder.name != IMAGE_MODELS and not (folder.name in LANGUAGE_MODELS and CONFIG not in _names(folder)):
             yield from _scan_folder(folder, bases)
 
 
+def _with_language_models(root: Path) -> Iterator[Path]:
+    """The root, and the folders in it that are roots too."""
+    yield root
+    for folder in (parent / name for parent in (root, root / IMAGE_MODELS) for name in LANGUAGE_MODELS):
+        if exists(folder) and folder.is_dir() and not exists(folder / CONFIG):
+            yield folder
+
+
 def _scan_folder(folder: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    snapshot = hub_snapshot(folder)
+    if snapshot is not None:
+        if is_inside(snapshot, bases):
+            yield from _models(hub_name(folder), snapshot, _names(snapshot), bases)
+        return
     names = _names(folder)
     if CONFIG in names or INDEX in names:
         yield from _models(folder.name, folder, names, bases)
         return
     for inner in _folders(folder, bases):
+        if hub_snapshot(inner) is not None:
+            yield from _scan_folder(inner, bases)
+            continue
         yield from _models(f"{folder.name}/{inner.name}", inner, _names(inner), bases)
     if any(name.endswith((*_MODEL_SUFFIXES, *PARTIAL_SUFFIXES)) for name in names):
         yield folder.name, folder

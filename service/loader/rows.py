@@ -12,6 +12,7 @@ from .files import open_regular, read_exactly
 from .header import TensorInfo
 from .readers import advise_file, check_unchanged
 
+PART_BYTES = 1 << 20
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
 
@@ -35,3 +36,14 @@ def read_rows(info: TensorInfo, rows: Sequence[int]) -> torch.Tensor:
         _announce(fd, info, width, rows)
         raw = bytearray().join(read_exactly(fd, width, info.start + row * width, info.source.shown) for row in rows)
     return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(info.dtype)).view(len(rows), *info.shape[1:])
+
+
+def is_all_zero(info: TensorInfo) -> bool:
+    """Whether every number of a tensor of floats is 0; read a part at a time. Raises FileError as `read_rows`."""
+    with open_regular(info.source.path, info.source.shown) as (fd, _):
+        check_unchanged(info.source, fd)
+        for at in range(0, info.nbytes, PART_BYTES):
+            raw = bytearray(read_exactly(fd, min(PART_BYTES, info.nbytes - at), info.start + at, info.source.shown))
+            if bool(torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(info.dtype)).any()):
+                return False
+    return True

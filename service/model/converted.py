@@ -21,8 +21,9 @@ from typing import Any
 from ..errors import FileError, ModelError, OnedeskError
 from ..loader.checkpoint import Checkpoint
 from ..loader.dtypes import TORCH_DTYPES
-from ..loader.files import exists, open_regular, read_exactly, read_json_object
+from ..loader.files import exists, open_regular, read_exactly
 from ..loader.header import TensorInfo, read_header
+from ..loader.json_files import read_json_object
 from ..quant.formats import CHOICES, INT8, int4, pieces
 from ..quant.published import KEY as PUBLISHED
 from ..quant.weight import Format
@@ -109,7 +110,7 @@ def open_converted(folder: Path, quant: str) -> Converted:
     aim = INT8
     if quant == "int4":
         group = told.get("group", "")
-        if not group.isdecimal() or not 32 <= int(group) <= 1024 or int(group) % 32:
+        if not group.isdecimal() or len(group) > 4 or not 32 <= int(group) <= 1024 or int(group) % 32:
             raise ModelError(f"{WEIGHTS} has groups of {group!r} columns")
         aim = int4(int(group), symmetric=told.get("symmetric") == "true")
     return Converted(folder / WEIGHTS, aim, told.get("content", ""), header.tensors)

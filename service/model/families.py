@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, brief
 from ..loader.checkpoint import Checkpoint
 from . import draft as drafts
 from .decoder import drafting
@@ -35,8 +35,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Whether the head is tied to the embedding the outer level says where it says anything.
     """
     inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
+    if inner is None:
         return config
+    if not isinstance(inner, Mapping):
+        raise ModelError(f"config.json has text_config = {brief(inner)}; an object is needed")
     kind = inner.get("model_type", f"{config.get('model_type')}_text")
     outer = {key: value for key, value in config.items() if not isinstance(value, Mapping) or key == QUANTIZATION}
     tied = config.get("tie_word_embeddings")
@@ -49,8 +51,9 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
     if kind in FAMILIES:
         return import_module(f"{__package__}.{FAMILIES[kind]}")
     architectures = config.get("architectures")
-    named = f" ({architectures[0]})" if isinstance(architectures, list) and architectures else ""
-    raise ModelError(f"model_type {kind!r}{named} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    named = f" ({first})" if isinstance(first, str) and len(first) <= 100 and first.isprintable() else ""
+    raise ModelError(f"model_type {brief(kind)}{named} is not supported; supported: {', '.join(sorted(FAMILIES))}")
 
 
 def describe(config: Mapping[str, Any]) -> DecoderConfig:

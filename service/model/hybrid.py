@@ -29,7 +29,7 @@ def read_hybrid_decoder(
     read.require("attention_bias", False, "biases in attention")
     read.require("attn_output_gate", True, "a gate behind attention")
     read.require("output_gate_type", "silu", "the gate behind a delta net", "swish")
-    layers, hidden = read.integer("num_hidden_layers"), read.integer("hidden_size")
+    layers, hidden = read.layers(), read.integer("hidden_size")
     kinds, interval = read_hybrid(config, read, layers)
     delta = read_delta(read, fused=fused)
     intermediate = read.integer("intermediate_size") if experts is None or dense or sparse_step > 1 else 0
@@ -40,12 +40,13 @@ def read_hybrid_decoder(
     return DecoderConfig(
         widths=read_widths(read, HEAD_DIM, intermediate, projected, *rooms),
         layers=layers,
-        max_position=read.integer("max_position_embeddings", 32768),
+        max_position=read.max_position(),
         eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rotary_dim=rotary_dim,
         tied=read.flag("tie_word_embeddings", False),
         axes=() if fused else read.axes(rotary_dim // 2, SECTIONS, interleaved=True),
+        yarn=read.yarn(),
         kinds=kinds,
         interval=interval,
         gated=True,

@@ -32,11 +32,12 @@ def read_biased(config: Mapping[str, Any], read: ConfigReader, theta: float, mod
     return DecoderConfig(
         widths=widths,
         layers=layers,
-        max_position=read.integer("max_position_embeddings", 32768),
+        max_position=read.max_position(),
         eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rotary_dim=widths.head_dim,
         tied=read.flag("tie_word_embeddings", False),
+        yarn=read.yarn(),
         bias=True,
         head_norms=False,
     )

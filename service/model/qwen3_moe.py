@@ -20,7 +20,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read and check a qwen3_moe config.json; raises ModelError for what would change the arithmetic."""
     read = ConfigReader(config)
     require_plain(read)
-    layers = read.integer("num_hidden_layers")
+    layers = read.layers()
     read_attention_only(config, layers, "qwen3_moe")
     experts = read_experts(read, shared=False)
     dense, step = frozenset(read.numbers("mlp_only_layers")), read.integer("decoder_sparse_step", 1)
@@ -29,11 +29,12 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         widths=widths,
         layers=layers,
-        max_position=read.integer("max_position_embeddings", 32768),
+        max_position=read.max_position(),
         eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=read.rope_theta(10000.0),
         rotary_dim=widths.head_dim,
         tied=read.flag("tie_word_embeddings", False),
+        yarn=read.yarn(),
         experts=experts,
         dense=dense,
         sparse_step=step,

@@ -35,7 +35,8 @@ def with_axes(config: Mapping[str, Any], plain: DecoderConfig) -> DecoderConfig:
     """The decoder with positions of three axes, interleaved."""
     read = ConfigReader(config)
     axes = read.axes(plain.rotary_dim // 2, SECTIONS, interleaved=True)
-    return replace(plain, rope_theta=read.axes_rope(500000.0), axes=axes)
+    theta, yarn, most = read.axes_rope(500000.0), read.yarn(), read.max_position()
+    return replace(plain, rope_theta=theta, yarn=yarn, max_position=most, axes=axes)
 
 
 def default_sampling(thinking: Thinking) -> Sampling:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ..core import Sampling, Thinking
-from ..errors import ModelError
+from ..errors import ModelError, brief
 from ..kernels.forward_batch import BLOCK
 from .decoder import build, destinations
 from .hybrid import read_hybrid_decoder
@@ -26,6 +26,8 @@ from .shape import (
 )
 from .spec import ConfigReader
 
+TABLE_PARTS = 4096  # published: 128
+TABLE_HEADS = 256  # of all tables; published: 16
 __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
 
@@ -52,7 +54,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
 def _output_gate(config: Mapping[str, Any]) -> Literal["silu", "sigmoid"]:
     gate = config.get("output_gate_type") or "silu"
     if gate not in ("silu", "sigmoid"):
-        raise ModelError(f"config.json has output_gate_type = {gate!r}; supported are 'silu' and 'sigmoid' (the gate behind a delta net)")
+        raise ModelError(f"config.json has output_gate_type = {brief(gate)}; supported are 'silu' and 'sigmoid' (the gate of a delta net)")
     return "sigmoid" if gate == "sigmoid" else "silu"
 
 
@@ -82,16 +84,18 @@ def _ngrams(config: Mapping[str, Any], read: ConfigReader, plain: DecoderConfig)
         base=read.integer("ngram_vocab_size_base", 20_000_000),
         multiple=read.integer("make_ngram_vocab_size_divisible_by", 128),
         seed=read.integer("seed", 1234),
-        end=end if isinstance(end, int) and not isinstance(end, bool) else -1,
-        parts=read.integer("split_ngram_parts", 512),
+        end=end if type(end) is int else -1,
+        parts=read.integer("split_ngram_parts", 512, most=TABLE_PARTS),
     )
     if not 0 <= shape.end < plain.widths.vocab:
-        raise ModelError(f"config.json has eos_token_id = {end!r}; n-grams need the token that they do not reach over")
+        raise ModelError(f"config.json has eos_token_id = {brief(end)}; n-grams need the token that they do not reach over")
     rows = (shape.size - 1) * shape.heads
-    if not rows or shape.width % rows or not 1 <= numbers[0] <= numbers[-1] <= plain.layers or shape.size > 8 or rows > 256:
+    every = rows * len(numbers)
+    if not rows or shape.width % rows or not 1 <= numbers[0] <= numbers[-1] <= plain.layers or shape.size > 8 or every > TABLE_HEADS:
         raise ModelError(
-            f"config.json has ple_layer_ids {numbers} of {plain.layers} layers and ple_embed_dim = {shape.width} for {rows} rows a token "
-            f"(ngram_size {shape.size}, heads_per_ngram {shape.heads}); the rows must divide the width, at most 256 of 8 tokens"
+            f"config.json has ple_layer_ids {brief(numbers)} of {plain.layers} layers and ple_embed_dim = {shape.width} for {rows} rows a "
+            f"token (ngram_size {shape.size}, heads_per_ngram {shape.heads}); the rows must divide the width, at most {TABLE_HEADS} in all "
+            "layers, of 8 tokens"
         )
     return shape
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..cache.recurrent import Pieces
 from ..errors import ModelError
 from ..kernels.operands import pick_numbers
+from ..kernels.rotary import Yarn
 from .layers import Room, Widths
 from .spec import ConfigReader, Destination, Source, Turn
 
@@ -177,6 +178,7 @@ class DecoderConfig:
     rope_theta: float
     rotary_dim: int
     tied: bool
+    yarn: Yarn | None = None
     kinds: tuple[bool, ...] = ()
     interval: int = 1
     gated: bool = False

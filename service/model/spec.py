@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ModelError
+from ..errors import ModelError, brief
+from ..kernels.rotary import Yarn, yarn_attention
 
 # What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms), or channels and
 # taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
 Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
+YARN, ORIGINAL = "yarn", "original_max_position_embeddings"
+_YARN_KEYS = {ORIGINAL, "factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 _AXES = frozenset({"mrope_section", "mrope_interleaved"})
 _PARTIAL = _AXES | {"partial_rotary_factor"}
+# The normal numbers of a 32-bit float.
+SMALLEST_FLOAT, LARGEST_FLOAT = 1.17549435e-38, 3.4028235e38
 # For `Destination.bits`: as stored, or wide; never turned into integers.
 FLOATING = 16
 
@@ -65,6 +70,12 @@ class Destination:
         return math.prod(self.shape)
 
 
+LARGEST = 2**31 - 1  # of any whole number that a config has for a size
+# What no published network comes near, and what this program makes an object for each of.
+LAYERS, EXPERTS, EXPERTS_OF_ALL_LAYERS = 1000, 4096, 1 << 18
+ENTRIES = 1000  # of a list with an entry a layer
+
+
 class ConfigReader:
     """Typed access to a config.json; a wrong or missing value is a ModelError that names the key, what it is and what is needed."""
 
@@ -74,30 +85,42 @@ class ConfigReader:
     def has(self, key: str) -> bool:
         return self._config.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
         value = self._config.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise ModelError(f"config.json has {key} = {value!r}; a whole number from 1 to 2^31-1 is needed")
+        if type(value) is not int or not 0 < value <= most:
+            limit = "2^31-1" if most == LARGEST else f"{most:,}"
+            raise ModelError(f"config.json has {key} = {brief(value)}; a whole number from 1 to {limit} is needed")
         return value
+
+    def layers(self) -> int:
+        """How many layers there are."""
+        return self.integer("num_hidden_layers", most=LAYERS)
 
     def experts(self) -> int:
         """How many experts there are. transformers 5 writes qwen3_moe's as num_local_experts; two names must agree."""
         local = "num_local_experts"
-        count = self.integer("num_experts" if self.has("num_experts") else local)
+        count = self.integer("num_experts" if self.has("num_experts") else local, most=EXPERTS)
         if self.has(local) and self.integer(local) != count:
             raise ModelError(
                 f"config.json has num_experts = {count} and {local} = {self.integer(local)}; get the one that belongs to the weights"
             )
+        if count * self.layers() > EXPERTS_OF_ALL_LAYERS:
+            raise ModelError(
+                f"config.json has {count} experts in {self.layers()} layers; at most {EXPERTS_OF_ALL_LAYERS:,} are possible in all"
+            )
         return count
 
     def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0 that a 32-bit float, which the network computes with, holds and does not make 0 of."""
         value = self._config.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"config.json has {key} = {value!r}; a number above 0 is needed")
+        if type(value) not in (int, float) or not SMALLEST_FLOAT <= value <= LARGEST_FLOAT:
+            raise ModelError(
+                f"config.json has {key} = {brief(value)}; a number above 0 is needed, from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -105,26 +128,27 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ModelError(f"config.json has {key} = {value!r}; true or false is needed")
+            raise ModelError(f"config.json has {key} = {brief(value)}; true or false is needed")
         return value
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """The whole numbers from 0 that `key` lists; none where it is absent."""
+        """The whole numbers from 0 that `key` lists, at most ENTRIES; none where it is absent."""
         value = self._config.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
-            raise ModelError(f"config.json has {key} = {value!r}; a list of whole numbers from 0 is needed")
+        whole = isinstance(value, list) and len(value) <= ENTRIES and all(type(item) is int and 0 <= item <= LARGEST for item in value)
+        if not whole:
+            raise ModelError(f"config.json has {key} = {brief(value)}; a list of whole numbers from 0 is needed, at most {ENTRIES}")
         return tuple(value)
 
     def require(self, key: str, allowed: Any, meaning: str, *also: Any) -> None:
         """Refuse any value of `key` but `allowed` (absent is allowed): it changes the arithmetic in a way that is not supported."""
         value = self._config.get(key)
         if value is not None and value != allowed and value not in also:
-            raise ModelError(f"config.json has {key} = {value!r}; only {allowed!r} is supported ({meaning})")
+            raise ModelError(f"config.json has {key} = {brief(value)}; only {allowed!r} is supported ({meaning})")
 
     def rope_theta(self, default: float) -> float:
-        """The base of the plain rotary embedding, from rope_parameters or the older rope_theta; scaled kinds are refused, not guessed."""
+        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are refused."""
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
     def axes_rope(self, default: float) -> float:
@@ -162,21 +186,60 @@ class ConfigReader:
             )
         return rope.number("rope_theta", self.number("rope_theta", default)), width
 
-    def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
-        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is `understood`."""
-        found = None
+    def max_position(self) -> int:
+        """Positions that prompt and answer may have together: with YaRN those of training times its factor."""
+        stated = self.integer("max_position_embeddings", 32768)
+        yarn = self.yarn()
+        return stated if yarn is None else max(1, min(LARGEST, yarn.reach))
+
+    def yarn(self) -> Yarn | None:
+        """How rope_parameters or rope_scaling stretch the rotary embedding by YaRN; None where they do not."""
+        rope = next((rope for rope in self._ropes() if _kind(rope) == YARN), None)
+        if rope is None:
+            return None
+        read = ConfigReader(rope)
+        original = read.integer(ORIGINAL, self.integer("max_position_embeddings", 32768))
+        factor = read.number("factor", self.integer("max_position_embeddings", 32768) / original)
+        scale, scale_of_all = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
+        usual = yarn_attention(factor, scale) / yarn_attention(factor, scale_of_all) if scale and scale_of_all else yarn_attention(factor)
+        fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
+        theta = self._theta(rope)
+        if fast < slow or theta <= 1:
+            raise ModelError(
+                f"config.json has beta_fast = {fast:g}, beta_slow = {slow:g} and rope_theta = {theta:g} for YaRN; the first must "
+                "be at least the second, and the third above 1"
+            )
+        return Yarn(factor, original, fast, slow, read.number("attention_factor", usual), read.flag("truncate", True))
+
+    def _theta(self, rope: Mapping[str, Any]) -> float:
+        return ConfigReader(rope).number("rope_theta", self.number("rope_theta", 10000.0))
+
+    def _ropes(self) -> Iterator[Mapping[str, Any]]:
         for key in ("rope_parameters", "rope_scaling"):
             rope = self._config.get(key)
             if rope is None:
                 continue
             if not isinstance(rope, Mapping):
-                raise ModelError(f"config.json has {key} = {rope!r}; an object is needed")
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"} - understood)
+                raise ModelError(f"config.json has {key} = {brief(rope)}; an object is needed")
+            yield rope
+
+    def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
+        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is `understood`."""
+        found: dict[str, Any] = {}
+        for rope in self._ropes():
+            kind = _kind(rope)
             if kind == "mrope" and understood & _AXES:  # the older name of the default with axes
                 kind = "default"
-            if kind != "default" or unknown:
-                named = ", ".join([f"rope_type {kind!r}", *unknown])
-                raise ModelError(f"config.json asks for rotary scaling that is not supported: {named}; supported is rope_type 'default'")
-            found = found or ConfigReader(rope)
-        return found
+            known = {"rope_type", "type", "rope_theta"} | understood | (_YARN_KEYS if kind == YARN else set())
+            unknown = sorted(set(rope) - known)
+            if kind not in ("default", YARN) or unknown:
+                named = ", ".join([f"rope_type {brief(kind)}", *map(str, unknown[:8])])
+                raise ModelError(
+                    f"config.json asks for rotary scaling that is not supported: {named}; supported are rope_type 'default' and 'yarn'"
+                )
+            found = {**rope, **found}
+        return ConfigReader(found) if found else None
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))

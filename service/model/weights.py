@@ -16,6 +16,7 @@ from ..loader.checkpoint import Checkpoint
 from ..loader.files import SourceFile
 from ..loader.header import TensorInfo
 from ..loader.readers import default_readers
+from ..loader.rows import is_all_zero
 from ..quant.damage import refuse_zero_scales
 from ..quant.formats import (
     CHOICES,
@@ -39,6 +40,8 @@ from .tables import PlannedTable, scale_name
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in STORED.items()}
 ALIGNMENT = 256
+# Factors of quantized keys and values, which are held in full here.
+CACHE_SCALES = re.compile(r".*\.self_attn\.(?:[qkv]_proj\.)?(?:[qkv]_(?:scale|zero_point)|output_(?:scale|zero_point))$")
 # Unpacking a part takes some seven times its bytes for a moment.
 UNPACK_BYTES = 1 << 20
 # Buffers that some exporters store and that are recomputed, and what a tied head may be stored as again.
@@ -174,13 +177,27 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     tables = tuple(table for table in found if isinstance(table, PlannedTable))
     known = {info.name for tensor in found for info in tensor.parts} | set(_ignored(planned, packings))
     known |= {info.name for table in tables for info in (*table.groups, table.scale) if info is not None}
-    unknown = sorted(name for name in checkpoint.tensors if name not in known and not RECOMPUTED.match(name))
+    if packings is not None:
+        known |= set(_zero_biases(planned, checkpoint))
+        known |= {name for name in checkpoint.tensors if CACHE_SCALES.match(name)}
+    unknown = sorted(name for name, info in checkpoint.tensors.items() if info.named and name not in known and not RECOMPUTED.match(name))
     if unknown:
         raise ModelError(
             f"{checkpoint.name} has {len(unknown)} tensors that its config.json does not account for, the first is {unknown[0]}; "
             "the config and the weights belong to different models"
         )
     return WeightPlan(planned, aim, tables)
+
+
+def _zero_biases(planned: Iterable[PlannedTensor], checkpoint: Checkpoint) -> Iterator[str]:
+    """Biases that quantizers store with every matrix, which are 0 in these families. ModelError for one that is not."""
+    for source in (source for tensor in planned for source in tensor.destination.sources):
+        bias = checkpoint.tensors.get(f"{_module(source)}.bias")
+        if bias is None or bias.shape != source.shape[:1] or bias.dtype not in STORED:
+            continue
+        if not is_all_zero(bias):
+            raise ModelError(f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; the family has no biases: get another model")
+        yield bias.name
 
 
 def _planned_table(destination: Destination, checkpoint: Checkpoint) -> PlannedTable:

@@ -6,12 +6,12 @@ memory, and the file cache counts as used there; so the keys and values get thei
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from ..config import PeerSettings
-from ..errors import PeerError
+from ..errors import FileError, ModelError, PeerError
+from ..loader.json_files import read_json_object
 from ..memory.budget import show
 from .launch import Launch, Machine, Place, check_options, weight_bytes
 
@@ -105,11 +105,12 @@ def budget_words(settings: PeerSettings, total: int, kv: int) -> list[str]:
 def attention_heads(folder: Path) -> int | None:
     """How many heads the model's config says; None where none can be read, and vLLM will tell why."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        heads = (config.get("text_config") or config).get("num_attention_heads")
-    except (OSError, ValueError, AttributeError):
+        config = read_json_object(folder / "config.json", "config.json")
+    except (FileError, ModelError):
         return None
-    return heads if isinstance(heads, int) and heads > 0 else None
+    inner = config.get("text_config")
+    heads = (inner if isinstance(inner, dict) else config).get("num_attention_heads")
+    return heads if type(heads) is int and heads > 0 else None
 
 
 def split_words(gpus: int, nodes: int, heads: int | None) -> list[str]:

@@ -9,25 +9,25 @@ from typing import Any
 from .fields import Fields
 from .formats import MXFP8, NVFP4
 from .microscaled import CACHE_SCALES, Mxfp8, Nvfp4
-from .mixed import Packings, plain_name
+from .mixed import Modules, Packings, plain_name, safe_pattern
 from .packings import BLOCK, Fp8Blocks, PackedRows, Packing, Rows8
 
 KINDS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
 LINEAR = "Linear"  # the target that means every matrix
-_PLAIN = re.compile(r"(?:[\w\-]|\\\.|\.\*|\.)+")
 
 
 def read_compressed(fields: Fields) -> Packings:
     """The packings of a quantization_config of compressed-tensors. Raises ModelError."""
     fields.absent("transform_config", "rotated weights")
-    fields.absent("kv_cache_scheme", "quantized keys and values")
+    if fields.get("kv_cache_scheme") is not None:  # keys and values are held in full: its scales are left alone
+        fields.inner("kv_cache_scheme")
     sparsity = fields.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
         fields.refuse("sparsity_config", "none, or format dense")
     groups = list(fields.each("config_groups"))
     if not groups:
         fields.refuse("config_groups", "at least one")
-    left_out = tuple(pattern for text in fields.texts("ignore") if (pattern := _pattern(text)) is not None)
+    left_out = _modules(fields.texts("ignore"))
     if len(groups) == 1:  # whatever it is for: what lies in the files says the rest
         return Packings(_group(fields, groups[0][1]), left_out=left_out)
     usual, patterned = None, []
@@ -44,17 +44,21 @@ def read_compressed(fields: Fields) -> Packings:
     return Packings(usual, patterned=tuple(patterned), left_out=left_out)
 
 
-def _pattern(target: str) -> re.Pattern[str] | None:
-    """A target as a pattern of module names: "re:" and a plain regular expression from the beginning, or the end of a name.
+def _modules(texts: tuple[str, ...]) -> Modules:
+    """The modules that a list of targets means, as far as its expressions are taken."""
+    endings = [plain_name(text) for text in texts if not text.startswith("re:")]
+    patterns = [pattern.pattern for text in texts if text.startswith("re:") and (pattern := _pattern(text)) is not None]
+    return Modules.of(endings=endings, patterns=patterns)
 
-    Of expressions only points, `.*` and anchors are taken: others can take forever on some name. None for one that has more.
+
+def _pattern(target: str) -> re.Pattern[str] | None:
+    """A target as a pattern of module names: "re:" and a regular expression from the beginning, or the end of a name.
+
+    None for an expression that may take for ever on some name.
     """
     if not target.startswith("re:"):
         return re.compile(f"(.*\\.)?{re.escape(plain_name(target))}")
-    text = target[3:].removeprefix("^").removesuffix("$")
-    if not _PLAIN.fullmatch(text) or text.count("*") > 4 or len(text) > 200:
-        return None
-    return re.compile(text + ("" if target.endswith("$") else ".*"))
+    return safe_pattern(target[3:])
 
 
 def _group(fields: Fields, group: Fields) -> Packing:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from ..errors import ModelError
+from ..errors import ModelError, brief
+
+LARGEST_GROUP = 1 << 30
+TEXTS = 20_000  # that one field lists; published files name some 2,000 modules
 
 
 class Fields:
@@ -20,14 +23,15 @@ class Fields:
         return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
 
     def refuse(self, key: str, supported: str) -> NoReturn:
-        raise ModelError(f"config.json has {self._path}.{key} = {self._values.get(key)!r}, which is not supported; supported: {supported}")
+        found = brief(self._values.get(key))
+        raise ModelError(f"config.json has {self._path}.{key} = {found}, which is not supported; supported: {supported}")
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         """The value of `key`, which must be one of `allowed`; `default` where it is absent, which must be one of them too."""
         value = self.get(key)
         if value is None:
             value = default
-        if isinstance(value, bool) != any(isinstance(known, bool) for known in allowed) or value not in allowed:
+        if not any(type(value) is type(known) and value == known for known in allowed):
             self.refuse(key, ", ".join(repr(known) for known in allowed))
         return value
 
@@ -39,9 +43,13 @@ class Fields:
     def group(self, key: str) -> int:
         """Columns under one scale, 0 for all of a row (-1 in the file)."""
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or (value > 0 and value % 32 == 0)):
+        if type(value) is not int or not (value == -1 or (0 < value <= LARGEST_GROUP and value % 32 == 0)):
             self.refuse(key, "-1 (all columns of a row) and multiples of 32")
         return max(0, value)
+
+    def over(self, other: Fields) -> Fields:
+        """These fields, and of `other` those that are not among them."""
+        return Fields({**other._values, **self._values}, self._path)
 
     def inner(self, key: str) -> Fields:
         value = self.get(key)
@@ -60,6 +68,6 @@ class Fields:
         value = self.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            self.refuse(key, "a list of texts")
+        if not isinstance(value, list) or len(value) > TEXTS or not all(isinstance(text, str) for text in value):
+            self.refuse(key, f"a list of at most {TEXTS:,} texts")
         return tuple(value)

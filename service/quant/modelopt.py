@@ -8,7 +8,7 @@ from __future__ import annotations
 from .fields import Fields
 from .formats import MXFP8, NVFP4
 from .microscaled import CACHE_SCALES, Mxfp8, Nvfp4
-from .mixed import Packings, glob, plain_name
+from .mixed import Packings, globs, plain_name
 from .packings import BLOCK, Fp8Blocks, Packing, Rows8
 
 MIXED = "MIXED_PRECISION"
@@ -20,7 +20,7 @@ ALGORITHMS = (*_NVFP4, "MXFP8", "FP8", *_BLOCKS)
 
 def read_modelopt(fields: Fields) -> Packings:
     """The packings of a quantization_config of ModelOpt. Raises ModelError."""
-    left_out = tuple(map(glob, (*fields.texts("ignore"), *fields.texts("exclude_modules"))))
+    left_out = globs((*fields.texts("ignore"), *fields.texts("exclude_modules")))
     if fields.one_of("quant_algo", (*ALGORITHMS, MIXED)) != MIXED:
         return Packings(_packing(fields), left_out=left_out, beside=CACHE_SCALES)
     layers = fields.each("quantized_layers") if fields.get("quantized_layers") is not None else iter(())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..core import Message, Thinking
-from ..errors import ModelError, RequestError
+from ..errors import FileError, ModelError, RequestError
+from ..loader.files import exists_at_all, read_whole
+from ..loader.json_files import read_json_object
 from .jinja_process import ChildEndedError, JinjaProcess, RenderLimits
 
 SOURCE_LIMIT = 2**20  # bytes of a template; Qwen's have 4 to 8 KB
@@ -134,7 +135,7 @@ def load_template(folder: Path, *, limits: RenderLimits | None = None) -> ChatTe
     config = _read_json(folder / "tokenizer_config.json")
     special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if exists_at_all(path):
         return ChatTemplate({"default": _read_text(path)}, origin=f"{folder.name}/{path.name}", special_tokens=special, limits=limits)
     for name, document in (("tokenizer_config.json", config), ("chat_template.json", _read_json(folder / "chat_template.json"))):
         if document.get("chat_template"):
@@ -166,25 +167,22 @@ def _token_text(value: object) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not exists_at_all(path):
         return {}
     try:
-        document = json.loads(_read_text(path, limit=64 * SOURCE_LIMIT))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path.parent.name}/{path.name} is not valid JSON: {error}; download it again") from error
-    if not isinstance(document, dict):
-        raise ModelError(f"{path.parent.name}/{path.name} holds a {type(document).__name__}, not an object; download it again")
-    return document
+        return read_json_object(path, f"{path.parent.name}/{path.name}")
+    except FileError as error:
+        raise ModelError(str(error)) from error
 
 
-def _read_text(path: Path, limit: int = SOURCE_LIMIT) -> str:
-    size = path.stat().st_size
-    if size > limit:
-        raise ModelError(f"{path.parent.name}/{path.name} has {size:,} bytes; at most {limit:,} are read: download it again")
+def _read_text(path: Path) -> str:
+    shown = f"{path.parent.name}/{path.name}"
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_whole(path, shown, SOURCE_LIMIT).decode("utf-8-sig")
+    except FileError as error:
+        raise ModelError(str(error)) from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path.parent.name}/{path.name} is not UTF-8 at byte {error.start}; download it again") from error
+        raise ModelError(f"{shown} is not UTF-8 at byte {error.start}; download it again") from error
 
 
 def _require_safe_jinja() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from ..errors import ModelError, RequestError
+from ..errors import FileError, ModelError, RequestError
+from ..loader.files import exists_at_all, read_whole
+from ..loader.json_files import LFS_POINTER, JsonLimits, check_counts
 
-FILE_LIMIT = 256 * 2**20  # bytes; the largest real Qwen tokenizer.json has 20 MB
-_LFS_POINTER = b"version https://git-lfs"
+FILE = "tokenizer.json"
+# The largest of Qwen's has 20 MB: 250,000 tokens, and as many pairs of them. 400 MB are made of it.
+LIMITS = JsonLimits(64 << 20, 2_000_000, 8_000_000, 8_000_000)
+LARGEST_ID = 1 << 24  # Qwen's largest vocabulary has 248,320
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -34,21 +39,27 @@ class Tokenizer:
     like, not `<think>`): they never show in text.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
-        backend.no_padding()
+    def __init__(self, backend: Backend, origin: str = FILE) -> None:
+        """`origin` names the file in messages. Raises ModelError."""
         self._backend = backend
-        added = backend.get_added_tokens_decoder()
+        self._origin = origin
+        with _as_model_errors(origin):
+            backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
+            backend.no_padding()
+            added = backend.get_added_tokens_decoder()
+            vocabulary = backend.get_vocab(with_added_tokens=True)
         self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
-        vocabulary = backend.get_vocab(with_added_tokens=True)
         self.size: int = max(vocabulary.values(), default=-1) + 1
-        self.longest: int = max(map(len, vocabulary), default=1)
+        self.longest: int = max(map(len, vocabulary), default=1) or 1
+        if self.size > LARGEST_ID:
+            raise ModelError(f"{origin} has the token id {self.size - 1}; ids below {LARGEST_ID} are possible: download it again")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without any added start or end token.
 
         Text of special tokens becomes those tokens wherever it stands, in what a user typed as well as in what the template wrote;
-        so does transformers, and a template's output could not be told apart otherwise. Raises RequestError for half a character.
+        so does transformers, and a template's output could not be told apart otherwise. Raises RequestError for half a character,
+        ModelError where the tokenizer itself fails.
         """
         try:
             text.encode("utf-8")
@@ -57,7 +68,8 @@ class Tokenizer:
             raise RequestError(
                 f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
             ) from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with _as_model_errors(self._origin, "fails on this text"):
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids that no token has become nothing."""
@@ -83,22 +95,33 @@ class Tokenizer:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read `tokenizer.json` of a checkpoint folder; raises ModelError that says which file to add or what is wrong with it."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{folder.name}: no tokenizer.json; add the file of that name from the model's own repository")
-    size = path.stat().st_size
-    if size > FILE_LIMIT:
-        raise ModelError(f"{folder.name}/tokenizer.json has {size:,} bytes; a tokenizer has at most {FILE_LIMIT:,}: download it again")
-    content = path.read_bytes()
-    if content.startswith(_LFS_POINTER):
-        raise ModelError(f"{folder.name}/tokenizer.json is only a Git LFS pointer; download the file itself (git lfs pull)")
+    path, origin = folder / FILE, f"{folder.name}/{FILE}"
+    if not exists_at_all(path):
+        raise ModelError(f"{folder.name}: no {FILE}; add the file of that name from the model's own repository")
     try:
+        content = read_whole(path, origin, LIMITS.nbytes)
+    except FileError as error:
+        raise ModelError(str(error)) from error
+    if content.startswith(LFS_POINTER):
+        raise ModelError(f"{origin} is only a Git LFS pointer; download the file itself (git lfs pull)")
+    check_counts(content, origin, LIMITS)
+    with _as_model_errors(origin):
         backend = Backend.from_buffer(content)
-    except Exception as error:
-        # tokenizers raises bare Exception for every fault of the file
-        raise ModelError(f"{folder.name}/tokenizer.json cannot be read: {error}; download it again") from error
     _require_byte_level(backend, folder.name)
-    return Tokenizer(backend)
+    return Tokenizer(backend, origin)
+
+
+@contextmanager
+def _as_model_errors(origin: str, what: str = "cannot be read") -> Iterator[None]:
+    """Raise as ModelError what tokenizers raises: a bare Exception for a fault of the file, and for a fault of its own a PanicException,
+    which is no Exception and has no name that could be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        cause = " ".join(str(error).split())[:300]
+        raise ModelError(f"{origin} {what}: {cause}; download it again") from error
 
 
 def _require_byte_level(backend: Backend, folder_name: str) -> None:

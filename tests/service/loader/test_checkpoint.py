@@ -214,7 +214,7 @@ def test_a_file_of_full_size_that_is_still_downloaded_is_refused(folder: Path) -
     """aria2 makes the file as long as it will be and fills it in any order; its control file goes when all is there."""
     write_model(folder / "model.safetensors")
     (folder / "model.safetensors.aria2").write_bytes(b"")
-    message = "the download of model.safetensors was not finished ('model.safetensors.aria2' is beside it)"
+    message = "the download of model.safetensors was not finished ('model.safetensors.aria2' is next to it)"
     assert message in refusal(folder, FileError)
     assert message in refusal(folder / "model.safetensors", FileError)
 
@@ -264,14 +264,70 @@ def test_an_index_may_not_name_files_outside_the_folder(folder: Path, name: Any)
     assert "not a file inside the folder" in message
 
 
-def test_the_index_and_its_files_must_agree(folder: Path) -> None:
+def test_a_tensor_that_no_file_holds_is_named(folder: Path) -> None:
     weight_map = write_shards(folder, 2)
     write_index(folder, {**weight_map, "ghost": shard(2, 2)})
     assert f"names 1 tensors that their files do not hold: 'ghost' (first in {shard(2, 2)})" in refusal(folder, ModelError)
-    write_index(folder, {**weight_map, "layers.1.up.weight": shard(2, 2)})
-    assert "their files do not hold: 'layers.1.up.weight'" in refusal(folder, ModelError)
+
+
+def test_a_tensor_in_another_file_than_the_index_says_is_found(folder: Path) -> None:
+    weight_map = write_shards(folder, 2)
+    moved = next(name for name, file in weight_map.items() if file == shard(1, 2))
+    write_index(folder, {**weight_map, moved: shard(2, 2)})
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.tensors[moved].source.shown == shard(1, 2)
+    assert checkpoint.notes == ()
+
+
+def test_a_tensor_that_the_index_does_not_name_counts_where_it_is_needed(folder: Path) -> None:
+    weight_map = write_shards(folder, 2)
     write_index(folder, {name: file for name, file in weight_map.items() if name != "layers.1.up.weight"})
-    assert f"1 tensors are in the files but not in {INDEX}: 'layers.1.up.weight'" in refusal(folder, ModelError)
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.tensors["layers.1.up.weight"].named
+    assert all(info.named for name, info in checkpoint.tensors.items() if name != "layers.1.up.weight")
+    (note,) = checkpoint.notes
+    assert note == f"1 tensors are not in {INDEX} and are left out where the network does not need them: 'layers.1.up.weight'"
+
+
+def test_of_two_copies_the_one_counts_that_the_index_names(folder: Path) -> None:
+    for number in (1, 2):
+        write_tensors(folder / shard(number, 2), {name: ("F16", [1], b"ab") for name in ("twice", f"own{number}")})
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    write_index(folder, {"twice": shard(1, 2), "own1": shard(1, 2), "own2": shard(2, 2)})
+    for file in (shard(1, 2), shard(2, 2)):
+        write_index(folder, {"twice": file, "own1": shard(1, 2), "own2": shard(2, 2)})
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint.tensors["twice"].source.shown == file
+        assert checkpoint.notes == (f"1 tensors are in several files, of which the one counts that {INDEX} names: 'twice'",)
+    write_index(folder, {"own1": shard(1, 2), "own2": shard(2, 2)})
+    assert set(open_checkpoint(folder).tensors) == {"own1", "own2"}
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.visual.blocks.0.norm1.weight"])
+def test_what_text_does_not_need_may_be_missing(folder: Path, name: str) -> None:
+    weight_map = write_shards(folder, 2)
+    write_index(folder, {**weight_map, name: shard(2, 2)})
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.tensors) == set(weight_map)
+    assert checkpoint.notes == (f"1 tensors of {INDEX} are in no file and were left out: {name!r}",)
+    write_index(folder, {**weight_map, name: "extra.safetensors"})
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.tensors) == set(weight_map)
+    assert checkpoint.notes[0] == "1 files that hold nothing that is needed are missing: 'extra.safetensors'"
+    write_index(folder, {**weight_map, name: "extra.safetensors", "needed": "extra.safetensors"})
+    assert "1 of 3 shards are missing" in refusal(folder, FileError)
+
+
+def test_a_single_file_next_to_an_index_counts_where_the_shards_are_not_there(folder: Path) -> None:
+    weight_map = write_shards(folder, 2)
+    write_model(folder / "model.safetensors", "old")
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.tensors) == set(weight_map)
+    assert checkpoint.notes == (f"model.safetensors was left out: {INDEX} names other files",)
+    (folder / shard(2, 2)).unlink()
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.tensors) == {"old"}
+    assert checkpoint.notes == (f"{INDEX} was left out: it names files that are not there",)
 
 
 def test_a_tensor_in_two_shards_is_refused(folder: Path) -> None:
@@ -293,7 +349,7 @@ def test_shards_of_two_checkpoints_are_refused(folder: Path) -> None:
         (b"", ModelError, "config.json is not JSON"),
         (b"<html>404</html>", ModelError, "config.json is not JSON"),
         (b'{"model_type": "qwen3"', ModelError, "config.json is not JSON"),
-        (b"[" * 100_000, ModelError, "config.json is nested too deeply"),
+        (b"[" * 90_000, ModelError, "config.json is nested more than 64 levels deep"),
         (b'{"model_type": "qwen3\xff"}', ModelError, "config.json is not UTF-8 text (byte 21)"),
         ('{"model_type": "qwen3"}'.encode("utf-16"), ModelError, "config.json is not UTF-8 text"),
         (b"[]", ModelError, "config.json holds a JSON list; an object"),
@@ -302,9 +358,13 @@ def test_shards_of_two_checkpoints_are_refused(folder: Path) -> None:
         (b'{"model_type": null}', ModelError, "config.json does not say the model_type"),
         (b'{"model_type": ["qwen3"]}', ModelError, "config.json does not say the model_type"),
         (b'{"model_type": "\\ud800"}', ModelError, "config.json does not say the model_type"),
-        (b'{"a": [' + b"[]," * 200_000 + b"[]]}", ModelError, "config.json holds more lists, objects or texts than"),
-        (b"{" + b'"a":0,' * 1_000_001 + b'"a":0}', ModelError, "config.json holds more lists, objects or texts than"),
-        (b'{"n": ' + b"9" * 5000 + b"}", ModelError, "config.json is not JSON"),
+        (b'{"a": [' + b"[]," * 200_000 + b"[]]}", ModelError, "config.json holds 200,003 lists and objects; a file of"),
+        (b"{" + b'"a":0,' * 1_000_001 + b'"a":0}', ModelError, "config.json holds 2,000,004 quotation marks"),
+        (b'{"model_type": "qwen3", "n": [' + b"1.5," * 600_000 + b"1]}", ModelError, "config.json holds 600,001 commas"),
+        (b'{"model_type": "qwen3", "n": ' + b"9" * 65 + b"}", ModelError, "config.json has a whole number of 65 digits at 'n'"),
+        (b'{"model_type": "qwen3", "n": [-' + b"9" * 5000 + b"]}", ModelError, "config.json has a whole number of 5001 digits at 'n'"),
+        (b'{"model_type": "qwen3", "n": ' + b"[" * 64 + b"]" * 64 + b"}", ModelError, "nested more than 64 levels deep"),
+        (b"version https://git-lfs.github.com/spec/v1", ModelError, "config.json is only a Git LFS pointer"),
     ],
 )
 def test_a_broken_configuration_is_refused(folder: Path, content: bytes | None, kind: type[OnedeskError], wanted: str) -> None:
@@ -326,7 +386,7 @@ def test_an_enormous_configuration_is_not_read(folder: Path) -> None:
     write_model(folder / "model.safetensors")
     with (folder / "config.json").open("wb") as file:
         file.truncate(1 << 40)
-    assert f"config.json has {1 << 40} bytes" in refusal(folder, ModelError)
+    assert f"config.json has {1 << 40:,} bytes" in refusal(folder, ModelError)
 
 
 def test_a_broken_generation_config_is_not_ignored(folder: Path) -> None:

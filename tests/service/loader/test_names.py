@@ -188,6 +188,83 @@ def test_a_symlink_may_lead_to_another_root_or_target(tmp_path: Path, root: Path
     assert open_checkpoint(roots.resolve("Qwen"), roots=roots.bases).weight_bytes == 2
 
 
+def test_a_link_to_a_folder_elsewhere_says_what_to_write_into_the_settings(tmp_path: Path, root: Path) -> None:
+    target = make_model(tmp_path / "disk" / "Linked")
+    (root / "Linked").symlink_to(target)
+    (root / "comfyui").symlink_to(tmp_path / "disk")
+    roots = ModelRoots([root])
+    assert roots.list() == []
+    (link,) = roots.refused_links()
+    assert (link.name, link.path) == ("Linked", root / "Linked")
+    assert (
+        f"it is a link to {str(target)!r}, which is in none of the model folders; add the folder that its target lies in to roots"
+        in link.reason
+    )
+    assert link.reason.endswith(f": {json.dumps(str(target.parent))}")
+    with pytest.raises(FileError, match="leaves the model folders; add the folder that its target lies in to roots under") as caught:
+        roots.resolve("Linked")
+    assert str(tmp_path) not in str(caught.value)
+    named = ModelRoots([root, target.parent])
+    assert [entry.name for entry in named.list()] == ["Linked"]
+    assert named.refused_links() == []
+    assert open_checkpoint(named.resolve("Linked"), roots=named.bases).weight_bytes == 2
+
+
+def make_snapshot(hub: Path, owner: str, name: str, commit: str) -> Path:
+    """A model as the hub's client keeps it: files in blobs/, links to them in the snapshot."""
+    repository = hub / f"models--{owner}--{name}"
+    made = make_model(repository / "made")
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir(exist_ok=True)
+    for file in made.iterdir():
+        file.rename(repository / "blobs" / f"{commit}-{file.name}")
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", f"{commit}-{file.name}"))
+    made.rmdir()
+    return snapshot
+
+
+@pytest.mark.parametrize("below", ["", "hub"])
+def test_the_hub_s_own_cache_may_be_a_root(root: Path, below: str) -> None:
+    hub = root / below
+    older, newer = (make_snapshot(hub, "Qwen", "Tiny-4B", commit) for commit in ("0123", "4567"))
+    os.utime(older, ns=(0, 0))
+    (hub / "models--Qwen--Unfinished" / "blobs").mkdir(parents=True)
+    (hub / "datasets--a--b" / "snapshots" / "89").mkdir(parents=True)
+    roots = ModelRoots([root])
+    assert [(entry.name, entry.path) for entry in roots.list()] == [("Qwen/Tiny-4B", newer)]
+    (hub / "models--Qwen--Tiny-4B" / "refs").mkdir()
+    (hub / "models--Qwen--Tiny-4B" / "refs" / "main").write_text("0123\n")
+    assert roots.resolve("Qwen/Tiny-4B") == older
+    assert open_checkpoint(roots.resolve("Qwen/Tiny-4B"), roots=roots.bases).weight_bytes == 2
+
+
+def test_a_snapshot_of_the_hub_s_cache_opens_by_its_path(root: Path, tmp_path: Path) -> None:
+    snapshot = make_snapshot(tmp_path / "elsewhere", "Qwen", "Tiny", "0123")
+    roots = ModelRoots([root])
+    for path in (snapshot, snapshot.parent.parent):
+        checkpoint = open_checkpoint(roots.find(str(path)), roots=roots.bases)
+        assert (checkpoint.weight_bytes, checkpoint.name) == (2, "models--Qwen--Tiny")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(make_file(tmp_path / "config.json", b"{}"))
+    with pytest.raises(FileError, match="leaves the model folders"):
+        open_checkpoint(snapshot, roots=roots.bases)
+
+
+@pytest.mark.parametrize("parent", ["LLM", "comfyui/LLM", "comfyui/llm"])
+def test_a_folder_of_language_models_in_a_root_is_a_root(root: Path, parent: str) -> None:
+    folder = make_model(root / parent / "Qwen3-4B")
+    inner = make_model(root / parent / "Qwen" / "Qwen3-8B")
+    roots = ModelRoots([root])
+    assert [entry.name for entry in roots.list()] == ["Qwen/Qwen3-8B", "Qwen3-4B"]
+    assert roots.resolve("Qwen3-4B") == folder
+    assert roots.resolve("Qwen/Qwen3-8B") == inner
+    if parent == "LLM":
+        assert roots.resolve("LLM/Qwen3-4B") == folder
+    make_model(root / "Qwen3-4B")
+    assert [entry.name for entry in roots.list()] == ["Qwen3-4B", "Qwen/Qwen3-8B", "Qwen3-4B [LLM]"]
+
+
 def test_symlinks_in_a_circle_end(root: Path) -> None:
     make_model(root / "Qwen")
     (root / "self").symlink_to("self")

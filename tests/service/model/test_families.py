@@ -31,6 +31,8 @@ CONTEXT = 288
 EOS = 2
 STEPS = 6
 TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding."
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+PARTIAL = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "beta_fast": 8, "truncate": False}
 # Of each family the ordinary model, and what its config may change of it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
@@ -52,6 +54,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "output_gate_type": None,
         },
     ),
+    "qwen3_moe, YaRN": ("qwen3_moe", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "qwen4_exp, YaRN": ("qwen4_exp", {"rope_parameters": YARN | PARTIAL}),
     "qwen3_5_moe with pictures": ("qwen3_5_moe", {"vision": True, "linear_value_head_dim": 32}),
 }
 
@@ -263,7 +267,10 @@ def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> No
         ({"linear_key_head_dim": 8}, r"in_proj_qkv\.weight: wanted \[96, 64\] by config.json, found \[128, 64\]"),
         ({"output_gate_type": "sigmoid"}, r"output_gate_type = 'sigmoid'; only 'silu'"),
         ({"attn_output_gate": False}, r"attn_output_gate = False"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rotary scaling that is not supported: rope_type 'yarn', factor"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            r"rotary scaling that is not supported: rope_type 'dynamic', factor",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.3}}, r"partial_rotary_factor = 0.3 of head_dim = 32: 9 dimensions"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor = 1.5 of head_dim = 32"),
         ({"num_hidden_layers": 2**31 - 1, "layer_types": None}, r"lacks the tensor model\.layers\.\d\."),

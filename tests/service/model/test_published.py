@@ -35,6 +35,7 @@ from published import (
 from tiny_qwen3 import write_tiny_qwen3
 
 CPU = torch.device("cpu")
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -155,6 +156,9 @@ def test_a_prompt_waits_for_an_embedding_that_is_stored_quantized(tmp_path: Path
     assert (ours - logprobs(plain, [5, 17, 3, 250], pool)).abs().max() <= 0.2
 
 
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
 def mixed(layers: dict[str, Any]) -> dict[str, Any]:
     return MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
@@ -173,7 +177,7 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield "gptq", r"quantization_config = 'gptq'; an object is needed"
     yield (
         {"quant_method": "bitsandbytes"},
-        r"quant_method = 'bitsandbytes', which is not supported; supported: awq, compressed-tensors, fp8, gptq",
+        r"quant_method = 'bitsandbytes', which is not supported; supported: auto-round, awq, compressed-tensors, fp8, gptq",
     )
     yield {"bits": 4}, r"quant_method = None, which is not supported"
     yield gptq | {"bits": 3}, r"bits = 3, which is not supported; supported: 4, 8"
@@ -183,7 +187,15 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield gptq | {"sym": 1}, r"sym = 1, which is not supported; supported: True, False"
     yield gptq | {"bits": 8, "sym": False}, r"sym = False, which is not supported; supported: true with bits = 8"
     yield gptq | {"checkpoint_format": "marlin"}, r"checkpoint_format = 'marlin'"
-    yield gptq | {"dynamic": {"-:lm_head": {}}}, r"dynamic = .*other settings for some layers"
+    yield gptq | {"dynamic": ["lm_head"]}, r"dynamic = \['lm_head'\], which is not supported; supported: an object"
+    yield gptq | {"dynamic": {"+:.*down.*": {"bits": 3}}}, r"quantization_config.*bits = 3, which is not supported; supported: 4, 8"
+    yield gptq | {"dynamic": {"(a|a)*b": {"bits": 8}}}, r"dynamic = .*, which is not supported; supported: expressions of names"
+    yield AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, r"packing_format = 'auto_round:llm_compressor', which is not supp"
+    yield AUTO_ROUND | {"data_type": "fp"}, r"data_type = 'fp', which is not supported"
+    yield AUTO_ROUND | {"bits": 2}, r"bits = 2, which is not supported; supported: 4, 8"
+    yield AUTO_ROUND | {"act_bits": 8}, r"act_bits = 8, which is not supported; supported: 16, 32"
+    yield AUTO_ROUND | {"extra_config": {"lm_head": 16}}, r"extra_config.lm_head = 16, which is not supported; supported: an object"
+    yield AUTO_ROUND | {"extra_config": {"(a|a)*b": {"bits": 8}}}, r"extra_config = .*, which is not supported; supported: names, and expr"
     yield gptq | {"pack_dtype": "int8"}, r"pack_dtype = 'int8'"
     yield AWQ | {"group_size": 128, "version": "gemv"}, r"version = 'gemv', which is not supported; supported: gemm"
     yield AWQ | {"group_size": 128, "zero_point": False}, r"zero_point = False"
@@ -198,12 +210,15 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield packed | {"config_groups": {}}, r"config_groups = {}, which is not supported; supported: at least one"
     yield packed | {"transform_config": {"config_groups": {"R1": {}}}}, r"transform_config = .*rotated weights"
     yield packed | {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config"
-    yield packed | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme"
+    yield packed | {"kv_cache_scheme": 8}, r"kv_cache_scheme = 8, which is not supported; supported: an object"
     yield MODELOPT, r"quant_algo = None, which is not supported; supported: 'NVFP4', 'W4A16_NVFP4', 'MXFP8', 'FP8'"
     yield MODELOPT | {"quant_algo": "NVFP4_AWQ"}, r"quant_algo = 'NVFP4_AWQ'"
     yield MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, r"group_size = 32, which is not supported; supported: 16"
     yield MODELOPT | {"quant_algo": "MXFP8", "group_size": 16}, r"group_size = 16, which is not supported; supported: 32"
-    yield MODELOPT | {"quant_algo": "NVFP4", "ignore": "lm_head"}, r"ignore = 'lm_head', which is not supported; supported: a list of texts"
+    yield (
+        MODELOPT | {"quant_algo": "NVFP4", "ignore": "lm_head"},
+        r"ignore = 'lm_head', which is not supported; supported: a list of at most",
+    )
     yield mixed({"model.layers.0.mlp": 3}), r"quantized_layers.model.layers.0.mlp = 3, which is not supported; supported: an object"
     yield mixed({"model.layers.0.mlp": {"quant_algo": "INT4_AWQ"}}), r"layers.0.mlp.quant_algo = 'INT4_AWQ', which is not supported; supp"
     yield mixed({"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO", "group_size": 64}}), r"group_size = 64, which is not supported"
@@ -232,7 +247,104 @@ def test_a_config_that_is_not_understood_is_refused_by_its_field(tmp_path: Path,
         plan_of(folder)
 
 
-Change = Callable[[dict[str, torch.Tensor]], None]
+def values_are(folder: Path, wanted: dict[str, torch.Tensor], pool: Pool) -> WeightPlan:
+    """Check that every tensor of the plan means what is wanted, but for rounded offsets; returns the plan."""
+    plan = plan_of(folder)
+    tensors = loaded(plan, pool)
+    for tensor in plan.tensors:
+        merged = torch.cat([wanted[source.name] for source in tensor.destination.sources])
+        assert (values(tensors[tensor.destination.key]) - merged).abs().max() <= 15 * 0.022 * 2**-11, tensor.destination.key
+    return plan
+
+
+def unpacked(part: str, wanted: dict[str, torch.Tensor]) -> Change:
+    """Store the matrices with `part` in their names in BF16, and let them mean that."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in wanted if part in name and wanted[name].ndim == 2]:
+            for stored in [stored for stored in tensors if stored.startswith(name.removesuffix("weight"))]:
+                del tensors[stored]
+            tensors[name] = wanted[name].bfloat16()
+            wanted[name] = tensors[name].float()
+
+    return change
+
+
+# As in Qwen's own repositories of Qwen3.5 in GPTQ.
+EXCLUSIONS = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:.*mtp.*": {}}
+
+
+def test_gptq_with_exclusions_reads_what_they_leave_in_floats(tmp_path: Path, pool: Pool) -> None:
+    folder, wanted = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"])
+    change_tensors(folder, unpacked("self_attn", wanted))
+    change_config(folder, quantization_config=BY_NAME["gptq-sym-128"].config | {"dynamic": EXCLUSIONS})
+    assert values_are(folder, wanted, pool).form == "BF16+int4-g128"
+
+
+def test_gptq_with_other_bits_for_some_matrices_reads_each_as_it_is(tmp_path: Path, pool: Pool) -> None:
+    config = BY_NAME["gptq-sym-128"].config
+    folder, wanted = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"], hidden=256, intermediate=384)
+    generator = torch.Generator().manual_seed(9)
+
+    def wider(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in wanted if ".down_proj." in name]:
+            made, wanted[name] = BY_NAME["gptq-8-bits"].make(*wanted[name].shape, generator)
+            tensors.update({name.removesuffix("weight") + suffix: value for suffix, value in made.items()})
+
+    change_tensors(folder, wider)
+    change_config(folder, quantization_config=config | {"dynamic": {r"+:.*\.(?:down|other)_proj": {"bits": 8}}})
+    assert set(values_are(folder, wanted, pool).form.split("+")) == {"int4-g128", "int8-g128", "BF16"}
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        ("gptq-sym-128", {"packing_format": "auto_round:auto_gptq"}),
+        ("gptq-sym-128", {"quant_method": "intel/auto-round"}),
+        ("gptq-asym-128", {"packing_format": "auto_round:auto_gptq", "sym": False}),
+        ("awq-128", {"packing_format": "auto_round:auto_awq"}),
+        ("awq-32", {"packing_format": "auto_round:auto_awq", "group_size": 32, "sym": False}),
+    ],
+)
+def test_autoround_s_layouts_are_those_of_gptq_and_awq(tmp_path: Path, pool: Pool, case: str, config: dict[str, Any]) -> None:
+    folder, wanted = write_published(tmp_path / "model", BY_NAME[case], hidden=256, intermediate=384)
+    change_tensors(folder, unpacked("layers.1.self_attn.o_proj", wanted))
+    extra = {"model.layers.1.self_attn.o_proj": {"bits": 16, "data_type": "float"}, "re:.*mtp.*": {"bits": 16}}
+    change_config(folder, quantization_config=AUTO_ROUND | config | {"extra_config": extra, "block_name_to_quantize": "model.layers"})
+    values_are(folder, wanted, pool)
+
+
+@pytest.mark.parametrize("case", ["gptq-sym-128", "awq-128"])
+def test_biases_of_zero_that_a_quantizer_stores_are_left_out(tmp_path: Path, pool: Pool, case: str) -> None:
+    folder, wanted = write_published(tmp_path / "model", BY_NAME[case])
+
+    def with_biases(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in wanted if "_proj.weight" in name]:
+            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(wanted[name].shape[0], dtype=torch.float16)
+        tensors["model.layers.0.mlp.up_proj.bias"][3] = -0.0
+
+    change_tensors(folder, with_biases)
+    values_are(folder, wanted, pool)
+
+    def changed(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.bias"][-1] = 0.5
+
+    change_tensors(folder, changed)
+    with pytest.raises(ModelError, match=r"tensor model.layers.1.mlp.up_proj.bias has numbers other than 0; the family has no biases"):
+        plan_of(folder)
+
+
+def test_scales_of_quantized_keys_and_values_are_left_alone(tmp_path: Path, pool: Pool) -> None:
+    folder, wanted = write_published(tmp_path / "model", BY_NAME["packed-sym-128"])
+
+    def with_scales(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("k_scale", "v_scale", "q_scale", "k_zero_point", "k_proj.output_scale"):
+            tensors[f"model.layers.0.self_attn.{part}"] = torch.ones(1, dtype=torch.bfloat16)
+
+    change_tensors(folder, with_scales)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    change_config(folder, quantization_config=BY_NAME["packed-sym-128"].config | {"kv_cache_scheme": scheme})
+    values_are(folder, wanted, pool)
 
 
 def without(suffix: str) -> Change:

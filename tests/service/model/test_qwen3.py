@@ -136,7 +136,11 @@ def test_an_unfinished_chunk_leaves_the_sequence_as_it_was(pair: tuple[Session, 
         ({"attention_bias": True}, r"attention_bias = True"),
         ({"use_sliding_window": True}, r"use_sliding_window = True"),
         ({"num_key_value_heads": 3}, r"4 attention heads and 3 key/value heads"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rotary scaling that is not supported: rope_type 'yarn', factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, r"rotary scaling that is not supported: rope_type 'linear', factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "finetuned": True}}, r"not supported: rope_type 'yarn', finetuned"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, r"factor = 0; a number above 0 is needed"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, r"rope_theta = 1 for YaRN; .* above 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}}, r"beta_fast = 1, beta_slow = 2"),
         ({"rope_scaling": "yarn"}, r"rope_scaling = 'yarn'; an object is needed"),
         ({"layer_types": ["sliding_attention"] * 4}, r"layer_types other than 4 times 'full_attention'"),
         ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings = 'yes'; true or false"),
@@ -166,8 +170,8 @@ def test_a_config_with_layers_beyond_number_is_followed_only_as_far_as_the_file_
     with pytest.raises(ModelError, match=r"lacks the tensor model\.layers\.4\."):
         plan_weights(wanted(), checkpoint)
     assert len(taken) == 1 + 4 * 8 + 1
-    with pytest.raises(ModelError, match=r"layer_types other than 2147483647 times"):
-        read_config(checkpoint.config | {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"] * 4})
+    with pytest.raises(ModelError, match=r"layer_types other than 1000 times"):
+        read_config(checkpoint.config | {"num_hidden_layers": 1000, "layer_types": ["full_attention"] * 4})
 
 
 def test_a_type_that_is_not_computed_with_is_named(tmp_path: Path) -> None:

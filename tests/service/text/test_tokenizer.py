@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import qwen_tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.errors import ModelError, RequestError
-from onedesk.service.text.tokenizer import FILE_LIMIT, Tokenizer, load_tokenizer
+from onedesk.service.loader import files
+from onedesk.service.text.tokenizer import LIMITS, Tokenizer, load_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -126,9 +130,92 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^Qwen3-0.6B: no tokenizer.json; add the file of that name") as caught:
         load_tokenizer(folder)
     assert str(tmp_path) not in str(caught.value)
-    (folder / "tokenizer.json").mkdir()
-    with pytest.raises(ModelError, match=r"no tokenizer.json"):
+
+
+def _is_a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _is_a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _leads_nowhere(path: Path) -> None:
+    path.symlink_to(path.with_name("gone.json"))
+
+
+def _leads_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (_is_a_folder, "is not a regular file"),
+        (_is_a_pipe, "is not a regular file"),
+        (_leads_nowhere, "cannot be opened: No such file or directory"),
+        (_leads_to_itself, "cannot be opened: Too many levels of symbolic links"),
+    ],
+)
+def test_a_tokenizer_that_is_no_readable_file_is_named_with_its_cause(tmp_path: Path, make: Callable[[Path], None], cause: str) -> None:
+    make(tmp_path / "tokenizer.json")
+    with pytest.raises(ModelError, match=rf"^{tmp_path.name}/tokenizer.json {cause}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_tokenizer_whose_bytes_cannot_be_read_is_named_with_its_cause(tmp_path: Path, monkeypatch: Any, error: int) -> None:
+    qwen_tokenizers.write_byte_tokenizer(tmp_path)
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files.os, "pread", fail)
+    with pytest.raises(ModelError, match=rf"tokenizer.json cannot be read at byte 0: {os.strerror(error)}"):
+        load_tokenizer(tmp_path)
+
+
+def _changed(folder: Path, **changes: Any) -> Path:
+    """A folder with the byte tokenizer, changed."""
+    path = qwen_tokenizers.write_byte_tokenizer(folder)
+    document = json.loads(path.read_text(encoding="utf-8"))
+    model = document["model"] | changes.pop("model", {})
+    path.write_text(json.dumps(document | {"model": model} | changes), encoding="utf-8")
+    return folder
+
+
+def test_a_panic_of_the_library_while_it_loads_is_an_error_of_the_file(tmp_path: Path) -> None:
+    _changed(tmp_path, model={"continuing_subword_prefix": "éé", "end_of_word_suffix": "</w>", "merges": ["a b"]})
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: .*; download it again") as caught:
+        load_tokenizer(tmp_path)
+    assert not isinstance(caught.value.__cause__, Exception)
+
+
+def test_a_panic_of_the_library_while_it_encodes_is_an_error_of_the_file(tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = load_tokenizer(_changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, bytes_of]}))
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"tokenizer.json fails on this text: .*; download it again") as caught:
+            tokenizer.encode("a" * 40 + "!")
+        assert not isinstance(caught.value.__cause__, Exception)
+    assert tokenizer.decode(tokenizer.encode("cat")) == "cat"
+
+
+@pytest.mark.parametrize("number", [(1 << 32) - 1, 1 << 24])
+def test_a_token_with_an_absurd_id_is_refused(tmp_path: Path, number: int) -> None:
+    folder = _changed(tmp_path)
+    document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    document["model"]["vocab"]["zzz"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ModelError, match=rf"has the token id {number}; ids below 16777216 are possible"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_too_many_objects_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b'{"x":[' + b"[]," * 2_000_000 + b"[]]}")
+    with pytest.raises(ModelError, match=r"tokenizer.json holds 2,000,003 lists and objects"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +237,8 @@ def test_a_broken_tokenizer_says_what_is_wrong(tmp_path: Path, content: bytes, m
 
 def test_an_absurdly_large_tokenizer_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(FILE_LIMIT + 1)
-    with pytest.raises(ModelError, match=r"has 268,435,457 bytes; a tokenizer has at most 268,435,456"):
+        file.truncate(LIMITS.nbytes + 1)
+    with pytest.raises(ModelError, match=r"has 67,108,865 bytes; at most 67,108,864 are read"):
         load_tokenizer(tmp_path)
 
 
