@@ -19,6 +19,7 @@ from .core import (
     Event,
     Logprobs,
     Message,
+    Picture,
     ProgressReport,
     Request,
     Stage,
@@ -28,6 +29,7 @@ from .engine.answer import Prepared, cancelled_result
 from .engine.batch import Books, Orders
 from .engine.batch_loop import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
+from .engine.picture_reader import PictureReader
 from .engine.prepare import check_ids, prepare, prepare_all
 from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
@@ -42,7 +44,7 @@ from .engine.session import (
 )
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, Field, RequestError
-from .loader.checkpoint import open_checkpoint
+from .loader.checkpoint import Checkpoint, open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
@@ -68,7 +70,10 @@ class OpenModel:
     One generation runs at a time; others wait. Made by `open_model`.
     """
 
-    def __init__(self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path) -> None:
+    def __init__(
+        self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path, whole: Checkpoint | None = None
+    ) -> None:
+        """`whole`: the checkpoint with its vision tower, of which `blueprint` has the text network."""
         self.name = name
         self.path = path
         self.pool = pool
@@ -85,6 +90,20 @@ class OpenModel:
         # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
         self.companion: object = None
         self.language = Language(blueprint.checkpoint.folder)
+        indexer = blueprint.config.indexer
+        stretch = indexer.ratio if indexer else 1
+        self.reader = PictureReader(name, whole or blueprint.checkpoint, pool, blueprint.device, kernel_cache, stretch)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it reads pictures."""
+        return self.reader.sees
+
+    def picture_sizes(self, pictures: Sequence[Picture], pixels: int | None = None) -> list[tuple[int, int, int]]:
+        """Width and height after resizing, and tokens, of each picture. Raises RequestError, ModelError where it does not see."""
+        preprocessor, spans = self.reader.sizes(pictures, pixels)
+        side = preprocessor.factor
+        return [(span.width * side, span.height * side, span.tokens) for span in spans]
 
     @property
     def context(self) -> int:
@@ -121,6 +140,7 @@ class OpenModel:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._policy = policy
+        self.reader.offer(policy)
         if (session := self._session) is not None:
             session.offer(policy, self.give_way)
 
@@ -164,7 +184,7 @@ class OpenModel:
     def held_bytes(self) -> int:
         """Bytes leased now."""
         session = self._session
-        return session.held_bytes() if session else 0
+        return (session.held_bytes() if session else 0) + self.reader.held_bytes()
 
     @property
     def kv_blocks(self) -> tuple[int, int, int]:
@@ -215,11 +235,11 @@ class OpenModel:
         a request's place in the list, whether that one is no longer wanted; its blocks are free at once.
         """
         orders = Orders(cancel, cancel_request, progress)
-        return self._run(prepare_all(requests, self._blueprint, self.language), orders)
+        return self._run(prepare_all(requests, self._blueprint, self.language, self.reader), orders)
 
     def prepared(self, request: Request) -> Prepared:
         """`request` checked, for `serve`. Raises RequestError, ModelError."""
-        return prepare(request, self._blueprint, self.language)
+        return prepare(request, self._blueprint, self.language, self.reader)
 
     def serve(
         self,
@@ -301,11 +321,11 @@ class OpenModel:
     def _release(self) -> tuple[Released, ...]:
         session, self._session = self._session, None
         if session is None:
-            return ()
+            return self.reader.release()
         meter = StageMeter(self.pool)
         self._leaks.mark(BETWEEN)
         with meter.measure("release"):
-            released = session.release()
+            released = (*session.release(), *self.reader.release())
         del session  # its buffers beside the leases go with it
         self._leaks.mark("release")
         measured = sum(r.measured for r in released)
@@ -414,7 +434,7 @@ def open_model(
     cache = kernel_cache or load_config(None).cache
     sketch = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache, draft=draft)
     blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(pool)
-    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache)
+    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache, checkpoint)
     if load:
         opened.load(progress=progress, cancel=cancel)
     return opened

@@ -52,6 +52,7 @@ class Message:
     """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer.
 
     `tool_calls` are an assistant's, as the OpenAI API has them; `tool_call_id` is the call that a turn of role "tool" answers.
+    `parts` are texts and pictures in their order, of a turn with pictures; `content` is then the texts alone (see `with_parts`).
     """
 
     role: str
@@ -59,6 +60,17 @@ class Message:
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str = ""
+    parts: tuple[str | Picture, ...] = ()
+
+    @classmethod
+    def with_parts(cls, role: str, *parts: str | Picture) -> Message:
+        """A turn of texts and pictures."""
+        return cls(role, "".join(part for part in parts if isinstance(part, str)), parts=parts)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those among the parts, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +145,9 @@ class Request:
     `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are the texts before and
     behind the document. `logprobs` N gives each token of the answer its log-probability and those of the N likeliest, see Logprobs.
     `tools` (as the OpenAI API has them) and `template_options` are for the chat template.
+
+    `images` go with `prompt` and `ids`, in which the model's image token stands once per picture; messages hold their own. `pixels`
+    bounds the area of each picture after resizing; None: as much as the model reads.
     """
 
     messages: tuple[Message, ...] = ()
@@ -154,6 +169,13 @@ class Request:
     logprobs: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    images: tuple[Picture, ...] = ()
+    pixels: int | None = None
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All pictures in the order of the prompt."""
+        return (*self.images, *(picture for message in self.messages for picture in message.pictures))
 
     def validated(self) -> Request:
         """Return self, or raise RequestError with the first thing that is wrong."""
@@ -173,6 +195,7 @@ class Request:
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= LOGPROBS_LIMIT):
             raise RequestError(Field("logprobs"), f" is {top!r}; use a whole number from 0 to {LOGPROBS_LIMIT}")
         self._check_text()
+        self._check_pictures()
         self.sampling.validated()
         self._check_choices()
         return self
@@ -219,7 +242,7 @@ class Request:
             return
         if self.prompt is not None and not self.prompt:
             raise RequestError("the prompt is empty; write at least one character")
-        if self.messages and not any(m.role == "user" and m.content.strip() for m in self.messages):
+        if self.messages and not any(m.role == "user" and (m.pictures or m.content.strip()) for m in self.messages):
             raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
         texts = [self.prompt or "", *(m.content for m in self.messages), *(m.reasoning for m in self.messages), *self.stop]
         for text in texts:
@@ -227,6 +250,14 @@ class Request:
             if half:
                 code = ord(half.group())
                 raise RequestError(f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it")
+
+
+    def _check_pictures(self) -> None:
+        if self.images and self.messages:
+            raise RequestError(Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each")
+        pixels = self.pixels
+        if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
+            raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
 
 
 @dataclass(frozen=True, slots=True)

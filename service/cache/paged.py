@@ -233,6 +233,8 @@ class SequenceKV:
         self.length = length
         self.table = list(shared)
         self.version = 0
+        # Positions of its text after pictures are lower than rows by so much (0 or less), see model/positions.py.
+        self.shift = 0
         self._pages = pages
         # Positions below it may be seen by others too.
         self._sealed = length
@@ -345,7 +347,9 @@ class SequenceKV:
         shared = self.table[: blocks_for(self.length)]
         self._pages._require(blocks_for(capacity) - self.length // BLOCK, "a fork")
         self._sealed = self.length
-        return self._pages._sequence(capacity, shared, self.length, self)
+        made = self._pages._sequence(capacity, shared, self.length, self)
+        made.shift = self.shift
+        return made
 
     def widen(self, capacity: int) -> None:
         """Promise it room for `capacity` tokens, not fewer than now. Raises MemoryFull."""

@@ -20,6 +20,7 @@ from ..core import (
 from ..text.repetition import RepetitionCheck
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
+from .picture_reader import PictureTask
 from .sequence import Limits, Sequence
 
 # Put behind reasoning that has used up its budget, so that the answer can begin (our wording).
@@ -39,7 +40,8 @@ class Guide(Protocol):
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that has passed every check: token ids, complete sampling, seed, limits. `reserve` are the tokens of an answer for which
-    room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`.
+    room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`. `keys` are the ids as kept
+    prefixes know them: rows of `pictures` by their pixels.
     """
 
     ids: tuple[int, ...]
@@ -59,6 +61,8 @@ class Prepared:
     speculation: bool = True
     logprobs: int | None = None
     guide: Callable[[], Guide] | None = None
+    pictures: PictureTask | None = None
+    keys: tuple[int, ...] = ()
 
     @property
     def compares(self) -> bool:

@@ -17,6 +17,8 @@ from ..text.reasoning import opens_reasoning
 from ..text.stops import check_stops
 from .answer import Prepared
 from .beam_search import Search
+from .picture_reader import PictureReader
+from .prepare_pictures import place_pictures
 from .sequence import Limits
 from .session import Blueprint
 
@@ -24,12 +26,16 @@ from .session import Blueprint
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits. Raises RequestError, ModelError."""
+def prepare(request: Request, blueprint: Blueprint, language: Language, reader: PictureReader | None = None) -> Prepared:
+    """Check `request` and turn it into token ids with complete sampling and limits; `reader` reads its pictures.
+
+    Raises RequestError, ModelError.
+    """
     request = request.validated()
     check_stops(request.stop)
     ids, in_reasoning = _prompt(request, blueprint.context, language)
     check_ids(ids, blueprint.widths.vocab)
+    ids, pictures = place_pictures(request, ids, reader, blueprint.context)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
     if room < 1:
@@ -65,17 +71,21 @@ def prepare(request: Request, blueprint: Blueprint, language: Language) -> Prepa
         speculation=request.speculation,
         logprobs=request.logprobs,
         guide=guide.fork if guide is not None else None,
+        pictures=pictures,
+        keys=pictures.keys(ids) if pictures is not None else tuple(ids),
     )
 
 
-def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language) -> list[Prepared]:
+def prepare_all(
+    requests: Sequence[Request], blueprint: Blueprint, language: Language, reader: PictureReader | None = None
+) -> list[Prepared]:
     """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
     if not requests:
         raise RequestError("the list of requests is empty; give at least one")
     prepared = []
     for place, request in enumerate(requests, 1):
         try:
-            prepared.append(prepare(request, blueprint, language))
+            prepared.append(prepare(request, blueprint, language, reader))
         except OnedeskError as error:
             if len(requests) == 1:
                 raise

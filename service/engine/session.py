@@ -124,7 +124,7 @@ class Blueprint:
             RotaryTable.nbytes(context, self.config.rotary_dim, self.turned_rows),
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
             ChunkBuffers.nbytes(context, self.rows, recurrent=states is not None),
-            DecodeBuffers.nbytes(context, recurrent=states is not None),
+            DecodeBuffers.nbytes(context, recurrent=states is not None, turned=bool(self.config.axes)),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns, self.capability),
             graph_stepper_bytes(self.device, widths.vocab),
             draft.scratch_bytes if draft else 0,
@@ -359,12 +359,14 @@ def build_runner(
     network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
     passes = Scratch(scratch, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
-    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
+    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(
+        scratch, network, pages, passes, turned=bool(config.axes)
+    )
     wanted = kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)
     kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
     graphs, drafting = Graphs(), None
     if draft_shape is not None:
         layer = build_draft(config, tensors, network, rotary)
         drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
-    runner = Runner(network, pages, passes, buffers, gate, drafting)
+    runner = Runner(network, pages, passes, buffers, gate, drafting, rotary)
     return runner, graph_stepper(runner, scratch, widths.vocab, graphs) or HostStepper(runner)

@@ -10,7 +10,7 @@ import torch
 from onedesk.service.errors import Cancelled, ModelError
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.loader.checkpoint import open_checkpoint
-from onedesk.service.loader.files import read_json_object
+from onedesk.service.loader.json_files import read_json_object
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
