@@ -20,7 +20,7 @@ from pictures import drawn, pillow
 from tiny_families import write_family
 from tiny_vision import END, IMAGE, SEEING, START, Oracle, write_seeing
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = Sampling(temperature=0.0, presence_penalty=0.0, repetition_penalty=1.0)
 TOKENS = 8
 FEW = [5, 6, 7, 8, 9]
 
