@@ -16,9 +16,11 @@ from ..service.engine.batch import Books, Orders
 from ..service.engine.batch_loop import Generation
 from ..service.engine.drafting import Drafting
 from ..service.engine.leaks import LeakWatch
+from ..service.engine.sampler import Adjustments
 from ..service.engine.sequence import Limits
 from ..service.engine.stages import StageMeter
 from ..service.memory.pool import Pool
+from ..service.text.stops import StopStrings
 from .clock import Clock
 from .draft_tokens import ToldDrafting
 from .made_networks import Made
@@ -88,6 +90,7 @@ def _write(made: Made, pool: Pool, prepared: Prepared) -> tuple[float, list[int]
 def _prepared(made: Made, ids: Sequence[int], tokens: int, *, speculation: bool) -> Prepared:
     limits = Limits(tokens, 0, tokens, frozenset())
     return Prepared(
-        ids=tuple(ids), sampling=PLAIN, seed=0, limits=limits, reserve=tokens, stop=(), in_reasoning=False, repetition_stop=False,
-        tokenizer=None, choosable=made.blueprint.widths.vocab, prefix_reuse=False, speculation=speculation,
+        ids=tuple(ids), sampling=PLAIN, seed=0, limits=limits, reserve=tokens, stop=StopStrings(), in_reasoning=False,
+        repetition_stop=False, tokenizer=None, choosable=made.blueprint.widths.vocab, adjustments=Adjustments(PLAIN, (), 0),
+        prefix_reuse=False, speculation=speculation,
     )  # fmt: skip

@@ -27,6 +27,9 @@ def displayable(text: str) -> str:
     return shown if len(shown) <= SHOWN_CHARACTERS else "… " + shown[-SHOWN_CHARACTERS:]
 
 
+_SOURCE = {"request": "as asked", "checkpoint": "the model's generation_config.json", "family": "advice for its family"}
+
+
 class View:
     """What a node shows while it works: written by the working thread, followed by another."""
 
@@ -65,7 +68,7 @@ class View:
 
 
 def statistics(model: str, result: Result) -> str:
-    """One line: tokens, speeds, seconds, the effective seed, and why the answer ended."""
+    """One line: tokens, speeds, seconds, the effective seed, why the answer ended, and which sampling was in force."""
     usage = result.usage
     first, total = result.seconds["first_token"], result.seconds["total"]
     speed = f", {(usage.completion - 1) / (total - first):.1f} tokens/s" if usage.completion > 1 and total > first else ""
@@ -74,8 +77,17 @@ def statistics(model: str, result: Result) -> str:
     loading = f"load {result.seconds['load']:.2f} s, " if result.seconds.get("load") else ""
     return (
         f"{model}: {usage.prompt} tokens read{kept}, {usage.completion} written{thought}{speed}; {loading}"
-        f"first token {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}"
+        f"first token {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}{_in_force(result)}"
     )
+
+
+def _in_force(result: Result) -> str:
+    """The values of the sampling, by where they come from; those that change nothing are left out."""
+    by_source: dict[str, list[str]] = {}
+    for name, one in result.sampling.items():
+        if one.source != "default":
+            by_source.setdefault(one.source, []).append(f"{name} {one.value:g}")
+    return "".join(f"; {', '.join(values)} ({_SOURCE[source]})" for source, values in by_source.items())
 
 
 def returned(released: Iterable[Released]) -> str:

@@ -43,7 +43,7 @@ from .engine.session import (
     pick_device,
 )
 from .engine.stages import StageMeter, stages_line
-from .errors import Cancelled, Field, RequestError
+from .errors import Cancelled, Field, Named, OnedeskError, RequestError
 from .loader.checkpoint import Checkpoint, open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
@@ -204,7 +204,7 @@ class OpenModel:
 
     def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
         """Bring the model into memory now and wait until it is there. Raises Cancelled, MemoryFull, FileError."""
-        with self._exclusive(cancel):
+        with Named(f"loading {self.name}"), self._exclusive(cancel):
             self._leaks.mark(BETWEEN)
             with self._session_for(progress, cancel) as session:
                 session.settle()
@@ -231,15 +231,29 @@ class OpenModel:
 
         Each choice is what it would be alone: its own seed, and scores that do not depend on its neighbours but for the last bits, where a
         device adds up in another order for other numbers of rows. They begin in the order of the list; up to 8 write at once, as far as
-        the context has room for them, and the others follow. One bad item refuses the list, and is named. `cancel_request` is asked, with
-        a request's place in the list, whether that one is no longer wanted; its blocks are free at once.
+        the context has room for them, and the others follow. One bad item refuses the list, and is named. One that fails while it is
+        written ends alone, and its error is raised when the others have ended. `cancel_request` is asked, with a request's place in the
+        list, whether that one is no longer wanted; its blocks are free at once.
         """
         orders = Orders(cancel, cancel_request, progress)
-        return self._run(prepare_all(requests, self._blueprint, self.language, self.reader), orders)
+        with Named("preparing a request"):
+            prepared = prepare_all(requests, self._blueprint, self.language, cancel, self.reader)
+        return self._whole(self._run(prepared, orders))
 
-    def prepared(self, request: Request) -> Prepared:
-        """`request` checked, for `serve`. Raises RequestError, ModelError."""
-        return prepare(request, self._blueprint, self.language, self.reader)
+    def _whole(self, events: Events) -> Events:
+        """`events`, and behind them the first error of a request that failed alone."""
+        failed: OnedeskError | None = None
+        for event in events:
+            failed = failed or event.error
+            if event.error is None:
+                yield event
+        if failed is not None:
+            raise failed
+
+    def prepared(self, request: Request, cancel: CancelCheck | None = None) -> Prepared:
+        """`request` checked, for `serve`. Raises RequestError, ModelError, Cancelled."""
+        with Named("preparing a request"):
+            return prepare(request, self._blueprint, self.language, cancel, self.reader)
 
     def serve(
         self,
@@ -250,7 +264,8 @@ class OpenModel:
         progress: ProgressReport | None = None,
     ) -> Events:
         """As `generate_batch` for requests that come meanwhile: `arrivals` is asked before every step for those that came since, and they
-        are numbered in that order. Ends when none is at work and it gives none."""
+        are numbered in that order. A request that fails ends alone, with an event that has its error. Ends when none is at work and it
+        gives none."""
         return self._run((), Orders(cancel, cancel_request, progress, arrivals))
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
@@ -349,7 +364,7 @@ class OpenModel:
     @contextmanager
     def _use(self, stage: str, cancel: CancelCheck | None) -> Iterator[None]:
         """As `_exclusive`, for a use whose memory is booked to `stage` as a whole."""
-        with self._exclusive(cancel):
+        with Named(f"the use of {self.name}"), self._exclusive(cancel):
             self._leaks.begin()
             yield
             self._leaks.mark(stage)
@@ -381,7 +396,7 @@ class OpenModel:
         meter = StageMeter(self.pool, self.read_ceiling)
         finished: set[int] = set()
         try:
-            with self._exclusive(orders.cancel):
+            with Named(f"a pass of {self.name}"), self._exclusive(orders.cancel):
                 self._leaks.begin()
                 if self._released != Stage():
                     meter.add("release", self._released)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
-from .errors import Field, RequestError
+from .errors import Field, OnedeskError, RequestError
 
 Finish = Literal["stop", "length", "stop_string", "repetition", "cancelled"]
 Thinking = Literal["on", "off", "auto"]
 # How weights are held: as stored, or turned into 8 or 4 bits.
 QUANTIZATIONS = ("none", "int8", "int4")
 CancelCheck = Callable[[], bool]
+# Where a value of the sampling in force comes from: the request, the checkpoint's generation_config.json, the family's published advice
+# for checkpoints without that file, or none of them.
+SamplingSource = Literal["request", "checkpoint", "family", "default"]
 
 SEED_LIMIT = 2**64
+WHOLE_LIMIT = 2**63 - 1  # the largest count of tokens in a request
+FP32_MAX, FP32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the largest and the smallest normal number
 LOGPROBS_LIMIT = 20  # likeliest tokens shown at each place
 # The most choices of one request, and the most beams of a search (as many rows as one decode step has).
 CHOICES_LIMIT, BEAMS_LIMIT = 128, 8
+_SHOWN_CHARACTERS = 60
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -88,16 +94,15 @@ class Sampling:
     seed: int | None = None
 
     def validated(self) -> Sampling:
-        """Return self, or raise RequestError naming the first value that is out of range and what is allowed."""
+        """Return self, or raise RequestError naming the first value that is out of range in FP32, and what is allowed."""
         for name, low, high, low_open in _RANGES:
             _check_range(name, getattr(self, name), low, high, low_open)
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0):
-            raise RequestError(Field("top_k"), f" is {self.top_k!r}; use a whole number, 0 for no limit")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEED_LIMIT):
-            raise RequestError(Field("seed"), f" is {self.seed!r}; use a whole number from 0 to 2^64-1")
+        _check_whole("top_k", self.top_k, 0, WHOLE_LIMIT, ", 0 for no limit")
+        _check_whole("seed", self.seed, 0, SEED_LIMIT - 1)
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0 or not isinstance(bias, int | float) or not math.isfinite(bias):
-                raise RequestError(Field("logit_bias"), f" has {token!r}: {bias!r}; use token ids from 0 and finite numbers")
+            if not is_whole(token) or token < 0 or fp32(bias) is None:
+                words = f" has {shown(token)}: {shown(bias)}; use token ids from 0 and numbers within {_fp32_limits()}"
+                raise RequestError(Field("logit_bias"), words)
         return self
 
     def with_defaults(self, defaults: Sampling) -> Sampling:
@@ -110,24 +115,75 @@ class Sampling:
         return replace(self, **missing)
 
 
+# What changes nothing of the model's own chances.
+NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingValue:
+    """One value of the sampling in force, and where it comes from."""
+
+    value: float
+    source: SamplingSource
+
+
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("temperature", 0.0, math.inf, False),
+    ("temperature", 0.0, FP32_MAX, False),
     ("top_p", 0.0, 1.0, True),
     ("min_p", 0.0, 1.0, False),
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
-    ("repetition_penalty", 0.0, math.inf, True),
+    ("repetition_penalty", 0.0, FP32_MAX, True),
 )
 
 
-def _check_range(name: str, value: float | None, low: float, high: float, low_open: bool) -> None:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether `value` is a whole number; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def fp32(value: object) -> float | None:
+    """`value` as FP32 has it, the type in which scores are computed; None for what is no number or not finite there.
+
+    Below FP32's smallest normal number it is 0, on every device: some flush smaller ones to 0 themselves.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not -FP32_MAX <= value <= FP32_MAX:  # false for NaN too, and an int of any length compares
+        return None
+    return 0.0 if abs(value) < FP32_SMALLEST else struct.unpack("f", struct.pack("f", value))[0]
+
+
+def shown(value: object) -> str:
+    """`value` for a message: a long number or text is cut, and one of more digits than Python writes does not fail."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def _fp32_limits() -> str:
+    return f"{-FP32_MAX:.4g} to {FP32_MAX:.4g}"
+
+
+def _check_range(name: str, value: object, low: float, high: float, low_open: bool) -> None:
     if value is None:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or value > high or (low_open and value == low):
+    used = fp32(value)
+    given = isinstance(value, int | float) and low <= value <= high
+    if not given or used is None or not low <= used <= high or (low_open and used == low):
         above = f"above {low:g}" if low_open else f"from {low:g}"
-        limit = "" if math.isinf(high) else f" to {high:g}"
-        raise RequestError(Field(name), f" is {value!r}; use a number {above}{limit}")
+        raise RequestError(Field(name), f" is {shown(value)}; use a number {above} to {high:.4g}")
+
+
+def _check_whole(name: str, value: object, low: int, high: int, note: str = "") -> None:
+    """Raise RequestError unless `value` is None or a whole number from `low` to `high`; `note`: what to say of them instead."""
+    if value is None or (is_whole(value) and low <= value <= high):
+        return
+    top = {WHOLE_LIMIT: "", SEED_LIMIT - 1: " to 2^64-1"}.get(high, f" to {high}")
+    too_large = is_whole(value) and value > WHOLE_LIMIT == high
+    limit = note or f" from {low}{' to 2^63-1' if too_large else top}"
+    raise RequestError(Field(name), f" is {shown(value)}; use a whole number{limit}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +238,15 @@ class Request:
         given = (bool(self.messages), self.prompt is not None, self.ids is not None)
         if sum(given) != 1:
             raise RequestError(f"a request needs exactly one of messages, prompt and ids; {sum(given)} were given")
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise RequestError(Field("max_tokens"), f" is {self.max_tokens!r}; use a whole number from 1")
-        budget = self.thinking_budget
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-            raise RequestError(Field("thinking_budget"), f" is {budget!r}; use a whole number from 0")
+        if self.max_tokens is None:
+            raise RequestError(Field("max_tokens"), " is None; use a whole number from 1")
+        _check_whole("max_tokens", self.max_tokens, 1, WHOLE_LIMIT)
+        _check_whole("thinking_budget", self.thinking_budget, 0, WHOLE_LIMIT)
         if self.thinking not in ("on", "off", "auto"):
-            raise RequestError(Field("thinking"), f" is {self.thinking!r}; use on, off or auto")
+            raise RequestError(Field("thinking"), f" is {shown(self.thinking)}; use on, off or auto")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError("a ", Field("stop"), " string is empty; leave it out or write at least one character")
-        top = self.logprobs
-        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= LOGPROBS_LIMIT):
-            raise RequestError(Field("logprobs"), f" is {top!r}; use a whole number from 0 to {LOGPROBS_LIMIT}")
+        _check_whole("logprobs", self.logprobs, 0, LOGPROBS_LIMIT)
         self._check_text()
         self._check_pictures()
         self.sampling.validated()
@@ -201,15 +254,10 @@ class Request:
         return self
 
     def _check_choices(self) -> None:
-        for name, value, limit in (
-            ("n", self.n, CHOICES_LIMIT),
-            ("best_of", self.best_of, CHOICES_LIMIT),
-            ("beams", self.beams, BEAMS_LIMIT),
-        ):
-            if value is None and name != "n":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-                raise RequestError(Field(name), f" is {value!r}; use a whole number from 1 to {limit}")
+        if self.n is None:
+            raise RequestError(Field("n"), f" is None; use a whole number from 1 to {CHOICES_LIMIT}")
+        for name, limit in (("n", CHOICES_LIMIT), ("best_of", CHOICES_LIMIT), ("beams", BEAMS_LIMIT)):
+            _check_whole(name, getattr(self, name), 1, limit)
         if self.best_of is not None and self.beams is not None:
             words = " exclude each other: one draws, the other searches; give one of them"
             raise RequestError(Field("best_of"), " and ", Field("beams"), words)
@@ -297,7 +345,8 @@ class Result:
     """The whole of a finished choice. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total.
 
     `stages` are those of the whole call up to then. `logprob` is the sum of the chosen tokens' log-probabilities in the raw model, EOS
-    included and forced tokens left out; None unless best_of or beams asked for it.
+    included and forced tokens left out; None unless best_of or beams asked for it. `sampling` is what was in force, by the names of
+    Sampling; empty where another engine wrote and did not say.
     """
 
     text: str
@@ -309,6 +358,7 @@ class Result:
     seconds: Mapping[str, float]
     stages: Mapping[str, Stage]
     logprob: float | None = None
+    sampling: Mapping[str, SamplingValue] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +375,8 @@ class Logprobs:
 class Event:
     """One step of a generation: text that became visible, the token behind it, progress, and on a choice's last event the result.
 
+    `error` is the last event of a request that failed alone, while those beside it go on: none of its choices says more.
+
     `request` is the place of the request in the list that was asked, `choice` the place among its choices. `logprobs` is there where the
     request asked for it and the token belongs to the answer, not to the reasoning.
     """
@@ -334,6 +386,7 @@ class Event:
     token: int | None = None
     progress: Progress | None = None
     result: Result | None = None
+    error: OnedeskError | None = None
     logprobs: Logprobs | None = None
     request: int = 0
     choice: int = 0

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
+from types import TracebackType
+
+# Orders to stop, not faults: they go through everything that catches faults.
+_ORDERS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+_DETAIL_CHARACTERS = 300
 
 
 class _Brief(reprlib.Repr):
@@ -64,3 +69,54 @@ class Cancelled(OnedeskError):
 
 class PeerError(OnedeskError):
     """Another engine that does the work for us failed or could not be reached."""
+
+
+def in_family(error: BaseException, what: str) -> OnedeskError:
+    """`error` as one of the family: itself, MemoryFull where memory was lacking, else an OnedeskError that names it as its cause.
+
+    `what`: what was being done, for the message.
+    """
+    if isinstance(error, OnedeskError):
+        return error
+    if isinstance(error, MemoryError):
+        named: OnedeskError = MemoryFull(f"{what} failed: this process got no more memory; ask for less at once, or free some")
+    else:
+        detail = " ".join(f"{type(error).__name__} {error}".split())[:_DETAIL_CHARACTERS]
+        named = OnedeskError(f"{what} failed: {detail}; this is a fault of Onedesk: report it with the request and the log")
+    named.__cause__ = error
+    return named
+
+
+class Caught:
+    """Keeps what its block raises, of whatever class, as `error`, and goes on behind it: the fault of one among several.
+
+    Libraries raise classes outside Exception too, such as the panics of those written in Rust. Orders to stop are no faults.
+    """
+
+    def __init__(self, what: str) -> None:
+        """`what`: what the block does, for the message."""
+        self._what = what
+        self.error: OnedeskError | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is None or isinstance(error, _ORDERS):
+            return False
+        self.error = in_family(error, self._what)
+        return True
+
+
+class Named:
+    """Whatever its block raises comes out as one of the family, see `in_family`. Orders to stop come out as they are."""
+
+    def __init__(self, what: str) -> None:
+        """`what`: what the block does, for the message."""
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, (*_ORDERS, OnedeskError)):
+            raise in_family(error, self._what) from error

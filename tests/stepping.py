@@ -44,7 +44,7 @@ class PlannedSampler:
 
     def feed(self, plan: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
         batch = plan.shape[1]
-        before = self.chosen[plan[1].long()]
+        before = self.chosen[plan[1].long()].clamp(min=0)  # as the kernel does: -1 stands for no number
         ids[:batch] = torch.where(plan[0] < 0, before, plan[0])
         positions[:batch] = plan[2]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from ..api import pick_context, pick_device
 from ..config import FILE_NAME, Config
 from ..console import columns, wrapped
-from ..engine.prepare import sampling_defaults
-from ..engine.session import draw_blueprint
+from ..core import Sampling
+from ..engine.effective_sampling import checkpoint_sampling, effective_sampling
+from ..engine.session import Blueprint, draw_blueprint
 from ..errors import FileError, ModelError, OnedeskError
 from ..loader.checkpoint import CONFIG, GENERATION, Checkpoint, end_ids, open_checkpoint
 from ..loader.names import ModelEntry, ModelRoots
@@ -137,7 +138,13 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     reason = "; ".join((reason, *checkpoint.notes))
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
-    return row | {"fits": fits, "reason": reason, "opens": True}
+    return row | {"fits": fits, "reason": reason, "opens": True, "sampling": _sampling(sketch)}
+
+
+def _sampling(sketch: Blueprint) -> dict[str, dict[str, Any]]:
+    """What is in force where a request says nothing, value by value."""
+    values = effective_sampling(Sampling(), sketch.checkpoint, sketch.family.default_sampling, "auto")[1]
+    return {name: asdict(value) for name, value in values.items()}
 
 
 def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
@@ -145,7 +152,7 @@ def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": name, "path": str(path), **unknown, "toy": is_toy(name)}
     row |= {"quant": quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
-    row |= {"context": None, "images": None, "opens": False}
+    row |= {"context": None, "images": None, "opens": False, "sampling": None}
     return row
 
 
@@ -153,7 +160,7 @@ def _check_generation(checkpoint: Checkpoint) -> None:
     """Raise ModelError for what would be refused of every request."""
     end_ids(checkpoint.config, CONFIG)
     end_ids(checkpoint.generation, GENERATION)
-    sampling_defaults(checkpoint.generation)
+    checkpoint_sampling(checkpoint.generation)
 
 
 def _context(wanted: int | None, allowed: int) -> int:

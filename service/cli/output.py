@@ -87,6 +87,7 @@ def answered(result: Result) -> bool:
 
 def document(result: Result) -> dict[str, Any]:
     """The result for --json."""
-    values = asdict(replace(result, seconds=dict(result.seconds), stages={})) | {"ids": list(result.ids)}
+    values = asdict(replace(result, seconds=dict(result.seconds), stages={}, sampling={})) | {"ids": list(result.ids)}
+    values["sampling"] = {name: asdict(one) for name, one in result.sampling.items()}
     values["stages"] = {name: asdict(stage) for name, stage in result.stages.items()}
     return values if answered(result) else values | failure(RequestError(ONLY_REASONING))

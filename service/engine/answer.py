@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,13 +14,16 @@ from ..core import (
     Finish,
     Result,
     Sampling,
+    SamplingValue,
     Stage,
     Usage,
 )
 from ..text.repetition import RepetitionCheck
+from ..text.stops import StopStrings
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from .picture_reader import PictureTask
+from .sampler import Adjustments
 from .sequence import Limits, Sequence
 
 # Put behind reasoning that has used up its budget, so that the answer can begin (our wording).
@@ -42,6 +45,8 @@ class Prepared:
     """A request that has passed every check: token ids, complete sampling, seed, limits. `reserve` are the tokens of an answer for which
     room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`. `keys` are the ids as kept
     prefixes know them: rows of `pictures` by their pixels.
+
+    Its choices share what is here: `stop`, `closing` (the tokens of CLOSING) and `adjustments` are made once, before the model's turn.
     """
 
     ids: tuple[int, ...]
@@ -49,11 +54,14 @@ class Prepared:
     seed: int
     limits: Limits
     reserve: int
-    stop: tuple[str, ...]
+    stop: StopStrings
     in_reasoning: bool
     repetition_stop: bool
     tokenizer: Tokenizer | None
     choosable: int
+    adjustments: Adjustments
+    in_force: Mapping[str, SamplingValue] = field(default_factory=dict)
+    closing: tuple[int, ...] = ()
     n: int = 1
     best_of: int | None = None
     beams: int | None = None
@@ -83,7 +91,6 @@ class Answer:
         self._repetition = RepetitionCheck() if prepared.repetition_stop else None
         tokenizer = prepared.tokenizer
         self._text = TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
-        self._closing = tokenizer.encode(CLOSING) if tokenizer else []
         self._guide = prepared.guide() if prepared.guide else None
         # The token that must come next although nobody samples it; None: sample.
         self.coming = self._next_forced()
@@ -165,15 +172,16 @@ class Answer:
             seconds,
             stages,
             logprob,
+            self._prepared.in_force,
         )
 
     def _next_forced(self) -> int | None:
         if self.finish is not None:
             return None
-        return self._sequence.next_forced(in_reasoning=self.in_reasoning, closing=self._closing)
+        return self._sequence.next_forced(in_reasoning=self.in_reasoning, closing=self._prepared.closing)
 
 
 def cancelled_result(prepared: Prepared, choice: int, seconds: float) -> Result:
     """The result of a choice that was stopped before its first token."""
     times = {"load": seconds, "first_token": seconds, "total": seconds}
-    return Result("", "", (), "cancelled", prepared.seed_of(choice), Usage(len(prepared.ids), 0, 0), times, {})
+    return Result("", "", (), "cancelled", prepared.seed_of(choice), Usage(len(prepared.ids), 0, 0), times, {}, sampling=prepared.in_force)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core import CancelCheck, Event, Finish, ProgressReport, Result
+from ..errors import Caught, OnedeskError
 from ..kernels.forward_batch import BLOCK
 from .answer import Answer, Prepared
 from .beam_search import Found
@@ -18,6 +21,8 @@ from .session import Session
 from .stages import StageMeter
 from .stepper import Picked
 from .work import Job, Row
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,10 @@ class Orders:
 
 
 class Call:
-    """The state of a call. `take` is the one way in for a chosen token, `end` the one way out for a choice."""
+    """The state of a call. `take` is the one way in for a chosen token, `end` the one way out for a choice.
+
+    What is done for one row is done within `guarded`: its fault ends its request, and nothing else.
+    """
 
     def __init__(self, requests: Sequence[Prepared], session: Session, books: Books, orders: Orders) -> None:
         self.session = session
@@ -56,6 +64,7 @@ class Call:
         self._rows: dict[Ticket, Row] = {}
         self._numbered = 0
         self._stopped = False
+        self._refused: list[Event] = []  # requests that failed before they had a row
         self.runner.table_cost()  # what others read before is not of this call
         self.join(requests)
 
@@ -68,14 +77,27 @@ class Call:
     def join(self, requests: Sequence[Prepared]) -> None:
         """Let requests wait behind those that are there; they are numbered on."""
         first = self._numbered == 0
-        for prepared in requests:
-            job = _job(self._numbered, prepared)
-            job.joined, job.before = (self.started, {}) if first else (time.perf_counter(), self.books.meter.stages)
-            self._numbered += 1
-            self.jobs[job.index] = job
-            for row in job.rows:
-                self._rows[row.ticket] = row
-                self.scheduler.add(row.ticket)
+        for number, prepared in enumerate(requests, self._numbered):
+            with Caught("taking in a request") as caught:
+                job = _job(number, prepared)
+                job.joined, job.before = (self.started, {}) if first else (time.perf_counter(), self.books.meter.stages)
+                self.jobs[job.index] = job
+                for row in job.rows:
+                    self._rows[row.ticket] = row
+                    self.scheduler.add(row.ticket)
+            if caught.error is not None:
+                self._refused.append(_failed(number, caught.error))
+        self._numbered += len(requests)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to do or to say."""
+        return bool(self.scheduler.tickets or self._refused)
+
+    def refusals(self) -> Iterator[Event]:
+        """Say which requests failed before they had a row."""
+        refused, self._refused = self._refused, []
+        yield from refused
 
     def count_pass(self, stage: str) -> None:
         """Write down that a pass of `stage` has read the weights, and what the rows of tables in files cost it."""
@@ -104,9 +126,27 @@ class Call:
         request, choice = row.ticket.request, row.ticket.choice
         return event if event.request == request and event.choice == choice else replace(event, request=request, choice=choice)
 
+    def guarded(self, row: Row, work: Callable[..., Iterator[Event]], *arguments: Any) -> Iterator[Event]:
+        """What `work(*arguments)`, which concerns this row alone, yields. Whatever it raises ends the row's request with that error."""
+        job = self.job(row)
+        with Caught("writing an answer") as caught:
+            yield from work(*arguments)
+        if caught.error is not None:
+            yield from self.fail(job, caught.error)
+
+    def fail(self, job: Job, error: OnedeskError) -> Iterator[Event]:
+        """End a request with an error: what it holds is free at once, and nothing of it is kept for later prompts."""
+        for row in list(job.rows):
+            self._leave(row)
+        job.drop_base()
+        self.jobs.pop(job.index, None)
+        yield _failed(job.index, error)
+
     def take(self, row: Row, picked: Picked) -> Iterator[Event]:
-        """Take the chosen token in, or the one that must come instead; end the row or let it go on."""
+        """Take the chosen token in, or the one that must come instead; end the row or let it go on. Raises what the choice failed with."""
         forced = row.answer.coming is not None
+        if picked.error is not None and not forced:
+            raise picked.error
         token = picked.token if row.answer.coming is None else row.answer.coming
         row.sampler.accept(token, forced=forced)
         if row.first_token is None:
@@ -177,7 +217,8 @@ class Call:
         row.leave()
         job.rows.remove(row)
         del self._rows[row.ticket]
-        self.scheduler.move(row.ticket, "ended")
+        if row.ticket.state != "ended":
+            self.scheduler.move(row.ticket, "ended")
         if not job.waiting:
             job.drop_base()
         if not self.scheduler.tickets:
@@ -197,6 +238,11 @@ class Call:
         seconds = {"load": job.load_seconds, "first_token": first, "total": total}
         stages = self.books.meter.since(job.before) if job.before else self.books.meter.stages
         return answer.result(row.prepared.seed_of(row.ticket.choice), job.cached, seconds, stages, logprob)
+
+
+def _failed(request: int, error: OnedeskError) -> Event:
+    log.warning("a request failed: %s", error, exc_info=error.__cause__)
+    return Event(error=error, request=request)
 
 
 def _job(index: int, prepared: Prepared) -> Job:

@@ -11,7 +11,7 @@ import torch
 
 from ..cache.paged import SequenceKV
 from ..core import Event, Progress
-from ..errors import MemoryFull
+from ..errors import Caught, MemoryFull
 from ..kernels.forward_batch import BLOCK, FEW_ROWS
 from .answer import Prepared
 from .batch import Books, Call, Orders
@@ -51,6 +51,7 @@ class Generation:
         call.start(started)
         try:
             while self._arrive():
+                yield from call.refusals()
                 yield from self._stop()
                 yield from self._enter()
                 yield from self._read()
@@ -59,6 +60,7 @@ class Generation:
                 wanted = [row for row in writing if not call.unwanted(call.job(row))]
                 if wanted:
                     yield from self._writing.step(wanted)
+                self._close_searches()
         finally:
             call.close()
             for search in self._searches.values():
@@ -67,7 +69,7 @@ class Generation:
     def _arrive(self) -> bool:
         """Let in who came meanwhile; False when nobody is left."""
         self._came()
-        return bool(self._call.scheduler.tickets)
+        return self._call.busy
 
     def _came(self) -> bool:
         arrivals = self._call.orders.arrivals
@@ -80,10 +82,11 @@ class Generation:
         for job in list(self._call.jobs.values()):
             if job.rows and self._call.unwanted(job):
                 for row in list(job.rows):
-                    if row.ticket in self._searches:
-                        yield from self._found(row)
-                    else:
-                        yield from self._call.end(row, "cancelled")
+                    if row.ticket.state != "ended":
+                        yield from self._call.guarded(row, self._cancel, row)
+
+    def _cancel(self, row: Row) -> Iterator[Event]:
+        return self._found(row) if row.ticket in self._searches else self._call.end(row, "cancelled")
 
     def _enter(self) -> Iterator[Event]:
         """Let in whoever has a place and fits. Whoever is alone always fits, if need be without what is kept for others."""
@@ -96,20 +99,30 @@ class Generation:
         yield from self._admitted()
         left = scheduler.next
         if not scheduler.working and left is not None:
-            raise MemoryFull(f"request {left.request} does not fit the session's KV although nothing else runs; ask for fewer tokens")
+            error = MemoryFull(f"request {left.request} does not fit the session's KV although nothing else runs; ask for fewer tokens")
+            yield from self._call.fail(self._call.jobs[left.request], error)
 
     def _admitted(self) -> Iterator[Event]:
         for ticket in self._call.scheduler.admit(self._place):
             row = self._call.row(ticket)
             job = self._call.job(row)
-            if ticket.state == "reading":
+            if row.error is not None:
+                yield from self._call.fail(job, row.error)
+            elif ticket.state == "reading":
                 yield self._read_so_far(row)
             elif job.base is not None:
-                yield from self._begin(row, job.base.scores.clone())
+                yield from self._call.guarded(row, self._begin, row, job.base.scores.clone())
             if not job.waiting:
                 job.drop_base()
 
     def _place(self, ticket: Ticket) -> State | None:
+        """As `_placed`; a row that cannot enter because of a fault has ended, see Row.error."""
+        with Caught("making room for a request") as caught:
+            return self._placed(ticket)
+        self._call.row(ticket).error = caught.error
+        return "ended"
+
+    def _placed(self, ticket: Ticket) -> State | None:
         """Open the cache of a row: behind its siblings' prompt if that was read, else to read it, see `_may_read`."""
         row, kv = self._call.row(ticket), self._call.runner.kv
         job, prepared = self._call.job(row), row.prepared
@@ -176,7 +189,8 @@ class Generation:
         for row, behind in zip(rows, scores, strict=True):
             row.reading += took
             if row.kv is not None and row.kv.length == len(row.prepared.ids):
-                yield from self._has_read(row, row.kv, behind)
+                self._settle(row)
+                yield from self._call.guarded(row, self._has_read, row, row.kv, behind)
 
     def _pass(self, rows: Sequence[Row]) -> torch.Tensor:
         """The scores [rows, vocab] behind what was read of each. A pass over several is given up when nobody wants it: the others need not
@@ -210,12 +224,17 @@ class Generation:
             for row, done in read:
                 self._call.orders.progress(Progress("prefill", done, len(row.prepared.ids)))
 
-    def _has_read(self, row: Row, kv: SequenceKV, scores: torch.Tensor) -> Iterator[Event]:
-        job, loading = self._call.job(row), not self._session.settled
+    def _settle(self, row: Row) -> None:
+        """The prompt of a row was read: wait until all weights are there, which is everybody's matter."""
+        loading = not self._session.settled
         if loading:
             self._meter.add_reading(self._session.settle(), self._session.waited)
+            job = self._call.job(row)
             job.load_seconds = time.perf_counter() - job.joined
         self._call.books.leaks.mark("load" if loading else "prefill")
+
+    def _has_read(self, row: Row, kv: SequenceKV, scores: torch.Tensor) -> Iterator[Event]:
+        job = self._call.job(row)
         job.begun = True
         self._call.scheduler.move(row.ticket, "writing")
         self._call.remember(row)
@@ -242,23 +261,31 @@ class Generation:
 
     def _search(self) -> Iterator[Event]:
         """One step of every search that has begun."""
+        self._close_searches()
         for ticket, search in list(self._searches.items()):
             row = self._call.row(ticket)
-            if ticket.state != "writing" or self._call.unwanted(self._call.job(row)):
-                continue
-            if not search.done:
-                with self._meter.measure("decode"):
-                    search.step()
-                self._call.count_pass("decode")
-            if row.first_token is None:
-                row.first_token = time.perf_counter() - self._call.job(row).joined
-            yield self._call.event(row, Event(progress=Progress("decode", search.length, row.prepared.limits.room)))
-            if search.done:
-                yield from self._found(row)
+            if ticket.state == "writing" and not self._call.unwanted(self._call.job(row)):
+                yield from self._call.guarded(row, self._searched, row, search)
+
+    def _searched(self, row: Row, search: Search) -> Iterator[Event]:
+        """One step of a search."""
+        if not search.done:
+            with self._meter.measure("decode"):
+                search.step()
+            self._call.count_pass("decode")
+        if row.first_token is None:
+            row.first_token = time.perf_counter() - self._call.job(row).joined
+        yield self._call.event(row, Event(progress=Progress("decode", search.length, row.prepared.limits.room)))
+        if search.done:
+            yield from self._found(row)
 
     def _found(self, row: Row) -> Iterator[Event]:
         """End a search, with the best that it found."""
-        search = self._searches.pop(row.ticket)
-        answers = search.best(row.prepared.n)
-        search.close()
+        answers = self._searches[row.ticket].best(row.prepared.n)
+        self._searches.pop(row.ticket).close()
         yield from self._call.end_search(row, answers)
+
+    def _close_searches(self) -> None:
+        """Return what the searches hold whose requests have ended."""
+        for ticket in [ticket for ticket in self._searches if ticket.state == "ended"]:
+            self._searches.pop(ticket).close()

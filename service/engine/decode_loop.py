@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ..cache.paged import SequenceKV
 from ..core import Event, Stage
-from ..errors import MemoryFull
+from ..errors import Caught, MemoryFull
 from ..kernels.forward_batch import BLOCK
 from .batch import Call
 from .buffers import MAX_BATCH
@@ -34,11 +34,17 @@ class Writing:
         """One token for each of `rows`, or several where one row is all there is and a guess was right."""
         call, began, captured = self._call, time.perf_counter(), self._stepper.captured
         alone = len(rows) == len(call.scheduler.tickets) == 1
-        room = self._room(rows[0]) if alone else None
-        if room is not None:
-            guess, drafting = self._guess(rows[0], room)
-            if guess or room.behind:
-                yield from self._check(rows[0], guess, began, drafting, captured)
+        if alone:
+            row, room, guess, drafting = rows[0], None, list[int](), 0.0
+            with Caught("guessing the next tokens") as caught:
+                room = self._room(row)
+                if room is not None:
+                    guess, drafting = self._guess(row, room)
+            if caught.error is not None:
+                yield from call.fail(call.job(row), caught.error)
+                return
+            if guess or (room is not None and room.behind):
+                yield from call.guarded(row, self._check, row, guess, began, drafting, captured)
                 return
         if not call.flights:
             rows = self._with_room(rows)
@@ -50,7 +56,8 @@ class Writing:
         if alone and rows[0].speculator is not None and self._stepper.captured == captured:
             rows[0].speculator.note(0, 0, time.perf_counter() - began)
         for row, picked in chosen:
-            yield from call.take(row, picked)
+            if row.ticket.state != "ended":  # its request may just have failed with another row
+                yield from call.guarded(row, call.take, row, picked)
 
     def _launch(self, rows: Sequence[Row]) -> None:
         with self._meter.measure("decode"):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..cache.paged import blocks_for
-from ..core import Request, Sampling
-from ..errors import Field, ModelError, OnedeskError, RequestError, brief
+from ..core import CancelCheck, Request
+from ..errors import Field, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
 from ..loader.checkpoint import CONFIG, GENERATION, end_ids
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
-from ..text.stops import check_stops
-from .answer import Prepared
+from ..text.stops import StopStrings
+from .answer import CLOSING, Prepared
 from .beam_search import Search
+from .effective_sampling import effective_sampling
 from .picture_reader import PictureReader
 from .prepare_pictures import place_pictures
+from .sampler import Adjustments
 from .sequence import Limits
 from .session import Blueprint
 
@@ -26,13 +27,19 @@ from .session import Blueprint
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language, reader: PictureReader | None = None) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits; `reader` reads its pictures.
+def prepare(
+    request: Request,
+    blueprint: Blueprint,
+    language: Language,
+    cancel: CancelCheck | None = None,
+    reader: PictureReader | None = None,
+) -> Prepared:
+    """Check `request` and turn it into token ids with complete sampling and limits, and make what its choices share.
 
-    Raises RequestError, ModelError.
+    `reader` reads its pictures. Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
     """
     request = request.validated()
-    check_stops(request.stop)
+    stop = StopStrings(request.stop, cancel)
     ids, in_reasoning = _prompt(request, blueprint.context, language)
     check_ids(ids, blueprint.widths.vocab)
     ids, pictures = place_pictures(request, ids, reader, blueprint.context)
@@ -53,17 +60,22 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, reader: 
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
+    advice = blueprint.family.default_sampling
+    sampling, in_force = effective_sampling(request.sampling, blueprint.checkpoint, advice, request.thinking)
     return Prepared(
         ids=tuple(ids),
-        sampling=_sampling(request, blueprint),
+        sampling=sampling,
         seed=request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64),
         limits=limits,
         reserve=_reserve(request, limits, in_reasoning),
-        stop=request.stop,
+        stop=stop,
         in_reasoning=in_reasoning,
         repetition_stop=repetition_stop and request.beams is None,
         tokenizer=tokenizer,
         choosable=choosable,
+        adjustments=Adjustments(sampling, ids, choosable),
+        in_force=in_force,
+        closing=tuple(tokenizer.encode(CLOSING)) if tokenizer else (),
         n=request.n,
         best_of=request.best_of,
         beams=request.beams,
@@ -77,7 +89,11 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, reader: 
 
 
 def prepare_all(
-    requests: Sequence[Request], blueprint: Blueprint, language: Language, reader: PictureReader | None = None
+    requests: Sequence[Request],
+    blueprint: Blueprint,
+    language: Language,
+    cancel: CancelCheck | None = None,
+    reader: PictureReader | None = None,
 ) -> list[Prepared]:
     """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
     if not requests:
@@ -85,7 +101,7 @@ def prepare_all(
     prepared = []
     for place, request in enumerate(requests, 1):
         try:
-            prepared.append(prepare(request, blueprint, language, reader))
+            prepared.append(prepare(request, blueprint, language, cancel, reader))
         except OnedeskError as error:
             if len(requests) == 1:
                 raise
@@ -120,20 +136,6 @@ def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     return frozenset(token for token in named if token is not None)
 
 
-def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
-    """A checkpoint's own defaults from generation_config.json; a value that is out of range is a ModelError."""
-    drawn = generation.get("do_sample")
-    if drawn is not None and not isinstance(drawn, bool):
-        raise ModelError(f"{GENERATION} has do_sample = {brief(drawn)}; true or false is needed")
-    if drawn is False:
-        return Sampling(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    try:
-        return Sampling(**{name: generation[name] for name in names if generation.get(name) is not None}).validated()
-    except RequestError as error:
-        raise ModelError(f"{GENERATION}: {error}") from error
-
-
 def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:
     """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
     if request.ids is not None:
@@ -161,12 +163,6 @@ def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
     """The grammar that every choice of the request follows."""
     may_think = request.thinking != "off" and not in_reasoning
     return grammars.guide(request.json_schema or "", frame=request.json_frame, may_think=may_think)
-
-
-def _sampling(request: Request, blueprint: Blueprint) -> Sampling:
-    """The request's own values, then the checkpoint's, then the family's."""
-    own = request.sampling.with_defaults(sampling_defaults(blueprint.checkpoint.generation))
-    return own.with_defaults(blueprint.family.default_sampling(request.thinking))
 
 
 def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:

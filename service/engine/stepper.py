@@ -11,7 +11,7 @@ import torch
 
 from ..cache.paged import SequenceKV
 from ..core import Logprobs
-from ..errors import ModelError
+from ..errors import Caught, ModelError, OnedeskError
 from .runner import Runner
 from .sampler import Sampler
 
@@ -34,10 +34,11 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What a row chose; -1 where nothing was wanted."""
+    """What a row chose; -1 where nothing was wanted, and where the choice failed with `error`, which is this row's alone."""
 
     token: int
     logprobs: Logprobs | None = None
+    error: OnedeskError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Checked:
     drawn: int = 0
 
     def pick(self, place: int) -> Picked:
-        """The sampler's choice at a place, once it has accepted those before. Raises ModelError for scores that are no numbers."""
+        """The sampler's choice at a place, once it has accepted those before."""
         # A token that was forced in between took no draw: the device's are not those that come now.
         if self.chosen and self.sampler.plain and self.sampler.drawn == self.drawn + place:
             return chosen_there(self.chosen[place])
@@ -88,7 +89,7 @@ class Stepper(Protocol):
         ...
 
     def collect(self) -> list[Picked]:
-        """The choices of the oldest step under way. Raises ModelError for scores that are no numbers."""
+        """The choices of the oldest step under way. What fails of one row, such as scores that are no numbers, is in its choice."""
         ...
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
@@ -143,11 +144,14 @@ class HostStepper:
 def chosen_there(token: int) -> Picked:
     """What a device chose; -1 stands for scores that are no numbers, which is a ModelError."""
     if token < 0:
-        raise ModelError("the model computed scores that are no numbers; its weights are damaged or do not belong to this config")
+        words = "the model computed scores that are no numbers; its weights are damaged or do not belong to this config"
+        return Picked(-1, error=ModelError(words))
     return Picked(token)
 
 
 def pick(sampler: Sampler, scores: torch.Tensor) -> Picked:
-    """The sampler's choice from scores [vocab]."""
-    token = sampler.choose(scores)
-    return Picked(token, sampler.logprobs)
+    """The sampler's choice from scores [vocab], or why it failed."""
+    with Caught("choosing a token") as caught:
+        token = sampler.choose(scores)
+        return Picked(token, sampler.logprobs)
+    return Picked(-1, error=caught.error)

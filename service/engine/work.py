@@ -10,6 +10,7 @@ import torch
 
 from ..cache.paged import SequenceKV
 from ..core import Event, Stage
+from ..errors import OnedeskError
 from .answer import Answer, Prepared
 from .sampler import Sampler
 from .scheduler import Ticket
@@ -25,7 +26,8 @@ class Row:
         self.answer = Answer(prepared)
         # A sum of log-probabilities needs each one.
         top = 0 if prepared.compares and prepared.logprobs is None else prepared.logprobs
-        self.sampler = Sampler(prepared.sampling, prepared.seed_of(ticket.choice), prepared.ids, prepared.choosable, top=top)
+        seed, shared = prepared.seed_of(ticket.choice), prepared.adjustments
+        self.sampler = Sampler(prepared.sampling, seed, (), prepared.choosable, top=top, adjustments=shared)
         if self.answer.guided:
             self.sampler.allowed = self.answer.allowed
         self.kv: SequenceKV | None = None
@@ -38,6 +40,8 @@ class Row:
         self.reading = 0.0  # seconds that its prompt took
         self.first_token: float | None = None
         self.logprob = 0.0
+        # Why it could not enter, where its ticket has ended without it.
+        self.error: OnedeskError | None = None
         # What was written and is told of only when the choices were compared.
         self.untold: list[Event] = []
 

@@ -44,6 +44,7 @@ class Census:
 class Checkpoint:
     """A validated checkpoint. `folder` holds config.json and the tokenizer; `weight_bytes` is the sum over all tensors.
 
+    `generation` is empty without generation_config.json, see `has_generation`.
     `settings`: the files of SETTINGS as they were when they were read; None where there are none, as of a network that is made up.
     `notes`: what of the files was left out, a sentence each.
     """
@@ -55,6 +56,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     weight_bytes: int
     settings: Stamps | None = None
+    has_generation: bool = False
     notes: tuple[str, ...] = ()
     # The files of the tensors, found once: whether they have changed is asked before each first token of the service.
     sources: frozenset[SourceFile] = field(init=False, repr=False, compare=False)
@@ -111,7 +113,7 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     weight_bytes = sum(info.nbytes for info in tensors.values())
     name = lone.stem if lone is not None else (repository or folder.resolve()).name
     documents = MappingProxyType(config), MappingProxyType(generation)
-    return Checkpoint(folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings, found.notes)
+    return Checkpoint(folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings, files.has(GENERATION), found.notes)
 
 
 def _read_config(files: FolderFiles, lone: Path | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -16,8 +15,11 @@ from ..core import (
     Progress,
     Request,
     Result,
+    SamplingSource,
+    SamplingValue,
     Stage,
     Usage,
+    fp32,
 )
 from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
@@ -182,6 +184,7 @@ class Reader:
             usage=self._counts(),
             seconds=seconds,
             stages=_stages(told.get("stages")),
+            sampling=_sampling_in_force(told.get("sampling")),
         )
 
     @property
@@ -260,13 +263,21 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 0.0
+    return float(value) if fp32(value) is not None and value >= 0 else 0.0
 
 
 def _progress(value: Any) -> Progress | None:
     told = _object(value)
     stage = told.get("stage")
     return Progress(stage, _whole(told.get("done")), _whole(told.get("total"))) if stage in _STAGES else None
+
+
+def _sampling_in_force(told: Any) -> dict[str, SamplingValue]:
+    """What a service of ours says of the sampling; another engine says nothing."""
+    found = {name: _object(one) for name, one in _object(told).items()}
+    sources = get_args(SamplingSource)
+    known = {name: one for name, one in found.items() if one.get("source") in sources and fp32(one.get("value")) is not None}
+    return {name: SamplingValue(one["value"], one["source"]) for name, one in known.items()}
 
 
 def _stages(value: Any) -> dict[str, Stage]:

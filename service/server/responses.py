@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from ..core import (
     Logprobs,
     Progress,
     Result,
+    SamplingValue,
     Stage,
     Usage,
 )
@@ -52,9 +54,22 @@ def told(result: Result, *, detail: bool = False) -> Document:
     """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
     stages = {name: _parts_of(stage) for name, stage in result.stages.items()}
     document: Document = {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
+    document["sampling"] = {name: _parts_of(one) for name, one in result.sampling.items()}
     if detail:
         document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": _parts_of(result.usage)}
     return document
+
+
+class CharacterCount:
+    """Counts the characters of a text that comes as bytes, a character perhaps in parts; `count` are those that are complete."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, raw: bytes) -> None:
+        """Take the next bytes."""
+        self.count += len(self._decoder.decode(raw))
 
 
 @dataclass(slots=True)
@@ -65,7 +80,7 @@ class Choice:
     calls: ToolCallSplitter | None
     begun: bool = False
     call_count: int = 0
-    characters: int = 0
+    characters: CharacterCount = field(default_factory=CharacterCount)
     scored: list[tuple[int, Logprobs]] = field(default_factory=list)
     result: Result | None = None
 
@@ -146,10 +161,10 @@ class Writer(ABC):
     @abstractmethod
     def _last(self, choice: Choice, result: Result) -> list[Document]: ...
 
-    def _token(self, token: int) -> tuple[str, list[int]]:
-        """A token's text and bytes."""
+    def _token(self, token: int) -> tuple[str, bytes]:
+        r"""A token's text and bytes. Bytes of a part of a character stand in the text as \xf0, so that tokens can be told apart."""
         raw = self._tokenizer.token_bytes(token) if self._tokenizer else b""
-        return raw.decode("utf-8", "replace"), list(raw)
+        return raw.decode("utf-8", "backslashreplace"), raw
 
 
 class ChatWriter(Writer):
@@ -213,7 +228,7 @@ class ChatWriter(Writer):
 
     def _entry(self, token: int, logprob: float) -> Document:
         text, raw = self._token(token)
-        return {"token": text, "logprob": logprob, "bytes": raw}
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,23 +271,27 @@ class CompletionWriter(Writer):
         return part | ({"reasoning_content": reasoning} if reasoning else {})
 
     def _logprobs(self, choice: Choice, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
-        tokens = [self._token(token)[0] for token, _ in scored]
         offsets = []
-        for text in tokens:
-            offsets.append(choice.characters)
-            choice.characters += len(text)
+        for token, _ in scored:
+            offsets.append(choice.characters.count)
+            choice.characters.push(self._token(token)[1])
         return {
-            "tokens": tokens,
+            "tokens": [self._name(token) for token, _ in scored],
             "token_logprobs": [None if one is None else one.token for _, one in scored],
-            "top_logprobs": [None if one is None else {self._token(token)[0]: value for token, value in one.top} for _, one in scored],
+            "top_logprobs": [None if one is None else {self._name(token): value for token, value in one.top} for _, one in scored],
             "text_offset": offsets,
         }
+
+    def _name(self, token: int) -> str:
+        """A token as the legacy API writes it: a part of a character begins with "bytes:"."""
+        text, raw = self._token(token)
+        return text if text.encode() == raw else f"bytes:{text}"
 
 
 _NO_ECHO = Echo("")
 
 
-def _parts_of(one: Stage | Usage | Progress) -> Document:
+def _parts_of(one: Stage | Usage | Progress | SamplingValue) -> Document:
     """Its fields, which are plain values: asdict copies each of them deeply, 20 us a stage."""
     return {part.name: getattr(one, part.name) for part in fields(one)}
 

@@ -13,6 +13,7 @@ from functools import partial
 from ..api import OpenModel
 from ..core import Event, Progress
 from ..engine.answer import Prepared
+from ..errors import Caught
 from .pending import Call, hand_over
 from .request_queue import Line
 from .statistics import Figures, Times
@@ -164,16 +165,27 @@ class Worker:
                 first.wake()
 
         for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report):
-            call = numbered[event.request]
-            if call.entered is None:
-                call.enter()
-            look = call.put(event, alone=len(self.working) == call.places == 1)
-            if look:
-                self._came.append(call)
-            if look == "now":
-                self._hand_over()
-            if event.result is not None and self._told(call, event):
+            call = numbered.get(event.request)
+            if call is None:
+                continue  # it could not be told before; the model writes on until it looks
+            with Caught("telling of an answer") as caught:
+                if event.error is None:
+                    self._tell(call, event)
+            error = event.error or caught.error
+            if error is not None:
+                self._finish(call, error)
+            if error is not None or (event.result is not None and self._told(call, event)):
                 del numbered[event.request]
+
+    def _tell(self, call: Call, event: Event) -> None:
+        """Hand an event to who waits for it."""
+        if call.entered is None:
+            call.enter()
+        look = call.put(event, alone=len(self.working) == call.places == 1)
+        if look:
+            self._came.append(call)
+        if look == "now":
+            self._hand_over()
 
     def _hand_over(self) -> None:
         """Let all who have got something look. Tokens of one step go together: the engine asks for arrivals before the next."""

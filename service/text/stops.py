@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
 
-from ..errors import RequestError
+from ..core import CancelCheck
+from ..errors import Cancelled, RequestError
 
-TOTAL_LIMIT = 200_000  # characters of all stop strings together; measured: 240 bytes of memory for each
+TOTAL_LIMIT = 200_000  # characters of all stop strings together; measured: 30 bytes of memory per character, 0.3 s in all
+_LOOK_EVERY = 4096  # characters between two looks whether the request is still wanted
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -19,6 +21,93 @@ def check_stops(stops: Sequence[str]) -> None:
         raise RequestError(f"the stop strings have {total:,} characters; use at most {TOTAL_LIMIT:,} in all")
 
 
+class StopStrings:
+    """The automaton of a request's stop strings: built once, read by the matchers of all its choices.
+
+    A node stands for the beginning of a stop string. Most have one follower, which lies in flat arrays; only further ones are in a dict.
+    Raises RequestError as check_stops does, and Cancelled when `cancel` turns true.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), cancel: CancelCheck | None = None) -> None:
+        check_stops(stops)
+        self._character = array("I", [0])  # of each node: the character of its first follower, 0 with node 0 for none
+        self._follower = array("I", [0])
+        self._more: dict[tuple[int, int], int] = {}  # (node, character) -> follower, beside the first
+        self._depth = array("I", [0])  # length of the text a node stands for
+        self._found = array("I", [0])  # length of the longest stop string that ends at a node
+        self._added = 0
+        self._cancel = cancel
+        levels: list[array[int]] = []
+        for stop in stops:
+            self._add(stop, levels)
+        self._fail = array("I", bytes(4 * len(self._depth)))  # the node of the longest proper suffix
+        for level in levels:
+            self._link(level)
+        self._cancel = None
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return len(self._depth) > 1
+
+    def step(self, node: int, character: str) -> int:
+        """The node behind `node` (0: the beginning) when `character` comes."""
+        return self._step(node, ord(character))
+
+    def depth(self, node: int) -> int:
+        """Characters at the end of the text that may still become a stop string."""
+        return self._depth[node]
+
+    def found(self, node: int) -> int:
+        """Length of the longest stop string that is complete here, 0 for none."""
+        return self._found[node]
+
+    def _look(self) -> None:
+        self._added += 1
+        if self._added % _LOOK_EVERY == 0 and self._cancel is not None and self._cancel():
+            raise Cancelled("stopped while the stop strings were prepared")
+
+    def _next(self, node: int, code: int) -> int:
+        """The follower of a node by a character, 0 for none."""
+        if self._character[node] == code and self._follower[node]:
+            return self._follower[node]
+        return self._more.get((node, code), 0)
+
+    def _add(self, stop: str, levels: list[array[int]]) -> None:
+        """Add the nodes of a stop string; `levels` are (parent, character, node) by depth."""
+        node = 0
+        for depth, code in enumerate(map(ord, stop), 1):
+            follower = self._next(node, code)
+            if not follower:
+                self._look()
+                follower = len(self._depth)
+                if self._follower[node]:
+                    self._more[node, code] = follower
+                else:
+                    self._character[node], self._follower[node] = code, follower
+                for column, value in ((self._character, 0), (self._follower, 0), (self._depth, depth), (self._found, 0)):
+                    column.append(value)
+                if depth > len(levels):
+                    levels.append(array("I"))
+                levels[depth - 1].extend((node, code, follower))
+            node = follower
+        self._found[node] = len(stop)
+
+    def _link(self, level: array[int]) -> None:
+        """Find the suffixes of the nodes of one depth, when those of all smaller ones are known."""
+        for at in range(0, len(level), 3):
+            self._look()
+            parent, code, node = level[at : at + 3]
+            self._fail[node] = self._step(self._fail[parent], code) if parent else 0
+            self._found[node] = self._found[node] or self._found[self._fail[node]]
+
+    def _step(self, node: int, code: int) -> int:
+        while True:
+            follower = self._next(node, code)
+            if follower or node == 0:
+                return follower
+            node = self._fail[node]
+
+
 class StopMatcher:
     """Lets text through until a stop string is complete, however the text was cut into pieces.
 
@@ -27,15 +116,8 @@ class StopMatcher:
     are (no case folding, no normalisation). Raises RequestError as check_stops does.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        check_stops(stops)
-        self._next: list[dict[str, int]] = [{}]  # of each node: character -> node
-        self._depth = [0]  # length of the text a node stands for
-        self._found = [0]  # length of the longest stop string that ends at a node
-        for stop in stops:
-            self._add(stop)
-        self._fail = [0] * len(self._next)  # the node of the longest proper suffix
-        self._link()
+    def __init__(self, stops: Sequence[str] | StopStrings) -> None:
+        self._stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
         self._node = 0
         self._held = ""
         self.stopped = False
@@ -44,17 +126,17 @@ class StopMatcher:
         """What of the held text and `text` is certain to stand before any stop string; "" after one was found."""
         if self.stopped:
             return ""
-        if not self._next[0]:
+        if not self._stops:
             return text
         whole = self._held + text
         node = self._node
         for index in range(len(self._held), len(whole)):
-            node = self._step(node, whole[index])
-            if self._found[node]:
+            node = self._stops.step(node, whole[index])
+            if found := self._stops.found(node):
                 self.stopped = True
                 self._held = ""
-                return whole[: index + 1 - self._found[node]]
-        cut = len(whole) - self._depth[node]
+                return whole[: index + 1 - found]
+        cut = len(whole) - self._stops.depth(node)
         self._node, self._held = node, whole[cut:]
         return whole[:cut]
 
@@ -62,34 +144,3 @@ class StopMatcher:
         """The text that was held back and became no stop string."""
         held, self._held, self._node = self._held, "", 0
         return held
-
-    def _add(self, stop: str) -> None:
-        node = 0
-        for depth, character in enumerate(stop, 1):
-            follower = self._next[node].get(character)
-            if follower is None:
-                follower = len(self._next)
-                self._next[node][character] = follower
-                self._next.append({})
-                self._depth.append(depth)
-                self._found.append(0)
-            node = follower
-        self._found[node] = len(stop)
-
-    def _link(self) -> None:
-        waiting = deque(self._next[0].values())
-        while waiting:
-            node = waiting.popleft()
-            for character, follower in self._next[node].items():
-                self._fail[follower] = self._step(self._fail[node], character)
-                self._found[follower] = self._found[follower] or self._found[self._fail[follower]]
-                waiting.append(follower)
-
-    def _step(self, node: int, character: str) -> int:
-        while True:
-            follower = self._next[node].get(character)
-            if follower is not None:
-                return follower
-            if node == 0:
-                return 0
-            node = self._fail[node]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .detokenizer import ClusterHold, Detokenizer
 from .reasoning import ReasoningSplitter, Segment
-from .stops import StopMatcher
+from .stops import StopMatcher, StopStrings
 from .tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ class TextStream:
     reasoning, and the totals are right where the pieces were not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), in_reasoning: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] | StopStrings = (), in_reasoning: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._splitter = ReasoningSplitter(in_reasoning)
         self._stops = StopMatcher(stop)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.core import Sampling
-from onedesk.service.engine.sampler import Sampler
+from onedesk.service.engine.sampler import Adjustments, Sampler
 from onedesk.service.errors import ModelError
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -192,3 +192,36 @@ def test_a_draw_among_all_is_the_inverse_of_the_cumulative_distribution(seed: in
         token, aim = draw(chooser, logits), chooser.uniform(place)
         assert torch.isfinite(logits[token])
         assert (sums[token - 1] if token else 0.0) - 1e-6 <= aim <= sums[token] + 1e-6
+
+
+def test_all_64_bits_of_a_seed_count() -> None:
+    seeds = [7 + (high << 32) for high in (0, 1, 2, 3, 2**16, 2**31, 2**32 - 1)]
+    first = [tuple(sampler(seed).uniform(place) for place in range(4)) for seed in seeds]
+    assert len(set(first)) == len(seeds)
+    assert all(0 <= value < 1 for draws in first for value in draws)
+
+
+def test_seeds_of_32_bits_keep_their_draws() -> None:
+    for seed in (0, 7, 2**32 - 1):
+        generator = torch.Generator().manual_seed(seed)
+        expected = [float(torch.rand(1, generator=generator, dtype=torch.float64)) for _ in range(5)]
+        assert [sampler(seed).uniform(place) for place in range(5)] == expected
+
+
+def test_draws_of_large_seeds_are_the_same_everywhere() -> None:
+    assert [round(sampler(2**63 + 5).uniform(place), 9) for place in range(3)] == [0.447436391, 0.357947341, 0.149155487]
+
+
+def test_large_seeds_draw_evenly() -> None:
+    chooser = sampler(2**40)
+    assert abs(np.mean([chooser.uniform(place) for place in range(4000)]) - 0.5) < 0.02
+
+
+def test_choices_of_a_request_share_what_it_adds_to_scores() -> None:
+    sampling = Sampling(repetition_penalty=1.5, logit_bias={3: 2.0}).with_defaults(NEUTRAL)
+    shared = Adjustments(sampling, (1, 2, 2, 3), 50)
+    alone, beside = Sampler(sampling, 1, (1, 2, 2, 3), 50), Sampler(sampling, 1, (), 50, adjustments=shared)
+    for turn in range(30):
+        logits = scores(turn)
+        assert draw(alone, logits) == draw(beside, logits)
+    assert shared.prompt.tolist() == [1, 2, 3]

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 from onedesk.service.core import Event, Result, Sampling, Usage
 from onedesk.service.engine.answer import Prepared
+from onedesk.service.engine.sampler import Adjustments
 from onedesk.service.engine.sequence import Limits
 from onedesk.service.server import worker as worker_module
 from onedesk.service.server.pending import Call
 from onedesk.service.server.statistics import Figures
 from onedesk.service.server.worker import Coming, Worker
+from onedesk.service.text.stops import StopStrings
 
-PREPARED = Prepared((1,), Sampling(), 7, Limits(8, 8, 8, frozenset()), 8, (), False, False, None, 10)
+_LIMITS, _ADJUSTMENTS = Limits(8, 8, 8, frozenset()), Adjustments(Sampling(), (), 10)
+PREPARED = Prepared((1,), Sampling(), 7, _LIMITS, 8, StopStrings(), False, False, None, 10, _ADJUSTMENTS)
 LONG = 60.0  # seconds; no test waits for them
 
 

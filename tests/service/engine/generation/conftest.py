@@ -61,8 +61,8 @@ class AheadStepper(HostStepper):
         for feed in feeds:
             chosen = before[feed.source] if feed.token is None else Picked(feed.token)
             assert isinstance(chosen, Picked)
-            assert chosen.token >= 0
-            known.append(replace(feed, token=chosen.token))
+            assert (chosen.token >= 0) == (chosen.error is None)
+            known.append(replace(feed, token=max(0, chosen.token)))
         super().launch(known)
         scores = self._under_way.pop()[1]
         self._chosen.append([self._picked(feed, row) for feed, row in zip(known, scores, strict=True)])
