@@ -31,6 +31,7 @@ from .engine.batch_loop import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.picture_reader import PictureReader
 from .engine.prepare import check_ids, prepare, prepare_all
+from .engine.prepare_pictures import place_pictures
 from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
 from .engine.session import (
@@ -277,6 +278,18 @@ class OpenModel:
         self.check_fits(ids)
         with self._use("score", cancel), self._session_for(None, cancel) as session:
             return session.runner.logprobs(ids, cancel, top=top)
+
+    def score_pictures(
+        self, ids: Sequence[int], pictures: Sequence[Picture], pixels: int | None = None, *, cancel: CancelCheck | None = None
+    ) -> list[float | None]:
+        """As `score` for ids in which the image token stands once per picture: None at every row of a picture."""
+        request = Request(ids=tuple(ids), images=tuple(pictures), pixels=pixels).validated()
+        check_ids(ids, self.vocab_size)
+        found, task = place_pictures(request, ids, self.reader, self.context)
+        with self._use("score", cancel), self._session_for(None, cancel) as session:
+            scored = session.runner.logprobs(found, cancel, pictures=task)
+        inside = {row for span in (task.positions.spans if task else ()) for row in range(span.first, span.end)}
+        return [None if row in inside else one.token for row, one in enumerate(scored, 1)]
 
     def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
         """As `score` for a text of any length, in windows that overlap by half; also returns how many windows there were."""

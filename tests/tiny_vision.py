@@ -12,6 +12,7 @@ from oracle import load_model
 from pictures import QWEN2_5_VL, QWEN3_VL
 from published import change_tensors
 from tiny_families import FAMILIES, _stir, transformers_module
+from tiny_models import small_tokenizer
 
 IMAGE, VIDEO, START, END = 500, 501, 502, 503
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -76,12 +77,21 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def write_seeing(folder: Path, family: str, *, seed: int = 1, text: dict[str, Any] | None = None) -> Path:
+def write_seeing(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 1,
+    text: dict[str, Any] | None = None,
+    tokens: dict[str, int] | None = None,
+) -> Path:
     """A checkpoint of `family` with its tower and its preprocessor_config.json, in FP32, every parameter stirred by `seed`."""
     transformers = transformers_module()
     torch.manual_seed(seed)
     stem, values, tower = SEEING[family]
-    config = getattr(transformers, f"{stem}Config")(text_config=values | (text or {}), vision_config=tower, **_TOKENS)
+    config = getattr(transformers, f"{stem}Config")(
+        text_config=values | (text or {}), vision_config=tower, **(tokens or _TOKENS)
+    )
     model = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
     with torch.no_grad():
         _stir(model, torch.Generator().manual_seed(seed))
@@ -90,6 +100,33 @@ def write_seeing(folder: Path, family: str, *, seed: int = 1, text: dict[str, An
     if family == "qwen3_vl_moe":  # as the published checkpoints have them, which transformers reads but does not write
         change_tensors(folder, turn_experts)
     (folder / "preprocessor_config.json").write_text(json.dumps(document))
+    return folder
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_seer(folder: Path, family: str = "qwen3_vl") -> Path:
+    """As `write_seeing` with a tokenizer and a chat template, for conversations."""
+    tokenizer = small_tokenizer()
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens(marks)
+    start, end, image, video = (tokenizer.token_to_id(mark) for mark in marks)
+    tokens = {
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
+    turn = tokenizer.token_to_id("<|im_end|>")
+    write_seeing(folder, family, text={"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": turn}, tokens=tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
     return folder
 
 

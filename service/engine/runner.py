@@ -176,12 +176,20 @@ class Runner:
             start = sequence.length - (0 if ahead else len(ids))
             self.drafting.see(sequence, start, ids, carried(self.network, state[-HELD:] if len(ids) > HELD else state, self.scratch))
 
-    def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None, *, top: int = 0) -> list[Logprobs]:
+    def logprobs(
+        self,
+        ids: Sequence[int],
+        cancel: CancelCheck | None = None,
+        *,
+        top: int = 0,
+        pictures: PictureTask | None = None,
+    ) -> list[Logprobs]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model, and the `top` likeliest ids there."""
         found: list[Logprobs] = []
         with self.kv.open(len(ids)) as sequence:
             for at in range(0, len(ids), self.chunk_rows):
-                state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel).clone()
+                piece = ids[at : at + self.chunk_rows]
+                state = self._forward(sequence, piece, cancel, pictures=pictures).clone()
                 following = ids[at + 1 : at + 1 + len(state)]
                 for row in range(0, len(following), SCORED_ROWS):
                     wanted = torch.tensor(following[row : row + SCORED_ROWS], device=state.device)
