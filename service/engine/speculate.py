@@ -19,7 +19,7 @@ RISK = 0.01
 LEARNING = 0.2
 # Rows that the drafting layer reads in the time that it takes for one token: of those the head sees only the last. BF16 6.6, INT4 5.8.
 READ_AT_ONCE = 6
-# What a pass of more rows than any that was measured may take, beside as much for each row: they took up to 1.1 (see docs/performance.md).
+# What a pass of more rows than any that was measured may take, beside as much for each row: they took up to 1.1 (see lab/notebook.md).
 BEYOND = 1.25
 # What a width costs beside a step is believed as if so many passes of it had cost nothing more: one that a busy moment made slow is tried
 # again, where it may be.

@@ -1,7 +1,7 @@
 """From floating weights to int8 and int4, by rounding to the nearest.
 
 A symmetric int4 group takes its scale from its extreme: the weight of the largest magnitude becomes -8, so that all 16 values are used. On
-the demo writer that is 24 % less divergence than extreme / 7; see docs/performance.md, also for the search of a clip range.
+the demo writer that is 24 % less divergence than extreme / 7; see lab/notebook.md, also for the search of a clip range.
 """
 
 from __future__ import annotations
