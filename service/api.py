@@ -102,9 +102,8 @@ class OpenModel:
 
     def picture_sizes(self, pictures: Sequence[Picture], pixels: int | None = None) -> list[tuple[int, int, int]]:
         """Width and height after resizing, and tokens, of each picture. Raises RequestError, ModelError where it does not see."""
-        preprocessor, spans = self.reader.sizes(pictures, pixels)
-        side = preprocessor.factor
-        return [(span.width * side, span.height * side, span.tokens) for span in spans]
+        sizes = [(one.factor, span) for one, span in self.reader.sizes(pictures, pixels)]
+        return [(span.width * side, span.height * side, span.tokens) for side, span in sizes]
 
     @property
     def context(self) -> int:

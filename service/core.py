@@ -45,12 +45,16 @@ ProgressReport = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Decoded pixels: `rgb` holds one byte per value, [height, width, 3] from the top left. `name` is what messages call it."""
+    """Decoded pixels: `rgb` holds one byte per value, [height, width, 3] from the top left. `name` is what messages call it.
+
+    `pixels` bounds its area after resizing; None: the request's limit.
+    """
 
     width: int
     height: int
     rgb: bytes
     name: str = "the picture"
+    pixels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class Request:
     `tools` (as the OpenAI API has them) and `template_options` are for the chat template.
 
     `images` go with `prompt` and `ids`, in which the model's image token stands once per picture; messages hold their own. `pixels`
-    bounds the area of each picture after resizing; None: as much as the model reads.
+    bounds the area of each picture after resizing; None: 1,048,576 on a GPU, 262,144 on a CPU.
     """
 
     messages: tuple[Message, ...] = ()

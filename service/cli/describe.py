@@ -11,7 +11,7 @@ from ..core import Message, Request
 from .model_options import add_request_options, checked_options, opened
 from .options import FAILURE, INTERRUPTED, SUCCESS, Subcommands
 from .output import answered, document, run_request
-from .pictures import add_pixels, picture_documents, read_pictures, usual_pixels
+from .pictures import add_pixels, picture_documents, read_pictures
 
 QUESTION = "Describe this picture."
 QUESTION_FOR_SEVERAL = "Describe these pictures."
@@ -36,11 +36,10 @@ def run(args: argparse.Namespace) -> int:
     question = args.question or (QUESTION if len(pictures) == 1 else QUESTION_FOR_SEVERAL)
     stop = Stop()
     with stop.listening(), opened(args, load_config(args.config)) as model:
-        pixels = usual_pixels(model, args.pixels)
         system = [Message("system", args.system)] if args.system else []
         turn = Message.with_parts("user", *pictures, question)
-        request = Request(messages=(*system, turn), pixels=pixels, **options).validated()
-        images = picture_documents(model, args.files, pictures, pixels)
+        request = Request(messages=(*system, turn), pixels=args.pixels, **options).validated()
+        images = picture_documents(model, args.files, pictures, args.pixels)
         result = run_request(model, request, stop, quiet=args.json)[0]
     if args.json:
         write_json(document(result) | {"images": images})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import Any
 
 from ..config import load_config
@@ -13,7 +12,7 @@ from ..core import BEAMS_LIMIT, CHOICES_LIMIT, Message, Request
 from .model_options import add_request_options, checked_options, opened
 from .options import FAILURE, INTERRUPTED, SUCCESS, Subcommands, switch, token_ids, whole_from
 from .output import answered, document, run_request
-from .pictures import add_images, picture_documents, read_pictures, usual_pixels
+from .pictures import add_images, picture_documents, read_pictures
 
 NO_PROMPT = "no PROMPT and no --ids; see onedesk generate --help"
 
@@ -37,15 +36,15 @@ def add_to(subcommands: Subcommands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the prompt of the command line; returns the exit status."""
-    options = checked_options(args, repetition_stop=args.repetition_stop, n=args.n, best_of=args.best_of, beams=args.beams)
+    own = {name: getattr(args, name) for name in ("repetition_stop", "n", "best_of", "beams", "pixels")}
+    options = checked_options(args, **own)
     request = _request(args, options).validated()
     config = load_config(args.config)
     pictures, images = request.pictures, None
     stop = Stop()
     with stop.listening(), opened(args, config) as model:
         if pictures:
-            pixels = usual_pixels(model, args.pixels)
-            request, images = replace(request, pixels=pixels), picture_documents(model, args.image, pictures, pixels)
+            images = picture_documents(model, args.image, pictures, args.pixels)
         results = run_request(model, request, stop, quiet=args.json)
     if args.json:
         documents = [document(result) for result in results]

@@ -13,13 +13,10 @@ from .options import whole_from
 if TYPE_CHECKING:
     from ..api import OpenModel
 
-# Pixels of a picture after resizing: a tower takes about a minute for a million on a CPU of 2 cores.
-GPU_PIXELS, CPU_PIXELS = 1_048_576, 262_144
-
 
 def add_pixels(parser: argparse.ArgumentParser) -> None:
     """Add --pixels."""
-    pixels = f"at most N pixels per picture after resizing; default {GPU_PIXELS:,} on a GPU, {CPU_PIXELS:,} on a CPU"
+    pixels = "at most N pixels per picture after resizing; default 1,048,576 on a GPU, 262,144 on a CPU"
     parser.add_argument("--pixels", type=whole_from(1), metavar="N", help=pixels)
 
 
@@ -39,15 +36,8 @@ def read_pictures(paths: Sequence[Path]) -> tuple[Picture, ...]:
     return tuple(read_picture(path) for path in paths)
 
 
-def usual_pixels(model: OpenModel, asked: int | None) -> int:
-    """The limit of pixels per picture: as asked, else by the device."""
-    if asked is not None:
-        return asked
-    return GPU_PIXELS if model.pool.device.startswith("cuda") else CPU_PIXELS
-
-
 def picture_documents(
-    model: OpenModel, paths: Sequence[Path], pictures: Sequence[Picture], pixels: int
+    model: OpenModel, paths: Sequence[Path], pictures: Sequence[Picture], pixels: int | None
 ) -> list[dict[str, Any]]:
     """What --json says of the pictures: their files, sizes after resizing, and tokens."""
     sizes = model.picture_sizes(pictures, pixels)

@@ -9,7 +9,7 @@ from ..config import load_config
 from ..console import Stop, UsageError, read_text_file, write_json
 from .model_options import opened
 from .options import SUCCESS, Subcommands, token_ids
-from .pictures import add_images, picture_documents, read_pictures, usual_pixels
+from .pictures import add_images, picture_documents, read_pictures
 
 
 def add_to(subcommands: Subcommands) -> None:
@@ -35,9 +35,8 @@ def run(args: argparse.Namespace) -> int:
     with stop.listening(), opened(args, load_config(args.config)) as model:
         logprobs: list[float | None]
         if pictures:
-            pixels = usual_pixels(model, args.pixels)
-            images = picture_documents(model, args.image, pictures, pixels)
-            logprobs, windows = model.score_pictures(args.ids, pictures, pixels, cancel=stop), 1
+            images = picture_documents(model, args.image, pictures, args.pixels)
+            logprobs, windows = model.score_pictures(args.ids, pictures, args.pixels, cancel=stop), 1
         elif text is None:
             logprobs, windows = [*model.score(args.ids, cancel=stop)], 1
         else:

@@ -39,6 +39,8 @@ ALIGNMENT = 256
 # Rows of pictures that are kept: 1,024 tokens of 2,560 numbers in BF16 are 5 MB, with three taps 20 MB.
 KEPT_BYTES = 64 << 20
 PICTURES_LIMIT = 64  # of one request
+# Pixels of a picture after resizing where nobody says: a tower takes about a minute for a million on a CPU of 2 cores.
+GPU_PIXELS, CPU_PIXELS = 1_048_576, 262_144
 
 
 class PictureStopped(Exception):  # noqa: N818 - a signal inside the engine, never seen outside
@@ -115,9 +117,7 @@ class PictureTask:
         return tuple(found)
 
     @contextmanager
-    def rows(
-        self, rows: Rows, first: int, rotary: RotaryTable, cancel: CancelCheck | None
-    ) -> Iterator[None]:
+    def rows(self, rows: Rows, first: int, rotary: RotaryTable, cancel: CancelCheck | None) -> Iterator[None]:
         """Let a chunk that begins at row `first` know how its rows are turned, and what stands for its pictures.
 
         Raises PictureStopped when `cancel` turns true while the tower reads.
@@ -187,25 +187,30 @@ class PictureReader:
 
     def held_bytes(self) -> int:
         """Bytes of all leases."""
-        awake, outputs = self._awake, list(self._outputs.values())  # without the lock: the tower may hold it for seconds
+        awake, outputs = (
+            self._awake,
+            list(self._outputs.values()),
+        )  # without the lock: the tower may hold it for seconds
         return sum(lease.nbytes for lease in (*(awake.leases if awake else ()), *(one.lease for one in outputs)))
 
-    def sizes(self, pictures: Sequence[Picture], pixels: int | None) -> tuple[Preprocessor, list[PictureSpan]]:
-        """The preprocessing within `pixels` per picture, and what each picture takes, before any is resized. Raises RequestError."""
+    def sizes(self, pictures: Sequence[Picture], pixels: int | None) -> list[tuple[Preprocessor, PictureSpan]]:
+        """The preprocessing of each picture within `pixels`, and what it takes, before any is resized. Raises RequestError."""
         if len(pictures) > PICTURES_LIMIT:
             raise RequestError(f"the request has {len(pictures)} pictures; at most {PICTURES_LIMIT} are read at once")
-        preprocessor = self.plan.preprocessor
-        if pixels is not None:
-            preprocessor = preprocessor.with_pixels(pixels)
-        spans = []
+        whole = self.plan.preprocessor
+        usual = max(whole.min_pixels, GPU_PIXELS if self._device.type == "cuda" else CPU_PIXELS)
+        found = []
         for picture in pictures:
+            preprocessor = whole.with_pixels(picture.pixels or pixels or usual)
             height, width = preprocessor.target_size(picture.height, picture.width, picture.name)
-            spans.append(PictureSpan(0, height // preprocessor.factor, width // preprocessor.factor))
-        return preprocessor, spans
+            found.append((preprocessor, PictureSpan(0, height // whole.factor, width // whole.factor)))
+        return found
 
-    def task(self, pictures: Sequence[Picture], preprocessor: Preprocessor, positions: PicturePositions) -> PictureTask:
+    def task(
+        self, pictures: Sequence[Picture], preprocessors: Sequence[Preprocessor], positions: PicturePositions
+    ) -> PictureTask:
         """Resize the pictures of one prompt."""
-        return PictureTask(self, positions, tuple(resize_picture(picture, preprocessor) for picture in pictures))
+        return PictureTask(self, positions, tuple(map(resize_picture, pictures, preprocessors)))
 
     @contextmanager
     def output(self, picture: ResizedPicture, cancel: CancelCheck | None) -> Iterator[torch.Tensor]:

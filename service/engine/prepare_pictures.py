@@ -28,7 +28,8 @@ def place_pictures(
         raise ModelError("this model reads no pictures")
     plan = reader.plan
     _refuse_marks(request, ids, reader)
-    preprocessor, spans = reader.sizes(pictures, request.pixels)
+    sizes = reader.sizes(pictures, request.pixels)
+    spans = [span for _, span in sizes]
     try:
         found, positions = expand(ids, plan.config.image, [(span.height, span.width) for span in spans])
     except ValueError as error:
@@ -44,8 +45,10 @@ def place_pictures(
         )
     last = positions.spans[-1].end
     if reader.stretch > 1 and len(found) - last < reader.stretch:
-        raise RequestError(f"the prompt ends {len(found) - last} tokens after a picture; this model needs {reader.stretch}, add some text")
-    return found, reader.task(pictures, preprocessor, positions)
+        raise RequestError(
+            f"the prompt ends {len(found) - last} tokens after a picture; this model needs {reader.stretch}, add some text"
+        )
+    return found, reader.task(pictures, [preprocessor for preprocessor, _ in sizes], positions)
 
 
 def _refuse_marks(request: Request, ids: Sequence[int], reader: PictureReader | None) -> None:
@@ -58,4 +61,6 @@ def _refuse_marks(request: Request, ids: Sequence[int], reader: PictureReader | 
                 raise RequestError(f"a message has {mark} in it, which stands for a picture; remove it")
     image = reader.plan.config.image
     if not request.pictures and image in ids:
-        raise RequestError(f"the prompt has the image token {image} at position {list(ids).index(image)}, but no picture; remove it")
+        raise RequestError(
+            f"the prompt has the image token {image} at position {list(ids).index(image)}, but no picture; remove it"
+        )

@@ -22,7 +22,7 @@ from ..core import (
 )
 from ..engine.answer import Prepared
 from ..errors import OnedeskError
-from .body import read_json
+from .body import PICTURE_BODY_LIMIT, read_json
 from .error_documents import ApiError, as_api_error, to_json
 from .frames import Frames
 from .pending import Call
@@ -43,7 +43,7 @@ from .sse import EventStream
 
 async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
-    body = await read_json(request, CHAT)
+    body = await read_json(request, CHAT, PICTURE_BODY_LIMIT)
     name, calls, ask = await _begin(service, body, chat_ask)
     scored = ask.requests[0].logprobs is not None
     tokenizer = calls[0].model.tokenizer if scored else None

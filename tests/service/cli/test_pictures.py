@@ -88,7 +88,7 @@ def test_score_leaves_rows_of_pictures_out(run: Run, seer: Path, files: list[str
         (("generate", "say <|image_pad|>", "--image", "{one}"), "a message has <|image_pad|> in it"),
         (("generate", "say <|vision_start|>"), "a message has <|vision_start|> in it"),
         (("generate", "--ids", "5,6", "--image", "{one}"), "0 places for pictures, but 1 pictures"),
-        (("describe", "{folder}/large.png"), "and the context is 256; use fewer --pixels"),
+        (("describe", "{folder}/large.png", "--pixels", "1000000"), "and the context is 256; use fewer --pixels"),
         (("score", "--text-file", "{folder}/notes.png", "--image", "{one}"), "--image goes with --ids"),
     ],
 )

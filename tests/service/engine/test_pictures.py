@@ -87,7 +87,7 @@ def test_what_is_written_is_what_transformers_writes(tmp_path: Path, cache: Path
             eos_token_id=None,
             **inputs,
         )[0, len(ids) :].tolist()
-    found = answer(model, asked(question(2), *images))
+    found = answer(model, asked(question(2), *images, pixels=10**7))
     assert list(found.ids) == written[: len(found.ids)]
     assert len(found.ids) == TOKENS or found.finish == "stop"
     assert model.reader.runs == 2, "the tower runs once per picture, whatever the chunks"
@@ -185,7 +185,9 @@ def test_kept_rows_give_way_under_pressure(model: OpenModel):
 
 def test_a_limit_of_pixels_makes_fewer_rows(model: OpenModel):
     picture = drawn(640, 640)
-    assert model.picture_sizes([picture]) == [(640, 640, 400)]
+    assert model.picture_sizes([picture]) == [(512, 512, 256)]
+    assert model.picture_sizes([picture], 10**6) == [(640, 640, 400)]
+    assert model.picture_sizes([replace(picture, pixels=65536)], 10**6) == [(256, 256, 64)]
     assert model.picture_sizes([picture], 65536) == [(256, 256, 64)]
     assert answer(model, asked(question(1), picture, pixels=65536)).usage.prompt == len(question(1)) + 63
     with pytest.raises(RequestError, match=r"pixels is 100; this model reads pictures of at least 1,024 pixels"):
@@ -197,7 +199,7 @@ def test_what_cannot_be_read_is_refused_before_any_work(model: OpenModel):
     with pytest.raises(
         RequestError, match=r"the prompt has \d+ tokens, 961 of them for 1 pictures, and the context is 640"
     ):
-        model.generate(asked(question(1), large))
+        model.generate(asked(question(1), large, pixels=10**7))
     with pytest.raises(
         RequestError, match=r"there are 1 places for pictures, but 2 pictures.*image token 500 must stand once"
     ):
