@@ -40,7 +40,7 @@ TITLES = ("AFTER", "FIGURE", "MIN", "MEDIAN", "MAX")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkflowChoice:
     """Which models take part, by the names that ComfyUI offers; `tokens` the writer writes, `context` it reserves."""
 
     writer: str
@@ -52,7 +52,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Outcome:
+class AlternateOutcome:
     """What came of it: one row a cycle and step, and every promise that was not kept."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Outcome:
             self.sink.flush()
 
 
-def workflow(choice: Choice, seed: int) -> dict[str, dict[str, Any]]:
+def workflow(choice: WorkflowChoice, seed: int) -> dict[str, dict[str, Any]]:
     """One cycle in ComfyUI's API format: write, report, encode, draw, report, decode, save."""
 
     def node(kind: str, **inputs: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def workflow(choice: Choice, seed: int) -> dict[str, dict[str, Any]]:
     }
 
 
-class PeakWatch(threading.Thread):
+class CardPeak(threading.Thread):
     """Asks ComfyUI every 50 ms how much of the card is in use, by anybody; `peak` in bytes, None where there is no card."""
 
     def __init__(self, client: Client) -> None:
@@ -118,7 +118,7 @@ class PeakWatch(threading.Thread):
         self.join()
 
 
-def alternate(client: Client, choice: Choice, cycles: int, outcome: Outcome) -> None:
+def alternate(client: Client, choice: WorkflowChoice, cycles: int, outcome: AlternateOutcome) -> None:
     """Run one cycle that is not counted and then `cycles` that are; everything seen goes into `outcome`, also before an error.
 
     Raises PeerError when ComfyUI lacks a node, refuses or fails a workflow, or does not answer.
@@ -217,14 +217,14 @@ def _shown(name: str, value: float) -> str:
     return f"{value:.3f} s" if "seconds" in name else f"{value / GIB:.3f} GiB"
 
 
-def measure(port: int, choice: Choice, cycles: int, sink: TextIO | None = None) -> dict[str, Any]:
+def measure(port: int, choice: WorkflowChoice, cycles: int, sink: TextIO | None = None) -> dict[str, Any]:
     """The document: the machine, `steps`, `rows`, `failures`, `peak_used`, `drift_bytes`. Bytes are integers, times seconds.
 
-    `sink` gets each row at once, see Outcome. Raises PeerError when nobody answers at the port.
+    `sink` gets each row at once, see AlternateOutcome. Raises PeerError when nobody answers at the port.
     """
     client = Client(port)
     stats = client.ask("/system_stats")
-    outcome, watch, started = Outcome(sink=sink), PeakWatch(client), time.perf_counter()
+    outcome, watch, started = AlternateOutcome(sink=sink), CardPeak(client), time.perf_counter()
     watch.start()
     try:
         alternate(client, choice, cycles, outcome)
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.cycles < 1:
         parser.error(f"--cycles is {args.cycles}; use a whole number from 1")
     try:
-        choice = Choice(args.writer, args.painter, args.encoder, args.coder, args.tokens, args.context)
+        choice = WorkflowChoice(args.writer, args.painter, args.encoder, args.coder, args.tokens, args.context)
         with args.rows.open("w") if args.rows else contextlib.nullcontext() as sink:
             document = measure(port_of(args.url), choice, args.cycles, sink)
     except OnedeskError as error:

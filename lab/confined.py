@@ -62,7 +62,7 @@ Picture = Literal["drawn", "refused", "not asked"]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ConfinedCase:
     """One choice. `leased`: the picture is a lease of the pool; else a plain allocation after the pool was asked for room."""
 
     model: str
@@ -74,7 +74,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ConfinedOutcome:
     """What a child saw. `available` is the product's figure, `expected` the group's own files read at the same time."""
 
     fits: bool
@@ -94,7 +94,7 @@ class Outcome:
     suggestion_works: bool | None
 
 
-def random_cases(count: int, seed: int, models: Sequence[str]) -> list[Case]:
+def random_cases(count: int, seed: int, models: Sequence[str]) -> list[ConfinedCase]:
     """`count` choices, sizes log-uniform; every other limit is chosen near what the model takes."""
     dice = random.Random(seed)  # noqa: S311 - the same cases for one seed
 
@@ -107,7 +107,7 @@ def random_cases(count: int, seed: int, models: Sequence[str]) -> list[Case]:
         _, layers, _, _ = MODELS[model]
         takes = int(model) * 1e6 + layers * 2 * KV_HEADS * HEAD_DIM * 4 * context
         limit = between(*LIMITS) if number % 2 else max(LIMITS[0], between(0.8 * takes + floor, 3.5 * takes + floor))
-        cases.append(Case(model, limit, context, between(*PICTURES), floor, dice.random() < 0.5))
+        cases.append(ConfinedCase(model, limit, context, between(*PICTURES), floor, dice.random() < 0.5))
     return cases
 
 
@@ -130,7 +130,7 @@ def checkpoint_of(model: str, cache: Path) -> Path:
 # What runs in the child.
 
 
-def _try_case(case: Case, folder: Path, group: MemoryGroup, config: Config) -> Outcome:
+def _try_case(case: ConfinedCase, folder: Path, group: MemoryGroup, config: Config) -> ConfinedOutcome:
     group.join()
     REGISTRY.configure(replace(config, memory={"floor": case.floor}))
     pool = REGISTRY.pool("cpu")
@@ -144,7 +144,9 @@ def _try_case(case: Case, folder: Path, group: MemoryGroup, config: Config) -> O
         growth, untouched = own_bytes() - own, pool.allocations == 0 and pool.used() == 0
         context = _suggested_context(str(refusal))
         works = _works(folder, context) if context else None
-        return Outcome(False, str(refusal), *figures, growth if untouched else case.limit, "not asked", 0, True, True, context, works)
+        return ConfinedOutcome(
+            False, str(refusal), *figures, growth if untouched else case.limit, "not asked", 0, True, True, context, works
+        )
     picture, most = _draw(case, pool)
     message, same, woken = "", True, True
     try:
@@ -152,7 +154,7 @@ def _try_case(case: Case, folder: Path, group: MemoryGroup, config: Config) -> O
     except MemoryFull as refusal:
         message, woken = str(refusal), False
     pool.verify()
-    return Outcome(True, message, *figures, 0, picture, most, same, woken, 0, None)
+    return ConfinedOutcome(True, message, *figures, 0, picture, most, same, woken, 0, None)
 
 
 def _write(model: OpenModel) -> tuple[int, ...]:
@@ -161,7 +163,7 @@ def _write(model: OpenModel) -> tuple[int, ...]:
     return results[-1].ids
 
 
-def _draw(case: Case, pool: Pool) -> tuple[Picture, int]:
+def _draw(case: ConfinedCase, pool: Pool) -> tuple[Picture, int]:
     """Draw, if the pool says that there is room; also the most bytes that it said there are."""
     most = pool.room().most
     if case.leased:
@@ -199,12 +201,12 @@ def _works(folder: Path, context: int) -> bool:
 # What runs in the parent.
 
 
-def run_case(case: Case, folder: Path, config: Config, number: int) -> tuple[Outcome | None, int, int]:
+def run_case(case: ConfinedCase, folder: Path, config: Config, number: int) -> tuple[ConfinedOutcome | None, int, int]:
     """The outcome, None when the child was ended; kills by the kernel; how often the limit was reached."""
     with MemoryGroup(f"onedesk-{os.getpid()}-{number}", case.limit) as group:
         answer = _in_child(lambda: asdict(_try_case(case, folder, group, config)))
         kills, hits = group.kills, group.hits
-    return (Outcome(**answer) if answer is not None else None), kills, hits
+    return (ConfinedOutcome(**answer) if answer is not None else None), kills, hits
 
 
 def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -237,7 +239,7 @@ def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
     return document
 
 
-def faults_of(case: Case, folder: Path, outcome: Outcome | None, kills: int) -> list[str]:
+def faults_of(case: ConfinedCase, folder: Path, outcome: ConfinedOutcome | None, kills: int) -> list[str]:
     """What was wrong about a case; nothing, if it worked or was refused rightly."""
     if outcome is None or kills:
         return [f"killed ({kills} by the kernel)"]
@@ -299,7 +301,7 @@ def run_confined(count: int, *, seed: int, config: Config, models: Sequence[str]
     }
 
 
-def _became(case: Case, outcome: Outcome | None) -> str:
+def _became(case: ConfinedCase, outcome: ConfinedOutcome | None) -> str:
     if outcome is None:
         return "killed"
     if outcome.fits:

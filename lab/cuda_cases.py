@@ -1,4 +1,4 @@
-"""What checks of CUDA kernels share: random weights and rows, and how far a result is from the truth."""
+"""What the checks of CUDA kernels share: random weights and rows, and the error of a result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from ..service.kernels.forward_batch import NormWeight
 from ..service.quant.weight import Format, QuantizedWeight, Weight, dequantize, pack_nibbles
 
-# Rounding a result to bf16 is 1.7e-3, to fp16 2.1e-4; a norm or a gate between rounds twice.
+# Rounding a result to bf16 gives 1.7e-3, to fp16 2.1e-4. A norm or a gate in between rounds twice.
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How far a kernel was off, and how far it may be."""
+    """The error of a kernel, and its bound."""
 
     kernel: str
     form: str
@@ -29,13 +29,13 @@ class Finding:
 
 
 def apart(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """|found - truth| / |truth|; infinite where something is no number."""
+    """|found - truth| / |truth|; infinite if something is NaN."""
     error = (found.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-30)
     return float(error) if bool(torch.isfinite(found.float()).all()) else float("inf")
 
 
 class Maker:
-    """Random numbers on a device, the same at every run."""
+    """Random numbers on a device, the same in every run."""
 
     def __init__(self, device: str, activation: torch.dtype) -> None:
         self.device, self.activation = device, activation
@@ -48,18 +48,18 @@ class Maker:
         return self.normal(*shape).to(self.activation)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Room for a result, filled with what is no number: an element that nobody writes shows."""
+        """A result buffer filled with NaN, so that an unwritten element shows."""
         return torch.full(shape, float("nan"), device=self.device, dtype=self.activation)
 
     def norm(self, cols: int) -> NormWeight:
         return NormWeight(self.normal(cols).abs() + 0.5, 1e-6)
 
     def weight(self, held: Format | None, rows: int, cols: int) -> Weight:
-        """Random numbers in the format; one row and one group of zeros, one huge number."""
+        """Random numbers in the format, with one row of zeros, one group of zeros and one huge number."""
         if held is None:
             weight = self.rows(rows, cols) * 0.2
             weight[1] = 0
-            weight[2, 3] = 60  # more, and fp16 does not hold what gates make of it
+            weight[2, 3] = 60  # with more, fp16 does not hold the result of gates
             return weight
         scales = self.normal(rows, held.groups(cols)) * 0.01
         scales[1] = 0
@@ -67,7 +67,7 @@ class Maker:
         if held.name == "nvfp4":
             nibbles = torch.randint(0, 16, (rows, cols), generator=self._random, device=self.device).to(torch.uint8)
             factors = self.normal(rows, 1).abs() * 1e-4
-            # From the smallest that e4m3 holds to the largest, 448: more is no number.
+            # From the smallest to the largest e4m3, 448; more is NaN.
             held_scales = (scales.abs() * 1e4).clamp(max=448)
             held_scales[2, 1] = 2**-9
             parts = pack_nibbles(nibbles), held_scales.to(torch.float8_e4m3fn)
@@ -83,5 +83,5 @@ class Maker:
 
 
 def wide(weight: Weight) -> torch.Tensor:
-    """The weight's numbers in fp32."""
+    """The numbers of the weight in fp32."""
     return dequantize(weight) if isinstance(weight, QuantizedWeight) else weight.float()

@@ -1,9 +1,10 @@
-"""What only a CUDA device can show, on random checkpoints: the same tokens as the CPU, bytes that really come back, text that stays.
+"""Checks on a CUDA device with random checkpoints: the same tokens as the CPU, measured returns of memory, unchanged
+text.
 
-    python -m onedesk.lab.cuda_check [--cycles 10] [--cache FOLDER] [--json]
+python -m onedesk.lab.cuda_check [--cycles 10] [--cache FOLDER] [--json]
 
-Exit 1 if a promise is not kept. Speeds are printed for information. Managed memory is looked at too where cuda-bindings is installed, and
-a small network of every family, see cuda_families.
+Exit 1 if a check fails. Speeds are printed for information. Managed memory is checked too if cuda-bindings is
+installed, and a small network of every family, see cuda_families.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..service.memory.pool import Pool, Released
 from ..service.memory.truth import read_truth
 from .cuda_families import NAMES, broken_rows, family_row
 
-# Small enough for the CPU, all parts of the family in it; FP32, so that both devices sum the same numbers.
+# Small enough for the CPU, with all parts of the family. FP32, so that both devices sum the same numbers.
 SMALL: Mapping[str, Any] = {
     **SHAPES["qwen3-0.6b"],
     "vocab_size": 4096,
@@ -39,24 +40,26 @@ SMALL: Mapping[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "tie_word_embeddings": False,  # tied random weights repeat one token for ever
+    "tie_word_embeddings": False,  # tied random weights repeat one token forever
     "torch_dtype": "float32",
 }
 LARGE: Mapping[str, Any] = {**SHAPES["qwen3-0.6b"], "tie_word_embeddings": False}
 LARGE_NAME = "qwen3-0.6b-untied"
 PROMPT, TOKENS, CONTEXT = 300, 64, 1024
 RETURNED_SHARE = 0.98
-# Small beside any card: to ask a card for more managed memory than it has free can hang it.
+# Small compared with any card: asking a card for more managed memory than it has free can hang it.
 MANAGED_BYTES = 256 * MIB
 
 
 def prompt_of(model: OpenModel) -> tuple[int, ...]:
-    """PROMPT random ids, the same for every model of one vocabulary; longer than a chunk of prefill."""
+    """PROMPT random ids, the same for every model of one vocabulary. Longer than a prefill chunk."""
     return tuple(torch.randint(0, model.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist())
 
 
 def answer(model: OpenModel) -> Result:
-    """TOKENS tokens behind the prompt, greedy; all of it is read, for the last tokens behind a kept beginning are rounded otherwise."""
+    """TOKENS tokens after the prompt, greedy. The whole prompt is read: its last tokens round differently after a
+    cached prefix.
+    """
     request = Request(ids=prompt_of(model), sampling=Sampling(temperature=0.0), max_tokens=TOKENS, prefix_reuse=False)
     result = [event.result for event in model.generate(request)][-1]
     if result is None or result.finish != "length":
@@ -65,8 +68,10 @@ def answer(model: OpenModel) -> Result:
 
 
 def opened(path: Path, device: str, cache: Path, settings: MemorySettings | None = None) -> OpenModel:
-    """The model of `path` in a pool of its own."""
-    return open_model(path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache)
+    """The model of `path` in its own pool."""
+    return open_model(
+        path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache
+    )
 
 
 def made_pool(device: str, settings: MemorySettings | None = None) -> Pool:
@@ -75,7 +80,9 @@ def made_pool(device: str, settings: MemorySettings | None = None) -> Pool:
 
 
 def same_as_cpu(device: str, cache: Path, settings: MemorySettings | None = None) -> dict[str, Any]:
-    """Whether `device` chooses the CPU's tokens and scores, in FP32. `score_difference` is the largest of any log-probability."""
+    """Whether `device` gives the CPU's tokens and scores, in FP32. `score_difference`: the largest difference of a
+    log-probability.
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_random(Path(folder), SMALL, dtype=torch.float32)
         found: list[tuple[Result, list[float]]] = []
@@ -85,18 +92,24 @@ def same_as_cpu(device: str, cache: Path, settings: MemorySettings | None = None
             model.close()
     truth, ours = found
     same = sum(a == b for a, b in zip(ours[0].ids, truth[0].ids, strict=True))
-    return {"tokens": TOKENS, "same": same, "distinct": len(set(truth[0].ids)), "score_difference": _apart(ours[1], truth[1])}
+    return {
+        "tokens": TOKENS,
+        "same": same,
+        "distinct": len(set(truth[0].ids)),
+        "score_difference": _apart(ours[1], truth[1]),
+    }
 
 
 def _apart(some: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference of two rows of log-probabilities."""
+    """The largest difference between two rows of log-probabilities."""
     return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
 def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[str, Any]:
-    """Answer, give way, measure by the driver, wake and answer again, `cycles` times; see `row_of` for what each cycle says.
+    """Answer, evict, measure with the driver, wake and answer again, `cycles` times; see `row_of` for the figures per
+    cycle.
 
-    `drift_bytes`: what the device has less free at the end than after the first third of the cycles.
+    `drift_bytes`: how much less the device has free at the end than after the first third of the cycles.
     """
     model = opened(path, device, cache)
     first, scores, weights = answer(model), model.score(prompt_of(model)), model.weight_checksums()
@@ -107,7 +120,7 @@ def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[s
         released = model.give_way()
         free = free_bytes(device)
         row = row_of(held, released, free - before) | {"free": free}
-        again = answer(model)  # read while the weights still come
+        again = answer(model)  # read while the weights still load
         row |= {
             "wake_seconds": again.seconds["first_token"],
             "same": again.ids == first.ids,
@@ -132,8 +145,9 @@ def give_way_cycles(path: Path, device: str, cache: Path, cycles: int) -> dict[s
 
 
 def managed_memory(device: str, cache: Path) -> dict[str, Any]:
-    """What managed memory does on this machine: `can`, bytes returned, bytes on the card while half was set aside and after all was
-    touched again, whether the content stayed, and the small model's tokens. Only `missing` where it cannot be used.
+    """What managed memory does on this machine: `can`, bytes returned, bytes on the card while half was moved to the
+    host and after all was touched again, whether the content stayed, and the tokens of the small model. Only `missing`
+    if it cannot be used.
     """
     settings = MemorySettings(managed=True)
     try:
@@ -144,10 +158,10 @@ def managed_memory(device: str, cache: Path) -> dict[str, Any]:
     lease = pool.lease("check", "weights", MANAGED_BYTES)
     taken = before - free_bytes(device)
     lease.carve((MANAGED_BYTES // 8,), torch.int64).copy_(torch.arange(MANAGED_BYTES // 8, device=device))
-    content, slab = lease.checksum(), lease.place.slab
+    content, slab = lease.checksum(), lease.placement.slab
     slab.advise("aside", 0, MANAGED_BYTES // 2)
     aside = lease.resident(), before - free_bytes(device)
-    same = lease.checksum() == content  # the card touches what was set aside
+    same = lease.checksum() == content  # the card touches what was moved to the host
     lease.populate()
     advised = [advice for advice in LASTING if lease.advise(advice)]
     returned = lease.release()
@@ -162,20 +176,28 @@ def managed_memory(device: str, cache: Path) -> dict[str, Any]:
 
 
 def row_of(held: int, released: Sequence[Released], driver: int) -> dict[str, Any]:
-    """One give-way: bytes held before, bytes asked and measured by the pool, bytes that the driver has more of, seconds."""
+    """One eviction: bytes held before, bytes asked and measured by the pool, bytes freed by the driver's figure,
+    seconds.
+    """
     asked, measured = sum(item.asked for item in released), sum(item.measured for item in released)
-    return {"held": held, "asked": asked, "measured": measured, "driver": driver, "seconds": sum(item.seconds for item in released)}
+    return {
+        "held": held,
+        "asked": asked,
+        "measured": measured,
+        "driver": driver,
+        "seconds": sum(item.seconds for item in released),
+    }
 
 
 def free_bytes(device: str) -> int:
-    """The device's free bytes by its driver; torch's cache is emptied before, so that only what somebody holds counts."""
+    """The device's free bytes by its driver, after emptying torch's cache, so that only live memory counts."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def broken(equal: Mapping[str, Any], gave: Mapping[str, Any], managed: Mapping[str, Any]) -> list[str]:
-    """What was not kept, in words."""
+    """The failed checks, in words."""
     rows = gave["rows"]
     found = [] if "missing" in managed else _broken_managed(managed)
     if equal["same"] != equal["tokens"]:
@@ -201,7 +223,10 @@ def _broken_managed(managed: Mapping[str, Any]) -> list[str]:
     found, nbytes, equal = [], managed["bytes"], managed["same_as_cpu"]
     if nbytes["measured"] < RETURNED_SHARE * MANAGED_BYTES or nbytes["asked"] != MANAGED_BYTES:
         found.append(f"managed memory returned {nbytes['measured']} of {MANAGED_BYTES} bytes")
-    if abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20 or managed["counted_half_aside"] != MANAGED_BYTES // 2:
+    if (
+        abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20
+        or managed["counted_half_aside"] != MANAGED_BYTES // 2
+    ):
         found.append(f"with half of {MANAGED_BYTES} bytes set aside the card still held {nbytes['half_aside']}")
     if not managed["content_same"]:
         found.append("managed memory held other bytes after a part was set aside")
@@ -211,7 +236,7 @@ def _broken_managed(managed: Mapping[str, Any]) -> list[str]:
 
 
 def check(cycles: int, cache: Path) -> dict[str, Any]:
-    """The document; `failures` lists what was not kept. Raises OnedeskError, RequestError where there is no CUDA device."""
+    """The document; `failures` lists the failed checks. Raises OnedeskError, and RequestError without a CUDA device."""
     device = pick_device("cuda").type
     started = time.perf_counter()
     equal, managed = same_as_cpu(device, cache), managed_memory(device, cache)
@@ -236,9 +261,15 @@ def check(cycles: int, cache: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_check", description="check the engine on a CUDA device with random checkpoints")
+    parser = argparse.ArgumentParser(
+        prog="cuda_check", description="check the engine on a CUDA device with random checkpoints"
+    )
     parser.add_argument("--cycles", type=int, default=10)
-    parser.add_argument("--cache", type=Path, help="where the random checkpoint and compiled kernels are kept; else they are made anew")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="where the random checkpoint and compiled kernels are kept; otherwise they are temporary",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.cycles < 1:
@@ -263,10 +294,13 @@ def summary(document: Mapping[str, Any]) -> str:
     least = min(row["driver"] / row["held"] for row in gave["rows"])
     lines = [
         f"{document['device']}, torch {document['torch']}, {document['seconds']:.0f} s",
-        f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, log-probabilities within {equal['score_difference']:.1e}",
-        f"{gave['model']} in BF16, {len(gave['rows'])} times away and back: at least {least:.1%} returned by the driver's figure",
+        f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, "
+        f"log-probabilities within {equal['score_difference']:.1e}",
+        f"{gave['model']} in BF16, evicted and back {len(gave['rows'])} times: "
+        f"at least {least:.1%} returned by the driver's figure",
         f"the device has {gave['drift_bytes'] / MIB:.1f} MiB less free than after the first third of them",
-        f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
+        f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, "
+        f"decode {gave['decode_tokens_per_second']:.1f} tokens/s",
         f"steps in a graph: {', '.join(row['family'] for row in document['families'] if row['graph']) or 'none'}",
         f"managed memory: {managed.get('missing') or ', '.join(name for name, can in managed['can'].items() if can)}",
         *document["failures"],

@@ -1,9 +1,11 @@
-"""Whether every Triton kernel compiles for GPUs that are not here, fits their shared memory and keeps its numbers in registers.
+"""Checks that every Triton kernel compiles for GPUs that are not here, fits their shared memory and does not spill
+registers.
 
-    python -m onedesk.lab.cuda_compile [--arch 80,86,..] [--shape NAME,..] [--part PART,..] [--jobs 2] [--json]
+python -m onedesk.lab.cuda_compile [--arch 80,86,..] [--shape NAME,..] [--part PART,..] [--jobs 2] [--json]
 
-What is compiled is what the host's code launches for published shapes on such a device, see cuda_launches; nothing is run. Exit 1 where
-something does not compile or does not fit, or no shape of all launches a kernel. Triton keeps what it has compiled: a second run is short.
+It compiles what the host code launches for published shapes on such a device, see cuda_launches; nothing runs. Exit 1
+if something does not compile or does not fit, or if no shape launches a kernel. Triton caches compiled kernels: a
+second run is short.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import Any
 
 from ..service.console import failure, write_json
 from ..service.errors import OnedeskError
-from ..service.kernels.cuda.cuda_plan import Device
+from ..service.kernels.cuda.cuda_plan import GpuDevice
 from .cuda_launches import (
     SHAPES,
-    Launch,
+    KernelVariant,
     kernels_of_tree,
     launches_of,
     part_of,
@@ -34,28 +36,28 @@ from .cuda_launches import (
     target_of,
 )
 
-# A device of each architecture. Shared memory that one program may use: CUDA C++ programming guide, table of technical specifications per
-# compute capability (163, 99, 227 KiB). Processors: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090, DGX Spark. Programmatic dependent
-# launch as in kernels/cuda/cuda_fused.
-DEVICES: Mapping[int, Device] = {
-    80: Device(108, 163 << 10, 40 << 20, early=False),
-    86: Device(82, 99 << 10, 6 << 20, early=False),
-    89: Device(128, 99 << 10, 72 << 20, early=False),
-    90: Device(132, 227 << 10, 50 << 20, early=True),
-    100: Device(148, 227 << 10, 126 << 20, early=True),
-    120: Device(170, 99 << 10, 96 << 20, early=True),
-    121: Device(48, 99 << 10, 24 << 20, early=True),
+# A device of each architecture. Shared memory per program: CUDA C++ programming guide, table of technical
+# specifications per compute capability (163, 99, 227 KiB). Processors: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090,
+# DGX Spark. Programmatic dependent launch as in kernels/cuda/cuda_fused.
+DEVICES: Mapping[int, GpuDevice] = {
+    80: GpuDevice(108, 163 << 10, 40 << 20, early=False),
+    86: GpuDevice(82, 99 << 10, 6 << 20, early=False),
+    89: GpuDevice(128, 99 << 10, 72 << 20, early=False),
+    90: GpuDevice(132, 227 << 10, 50 << 20, early=True),
+    100: GpuDevice(148, 227 << 10, 126 << 20, early=True),
+    120: GpuDevice(170, 99 << 10, 96 << 20, early=True),
+    121: GpuDevice(48, 99 << 10, 24 << 20, early=True),
 }
 SPARK = 121
-# Characters of an error's end that are told.
+# Characters kept from the end of an error.
 TOLD = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a form became: bytes of shared memory, registers of a thread, bytes that it keeps in memory for want of them; or the error."""
+    """The compiled kernel: bytes of shared memory, registers per thread, spilled bytes; or the error."""
 
-    launch: Launch
+    launch: KernelVariant
     shared: int = 0
     registers: int = 0
     spilled: int = 0
@@ -63,13 +65,19 @@ class Compiled:
 
     def row(self, arch: int) -> dict[str, Any]:
         launch, limit = self.launch, DEVICES[arch].shared
-        told = {"arch": arch, "part": launch.part, "kernel": launch.name, "form": launch.form, "first": launch.first}
+        row = {"arch": arch, "part": launch.part, "kernel": launch.name, "form": launch.form, "first": launch.first}
         fits = not self.error and self.shared <= limit
-        return told | {"shared": self.shared, "registers": self.registers, "spilled": self.spilled, "fits": fits, "error": self.error}
+        return row | {
+            "shared": self.shared,
+            "registers": self.registers,
+            "spilled": self.spilled,
+            "fits": fits,
+            "error": self.error,
+        }
 
 
-def compiled(launch: Launch, arch: int) -> Compiled:
-    """The form for compute capability arch / 10."""
+def compiled(launch: KernelVariant, arch: int) -> Compiled:
+    """Compile the variant for compute capability arch / 10."""
     from triton import compile as compile_source
     from triton.compiler import ASTSource
     from triton.errors import TritonError
@@ -77,7 +85,7 @@ def compiled(launch: Launch, arch: int) -> Compiled:
     source = ASTSource(launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
     try:
         made = compile_source(source, target=target_of(arch), options=dict(launch.options))
-    except (TritonError, RuntimeError) as error:  # a pass of MLIR that fails raises RuntimeError
+    except (TritonError, RuntimeError) as error:  # a failed MLIR pass raises RuntimeError
         reason = error.__cause__ or error
         return Compiled(launch, error=" ".join(str(reason).split())[-TOLD:] or type(reason).__name__)
     registers, stack = resources(made.asm["cubin"])
@@ -86,7 +94,7 @@ def compiled(launch: Launch, arch: int) -> Compiled:
 
 
 def resources(binary: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack."""
+    """Registers per thread, and bytes of its stack."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -99,19 +107,30 @@ def resources(binary: bytes) -> tuple[int, int]:
 
 
 def spilled_bytes(ptx: str, arch: int) -> int:
-    """What a thread writes into memory for want of registers; a stack may have other reasons."""
+    """Bytes that a thread spills. A stack may have other reasons."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", file.name, "-o", "/dev/null"]
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(arch)}",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return max((int(count) for count in re.findall(r"(\d+) bytes spill stores", said)), default=0)
 
 
-def check(archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2) -> dict[str, Any]:
-    """The document; `failures` lists what does not compile or fit, and kernels that no shape of all launches. Raises RequestError."""
+def check(
+    archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2
+) -> dict[str, Any]:
+    """The document; `failures` lists what does not compile or fit, and kernels that no shape launches. Raises
+    RequestError.
+    """
     rows: list[dict[str, Any]] = []
     summaries = []
     for arch in archs:
@@ -134,7 +153,7 @@ def check(archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequ
 
 
 def summary(arch: int, rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """An architecture's row of the table."""
+    """The table row of an architecture."""
     return {
         "arch": arch,
         "kernels": len({row["kernel"] for row in rows}),
@@ -150,17 +169,22 @@ def summary(arch: int, rows: Sequence[Mapping[str, Any]], seconds: float) -> dic
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """A form in a line."""
+    """A variant as one line."""
     limit = DEVICES[row["arch"]].shared
-    became = f"{row['shared'] / 1024:.1f} of {limit >> 10} KiB shared, {row['registers']} registers, {row['spilled']} bytes spilled"
+    became = (
+        f"{row['shared'] / 1024:.1f} of {limit >> 10} KiB shared, {row['registers']} registers, "
+        f"{row['spilled']} bytes spilled"
+    )
     return f"sm_{row['arch']} {row['kernel']}: {row['error'] or became}  ({row['first']}; {row['form']})"
 
 
 def summary_line(row: Mapping[str, Any]) -> str:
-    """What `summary` found, in a line."""
+    """The result of `summary` as one line."""
     return (
-        f"sm_{row['arch']}: {row['fit']} of {row['forms']} forms of {row['kernels']} kernels compile and fit, the largest takes "
-        f"{row['shared'] / 1024:.1f} of {row['limit'] >> 10} KiB; {row['spilling']} spill, at most {row['spilled']} bytes; "
+        f"sm_{row['arch']}: {row['fit']} of {row['forms']} forms of {row['kernels']} kernels compile and fit, "
+        "the largest takes "
+        f"{row['shared'] / 1024:.1f} of {row['limit'] >> 10} KiB; "
+        f"{row['spilling']} spill, at most {row['spilled']} bytes; "
         f"{row['seconds']:.0f} s"
     )
 
@@ -172,7 +196,9 @@ def _tell(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_compile", description="compile all Triton kernels for GPUs that need not be here")
+    parser = argparse.ArgumentParser(
+        prog="cuda_compile", description="compile all Triton kernels for GPUs that need not be here"
+    )
     known = {"arch": [str(arch) for arch in DEVICES], "shape": list(SHAPES), "part": parts_of_tree()}
     parser.add_argument("--arch", default=str(SPARK), help=f"of {', '.join(known['arch'])}; else {SPARK}")
     parser.add_argument("--shape", default="", help=f"of {', '.join(SHAPES)}; else all")

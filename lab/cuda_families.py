@@ -1,8 +1,9 @@
-"""Small random networks of every family on a CUDA device: close to the CPU's scores, and a graph's step the same as one without.
+"""Small random networks of every family on a CUDA device: scores close to the CPU's, and equal steps with and without a
+graph.
 
-    python -m onedesk.lab.cuda_families [--device cuda|cpu] [--families NAME,..] [--json]
+python -m onedesk.lab.cuda_families [--device cuda|cpu] [--families NAME,..] [--json]
 
-Exit 1 if a promise is not kept. Each family is told of when it is done.
+Exit 1 if a check fails. Each family is reported as it finishes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..service.memory.pool import Pool
 from ..service.memory.truth import read_truth
 from .flash_next import shape_of
 
-# One published shape of each family, made small.
+# One published shape per family, scaled down.
 NAMES: Mapping[str, str] = {
     "qwen3_moe": "Qwen3-30B-A3B",
     "qwen3_next": "Qwen3-Next-80B-A3B",
@@ -38,19 +39,22 @@ NAMES: Mapping[str, str] = {
     "qwen3_5_moe": "Qwen3.5-35B-A3B",
     "qwen4_exp": "Qwen3.8-Flash-Next",
 }
-# Longer than the small indexer's budget, than a block and than a few rows; not their multiples.
+# Longer than the small indexer's budget, than a block and than a few rows, and no multiple of them.
 PROMPT, TOKENS, CONTEXT, ROWS = 203, 24, 512, 3
-# The median difference of a log-probability between activations in 16 and in 32 bits that rounding explains. Plain torch in BF16 has
-# medians of 0.002 to 0.023 on these networks, and a worst of 0.63, where rounding chooses another expert; they spread by 0.2 to 0.6.
+# Median difference of a log-probability between activations of 16 and of 32 bits that rounding explains. Plain torch in
+# BF16 has medians of 0.002 to 0.023 on these networks, and a worst of 0.63, where rounding selects another expert; they
+# spread by 0.2 to 0.6.
 DIFFERENCE = 0.05
 
 
 def broken_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was not kept, in words."""
+    """The failed checks, in words."""
     found: list[str] = []
     for row in rows:
         if not row["score_difference"] <= DIFFERENCE:
-            found.append(f"{row['family']}: log-probabilities are {row['score_difference']:.3f} from the CPU's in the median")
+            found.append(
+                f"{row['family']}: log-probabilities are {row['score_difference']:.3f} from the CPU's in the median"
+            )
         if row["device"] == "cuda" and not row["graph"]:
             found.append(f"{row['family']}: its steps are no graph ({row['kernels']})")
         if row["other_texts"]:
@@ -59,11 +63,16 @@ def broken_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def family_row(family: str, device: str, cache: Path) -> dict[str, Any]:
-    """Whether the family's step is a graph, how far scores are from the CPU's, how many texts differ with and without a graph."""
+    """Whether a step of the family is a graph, how far its scores are from the CPU's, and how many texts differ with
+    and without a graph.
+    """
     config = shape_of(NAMES[family], tiny=True)[1]
     config = dict(config.get("text_config", config)) | {"tie_word_embeddings": False}
     vocab = config["vocab_size"]
-    ids = [torch.randint(3, vocab, (PROMPT - 40 * row,), generator=torch.Generator().manual_seed(row)).tolist() for row in range(ROWS)]
+    ids = [
+        torch.randint(3, vocab, (PROMPT - 40 * row,), generator=torch.Generator().manual_seed(row)).tolist()
+        for row in range(ROWS)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         write_random(Path(folder), config)
         model = _opened(Path(folder), "cpu", cache)
@@ -99,16 +108,20 @@ def _opened(path: Path, device: str, cache: Path) -> OpenModel:
 
 
 def _texts(model: OpenModel, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """TOKENS tokens behind each prompt, greedy, all rows together."""
+    """TOKENS tokens after each prompt, greedy, as one batch."""
     sampling = Sampling(temperature=0.0)
     requests = [Request(ids=tuple(row), sampling=sampling, max_tokens=TOKENS, prefix_reuse=False) for row in ids]
-    found = {event.request: list(event.result.ids) for event in model.generate_batch(requests) if event.result is not None}
+    found = {
+        event.request: list(event.result.ids) for event in model.generate_batch(requests) if event.result is not None
+    }
     return [found[row] for row in range(len(ids))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_families", description="check a small network of every family on a CUDA device")
+    parser = argparse.ArgumentParser(
+        prog="cuda_families", description="check a small network of every family on a CUDA device"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--families", default=",".join(NAMES))
     parser.add_argument("--json", action="store_true")

@@ -1,7 +1,8 @@
-"""Every launch that the host's code makes for published shapes on a CUDA device that need not be there: noted, never made.
+"""Records every kernel launch of the host code for published shapes, on a CUDA device that need not exist.
 
-Weights, cache and rows lie on torch's "meta" device, which has shapes and addresses and no memory. Networks, plans and sampler are those of
-a session. Triton asks a hook before it compiles a form of a kernel that it does not know: ours notes it and says that it is taken care of.
+Weights, cache and rows are on torch's "meta" device, which has shapes and addresses but no memory. Networks, plans and
+sampler are those of a session. Triton calls a hook before it compiles a new variant of a kernel: ours records the
+variant and reports it as handled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..service.cache.hybrid import HybridKV
+from ..service.cache.hybrid_kv import HybridKV
 from ..service.cache.paged import PagedKV
 from ..service.cache.recurrent import RecurrentStates
 from ..service.catalog.known_configs import PUBLISHED
@@ -28,7 +29,7 @@ from ..service.engine.runner import SCORED_ROWS
 from ..service.engine.session import Blueprint
 from ..service.errors import RequestError
 from ..service.kernels import cuda as fused
-from ..service.kernels.cuda.cuda_plan import Device
+from ..service.kernels.cuda.cuda_plan import GpuDevice
 from ..service.kernels.forward_batch import FEW_ROWS, RotaryTable
 from ..service.loader.checkpoint import Checkpoint
 from ..service.model.decoder import build_draft
@@ -41,19 +42,20 @@ from ..service.quant.formats import FP8_BLOCKS, INT8, NVFP4, int4
 from ..service.quant.weight import Format
 
 Held: TypeAlias = Callable[[Destination], Format | None]
-# The default context, and one whose stretches fill several tiles of an indexer.
+# The default context, and one whose key blocks fill several tiles of an indexer.
 CONTEXTS = (4096, 32768)
-# Rows of a prompt's passes beside the longest: a few more than a step's, and more than a tile of any kernel.
+# Rows of a prompt's passes besides the longest: a few more than a step's, and more than a tile of any kernel.
 SHORT, MIDDLE = 24, 300
-# One layer of each kind is enough, and a table of n-grams whose primes are found at once.
+# One layer of each kind is enough, and an n-gram table whose primes are found quickly.
 FEWER: Mapping[str, int] = {"num_hidden_layers": 2, "full_attention_interval": 2, "ngram_vocab_size_base": 1009}
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A form of a kernel as Triton tells it apart: types of arguments, constants, what is known of arguments, and options.
+class KernelVariant:
+    """A variant of a kernel as Triton distinguishes it: types of arguments, constants, specializations of arguments,
+    options.
 
-    `first`: the pass that launched it first. `part`: the module that has the kernel, without `triton_`.
+    `first`: the pass that launched it first. `part`: the module of the kernel, without `triton_`.
     """
 
     kernel: Any
@@ -67,7 +69,7 @@ class Launch:
 
     @property
     def form(self) -> str:
-        """Its constants and options, as far as they tell forms apart."""
+        """Its constants and options, as far as they distinguish variants."""
         names = list(self.signature)
         said = [f"{names[at[0]]}={value}" for at, value in self.constants.items() if len(at) == 1]
         given = {"num_warps": "warps", "num_stages": "stages", "maxnreg": "maxnreg"}
@@ -79,7 +81,7 @@ def _whole(aim: Format) -> Held:
 
 
 def _layers(held: Format) -> Held:
-    """As checkpoints are published: the layers' matrices, not their routers, not embedding and head."""
+    """As published checkpoints have them: the matrices of the layers, not their routers, embedding and head."""
     return lambda wanted: held if not wanted.wide and len(wanted.shape) == 2 and wanted.bits <= 4 else None
 
 
@@ -87,7 +89,7 @@ def _experts(held: Format) -> Held:
     return lambda wanted: held if ".experts_" in wanted.key else None
 
 
-# What weights are held as, and the type of activations where it is not BF16.
+# Weight formats, and the activation type if it is not BF16.
 FORMS: Mapping[str, tuple[Held, torch.dtype]] = {
     "bf16": (lambda _: None, torch.bfloat16),
     "fp16": (lambda _: None, torch.float16),
@@ -101,7 +103,7 @@ FORMS: Mapping[str, tuple[Held, torch.dtype]] = {
     "experts-fp8": (_experts(FP8_BLOCKS), torch.bfloat16),
     "experts-nvfp4": (_experts(NVFP4), torch.bfloat16),
 }
-# In which forms each shape is opened.
+# The formats in which each shape is opened.
 SHAPES: Mapping[str, Sequence[str]] = {
     "Qwen3-0.6B": ("bf16", "int8", "int4"),
     "Qwen3-4B": ("bf16", "fp16", "int8", "int4", "fp8", "nvfp4", "awq", "gptq-g32"),
@@ -111,23 +113,24 @@ SHAPES: Mapping[str, Sequence[str]] = {
 }
 
 
-def launches_of(arch: int, device: Device, shapes: Mapping[str, Sequence[str]]) -> list[Launch]:
-    """All forms that `shapes` (names of PUBLISHED, each in forms of FORMS) take on a device of compute capability arch / 10.
+def launches_of(arch: int, device: GpuDevice, shapes: Mapping[str, Sequence[str]]) -> list[KernelVariant]:
+    """All variants that `shapes` (names of PUBLISHED, each in formats of FORMS) use on a device of compute capability
+    arch / 10.
 
-    Raises RequestError where Triton is not there, or interprets.
+    Raises RequestError if Triton is missing, or interprets.
     """
-    found: dict[tuple[str, str], Launch] = {}
+    found: dict[tuple[str, str], KernelVariant] = {}
     with recording(arch, found) as at:
         for name, forms in shapes.items():
             for form in forms:
-                session = _Session(name, form, device, CONTEXTS[0])
+                session = _PassRecorder(name, form, device, CONTEXTS[0])
                 session.run(at)
                 if session.chooses:
-                    _Session(name, form, device, CONTEXTS[1]).run(at)
+                    _PassRecorder(name, form, device, CONTEXTS[1]).run(at)
     return list(found.values())
 
 
-class Place:
+class LaunchLabel:
     """What is launched now, in words."""
 
     def __init__(self) -> None:
@@ -135,22 +138,24 @@ class Place:
 
 
 @contextmanager
-def recording(arch: int, found: dict[tuple[str, str], Launch]) -> Iterator[Place]:
-    """Within the block launches of Triton's kernels compile and do nothing: each new form of one goes into `found`."""
+def recording(arch: int, found: dict[tuple[str, str], KernelVariant]) -> Iterator[LaunchLabel]:
+    """Within the block, launches of Triton kernels do not compile and do nothing. Each new
+    variant goes into `found`.
+    """
     try:
         from triton import knobs
         from triton.runtime.driver import driver
         from triton.runtime.jit import JITFunction
     except ImportError as error:
         raise RequestError(f"Triton does not load ({error}); install triton for this torch") from error
-    place, before = Place(), driver._active
+    label, before = LaunchLabel(), driver._active
 
     def note(*, key: str, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
         if (fn.name, key) not in found:
             options = json.loads(compile["specialization_data"])["options"]
             parts = compile["signature"], compile["constants"], compile["configs"][0], _frozen(options)
-            found[fn.name, key] = Launch(kernel, part_of(kernel), kernel.fn.__name__, *parts, place.words)
+            found[fn.name, key] = KernelVariant(kernel, part_of(kernel), kernel.fn.__name__, *parts, label.words)
         kernel.device_caches[arch][0][key] = _Known()
         return True
 
@@ -160,7 +165,7 @@ def recording(arch: int, found: dict[tuple[str, str], Launch]) -> Iterator[Place
     try:
         with knobs.runtime.scope():
             knobs.runtime.jit_cache_hook = note
-            yield place
+            yield label
     finally:
         driver._active = before
         for launch in found.values():
@@ -168,14 +173,14 @@ def recording(arch: int, found: dict[tuple[str, str], Launch]) -> Iterator[Place
 
 
 def _frozen(value: Any) -> Any:
-    """What JSON made lists of, as the tuples that they were."""
+    """Lists from JSON as the tuples that they were."""
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 class _Known:
-    """What Triton takes for a compiled kernel, as far as it asks, so that it tells of no form twice."""
+    """Stands in for a compiled kernel, as far as Triton looks at it, so that it reports no variant twice."""
 
     function = packed_metadata = None
 
@@ -187,7 +192,7 @@ class _Known:
 
 
 class _Absent:
-    """As much of a driver of Triton's as a launch asks for before it compiles; the device's number is its architecture's."""
+    """As much of a Triton driver as a launch needs before it compiles. The device number is the architecture."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -203,26 +208,31 @@ class _Absent:
 
 
 def target_of(arch: int) -> Any:
-    """What Triton compiles for."""
+    """The target that Triton compiles for."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", arch, 32)
 
 
 def part_of(kernel: Any) -> str:
-    """The name of a kernel's module without `triton_`."""
+    """The module name of a kernel without `triton_`."""
     return kernel.module.rsplit(".", 1)[-1].removeprefix("triton_")
 
 
 def parts_of_tree() -> list[str]:
-    """The names of all modules of kernels without `triton_`."""
+    """The names of all kernel modules without `triton_`."""
     return sorted(path.stem.removeprefix("triton_") for path in Path(fused.__path__[0]).glob("triton_*.py"))
 
 
 def kernels_of_tree() -> dict[str, Any]:
-    """All functions in the triton_* modules that Triton compiles and that no other of them calls, by name."""
+    """All functions in the triton_* modules that Triton compiles and no other one calls, by name."""
     modules = [import_module(f"{fused.__name__}.triton_{part}") for part in parts_of_tree()]
-    own = {name: each for module in modules for name, each in vars(module).items() if getattr(each, "module", None) == module.__name__}
+    own = {
+        name: each
+        for module in modules
+        for name, each in vars(module).items()
+        if getattr(each, "module", None) == module.__name__
+    }
     called = {name for each in own.values() for name in _called(each.src)}
     return {name: each for name, each in own.items() if name not in called}
 
@@ -234,7 +244,7 @@ def _called(source: str) -> set[str]:
 
 
 class _Nowhere:
-    """A lease, and a table in files, of which there is nothing."""
+    """A lease, and a table in files, without any content."""
 
     @staticmethod
     def carve(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -248,14 +258,14 @@ class _Nowhere:
 
 
 def _nowhere() -> Any:
-    """Any: for those who take it, it is a lease or a table."""
+    """Typed as Any, it serves as a lease or a table."""
     return _Nowhere()
 
 
-class _Session:
-    """A network of one period of layers as a session has it, on no device."""
+class _PassRecorder:
+    """A network of one period of layers on no device, with the passes of a session."""
 
-    def __init__(self, name: str, form: str, device: Device, context: int) -> None:
+    def __init__(self, name: str, form: str, device: GpuDevice, context: int) -> None:
         from ..service.kernels.cuda.cuda_fused import FusedCudaKernels
 
         self._title = f"{name} {form}"
@@ -264,16 +274,25 @@ class _Session:
         config, widths = blueprint.config, blueprint.widths
         tensors = {planned.destination.key: planned.carve(nowhere.carve) for planned in blueprint.plan.tensors}
         kernels = FusedCudaKernels(blueprint.activation, device)
-        kernels.reserve([nowhere.carve(*room) for room in kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)])
+        kernels.reserve(
+            [
+                nowhere.carve(*buffer)
+                for buffer in kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
+            ]
+        )
         rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta, config.yarn)
         tables = {wanted.key: nowhere for wanted in blueprint.family.destinations(config) if wanted.in_file}
         self._blueprint = blueprint
         self._network: Decoder = blueprint.family.build(config, tensors, kernels, rotary, tables)
         if not self._network.captured:
-            raise RequestError(f"{self._title}: a step is no graph on this device; see the log for what has no fused kernel")
+            raise RequestError(
+                f"{self._title}: a step is no graph on this device; see the log for what has no fused kernel"
+            )
         states, kv = blueprint.state_shape, (nowhere, blueprint.kv_shape)
         paged = (context, blueprint.sequences)
-        self._cache = PagedKV(*kv, *paged) if states is None else HybridKV(*kv, RecurrentStates(nowhere, states), *paged)
+        self._cache = (
+            PagedKV(*kv, *paged) if states is None else HybridKV(*kv, RecurrentStates(nowhere, states), *paged)
+        )
         self._scratch = Scratch(nowhere, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         self._chunk = ChunkBuffers(nowhere, self._cache, blueprint.rows)
         self._step = DecodeBuffers(nowhere, self._network, self._cache, self._scratch)
@@ -282,10 +301,10 @@ class _Session:
 
     @property
     def chooses(self) -> bool:
-        """Whether attention looks at chosen stretches, in a form that depends on the context."""
+        """Whether attention selects key blocks, whose kernels depend on the context."""
         return self._blueprint.config.indexer is not None
 
-    def run(self, at: Place) -> None:
+    def run(self, at: LaunchLabel) -> None:
         """Every kind of pass."""
         for batch in range(1, MAX_BATCH + 1):
             at.words = f"{self._title}, a step of {batch}"
@@ -294,11 +313,18 @@ class _Session:
             self._check(batch)
         longest, context = self._blueprint.rows, self._blueprint.context
         few = [(0, count) for count in range(1, FEW_ROWS + 1)]
-        for start, count in (*few, (0, SHORT), (0, MIDDLE), (0, longest), (context - longest, longest), (context - MIDDLE, MIDDLE)):
-            at.words = f"{self._title}, {count} rows behind {start}"
+        for start, count in (
+            *few,
+            (0, SHORT),
+            (0, MIDDLE),
+            (0, longest),
+            (context - longest, longest),
+            (context - MIDDLE, MIDDLE),
+        ):
+            at.words = f"{self._title}, {count} rows after {start}"
             self._prefill(start, count)
         for count in range(1, FEW_ROWS + 1):
-            at.words = f"{self._title}, a draft behind {count}"
+            at.words = f"{self._title}, a draft after {count}"
             self._guess(count)
 
     def _decode(self, batch: int) -> None:
@@ -309,12 +335,12 @@ class _Session:
             sequence.close()
 
     def _check(self, count: int) -> None:
-        """Guesses are for networks with states alone, see GraphStepper."""
+        """Verify passes are for networks with recurrent states only, see GraphStepper."""
         if self._cache.states is None:
             return
         with self._cache.open(FEW_ROWS) as sequence:
-            self._step.fill_trail(sequence, [5] * count)
-            self._choose(count, self._step.step(count, self._blueprint.context, prepared=True, trail=True))
+            self._step.fill_verify(sequence, [5] * count)
+            self._choose(count, self._step.step(count, self._blueprint.context, prepared=True, verify=True))
 
     def _choose(self, batch: int, scores: torch.Tensor) -> None:
         plan = self._sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch)
@@ -343,7 +369,7 @@ class _Session:
 
 
 def _blueprint(name: str, form: str, context: int) -> Blueprint:
-    """The shape with fewer layers, all else as published."""
+    """The shape with fewer layers, otherwise as published."""
     config = dict(text_config(PUBLISHED[name]))
     config |= {key: value for key, value in FEWER.items() if key in config}
     family, described = family_of(config), describe(config)
@@ -356,4 +382,6 @@ def _blueprint(name: str, form: str, context: int) -> Blueprint:
         if not wanted.in_file
     ]
     checkpoint = Checkpoint(Path(), name, config, MappingProxyType({}), MappingProxyType({}), 0)
-    return Blueprint(checkpoint, family, described, WeightPlan(tuple(tensors)), context, activation, torch.device("cuda"), MAX_BATCH)
+    return Blueprint(
+        checkpoint, family, described, WeightPlan(tuple(tensors)), context, activation, torch.device("cuda"), MAX_BATCH
+    )

@@ -1,9 +1,9 @@
-"""Every fused CUDA kernel against plain arithmetic in fp32 on the same numbers, on a CUDA device.
+"""Compares every fused CUDA kernel with plain fp32 arithmetic on the same numbers, on a CUDA device.
 
-    python -m onedesk.lab.cuda_timing [--parts PART,..] [--json]
+python -m onedesk.lab.cuda_timing [--parts PART,..] [--json]
 
-Exit 1 if one is further off than its types explain. Each part is told of when it is done. `error`: |result - truth| / |truth| (Euclidean
-norms) of the worst form of a kernel.
+Exit 1 if an error is larger than the types explain. Each part is reported as it finishes. `error`: |result - truth| /
+|truth| (Euclidean norms) of the worst variant of a kernel.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .cuda_layers import layer_groups
 Tell: TypeAlias = Callable[[str], object]
 # The widest row that a product of these cases reads.
 WIDEST = 10240
-# One with many rows, one whose columns fill neither a group nor a tile.
+# One with many rows, and one whose columns fill neither a group nor a tile.
 SHAPES = ((2560, 1024), (96, 2592))
 ROWS: Sequence[int] = (1, 2, 8, 16, 300)
 FORMATS: tuple[Format | None, ...] = (
     None, INT8, FP8_BLOCKS, MXFP8, int4(128), int4(32), int4(128, symmetric=False), NVFP4,
 )  # fmt: skip
-# Formats whose numbers become floats in ways of their own; the others only have other scales.
+# Formats with their own conversion to floats. The others only have other scales.
 KINDS: tuple[Format | None, ...] = (None, INT8, MXFP8, int4(128), NVFP4)
 PRODUCTS: Sequence[str] = ("linear", "linear_add", "norm_linear", "norm_gate_up")
-# With how many numbers of a head that are turned.
+# Heads, and how many numbers of a head are rotated.
 HEADS = (
     (HeadShape(32, 8, 128), 128), (HeadShape(16, 8, 128), 128), (HeadShape(8, 1, 64), 64), (HeadShape(10, 2, 128), 128),
     (HeadShape(24, 2, 256), 64), (HeadShape(16, 4, 256), 64),
@@ -48,10 +48,10 @@ HEADS = (
 
 
 def product_cases(activation: torch.dtype) -> Iterator[tuple[Format | None, int, int, Sequence[str]]]:
-    """A format, a shape, and the products to compare: a quarter of all, because nearly all the time goes into compiling each of them.
+    """A format, a shape, and the products to compare: a quarter of all, because compiling takes nearly all the time.
 
-    What is added to and what is normed before depends on the format only where x becomes fixed-point; fp16 differs from bf16 in how numbers
-    become floats.
+    What is added and what is normed first depends on the format only where x becomes fixed-point. fp16 differs from
+    bf16 in the conversion of numbers to floats.
     """
     (many, few), ends = SHAPES, ("linear", "norm_gate_up")
     for held in FORMATS:
@@ -73,7 +73,7 @@ def product_findings(
         form = f"{held.name if held else 'float'} {rows}x{cols} rows {count}"
         x, before = make.rows(count, cols), make.rows(count, rows)
         normed = truth.rms_norm(x.float(), norm, torch.empty_like(x, dtype=torch.float32))
-        plain, behind = x.float() @ numbers, normed @ numbers
+        plain, after_norm = x.float() @ numbers, normed @ numbers
         if "linear" in products:
             yield Finding("linear", form, apart(kernels.linear(x, weight, make.empty(count, rows)), plain), bound)
         if "linear_add" in products:
@@ -81,12 +81,14 @@ def product_findings(
             yield Finding("linear_add", form, apart(found, before.float() + plain), bound)
         if "norm_linear" in products:
             found = kernels.norm_linear(x, norm, weight, make.empty(count, rows), make.empty(count, cols))
-            yield Finding("norm_linear", form, apart(found, behind), bound)
+            yield Finding("norm_linear", form, apart(found, after_norm), bound)
         if "norm_gate_up" not in products:
             continue
-        found = kernels.norm_gate_up(x, norm, weight, make.empty(count, rows // 2), make.empty(count, cols), make.empty(count, rows))
-        gated = truth.silu_mul(behind, torch.empty(count, rows // 2, device=x.device))
-        # A gate far from 0 multiplies what it is off.
+        found = kernels.norm_gate_up(
+            x, norm, weight, make.empty(count, rows // 2), make.empty(count, cols), make.empty(count, rows)
+        )
+        gated = truth.silu_mul(after_norm, torch.empty(count, rows // 2, device=x.device))
+        # A gate far from 0 multiplies the error.
         yield Finding("norm_gate_up", form, apart(found, gated), 4 * bound)
 
 
@@ -100,14 +102,14 @@ def embedding_findings(kernels: CudaKernels, make: Maker) -> Iterator[Finding]:
 
 
 def _groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[Finding]]]:
-    """Everything, for one type of activations: the name of each part, and its findings as they are made."""
-    for heads, turned in HEADS:
-        wanted = kernels.workspace(heads, cuda_positions.CONTEXT, make.activation, WIDEST)
+    """Everything for one activation type: the name of each part, and its findings as they are made."""
+    for heads, rotated in HEADS:
+        wanted = kernels.workspace_spec(heads, cuda_positions.CONTEXT, make.activation, WIDEST)
         kernels.reserve([torch.empty(shape, dtype=dtype, device=make.device) for shape, dtype in wanted])
-        yield "attention", cuda_positions.attention_findings(kernels, make, heads, turned)
-        if turned < heads.head_dim:
+        yield "attention", cuda_positions.attention_findings(kernels, make, heads, rotated)
+        if rotated < heads.head_dim:
             yield "attention", cuda_positions.gate_findings(kernels, make, heads)
-            yield "indexed", cuda_positions.indexed_findings(kernels, make, heads, turned)
+            yield "indexed", cuda_positions.indexed_findings(kernels, make, heads, rotated)
     yield from layer_groups(kernels, make)
     yield "products", embedding_findings(kernels, make)
     for held, rows, cols, products in product_cases(make.activation):
@@ -115,9 +117,9 @@ def _groups(kernels: CudaKernels, make: Maker) -> Iterator[tuple[str, Iterator[F
 
 
 def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: Tell) -> Iterator[Finding]:
-    """Those of `parts` (all of them where none is named). A kernel that does not compile is one that is infinitely far off.
+    """The findings of `parts` (all if none is named). A kernel that does not compile has an infinite error.
 
-    Raises RequestError where there are no fused kernels.
+    Raises RequestError if there are no fused kernels.
     """
     from triton.errors import TritonError
 
@@ -133,12 +135,14 @@ def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: T
                 count += 1
                 yield finding
         except TritonError as error:
-            yield Finding(name, f"behind {count} of its forms: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0)
+            yield Finding(
+                name, f"after {count} of its variants: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0
+            )
         tell(f"{activation} {name}: {count} forms, {time.perf_counter() - began:.1f} s")
 
 
 def check(device: str = "cuda", parts: Sequence[str] = (), tell: Tell = lambda _: None) -> dict[str, Any]:
-    """The document; `failures` lists what was too far off."""
+    """The document; `failures` lists what exceeds its bound."""
     if not torch.cuda.is_available():
         raise RequestError("torch sees no CUDA device here; there is nothing to check")
     found = [(str(a).removeprefix("torch."), finding) for a in BOUNDS for finding in findings(device, a, parts, tell)]
@@ -147,9 +151,22 @@ def check(device: str = "cuda", parts: Sequence[str] = (), tell: Tell = lambda _
         known = worst.get((name, finding.kernel))
         if known is None or finding.off > known.off:
             worst[name, finding.kernel] = finding
-    rows = [{"activation": name, "kernel": f.kernel, "worst": f.form, "error": f.error, "bound": f.bound} for (name, _), f in worst.items()]
-    bad = [f"{name} {f.kernel}, {f.form}: {f.error:.1e} is more than {f.bound:.1e}" for name, f in found if not f.error <= f.bound]
-    return {"kind": "cuda_timing", "device": torch.cuda.get_device_name(), "forms": len(found), "rows": rows, "failures": bad}
+    rows = [
+        {"activation": name, "kernel": f.kernel, "worst": f.form, "error": f.error, "bound": f.bound}
+        for (name, _), f in worst.items()
+    ]
+    bad = [
+        f"{name} {f.kernel}, {f.form}: {f.error:.1e} is more than {f.bound:.1e}"
+        for name, f in found
+        if not f.error <= f.bound
+    ]
+    return {
+        "kind": "cuda_timing",
+        "device": torch.cuda.get_device_name(),
+        "forms": len(found),
+        "rows": rows,
+        "failures": bad,
+    }
 
 
 def _tell(line: str) -> None:
@@ -159,8 +176,12 @@ def _tell(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_timing", description="compare the fused CUDA kernels with plain arithmetic")
-    parser.add_argument("--parts", default="", help="of attention, indexed, experts, delta, streams, ngrams, products; else all")
+    parser = argparse.ArgumentParser(
+        prog="cuda_timing", description="compare the fused CUDA kernels with plain arithmetic"
+    )
+    parser.add_argument(
+        "--parts", default="", help="of attention, indexed, experts, delta, streams, ngrams, products; else all"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     show: Callable[[str], object] = (sys.stderr if args.json else sys.stdout).write
@@ -173,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for row in document["rows"]:
         show(f"{row['activation']:>9} {row['kernel']:<14} {row['error']:.1e} of {row['bound']:.1e}  ({row['worst']})\n")
-    show("".join(line + "\n" for line in document["failures"][:40]) or f"{document['forms']} forms, all within their bounds\n")
+    show(
+        "".join(line + "\n" for line in document["failures"][:40])
+        or f"{document['forms']} forms, all within their bounds\n"
+    )
     if args.json:
         write_json(document)
     return 1 if document["failures"] else 0

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from ..service.api import OpenModel, open_model
-from ..service.bench.ours import NEVER
+from ..service.bench.onedesk_subject import NEVER
 from ..service.bench.run import end_tokens, find_model, random_prompt
 from ..service.cache.paged import SequenceKV
 from ..service.catalog.inventory import model_roots
@@ -49,7 +49,7 @@ ALWAYS = 1e5
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DraftCase:
     """A kind of text: of how many different tokens (0: all), whether the likeliest is chosen, and how many of a hundred drafts are right
     (None: as they come)."""
 
@@ -59,8 +59,8 @@ class Case:
     right: int | None = None
 
 
-CASES = (Case("lost", 0, False), Case("misled", 12, False), Case("copied", 3, True))
-DRAFTED = Case("drafted", 0, False, 85)
+CASES = (DraftCase("lost", 0, False), DraftCase("misled", 12, False), DraftCase("copied", 3, True))
+DRAFTED = DraftCase("drafted", 0, False, 85)
 
 
 class ToldDrafting:
@@ -98,7 +98,7 @@ def measure_guesses(model: str, quant: str, tokens: int, cycles: int, config: Co
     return {"kind": "guesses", "model": checkpoint.name, "quant": quant, "tokens": tokens, "cycles": cycles, "rows": rows}
 
 
-def _row(model: OpenModel, checkpoint: Checkpoint, case: Case, tokens: int, cycles: int) -> dict[str, Any]:
+def _row(model: OpenModel, checkpoint: Checkpoint, case: DraftCase, tokens: int, cycles: int) -> dict[str, Any]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differing = 0
     for seed in range(cycles + 1):  # the first one warms up
@@ -122,7 +122,7 @@ def _row(model: OpenModel, checkpoint: Checkpoint, case: Case, tokens: int, cycl
 
 
 @contextmanager
-def _told(model: OpenModel, case: Case, written: Sequence[int]) -> Iterator[None]:
+def _told(model: OpenModel, case: DraftCase, written: Sequence[int]) -> Iterator[None]:
     """Let the drafts of a case that says how many are right be so."""
     runner = _runner(model)
     drafting = runner.drafting
@@ -152,7 +152,7 @@ def _write(model: OpenModel, request: Request) -> tuple[float, tuple[int, ...]]:
     return times[-1] - times[0], ids
 
 
-def _request(checkpoint: Checkpoint, case: Case, tokens: int, seed: int, *, guess: bool) -> Request:
+def _request(checkpoint: Checkpoint, case: DraftCase, tokens: int, seed: int, *, guess: bool) -> Request:
     bias = dict.fromkeys(end_tokens(checkpoint), NEVER)
     prompt = random_prompt(checkpoint, PROMPT, seed)
     if case.vocabulary:

@@ -140,13 +140,13 @@ def rig(tensors: Mapping[str, Weight], random: torch.Generator) -> None:
     embedding.copy_(normalize(embedding.float(), dim=1))
     order = torch.randperm(len(embedding), device=embedding.device, generator=random)
     head[order.roll(-1)] = 4 * embedding[order]
-    joint = torch.eye(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
+    identity = torch.eye(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
     for key in ("draft_fc", "draft_fc_embedding", "draft_fc_hidden"):
         weight = tensors.get(key)
         if isinstance(weight, torch.Tensor):
             weight.zero_()
             if key != "draft_fc_hidden":
-                weight[:, : joint.shape[1]] = joint
+                weight[:, : identity.shape[1]] = identity
 
 
 def filled(weight: Weight, wanted: Destination, random: torch.Generator) -> Weight:

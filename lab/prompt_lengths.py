@@ -27,7 +27,7 @@ from ..service.console import write_json
 from ..service.engine.runner import Runner
 from ..service.engine.session import Opening, draw_blueprint, open_session
 from ..service.errors import OnedeskError
-from ..service.kernels.operands import Part
+from ..service.kernels.operands import LayerPart
 from ..service.loader.checkpoint import open_checkpoint
 from ..service.memory.budget import MemorySettings
 from ..service.memory.pool import Pool
@@ -89,7 +89,7 @@ class Timed:
     seconds: float = 0.0
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.layer.parts
 
     def run(self, at: Pass, /) -> None:

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from ..service.api import OpenModel
-from ..service.bench.ours import NEVER
+from ..service.bench.onedesk_subject import NEVER
 from ..service.bench.run import end_tokens, find_model, random_prompt
 from ..service.catalog.inventory import model_roots
 from ..service.config import Config, load_config

@@ -3,6 +3,7 @@
     [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
     [models]   roots = ["models"], default = "NAME", context = 8192; draft = true: load layers for multi-token prediction
     [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation, linger
+    [hub]      endpoints, modelscope, order, connections, limit_mb_per_s, stall; for `onedesk pull` alone
     [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
     [peers.NAME]  kind = "openai" | "vllm" | "llama-server"; PeerSettings says what else
 
@@ -61,6 +62,14 @@ _TABLES: Mapping[str, Mapping[str, Kind]] = {
         "linger": "number",
     },
     "comfyui": {"correct_free_memory": "flag"},
+    "hub": {
+        "endpoints": "texts",
+        "modelscope": "text",
+        "order": "texts",
+        "connections": "whole",
+        "limit_mb_per_s": "number",
+        "stall": "number",
+    },
 }
 _PEER: Mapping[str, Kind] = {
     **dict.fromkeys(("kind", "url", "key_file", "model", "address"), "text"),
@@ -78,12 +87,16 @@ _PEER_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama-server": (("memory",), (*_CHILD_KEYS, "model", "models", "loaded", "idle")),
 }
 MEMORY_KEYS = tuple(_TABLES["memory"])
+HUBS = ("hf", "modelscope")
 _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
     ("models", "context"): (2, 2**31),
     ("peers", "context"): (1, 2**31),
     **dict.fromkeys([("service", "port"), ("peers", "port")], (0, 65535)),
     ("service", "concurrency"): (1, 4096),
     ("service", "queue"): (0, 65536),
+    ("hub", "connections"): (1, 16),
+    ("hub", "limit_mb_per_s"): (0, 100_000),
+    ("hub", "stall"): (0.1, 3600),
     ("service", "deadline"): (0, 7 * 86400),
     ("service", "grace"): (0, 86400),
     ("service", "renew_hours"): (0, 8760),
@@ -123,6 +136,20 @@ class ComfyUISettings:
     """What may be changed in a running ComfyUI: its reading of free memory, on a GPU that shares its memory with the CPU."""
 
     correct_free_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Where `onedesk pull` gets models from. `endpoints` speak Hugging Face's protocol and are asked in this order; empty, as
+    `modelscope`: the hub's own address. `limit_mb_per_s` 0: no limit. `stall`: seconds after which a silent connection is dropped.
+    """
+
+    endpoints: tuple[str, ...] = ()
+    modelscope: str = ""
+    order: tuple[str, ...] = ("hf", "modelscope")
+    connections: int = 4
+    limit_mb_per_s: float = 0.0
+    stall: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +205,7 @@ class Config:
     memory: Mapping[str, int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
     service: ServiceSettings = field(default_factory=ServiceSettings)
     comfyui: ComfyUISettings = field(default_factory=ComfyUISettings)
+    hub: HubSettings = field(default_factory=HubSettings)
     peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -246,8 +274,18 @@ def load_config(path: Path | None = None) -> Config:
         memory=MappingProxyType(tables["memory"]),
         service=ServiceSettings(**tables["service"]),
         comfyui=ComfyUISettings(**tables["comfyui"]),
+        hub=_hub(path, tables["hub"]),
         peers=MappingProxyType(_peers(path, tree, document.get("peers", {}))),
     )
+
+
+def _hub(path: Path, table: Mapping[str, Any]) -> HubSettings:
+    """The settings of [hub]; its addresses are checked when they are used."""
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    order = values.get("order", HubSettings().order)
+    if not order or len(set(order)) < len(order) or not set(order) <= set(HUBS):
+        raise FileError(f"{path.name}: order in [hub] is {list(order)!r}; use one or both of {', '.join(HUBS)}, each once")
+    return HubSettings(**values)
 
 
 def _place(where: str, tree: Path, text: str) -> Path:

@@ -18,7 +18,7 @@ from .memory.budget import MemorySettings
 from .memory.pool import Pool, Released
 from .memory.thermal import merge, read_nvidia, read_zones
 from .memory.truth import read_truth
-from .memory.watch import Watch
+from .memory.watch import MemoryWatch
 from .peers.choose import engine_of, make_peer, wanted_of
 from .peers.peer import Peer, Wanted
 from .peers.remote import RemoteModel
@@ -34,7 +34,7 @@ class Registry:
         self._lock = threading.RLock()
         self._models: dict[_Key, OpenModel] = {}
         self._pools: dict[str, Pool] = {}
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, MemoryWatch] = {}
         self._peers: dict[PeerSettings | None, Peer] = {}
         self._remotes: dict[tuple[Peer, Wanted], RemoteModel] = {}
         self._config: Config | None = None
@@ -62,7 +62,7 @@ class Registry:
                 pool.slow = lambda: watch.slow
             return self._pools[kind]
 
-    def watch(self, device: str = "auto") -> Watch:
+    def watch(self, device: str = "auto") -> MemoryWatch:
         """The watch over a device's pool; it runs from the moment that the pool is made."""
         pool = self.pool(device)
         with self._lock:
@@ -188,10 +188,10 @@ class Registry:
             peer.close()
 
 
-def _watch(pool: Pool) -> Watch:
+def _watch(pool: Pool) -> MemoryWatch:
     """Frees when memory runs short and lets go what is due by its time; looks at the machine's temperature where it shows one."""
     on_cuda = torch.device(pool.device).type == "cuda"
-    return Watch(
+    return MemoryWatch(
         pool.read_truth,
         pool.make_room,
         pool.settings,

@@ -51,15 +51,15 @@ def kernels() -> dict[str, Any]:
     from onedesk.lab import cuda_timing as cases
     from onedesk.lab.cuda_cases import Maker
     from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
-    from onedesk.service.kernels.cuda.cuda_plan import Device
+    from onedesk.service.kernels.cuda.cuda_plan import GpuDevice
     from onedesk.service.kernels.forward_batch import HeadShape
     from onedesk.service.quant.formats import INT8, int4
 
     places.CONTEXT = 96
-    fused, cached = (FusedCudaKernels(torch.float16, Device(2, 100_000, cache, early=False), asm=False) for cache in (0, 1 << 20))
+    fused, cached = (FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, cache, early=False), asm=False) for cache in (0, 1 << 20))
     heads, make = HeadShape(6, 2, 64), Maker("cpu", torch.float16)
     for one in (fused, cached):
-        one.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in one.workspace(heads, 96, torch.float16, 160)])
+        one.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in one.workspace_spec(heads, 96, torch.float16, 160)])
     found = [*cases.embedding_findings(fused, make)]
     places.STEPS, places.CHUNKS, places.FEW = ([0], [31, 70]), ((33, 20),), ((62, 3),)
     found += places.attention_findings(fused, make, heads, 64)
@@ -83,12 +83,12 @@ def layers() -> dict[str, Any]:
     from onedesk.lab.cuda_cases import Maker
     from onedesk.service.kernels.cuda import cuda_delta
     from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
-    from onedesk.service.kernels.cuda.cuda_plan import Device
+    from onedesk.service.kernels.cuda.cuda_plan import GpuDevice
     from onedesk.service.kernels.forward_batch import HeadShape
     from onedesk.service.quant.formats import INT8, MXFP8, NVFP4, int4
 
-    fused, make = FusedCudaKernels(torch.float16, Device(2, 100_000, 0, early=False), asm=False), Maker("cpu", torch.float16)
-    fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace(HeadShape(6, 2, 64), 96, torch.float16, 160)])
+    fused, make = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 0, early=False), asm=False), Maker("cpu", torch.float16)
+    fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace_spec(HeadShape(6, 2, 64), 96, torch.float16, 160)])
     small, grouped = cases.ExpertCase(32, 16, 5, 2, 16, normalized=True), cases.ExpertCase(64, 64, 6, 1, 0, normalized=False)
     found = []
     several = tuple((held, grouped, (20,)) for held in (NVFP4, int4(32, symmetric=False), INT8, MXFP8))
@@ -103,7 +103,7 @@ def layers() -> dict[str, Any]:
     cases.NGRAM_STEPS, cases.NGRAM_TRAILS = (1, 2), (4,)
     found += cases.ngram_findings(fused, make, 2, 48, 32, 3, 2)
     heads, places.CONTEXT, places.INDEXER = HeadShape(3, 1, 64), 96, (2, 24, 16, 4)
-    places.KINDS = ("trail", "same")
+    places.KINDS = ("verify", "same")
     places.STEPS, places.CHUNKS, places.FEW, places.INDEXED_STEPS, places.INDEXED_CHUNKS = (
         ([31, 70],),
         ((33, 9),),
@@ -115,8 +115,8 @@ def layers() -> dict[str, Any]:
     found += places.indexed_findings(fused, make, heads, 16)
     cases.DELTA_TRAILS, cases.DELTA_CHUNKS = (3,), (5,)
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 2, 2, 8, 16, True, "sigmoid"))
-    # Where a weight fits the cache a few rows stream it: into rooms that are larger than the rows too.
-    fused.device, cases.EXPERT_ROWS = Device(2, 100_000, 1 << 20, early=False), (1, 3)
+    # Where a weight fits the cache a few rows stream it: into buffers that are larger than the rows too.
+    fused.device, cases.EXPERT_ROWS = GpuDevice(2, 100_000, 1 << 20, early=False), (1, 3)
     found += cases.expert_findings(fused, make, None, small)
     return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}
 

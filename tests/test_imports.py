@@ -46,7 +46,7 @@ BASE_ORDER = (
 ROOT = Path(__file__).resolve().parents[1]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}
 COMFYUI |= {"node_helpers", "nodes", "server"}
-RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli"}
+RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli", "yarl"}
 # Optional extras and what only a bench compares with; imported where they are used, never at the top of a module.
 LATE = {"transformers", "triton", "cuda", "llguidance", "prometheus_client", "llama_cpp"}
 # What only part of the nodes may touch.
@@ -148,6 +148,39 @@ def test_triton_is_imported_only_when_the_fused_kernels_are_chosen():
         for module, inside, at_top in imports(path):
             if inside and at_top and module.rsplit("/", 1)[-1] in fused and path.stem not in fused:
                 pytest.fail(f"{name_of(path)} imports {module} at its top, and Triton with it")
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import circle, in order; empty if there is none. Found by depth-first search."""
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        for imported in sorted(graph.get(module, ())):
+            circle = search(imported, [*path, module])
+            if circle:
+                return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in sorted(graph) if (circle := search(module, []))), [])
+
+
+def test_no_import_circle():
+    """Imports inside functions and for type checkers do not count."""
+    graph = {
+        name_of(path): {module for module, inside, at_top in imports(path) if inside and at_top}
+        for path in (*sources("service"), *sources("nodes"), *sources("lab"))
+    }
+    assert circle_in(graph) == []
+
+
+def test_a_circle_is_found():
+    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "d": {"b"}}) == ["b", "d"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 @pytest.mark.parametrize("path", sources("nodes"), ids=name_of)

@@ -68,7 +68,7 @@ def _rigged(tensors: Tensors, wrong: float) -> Tensors:
     norms = {name: torch.zeros_like(tensors[name]) for name in tensors if "norm" in name and "linear_attn" not in name}
     joint, of_hidden = torch.eye(hidden) + wrong * torch.randn(hidden, hidden, generator=generator), torch.zeros(hidden, hidden)
     if "mtp.fc.weight" in tensors:
-        joints = {"mtp.fc.weight": torch.cat((joint, of_hidden), 1)}
+        projections = {"mtp.fc.weight": torch.cat((joint, of_hidden), 1)}
     else:
-        joints = {"mtp.fc_embedding.weight": joint, "mtp.fc_hidden.weight": of_hidden}
-    return silent | norms | {table: embedding, head: 4 * scored} | joints
+        projections = {"mtp.fc_embedding.weight": joint, "mtp.fc_hidden.weight": of_hidden}
+    return silent | norms | {table: embedding, head: 4 * scored} | projections

@@ -1,1 +1,1 @@
-"""Measuring: load, prefill and decode of a model, beside the read ceiling of the machine and beside a peer in the same run."""
+"""What `onedesk bench` measures: load, prefill and decode, with the machine's read bandwidth and a peer in the same run."""

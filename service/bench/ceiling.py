@@ -1,4 +1,4 @@
-"""How fast this machine reads its memory: the wall that batch-1 decode runs against."""
+"""How fast this machine reads its memory: the limit of decode at batch 1."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REPEATS = 7
 
 
 def read_ceiling(device: str, *, available: int, cache: Path | None = None, repeats: int = REPEATS) -> float:
-    """Bytes a second that all threads (or the whole GPU) read from one large buffer; the median of `repeats` passes of the fastest
-    of two reductions and, on the CPU, of the compiled reader, which is kept in `cache` (None: without it).
+    """Bytes per second that all threads (or the whole GPU) read from one large buffer: the median of `repeats` passes of the fastest
+    reader. Readers are two reductions and, on the CPU, the compiled one, whose library is kept in `cache` (None: without it).
 
     The buffer takes at most an eighth of `available` bytes. It is written before it is read, since untouched pages all map to one
     page of zeros and would be read from the cache.
@@ -43,7 +43,7 @@ def read_ceiling(device: str, *, available: int, cache: Path | None = None, repe
 
 
 def _buffer(device: str, nbytes: int) -> torch.Tensor:
-    """Memory as weights lie in: on the CPU private pages, huge ones where there are any."""
+    """The kind of memory that holds weights: on the CPU private pages, huge ones if the system has them."""
     if device != "cpu":
         return torch.empty(nbytes // 4, dtype=torch.float32, device=device)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -64,4 +64,4 @@ def _read_all(native: Native, buffer: torch.Tensor) -> None:
 
 
 def _nothing() -> None:
-    """The CPU has computed a result when it returns it."""
+    """The CPU returns a result when it is computed."""

@@ -1,4 +1,4 @@
-"""Time to the first token of a model that is not open: with reading and computing beside each other, one after the other, and warm."""
+"""Time to the first token of a model that is not open: loading and prefill overlapped, one after the other, and warm."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..loader.names import ModelRoots
 from ..memory.read_bandwidth import keep_ceiling, known_ceiling
 from ..memory.truth import read_truth
 from .ceiling import read_ceiling
+from .measuring_child import Engine, MeasuringChild
 from .run import (
-    Plan,
-    bytes_a_pass,
+    BenchPlan,
+    bytes_per_pass,
     checked_context,
     end_tokens,
     find_model,
     make_state,
     random_prompt,
 )
-from .subject import Task
-from .worker import Engine, Worker
+from .subject import SubjectSpec
 
 log = logging.getLogger(__name__)
 
-# Tokens that later prompts begin with, and those behind them; where the model allows fewer, half of what it allows.
+# Tokens of the shared prefix and of each prompt after it; a model with a shorter context gets half of its context.
 PREFIX, TAIL = 1000, 24
 TITLES = ("ENGINE", "FILE", "OVERLAP", "SECONDS", "PREFILL", "WAITED", "TOKENS/s", "PEAK GB")
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _Route:
     """One way to the first token."""
 
     engine: Engine
@@ -48,11 +48,11 @@ class _Case:
     overlap: bool
 
 
-def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document of `onedesk bench ttft`: seconds from a closed model to the first token behind a prompt of plan.prompt tokens.
+def measure_first_token(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
+    """The document of `onedesk bench ttft`: seconds from a closed model to the first token after a prompt of plan.prompt tokens.
 
     The cases take turns; medians of plan.cycles. Cold: the file's pages were evicted just before. `overlap_share` is cold with overlap
-    over cold without. The last two rows are of an open model: a prompt that is read whole, and one whose beginning an earlier one left;
+    over cold without. The last two rows are of an open model: a prompt that is read whole, and one whose prefix is cached;
     `prefix_share` is the second's time over the first's. Raises as bench.run.measure.
     """
     path = find_model(plan.model, config, roots)
@@ -60,25 +60,25 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
     device = pick_device(plan.device).type
     prefix, tail = _prefix_of(checkpoint)
     context = max(checked_context(plan.prompt + 1, checkpoint), prefix + tail + 1)
-    task = Task(path, device, plan.quant, context, config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint))))
+    task = SubjectSpec(path, device, plan.quant, context, config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint))))
     ids = random_prompt(checkpoint, plan.prompt)
     cases = [
-        _Case("onedesk", "cold", True),
-        _Case("onedesk", "cold", False),
-        _Case("onedesk", "warm", True),
-        _Case("onedesk", "warm", False),
+        _Route("onedesk", "cold", True),
+        _Route("onedesk", "cold", False),
+        _Route("onedesk", "warm", True),
+        _Route("onedesk", "warm", False),
     ]
     if plan.against:
-        cases += [_Case(plan.against, "cold", False), _Case(plan.against, "warm", False)]
+        cases += [_Route(plan.against, "cold", False), _Route(plan.against, "warm", False)]
     kept: list[dict[str, Any]] = []
     ceiling = known_ceiling(config.cache, device)
     if ceiling is None:
         ceiling = read_ceiling(device, available=read_truth(device).available, cache=config.cache)
         keep_ceiling(config.cache, device, ceiling)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
-    samples: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    samples: dict[_Route, list[dict[str, Any]]] = {case: [] for case in cases}
     with ExitStack() as ended:
-        workers = {name: ended.enter_context(Worker(name, task)) for name in engines}
+        workers = {name: ended.enter_context(MeasuringChild(name, task)) for name in engines}
         for worker in workers.values():  # imports and compiled kernels are not part of a first token
             worker.ask("first_token", ids=ids[:1], overlap=False)
             worker.ask("unload")
@@ -89,8 +89,8 @@ def measure_first_token(plan: Plan, config: Config, roots: ModelRoots) -> dict[s
                 workers[case.engine].ask("unload")
                 log.info("%s, cycle %d of %d: %.3f s", case, cycle + 1, plan.cycles, samples[case][-1]["seconds"])
         kept = _prefix_samples(workers["onedesk"], checkpoint, prefix, tail, plan.cycles)
-    read = bytes_a_pass(checkpoint, plan)
-    rows = [_row(case, found, plan.prompt, bytes_a_pass(checkpoint, plan, case.engine), ceiling) for case, found in samples.items()]
+    read = bytes_per_pass(checkpoint, plan)
+    rows = [_row(case, found, plan.prompt, bytes_per_pass(checkpoint, plan, case.engine), ceiling) for case, found in samples.items()]
     rows += [_prefix_row(state, kept, prefix + tail, read, ceiling) for state in ("read", "kept")]
     return {
         "kind": "ttft",
@@ -115,7 +115,7 @@ def first_token_table(document: dict[str, Any]) -> str:
         f"first token of {document['model']} on {document['device']} ({document['machine']}), a prompt of "
         f"{document['rows'][0]['tokens']} tokens, medians of {document['cycles']}\n{columns(lines)}\n"
         f"cold, with overlap: {document['overlap_share']:.2f} of the time without\n"
-        f"open, with {document['prefix_tokens']} tokens of the prompt kept: {document['prefix_share']:.3f} of the time without"
+        f"open, with {document['prefix_tokens']} tokens in the prefix cache: {document['prefix_share']:.3f} of the time without"
     )
 
 
@@ -126,7 +126,7 @@ def _prefix_of(checkpoint: Checkpoint) -> tuple[int, int]:
     return allowed // 2, min(TAIL, allowed // 4)
 
 
-def _prefix_samples(worker: Worker, checkpoint: Checkpoint, prefix: int, tail: int, cycles: int) -> list[dict[str, Any]]:
+def _prefix_samples(worker: MeasuringChild, checkpoint: Checkpoint, prefix: int, tail: int, cycles: int) -> list[dict[str, Any]]:
     """A prefix of its own in each cycle, so that only what the cycle itself kept is reused."""
     worker.ask("load")
     samples = []
@@ -134,7 +134,7 @@ def _prefix_samples(worker: Worker, checkpoint: Checkpoint, prefix: int, tail: i
         ids = random_prompt(checkpoint, prefix + 3 * tail, 100 + cycle)
         tails = [ids[at : at + tail] for at in range(prefix, prefix + 3 * tail, tail)]
         samples.append(worker.ask("prefix", ids=ids[:prefix], tails=tails))
-        log.info("a kept beginning, cycle %d of %d: %.3f s of %.3f s", cycle, cycles, samples[-1]["kept"], samples[-1]["read"])
+        log.info("prefix cache, cycle %d of %d: %.3f s of %.3f s", cycle, cycles, samples[-1]["kept"], samples[-1]["read"])
     worker.ask("unload")
     return samples[1:]
 
@@ -159,7 +159,7 @@ def _prefix_row(state: str, samples: Sequence[dict[str, Any]], tokens: int, read
     }
 
 
-def _row(case: _Case, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:
+def _row(case: _Route, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:
     seconds = statistics.median(sample["seconds"] for sample in samples)
     waits = [sample["waited"] for sample in samples]
     return {

@@ -1,4 +1,4 @@
-"""Hand-overs, many times: open, write, give way, a picture, wake, write, close. What comes back, what stays behind, and the text."""
+"""Hand-overs, many times: open, generate, release, draw, wake, generate, close. Bytes returned, bytes left over, and the texts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..memory.read_bandwidth import keep_ceiling, known_ceiling
 from ..memory.truth import read_truth
 from ..places import DEMO_WRITER
 from .ceiling import read_ceiling
-from .probe import status_bytes
+from .peak_watch import status_bytes
 from .run import find_model
 
 log = logging.getLogger(__name__)
 
 ROLLUP = Path("/proc/self/smaps_rollup")
-# What exists only because this process holds it. File pages are left out: they can be dropped, and a library's are everybody's.
+# What exists only because this process holds it. File pages are left out: the kernel can drop them, and a library's are shared.
 OWN_KEYS = ("Anonymous", "Swap", "Pss_Shmem")
 PICTURE_BYTES = 256 * MIB  # about what a 1024 x 1024 picture of a small image model takes at its peak
 PROMPT = Message("user", "a cat on a red mat, soft light")
@@ -104,7 +104,7 @@ def measure_handover(
         keep_ceiling(config.cache, kind, ceiling)
     values: dict[str, Any] = dict(config.memory)
     pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
-    desk = _Desk(
+    desk = _HandoverCycle(
         lambda: open_model(path, pool=pool, roots=roots, device=kind, load=False, kernel_cache=config.cache), pool, tokens, picture
     )
     done: list[Cycle] = []
@@ -155,8 +155,8 @@ def handover_table(document: dict[str, Any]) -> str:
     )
 
 
-class _Desk:
-    """Opens, writes, gives way; the picture is a plain allocation as an image model makes it, beside the pool."""
+class _HandoverCycle:
+    """Opens, writes, gives way; the picture is a plain allocation as an image model makes it, outside the pool."""
 
     def __init__(self, opened: Callable[[], OpenModel], pool: Pool, tokens: int, picture: int) -> None:
         self._open = opened

@@ -9,7 +9,7 @@ from ..config import Config
 from ..loader.names import ModelRoots
 from .first_token import first_token_table, measure_first_token
 from .handover import PICTURE_BYTES, handover_table, measure_handover
-from .run import Plan, bench_table, measure
+from .run import BenchPlan, bench_table, measure
 
 KINDS = ("load", "prefill", "decode", "ttft", "handover")
 DEFAULT_CYCLES, DEFAULT_TOKENS = 5, 64
@@ -20,7 +20,7 @@ HANDOVER_CYCLES = 300
 HANDOVER_TOKENS = 16
 
 
-def measure_kind(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
+def measure_kind(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     """The document of plan.kind; cycles, tokens and prompt of 0 are the kind's own default. Raises as bench.run.measure."""
     if plan.kind == "handover":
         return measure_handover(

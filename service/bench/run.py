@@ -1,4 +1,4 @@
-"""One measurement: engines in processes of their own, repeated in turn, medians of each, held against the machine's read ceiling."""
+"""One measurement: engines in processes of their own, repeated in turn, medians of each, compared with the machine's read bandwidth."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from ..loader.names import ModelRoots
 from ..memory.read_bandwidth import keep_ceiling
 from ..memory.truth import read_truth
 from .ceiling import read_ceiling
-from .files import Residency, evict, read_whole
-from .ours import lead_tokens
+from .measuring_child import Engine, MeasuringChild
+from .onedesk_subject import lead_tokens
+from .page_cache import Residency, evict, read_whole
 from .shapes import SHAPES, random_checkpoint
-from .subject import Task
-from .worker import Engine, Worker
+from .subject import SubjectSpec
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
 SMALLEST_CONTEXT = 2
 WARM_UP_TOKENS = 3
-# Engines that can write several rows in one step.
+# Engines that decode batches.
 BATCHED = ("onedesk", "transformers", "llama.cpp")
 LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "READ AND KEPT", "SHARE", "PEAK / SIZE")
 RUN_TITLES = ("ENGINE", "BATCH", "PROMPT", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure: `tokens` to decode in as many rows as `batches` say, behind a `prompt` of so many tokens, each `cycles` times."""
+class BenchPlan:
+    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, each `cycles` times."""
 
     kind: Kind
     model: str
@@ -55,7 +55,7 @@ class Plan:
     batches: tuple[int, ...] = (1,)
 
 
-def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
+def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     """The document of `onedesk bench`. Bytes are integers, times seconds, `share` is of the read ceiling (of a load: of the raw read).
 
     Raises ModelError, FileError, MemoryFull, RequestError, and PeerError when the peer is absent or fails.
@@ -64,12 +64,12 @@ def measure(plan: Plan, config: Config, roots: ModelRoots) -> dict[str, Any]:
     checkpoint = open_checkpoint(path, roots=roots.bases)
     device = pick_device(plan.device).type
     ends = tuple(sorted(end_tokens(checkpoint)))
-    task = Task(path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), ends, max(plan.batches))
+    task = SubjectSpec(path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), ends, max(plan.batches))
     available = read_truth(device).available
     ceiling = read_ceiling(device, available=available, cache=config.cache)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
     with ExitStack() as ended:
-        workers = [ended.enter_context(Worker(engine, task)) for engine in engines]
+        workers = [ended.enter_context(MeasuringChild(engine, task)) for engine in engines]
         rows = (
             _load_rows(plan, files_of_load(plan, checkpoint, config.cache), workers)
             if plan.kind == "load"
@@ -121,7 +121,7 @@ def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
         return random_checkpoint(name, config.cache)
 
 
-def _context(plan: Plan, checkpoint: Checkpoint) -> int:
+def _context(plan: BenchPlan, checkpoint: Checkpoint) -> int:
     if plan.kind == "load":
         allowed = checkpoint.config.get("max_position_embeddings")
         return min(2048, allowed) if isinstance(allowed, int) else 2048
@@ -150,13 +150,13 @@ def random_prompt(checkpoint: Checkpoint, tokens: int, seed: int = 1) -> list[in
     return torch.randint(0, int(checkpoint.config["vocab_size"]), (tokens,), generator=generator).tolist()
 
 
-def bytes_a_pass(checkpoint: Checkpoint, plan: Plan, engine: Engine = "onedesk") -> int:
+def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "onedesk") -> int:
     """Weight bytes that a pass of `engine` reads, as they lie in memory; for llama.cpp, those of our own form of the same width."""
     quant = "none" if engine == "transformers" else plan.quant
     return draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, quant).pass_bytes
 
 
-def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[MeasuringChild]) -> list[dict[str, Any]]:
     decode = plan.kind == "decode"
     prompts = [random_prompt(checkpoint, plan.prompt, seed) for seed in range(1, max(plan.batches) + 1)]
     asked: dict[int, dict[str, Any]] = {
@@ -173,10 +173,10 @@ def _run_rows(plan: Plan, checkpoint: Checkpoint, workers: Sequence[Worker]) -> 
             sample = worker.ask(plan.kind, **asked[batch])
             samples[worker.engine, batch].append(sample)
             log.info("%s %s of %d, %d of %d: %.3f s", worker.engine, plan.kind, batch, cycle + 1, plan.cycles, sample["seconds"])
-    return [_run_row(engine, batch, plan, found, bytes_a_pass(checkpoint, plan, engine)) for (engine, batch), found in samples.items()]
+    return [_run_row(engine, batch, plan, found, bytes_per_pass(checkpoint, plan, engine)) for (engine, batch), found in samples.items()]
 
 
-def _run_row(engine: str, batch: int, plan: Plan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
+def _run_row(engine: str, batch: int, plan: BenchPlan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
     row: dict[str, Any] = {"engine": engine, "batch": batch, "prompt": plan.prompt}
     peak = {"peak_bytes": max(sample["peak_bytes"] for sample in samples)}
     if plan.kind == "prefill":
@@ -197,15 +197,15 @@ def _run_row(engine: str, batch: int, plan: Plan, samples: Sequence[dict[str, An
     }
 
 
-def files_of_load(plan: Plan, checkpoint: Checkpoint, cache: Path) -> Mapping[Path, int]:
+def files_of_load(plan: BenchPlan, checkpoint: Checkpoint, cache: Path) -> Mapping[Path, int]:
     """The files that we read to open the model, and the bytes of weights in each: where it was converted before, what was made of it."""
     blueprint = draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, plan.quant, cache)
     infos = {reading.info for tensor in blueprint.plan.tensors for reading in tensor.readings}
     return {file: sum(info.nbytes for info in infos if info.file == file) for file in sorted({info.file for info in infos})}
 
 
-def _load_rows(plan: Plan, read: Mapping[Path, int], workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Cold: the files were evicted just before. Warm: they were read whole just before. Raw reads of the same files beside each, into
+def _load_rows(plan: BenchPlan, read: Mapping[Path, int], workers: Sequence[MeasuringChild]) -> list[dict[str, Any]]:
+    """Cold: the files were evicted just before. Warm: they were read whole just before. Each with raw reads of the same files, into
     small buffers and (`fresh`) into new memory.
     """
     files = list(read)

@@ -1,4 +1,4 @@
-"""What can be measured: an engine with one model, behind the same calls."""
+"""What can be measured: an engine with one model, with one set of calls for all engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Which model an engine is measured with. `end_tokens` are never to be chosen, so that every run has the same length; `sequences` of
-    `context` tokens are held at once.
+class SubjectSpec:
+    """The model an engine is measured with. `end_tokens` are never sampled, so that every run has the same length; the KV cache holds
+    `sequences` of `context` tokens.
     """
 
     model: Path
@@ -26,7 +26,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """One decode: steps while all rows wrote, the seconds they took, and the counts of the whole of them (None: not known)."""
+    """One decode: steps while the whole batch decoded, the seconds they took, and the counts over all of them (None: unknown)."""
 
     steps: int
     seconds: float
@@ -36,8 +36,8 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """First tokens of an open model behind prompts that begin alike: seconds where all of it is read, seconds where the beginning was kept
-    from a prompt before, and how many tokens that were.
+    """First tokens of an open model after prompts with one prefix: seconds when all of it is read, seconds when the prefix is cached,
+    and how many tokens were cached.
     """
 
     read: float
@@ -76,13 +76,13 @@ class Subject(Protocol):
         ...
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
-        """Write behind all prompts at once, greedy: about `tokens` steps of all of them."""
+        """Decode after all prompts as one batch, greedy: about `tokens` steps."""
         ...
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
-        """First tokens behind `ids` and each of three tails. Raises PeerError where nothing is kept between prompts."""
+        """First tokens after `ids` and each of three tails. Raises PeerError for an engine without a prefix cache."""
         ...
 
     def device_peak(self) -> int | None:
-        """The most bytes held on a device of its own memory, None on the CPU."""
+        """Peak bytes on a device with its own memory, None on the CPU."""
         ...

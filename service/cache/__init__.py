@@ -1,1 +1,1 @@
-"""What a token leaves behind, behind one protocol."""
+"""What a sequence keeps of its tokens: paged keys and values, and recurrent states."""

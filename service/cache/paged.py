@@ -1,5 +1,6 @@
-"""Keys and values of all sequences of a session, in blocks of one reserved region: shared by forks and prefixes, never moved."""
+"""Keys and values of all sequences of a session, in blocks of one lease: shared by forks and prefixes, never moved."""
 
+# ruff: noqa: S101 - `check` asserts invariants of this code, never input
 from __future__ import annotations
 
 import math
@@ -18,9 +19,9 @@ from .recurrent import RecurrentStates
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of one layer's keys (and, the same again, values) a token, and how many layers there are.
+    """Size of one layer's keys per token (values have the same size), and the number of layers.
 
-    `pooled`: fp32 keys of an indexer that a block has in each layer, and their width.
+    `pooled`: number and width of the fp32 keys that an indexer has per block and layer.
     """
 
     layers: int
@@ -31,8 +32,10 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in all layers."""
-        return self.layers * (2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK)
+        """Bytes per token in all layers."""
+        return self.layers * (
+            2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK
+        )
 
     def part(self, blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's keys in `blocks` blocks."""
@@ -52,28 +55,34 @@ def blocks_for(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A length of a sequence that it can go back to; `slot` holds its recurrent state then, None where it has none or was given up."""
+    """A length that a sequence can go back to. `slot` holds its recurrent state, None if it has none or the snapshot
+    was dropped.
+    """
 
     length: int
     slot: int | None = None
 
 
-class Keeper(Protocol):
-    """Who keeps blocks that no sequence uses, so that a later prompt can begin with them."""
+class BlockEvictor(Protocol):
+    """Evicts cached blocks that no sequence uses."""
 
     def evict(self) -> None:
-        """Let go of a block that no sequence uses, with `PagedKV.unkeep`; at least one is kept when this is called."""
+        """Drop a cached block that no sequence uses, with `PagedKV.uncache_block`. There is at least one when this is
+        called.
+        """
         ...
 
 
 class PagedKV:
-    """The blocks of a session. keys[layer], values[layer]: [blocks, kv_heads, BLOCK, head_dim] views of one lease.
+    """The KV blocks of a session. keys[layer], values[layer]: [blocks, kv_heads, BLOCK, head_dim] views of one lease.
 
-    A block is free, or used by the tables of one or more sequences, or kept for reuse, or both of these. An open sequence is promised
-    all blocks up to its capacity and takes them as it grows, so that none can run dry half-way. Invariants, see `check`:
-    - a block's users are the tables that it stands in; it is free exactly if it has none and is not kept;
-    - all promises together are at most the blocks that are free or only kept;
-    - a slot below a sequence's length is never written: of the tables that end in a partly filled block only one may write on in it.
+    A block is free, or in the tables of sequences, or cached for reuse, or the last two together. An open sequence has
+    a reservation for all blocks up to its capacity and takes them as it grows, so that none runs out half-way.
+    Invariants, see `check`:
+    - The users of a block are the tables that contain it. It is free exactly if it has no user and is not cached.
+    - All reservations together are at most the free blocks plus those that are only cached.
+    - A slot below a sequence's length is never written. Of the tables that end in a partly filled block only one may
+      write in it.
     """
 
     def __init__(self, lease: Lease, shape: KVShape, context: int, sequences: int = 1) -> None:
@@ -83,29 +92,29 @@ class PagedKV:
         self.blocks = self.table_width * sequences
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.pooled: list[torch.Tensor] = []  # [blocks, keys a block, width] where there is an indexer
+        self.pooled: list[torch.Tensor] = []  # [blocks, keys per block, width] with an indexer
         for _ in range(shape.layers):
             self.keys.append(lease.carve(shape.part(self.blocks), shape.dtype))
             self.values.append(lease.carve(shape.part(self.blocks), shape.dtype))
             if math.prod(shape.pooled):
                 self.pooled.append(lease.carve((self.blocks, *shape.pooled), torch.float32))
-        self.keeper: Keeper | None = None
-        self.states: RecurrentStates | None = None  # of networks with recurrent layers, see hybrid.py
+        self.evictor: BlockEvictor | None = None
+        self.states: RecurrentStates | None = None  # of networks with recurrent layers, see hybrid_kv.py
         self._free = list(range(self.blocks - 1, -1, -1))
         self._users = [0] * self.blocks
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self._cold = 0
-        self._promised = 0
+        self._reserved = 0
         self._open: set[SequenceKV] = set()
 
     @property
     def available(self) -> int:
-        """Blocks that can still be promised; those that are only kept count, for they give way."""
-        return len(self._free) + self._cold - self._promised
+        """Blocks that can still be reserved, including those that are only cached, because they can be evicted."""
+        return len(self._free) + self._cold - self._reserved
 
     @property
     def cold(self) -> int:
-        """Blocks that no sequence uses and that are kept for reuse."""
+        """Cached blocks that no sequence uses."""
         return self._cold
 
     def fits(self, capacity: int, shared: Sequence[int] = ()) -> bool:
@@ -113,10 +122,13 @@ class PagedKV:
         return self._new_blocks(capacity, shared) <= self.available
 
     def open(self, capacity: int, shared: Sequence[int] = ()) -> SequenceKV:
-        """A sequence of up to `capacity` tokens that begins with the full blocks `shared`, if any. Raises MemoryFull, RequestError."""
+        """A sequence of up to `capacity` tokens that starts with the full blocks `shared`, if any. Raises MemoryFull,
+        RequestError.
+        """
         if capacity > self.context:
             raise RequestError(
-                f"a sequence of {capacity} tokens is longer than the context of {self.context}; ask for fewer or open with more context"
+                f"a sequence of {capacity} tokens is longer than the context of {self.context}; "
+                "ask for fewer or open with more context"
             )
         if len(shared) * BLOCK > capacity:
             raise ValueError(f"{len(shared)} shared blocks hold more than {capacity} tokens")
@@ -124,44 +136,46 @@ class PagedKV:
         return self._sequence(capacity, shared, len(shared) * BLOCK, None)
 
     def usable(self, blocks: Sequence[int]) -> Sequence[int]:
-        """As many of the kept blocks of a beginning as a sequence can go on behind."""
+        """The longest part of the cached `blocks` of a prefix from which a sequence can continue."""
         return blocks
 
     @property
     def openable(self) -> int:
-        """Sequences that can be opened as far as there are blocks for them."""
+        """Sequences that can be opened, as far as blocks allow."""
         return self.available
 
     def inherit(self, known: int, block: int, /) -> None:
-        """The kept block `known` stands for the same beginning as `block`: what hangs on that one may hang on it."""
+        """The cached block `known` has the same prefix as `block`: it takes over what belongs to `block`, such as a
+        checkpoint.
+        """
 
     def _sequence(self, capacity: int, shared: Sequence[int], length: int, past: SequenceKV | None) -> SequenceKV:
-        """A sequence over `shared` blocks, forked from `past` if that is given."""
+        """A sequence over `shared` blocks, forked from `past` if given."""
         return SequenceKV(self, capacity, shared, length)
 
-    def keep(self, block: int) -> None:
-        """Keep a used block when its users are gone, until `unkeep`; nobody writes in it from now on."""
-        if not self._users[block] or block in self._kept:
+    def cache_block(self, block: int) -> None:
+        """Keep a used block after its users have closed, until `uncache_block`. It is not written from now on."""
+        if not self._users[block] or block in self._cached:
             raise ValueError(f"block {block} with {self._users[block]} users cannot be kept")
-        self._kept.add(block)
+        self._cached.add(block)
 
-    def unkeep(self, block: int) -> None:
-        """Keep the block no longer; it is free if it has no user."""
-        self._kept.remove(block)
+    def uncache_block(self, block: int) -> None:
+        """Stop caching the block. It is free if it has no user."""
+        self._cached.remove(block)
         if not self._users[block]:
             self._cold -= 1
             self._free.append(block)
 
     def users(self, block: int) -> int:
-        """Open sequences that have the block in their table."""
+        """Number of open sequences whose table contains the block."""
         return self._users[block]
 
     def is_shared(self, block: int) -> bool:
-        """Whether somebody beside one sequence needs the block as it is."""
-        return self._users[block] > 1 or block in self._kept
+        """Whether more than one sequence, or the prefix cache, needs the block as it is."""
+        return self._users[block] > 1 or block in self._cached
 
     def check(self) -> None:
-        """Raise AssertionError where an invariant does not hold."""
+        """Raise AssertionError if an invariant does not hold."""
         users = [0] * self.blocks
         writers: dict[int, int] = {}
         for sequence in self._open:
@@ -171,45 +185,46 @@ class PagedKV:
             if sequence.writes_on:
                 last = sequence.table[sequence.length // BLOCK]
                 writers[last] = writers.get(last, 0) + 1
-                assert last not in self._kept, f"kept block {last} is written on"  # noqa: S101 - invariants of ours, here and below
-        free = [block for block in range(self.blocks) if not users[block] and block not in self._kept]
-        cold = sum(not users[block] for block in self._kept)
-        promised = sum(sequence.promise for sequence in self._open)
-        assert users == self._users, "users are not those of the tables"  # noqa: S101
-        assert sorted(self._free) == free, f"free blocks are {free}, listed are {sorted(self._free)}"  # noqa: S101
-        assert (cold, promised) == (self._cold, self._promised), f"cold {self._cold}, promised {self._promised}"  # noqa: S101
-        assert promised <= len(free) + cold, f"{promised} blocks promised of {len(free)} free and {cold} cold"  # noqa: S101
-        assert all(count == 1 for count in writers.values()), f"blocks with more than one writer: {writers}"  # noqa: S101
+                assert last not in self._cached, f"cached block {last} is written"
+        free = [block for block in range(self.blocks) if not users[block] and block not in self._cached]
+        cold = sum(not users[block] for block in self._cached)
+        reserved = sum(sequence.reservation for sequence in self._open)
+        assert users == self._users, "users are not those of the tables"
+        assert sorted(self._free) == free, f"free blocks are {free}, listed are {sorted(self._free)}"
+        assert (cold, reserved) == (self._cold, self._reserved), f"cold {self._cold}, reserved {self._reserved}"
+        assert reserved <= len(free) + cold, f"{reserved} blocks reserved of {len(free)} free and {cold} cold"
+        assert all(count == 1 for count in writers.values()), f"blocks with more than one writer: {writers}"
 
     def _new_blocks(self, capacity: int, shared: Sequence[int]) -> int:
-        """What opening takes away from `available`: the promise, and kept blocks that come into use."""
+        """What opening takes from `available`: the reservation, and cached blocks that come into use."""
         return blocks_for(capacity) - len(shared) + sum(not self._users[block] for block in shared)
 
     def _require(self, blocks: int, what: str) -> None:
         if blocks > self.available:
             raise MemoryFull(
-                f"{what} needs {blocks} more KV blocks of {BLOCK} tokens, but {self.available} of the session's {self.blocks} can be had; "
-                "ask for fewer tokens or sequences at once, or open the model with more context"
+                f"{what} needs {blocks} more KV blocks of {BLOCK} tokens, but {self.available} of the session's "
+                f"{self.blocks} are available; ask for fewer tokens or sequences at once, "
+                "or open the model with more context"
             )
 
     def _use(self, block: int) -> None:
         if not self._users[block]:
-            self._cold -= block in self._kept
+            self._cold -= block in self._cached
         self._users[block] += 1
 
     def _drop(self, block: int) -> None:
         self._users[block] -= 1
         if self._users[block]:
             return
-        if block in self._kept:
+        if block in self._cached:
             self._cold += 1
         else:
             self._free.append(block)
 
     def _take(self) -> int:
-        """A free block, used once; a promise stands behind every call."""
-        if not self._free and self.keeper is not None:
-            self.keeper.evict()
+        """A free block with one user. Every call is covered by a reservation."""
+        if not self._free and self.evictor is not None:
+            self.evictor.evict()
         block = self._free.pop()
         self._users[block] = 1
         return block
@@ -220,10 +235,14 @@ class PagedKV:
 
 
 class SequenceKV:
-    """The keys and values of one sequence: the table of its blocks and its length. Made by PagedKV.open and fork; see SequenceCache.
+    """The keys and values of one sequence: its block table and its length. Only PagedKV makes one, by `open` and
+    `fork`.
 
-    `version` rises with every change of the table, so that a copy of it on a device can be told from a stale one. `cuts_anywhere`: truncate
-    goes to exactly the length that is asked for.
+    Invariants: 0 <= length <= capacity. Positions below `length` change only by `truncate`. All bytes are reserved
+    before the first token, so decode allocates nothing.
+
+    `version` rises with every change of the table, so that a stale copy on a device can be recognized. `cuts_anywhere`:
+    `truncate` goes to exactly the requested length.
     """
 
     cuts_anywhere = True
@@ -236,65 +255,72 @@ class SequenceKV:
         # Positions of its text after pictures are lower than rows by so much (0 or less), see model/positions.py.
         self.shift = 0
         self._pages = pages
-        # Positions below it may be seen by others too.
+        # Others may see positions below it.
         self._sealed = length
-        # The last block is written on by another sequence, or kept: it is to be copied before this one writes in it.
+        # The last block belongs to another sequence or to the prefix cache, so it must be copied before this one writes
+        # in it.
         self._borrowed = length % BLOCK > 0
         for block in self.table:
             pages._use(block)
-        pages._promised += self.promise
+        pages._reserved += self.reservation
         pages._open.add(self)
 
     def __enter__(self) -> SequenceKV:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
-    def promise(self) -> int:
+    def reservation(self) -> int:
         """Blocks that it may still take."""
         return blocks_for(self.capacity) - len(self.table) + self._borrowed
 
     @property
     def writes_on(self) -> bool:
-        """Whether its next token goes into a partly filled block as it is."""
+        """Whether its next token goes into a partly filled block of its own."""
         return self.length % BLOCK > 0 and not self._borrowed
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Where its recurrent state is read and written by the pass that `ensure` was called for."""
+        """The slots that the next pass reads its recurrent state from and writes it to. Call `ensure` first."""
         return 0, 0
 
     @property
-    def trail(self) -> list[tuple[int, int]]:
-        """As `slots`, for each row of a pass that `ensure` was called for with `each`."""
+    def verify_slots(self) -> list[tuple[int, int]]:
+        """Like `slots`, for each row of a verify pass. Call `ensure` with `verify` first."""
         return []
 
     @property
-    def undoable(self) -> int:
-        """Tokens that `ensure` may be called for with `each`."""
+    def verifiable(self) -> int:
+        """Most tokens of one verify pass."""
         return self.capacity - self.length
 
-    def ensure(self, tokens: int, *, undo: bool = False, each: bool = False) -> None:
-        """Have blocks of its own for `tokens` more tokens, before they are written. Raises RequestError beyond the capacity.
+    def ensure(self, tokens: int, *, undo: bool = False, verify: bool = False) -> None:
+        """Give it blocks of its own for `tokens` more tokens, before they are written. Raises RequestError beyond the
+        capacity.
 
-        `undo`: the pass may be given up, and the sequence is then to be as before. `each`: it may be given up behind any of its tokens.
+        `undo`: the pass may be stopped; without `advance` the sequence then stays as it was. `verify`: any prefix of
+        the tokens, of which there are at most `verifiable`, may be accepted; `advance` is then called for the accepted
+        ones.
         """
         end = self.length + tokens
         if end > self.capacity:
             raise RequestError(
-                f"{end} tokens do not fit a context of {self.capacity}; shorten the prompt or open the model with more context"
+                f"{end} tokens do not fit a context of {self.capacity}; "
+                "shorten the prompt or open the model with more context"
             )
         if not tokens or (len(self.table) * BLOCK >= end and not self._borrowed):
             return
-        pages, before = self._pages, self.promise
+        pages, before = self._pages, self.reservation
         if self._borrowed:
             self._own_last()
         while len(self.table) * BLOCK < end:
             self.table.append(pages._take())
         self.version += 1
-        pages._promised += self.promise - before
+        pages._reserved += self.reservation - before
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` written positions as part of the sequence."""
@@ -304,33 +330,35 @@ class SequenceKV:
         self.length = end
 
     def snapshot(self) -> Snapshot:
-        """A place that the sequence can be brought back to."""
+        """A state that the sequence can go back to. Raises MemoryFull if that takes memory and none is left."""
         return Snapshot(self.length)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this sequence. ValueError for one that was given up, or lies before what was cut away since."""
+        """Go back to a snapshot of this sequence, which drops the later ones. Raises ValueError for a dropped one."""
         self.truncate(snapshot.length)
 
-    def keep_border(self, *, written: bool = False) -> None:
-        """At the end of a full block: keep what a later sequence needs to go on behind it, if there is room.
+    def keep_checkpoint(self, *, written: bool = False) -> None:
+        """At the end of a full block: keep what a later sequence needs to continue from it, if memory is left.
 
-        `written` by decode: of those only the last one is kept.
+        `written`: decode wrote the block. Only the last checkpoint of those is kept.
         """
 
     def truncate(self, length: int) -> int:
-        """Forget everything from position `length` on, or from an earlier one where that is as far back as states are kept; returns it.
+        """Forget everything from position `length` on, or from an earlier position whose state is kept. Returns that
+        position.
 
-        MemoryFull if blocks of others would have to be written anew and none are left.
+        At the present length it drops what a pass has written after it. Raises MemoryFull if a shared block would need
+        a copy and none is free.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
         pages, kept = self._pages, blocks_for(length)
         dropped = self.table[kept:]
         borrowed = length % BLOCK > 0 and self._is_borrowed(kept - 1, length)
-        promise = blocks_for(self.capacity) - kept + borrowed
+        reservation = blocks_for(self.capacity) - kept + borrowed
         returned = sum(pages.users(block) == 1 for block in dropped)
-        pages._require(promise - self.promise - returned, "a shared sequence cut shorter")
-        pages._promised += promise - self.promise
+        pages._require(reservation - self.reservation - returned, "a shared sequence cut shorter")
+        pages._reserved += reservation - self.reservation
         del self.table[kept:]
         for block in dropped:
             pages._drop(block)
@@ -339,8 +367,11 @@ class SequenceKV:
         return length
 
     def fork(self, capacity: int | None = None) -> SequenceKV:
-        """Another sequence with the same past, of up to `capacity` tokens (as this one). Blocks are shared until one writes: MemoryFull
-        if what it may have to take is not there."""
+        """Another sequence with the same past, of up to `capacity` tokens (default: that of this one). Blocks are
+        shared until one writes.
+
+        Raises MemoryFull if the blocks that it may need cannot be reserved.
+        """
         capacity = self.capacity if capacity is None else capacity
         if not self.length <= capacity <= self._pages.context:
             raise ValueError(f"a fork of {self.length} tokens cannot have a capacity of {capacity}")
@@ -352,21 +383,21 @@ class SequenceKV:
         return made
 
     def widen(self, capacity: int) -> None:
-        """Promise it room for `capacity` tokens, not fewer than now. Raises MemoryFull."""
+        """Raise its capacity to `capacity` tokens. Raises MemoryFull."""
         if not self.capacity <= capacity <= self._pages.context:
             raise ValueError(f"a sequence of {self.capacity} tokens cannot be widened to {capacity}")
         more = blocks_for(capacity) - blocks_for(self.capacity)
         self._pages._require(more, "a sequence that grows")
-        self._pages._promised += more
+        self._pages._reserved += more
         self.capacity = capacity
 
     def close(self) -> None:
-        """Return its blocks and what it was promised; closing twice does nothing."""
+        """Return its blocks and its reservation. A second call does nothing."""
         pages = self._pages
         if self not in pages._open:
             return
         pages._open.remove(self)
-        pages._promised -= self.promise
+        pages._reserved -= self.reservation
         for block in self.table:
             pages._drop(block)
         self.table.clear()
@@ -377,21 +408,21 @@ class SequenceKV:
         return blocks_for(self.capacity) * BLOCK * self._pages.shape.token_bytes
 
     def check(self) -> None:
-        """Raise AssertionError where an invariant of its own does not hold; PagedKV.check looks at all together."""
+        """Raise AssertionError if an invariant of this sequence does not hold; PagedKV.check checks all together."""
         held = len(self.table)
-        assert 0 <= self.length <= self.capacity, f"length {self.length} of {self.capacity}"  # noqa: S101 - invariants of ours
-        assert blocks_for(self.length) <= held <= blocks_for(self.capacity), f"{held} blocks for {self.length} tokens"  # noqa: S101
-        assert len(set(self.table)) == held, f"a block stands twice in {self.table}"  # noqa: S101
+        assert 0 <= self.length <= self.capacity, f"length {self.length} of {self.capacity}"
+        assert blocks_for(self.length) <= held <= blocks_for(self.capacity), f"{held} blocks for {self.length} tokens"
+        assert len(set(self.table)) == held, f"a block stands twice in {self.table}"
 
     def _is_borrowed(self, index: int, length: int) -> bool:
         """Whether the block at `index` of the table must be copied before it is written from position `length` on."""
         if self._borrowed and index == len(self.table) - 1:
             return True
         block = self.table[index]
-        return self._pages.is_shared(block) and (length < self._sealed or block in self._pages._kept)
+        return self._pages.is_shared(block) and (length < self._sealed or block in self._pages._cached)
 
     def _own_last(self) -> None:
-        """Turn the borrowed last block into one of its own; no copy is needed when the others have gone."""
+        """Replace the borrowed last block by one of its own. No copy is needed if no one else uses it any more."""
         pages, block = self._pages, self.table[-1]
         if pages.is_shared(block):
             self.table[-1] = pages._take()

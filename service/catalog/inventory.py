@@ -15,7 +15,9 @@ from ..core import Sampling
 from ..engine.effective_sampling import checkpoint_sampling, effective_sampling
 from ..engine.session import Blueprint, draw_blueprint
 from ..errors import FileError, ModelError, OnedeskError
+from ..hub.manifest import state_of
 from ..loader.checkpoint import CONFIG, GENERATION, Checkpoint, end_ids, open_checkpoint
+from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots
 from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
@@ -96,9 +98,26 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
         path = roots.find(model)
         entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
     asked = _Asked(place, context or config.context, quant, config.cache, config.draft)
-    rows = [_row(entry, roots, asked, here) for entry in entries]
+    rows = [_with_pull(_row(entry, roots, asked, here)) for entry in entries]
     links = roots.refused_links() if model is None else []
     return rows + [_blank(link.name, link.path, quant) | {"reason": link.reason} for link in links]
+
+
+def _with_pull(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what its manifest says, if `onedesk pull` made the folder."""
+    path = Path(row["path"])
+    try:
+        state = state_of(path if path.is_dir() else path.parent)
+    except OnedeskError as error:
+        return row | {"reason": f"{row['reason']}; {error}"}
+    if state is None:
+        return row
+    repo, text = state.manifest.repo, state.text
+    advice = "" if text == "complete" else f"; get the rest: onedesk pull {repo}"
+    if state.changed:
+        advice = f" since ({short(state.changed[0])}); get it again: onedesk pull {repo}"
+    pulled = {"repo": repo, "commit": state.manifest.commit, "source": state.manifest.source, "state": text}
+    return row | {"pulled": pulled, "reason": f"{row['reason']}; pulled from {repo}: {text}{advice}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +171,7 @@ def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": name, "path": str(path), **unknown, "toy": is_toy(name)}
     row |= {"quant": quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
-    row |= {"context": None, "images": None, "opens": False, "sampling": None}
+    row |= {"context": None, "images": None, "opens": False, "sampling": None, "pulled": None}
     return row
 
 
@@ -206,7 +225,10 @@ def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget)
 def model_table(rows: list[dict[str, Any]]) -> str:
     """The rows for a terminal, below each what there is to say of it."""
     if not rows:
-        return "no models; put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
+        return (
+            "no models; onedesk pull Qwen/Qwen3-4B fetches one, "
+            "or put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
+        )
     lines: list[tuple[str, ...]] = [
         ("NAME", "FAMILY", "FORMAT", "PARAMETERS", "ACTIVE", "WEIGHTS", "TABLE", "KV / 1000", "FITS", "CONTEXT", "IMAGES")
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from ..api import pick_device
 from ..config import Config
 from ..console import columns
-from ..memory.backends.choose import Described, describe_backends
+from ..memory.backends.choose_backend import BackendReport, describe_backends
 from ..memory.budget import MemorySettings, make_budget, show
 from ..memory.lease import LeaseInfo
 from ..memory.meminfo import read_vmstat
@@ -73,12 +73,12 @@ def memory_table(report: dict[str, Any]) -> str:
     parts = [text, columns(held) if report["leases"] else "nothing is leased"]
     if report.get("backends"):
         rows = [("MEMORY", "WHERE", "CAN")]
-        rows += [(found["name"], found["residency"], abilities(Described(**found))) for found in report["backends"]]
+        rows += [(found["name"], found["residency"], abilities(BackendReport(**found))) for found in report["backends"]]
         parts.append(columns(rows))
     return "\n\n".join([*parts, *(leak_table(leaks) for leaks in report["leaks"])])
 
 
-def abilities(found: Described) -> str:
+def abilities(found: BackendReport) -> str:
     """What a kind of memory can do on this machine and what it cannot, in one line."""
     if found.missing:
         return f"not used: {found.missing}"

@@ -26,7 +26,7 @@ def add_to(subcommands: Subcommands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
     from ..bench.kinds import kind_table, measure_kind
-    from ..bench.run import Plan
+    from ..bench.run import BenchPlan
     from ..catalog.inventory import default_model, model_roots
     from ..engine.buffers import MAX_BATCH
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.model or ("" if args.kind == "handover" else default_model(config))
     if name is None:
         raise UsageError("no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)")
-    plan = Plan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against, tuple(args.batch))
+    plan = BenchPlan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against, tuple(args.batch))
     document = measure_kind(plan, config, model_roots(config))
     write_json(document) if args.json else print(kind_table(document))
     return SUCCESS

@@ -151,7 +151,7 @@ def _backends(config: Config, device: str) -> Iterator[Check]:
     """What each kind of memory can do here; one that is not there is no fault, since it is an extra."""
     from ..api import pick_device
     from ..catalog.memory_report import abilities
-    from ..memory.backends.choose import describe_backends
+    from ..memory.backends.choose_backend import describe_backends
 
     for found in describe_backends(pick_device(device).type):
         yield Check(f"{found.name} memory", "ok", f"{found.residency}: {abilities(found)}")

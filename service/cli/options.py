@@ -17,7 +17,10 @@ from ..toml_file import parse_bytes
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 # What --model defaults to; subcommands that open no model name no default.
-_MODEL_DEFAULTS: Mapping[str, str] = {"models": "; default: all", "serve": "; default: all", "memory": "", "doctor": "", "demo": ""}
+_MODEL_DEFAULTS: Mapping[str, str] = {
+    **dict.fromkeys(("models", "serve"), "; default: all"),
+    **dict.fromkeys(("memory", "doctor", "demo", "pull"), ""),
+}
 _ONE_MODEL = "; default: the configured or the only one"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf)")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV, blocks_for
-from ..kernels.forward_batch import FEW_ROWS, Rows, Slots
+from ..kernels.forward_batch import FEW_ROWS, DecodeBatch, ForwardBatch, PackedPrompts, PrefillChunk, Slots, VerifyPass
 from ..memory.lease import Lease, carved_bytes
 from ..model.layers import Decoder, Scratch
 
@@ -73,12 +72,12 @@ class DecodeBuffers:
         self._positions = [self.positions[:batch] for batch in range(MAX_BATCH + 1)]
         self._turns = [self.turns[:batch] if turned else None for batch in range(MAX_BATCH + 1)]
         slots = [self._slots.views(batch) if self._slots else None for batch in range(MAX_BATCH + 1)]
-        self._rows = [
-            Rows(self.positions[:batch], self.tables[:batch], None, 0, slots[batch], turns=self._turns[batch])
+        self._steps = [
+            DecodeBatch(self.positions[:batch], self.tables[:batch], 0, slots[batch], turns=self._turns[batch])
             for batch in range(MAX_BATCH + 1)
         ]
-        self._trails = [
-            Rows(self.positions[:count], self.tables[:1], 0, 0, slots[count], trail=True, turns=self._turns[count])
+        self._checks = [
+            VerifyPass(self.positions[:count], self.tables[:1], 0, slots[count], start=0, turns=self._turns[count])
             for count in range(MAX_BATCH + 1)
         ]
         # Whose table, in which version, each row of `tables` holds.
@@ -99,7 +98,7 @@ class DecodeBuffers:
         """
         positions = self.place(sequences, batch or len(sequences))
         count = len(positions)
-        ids = self._rows[count].ids = [*tokens, *[tokens[0]] * (count - len(tokens))]
+        ids = self._steps[count].ids = [*tokens, *[tokens[0]] * (count - len(tokens))]
         _put(self._ids[count], ids)
         _put(self._positions[count], positions)
         return max(positions) + 1
@@ -123,13 +122,13 @@ class DecodeBuffers:
             _put(turns, turned + turned[:1] * missing)
         return positions + positions[:1] * missing
 
-    def fill_trail(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, Rows]:
+    def fill_verify(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, VerifyPass]:
         """Put up to MAX_BATCH `ids` behind one sequence, which can then be advanced by as many of them as turn out to be wanted.
 
-        It gets room for them and is not advanced. Raises RequestError beyond its capacity, MemoryFull for more than are `undoable`.
+        It gets room for them and is not advanced. Raises RequestError beyond its capacity, MemoryFull for more than are `verifiable`.
         """
         count, start = len(ids), sequence.length
-        sequence.ensure(count, each=True)
+        sequence.ensure(count, verify=True)
         self._hold_table(0, sequence)
         _put(self._ids[count], ids)
         _put(self._positions[count], range(start, start + count))
@@ -137,26 +136,29 @@ class DecodeBuffers:
         if turns is not None:
             _put(turns, range(start + sequence.shift, start + sequence.shift + count))
         if self._slots is not None:
-            self._slots.fill(sequence.trail)
-        rows = self._trails[count]
+            self._slots.fill(sequence.verify_slots)
+        rows = self._checks[count]
         rows.start, rows.longest, rows.ids = start, start + count, ids
         return self._ids[count], rows
 
-    def prepare(self, batch: int, tokens: Sequence[int], *, trail: bool = False) -> None:
+    def prepare(self, batch: int, tokens: Sequence[int], *, verify: bool = False) -> None:
         """What the host does for a step whose ids are there, before its device work: see Decoder.prepare. `tokens`: the ids, if known.
 
-        `trail`: the pass is one that `fill_trail` brought.
+        `verify`: the pass is one that `fill_verify` brought.
         """
-        rows = (self._trails if trail else self._rows)[batch]
+        rows = self._batch(batch, verify)
         rows.ids = tokens
         self._network.prepare(self._ids[batch], rows, self._kv, self._scratch)
 
-    def step(self, batch: int, longest: int, *, prepared: bool = False, trail: bool = False) -> torch.Tensor:
-        """Scores [batch, vocab] behind the tokens that `fill` brought, or `fill_trail`; valid until the next pass."""
-        rows = (self._trails if trail else self._rows)[batch]
+    def step(self, batch: int, longest: int, *, prepared: bool = False, verify: bool = False) -> torch.Tensor:
+        """Scores [batch, vocab] behind the tokens that `fill` brought, or `fill_verify`; valid until the next pass."""
+        rows = self._batch(batch, verify)
         rows.longest = longest
         state = self._network.forward(self._ids[batch], rows, self._kv, self._scratch, prepared=prepared)
         return self._network.logits(state, self._scratch, rows)
+
+    def _batch(self, count: int, verify: bool) -> ForwardBatch:
+        return self._checks[count] if verify else self._steps[count]
 
     def _hold_table(self, row: int, sequence: SequenceKV) -> None:
         held, version = self._held[row]
@@ -190,7 +192,7 @@ class ChunkBuffers:
             + (SlotBuffers.nbytes(1) if recurrent else 0)
         )
 
-    def fill(self, sequence: SequenceKV, ids: Sequence[int], before: Sequence[int] = ()) -> tuple[torch.Tensor, Rows]:
+    def fill(self, sequence: SequenceKV, ids: Sequence[int], before: Sequence[int] = ()) -> tuple[torch.Tensor, PrefillChunk]:
         """Put `ids` behind the sequence, which gets room for them and is not advanced. Raises RequestError beyond its capacity.
 
         `before`: those that the sequence ends with, as far as they are known. A chunk may be stopped: until it is advanced the sequence is
@@ -203,20 +205,20 @@ class ChunkBuffers:
             rows.slots = self._slots.views(1)
         return self._take(ids), rows
 
-    def fill_several(self, sequences: Sequence[SequenceKV], pieces: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Rows]:
+    def fill_several(self, sequences: Sequence[SequenceKV], pieces: Sequence[Sequence[int]]) -> tuple[torch.Tensor, PackedPrompts]:
         """As `fill`, piece i behind sequence i."""
-        parts: list[tuple[slice, Rows]] = []
+        chunks: list[tuple[slice, PrefillChunk]] = []
         ids: list[int] = []
         for place, (sequence, piece) in enumerate(zip(sequences, pieces, strict=True)):
-            parts.append((slice(len(ids), len(ids) + len(piece)), self._place(place, sequence, piece)))
+            chunks.append((slice(len(ids), len(ids) + len(piece)), self._place(place, sequence, piece)))
             ids += piece
-        return self._take(ids), replace(parts[0][1], parts=parts)
+        return self._take(ids), PackedPrompts.pack(chunks)
 
     def _take(self, ids: Sequence[int]) -> torch.Tensor:
         chunk = self.ids[: len(ids)]
         return chunk.copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
 
-    def _place(self, place: int, sequence: SequenceKV, ids: Sequence[int]) -> Rows:
+    def _place(self, place: int, sequence: SequenceKV, ids: Sequence[int]) -> PrefillChunk:
         """Give the sequence room for `ids`, bring in its table."""
         start, end = sequence.length, sequence.length + len(ids)
         sequence.ensure(len(ids), undo=True)
@@ -224,7 +226,7 @@ class ChunkBuffers:
         if self._held[place] != (sequence, sequence.version):
             copy_table(sequence, table[0])
             self._held[place] = (sequence, sequence.version)
-        return Rows(self.positions[start:end], table, start, end, ids=ids)
+        return PrefillChunk(self.positions[start:end], table, end, ids=ids, start=start)
 
 
 class FewRows:
@@ -236,7 +238,7 @@ class FewRows:
         table = lease.carve((1, kv.table_width), torch.int32).zero_()
         self._slots = SlotBuffers(lease, 1) if kv.states is not None else None
         slots = self._slots.views(1) if self._slots else None
-        self.rows = [Rows(positions[:count], table, 0, 0, slots) for count in range(MAX_BATCH + 1)]
+        self.rows = [PrefillChunk(positions[:count], table, 0, slots, start=0) for count in range(MAX_BATCH + 1)]
         self._held: tuple[SequenceKV | None, int] = (None, 0)
 
     @staticmethod

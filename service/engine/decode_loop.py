@@ -100,7 +100,7 @@ class Writing:
         kv, behind = row.kv, len(row.feed) - 1
         if not self._stepper.checks or not row.prepared.speculation or kv is None or self._call.flights or not 0 <= behind < GUESSED:
             return None
-        left = kv.undoable - len(row.feed)
+        left = kv.verifiable - len(row.feed)
         if left < 0:
             return None
         drafting = self._call.runner.drafting
@@ -149,7 +149,7 @@ class Writing:
                 self._tell(stages, Stage(accepted=1))
             for _ in (token,) if place else fed:
                 kv.advance(1)
-                kv.keep_border(written=True)
+                kv.keep_checkpoint(written=True)
             events += self._call.take(row, picked)
             if token != expected or row.answer.finish is not None:
                 break

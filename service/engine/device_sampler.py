@@ -49,7 +49,7 @@ class DeviceSampler:
         """Put tokens and positions of a plan [PLAN_ROWS, batch] where the network reads them."""
         from ..kernels.cuda.triton_sample import feed
 
-        on_grid(feed, (1,))(plan, self.chosen, ids, positions, plan.shape[1], ROOM=16)
+        on_grid(feed, (1,))(plan, self.chosen, ids, positions, plan.shape[1], PADDED=16)
 
     def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
         """Into `chosen`, from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row does not take the likeliest."""
@@ -63,13 +63,13 @@ class DeviceSampler:
         grid = (batch, self._blocks)
         if not draws:
             found = (self._peaks, self._matches, self._broken, self._seen, self.chosen)
-            on_grid(likeliest, grid)(bits, plan, *found, *sizes, BLOCK=BLOCK, ROOM=room, **forms)
+            on_grid(likeliest, grid)(bits, plan, *found, *sizes, BLOCK=BLOCK, PADDED=room, **forms)
             return
         seen = (self._peaks, self._masses, self._broken, self._counts)
         on_grid(survey, grid)(bits, plan, *seen, *sizes, BLOCK=BLOCK, **forms)
-        on_grid(decide, (batch,))(plan, *seen, self._goals, self._rests, batch, ROOM=room, **forms)
+        on_grid(decide, (batch,))(plan, *seen, self._goals, self._rests, batch, PADDED=room, **forms)
         rest = (self._peaks, self._counts, self._goals, self._rests, self._matches, self._seen, self.chosen)
-        on_grid(find, grid)(bits, plan, *rest, *sizes, BLOCK=BLOCK, ROOM=room, **forms)
+        on_grid(find, grid)(bits, plan, *rest, *sizes, BLOCK=BLOCK, PADDED=room, **forms)
 
 
 def _integers(rows: int, blocks: int) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from ..cache.hybrid import HybridKV
+from ..cache.hybrid_kv import HybridKV
 from ..cache.paged import KVShape, PagedKV, SequenceKV
 from ..cache.recurrent import Pieces, RecurrentStates, StateShape
 from ..kernels.forward_batch import BLOCK, FEW_ROWS

@@ -94,7 +94,7 @@ class GraphStepper:
         self._answer(slot, batch)
         for feed in feeds:
             feed.kv.advance(1)
-            feed.kv.keep_border(written=True)
+            feed.kv.keep_checkpoint(written=True)
         if len(feeds) == 1 and feeds[0].token is not None:
             runner.saw(feeds[0].kv, [feeds[0].token])
         self._under_way.append(_Step(feeds, slot, runner.scratch.logits(batch)))
@@ -116,9 +116,9 @@ class GraphStepper:
             for token, place in zip(ids, places, strict=True)
         ]
         draws = self._tell(slot, count, feeds, range(sequence.length, sequence.length + count))
-        runner.buffers.fill_trail(sequence, ids)
-        runner.buffers.prepare(count, ids, trail=True)
-        self._graphs.run(("check", count, draws), partial(self._trail, runner, count, draws))
+        runner.buffers.fill_verify(sequence, ids)
+        runner.buffers.prepare(count, ids, verify=True)
+        self._graphs.run(("check", count, draws), partial(self._verify, runner, count, draws))
         self._answer(slot, count)
         runner.saw(sequence, ids, ahead=True)
         slot.done.synchronize()
@@ -154,8 +154,8 @@ class GraphStepper:
             self._sampler.feed(plan, runner.buffers.ids, runner.buffers.positions)
         self._sampler.choose(runner.buffers.step(batch, runner.kv.context, prepared=True), plan, draws=draws)
 
-    def _trail(self, runner: Runner, count: int, draws: bool) -> None:
-        self._sampler.choose(runner.buffers.step(count, runner.kv.context, prepared=True, trail=True), self._plans[count], draws=draws)
+    def _verify(self, runner: Runner, count: int, draws: bool) -> None:
+        self._sampler.choose(runner.buffers.step(count, runner.kv.context, prepared=True, verify=True), self._plans[count], draws=draws)
 
 
 def graph_stepper(runner: Runner, lease: Lease, vocab: int, graphs: Graphs) -> GraphStepper | None:

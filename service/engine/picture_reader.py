@@ -20,7 +20,7 @@ import torch
 from ..core import CancelCheck, Picture
 from ..errors import FileError, ModelError, RequestError
 from ..kernels.choose import choose_kernels
-from ..kernels.forward_batch import HeadShape, RotaryTable, Rows
+from ..kernels.forward_batch import ForwardBatch, HeadShape, RotaryTable
 from ..loader.checkpoint import Checkpoint
 from ..loader.json_files import read_json_object
 from ..memory.lease import carved_bytes
@@ -117,22 +117,22 @@ class PictureTask:
         return tuple(found)
 
     @contextmanager
-    def rows(self, rows: Rows, first: int, rotary: RotaryTable, cancel: CancelCheck | None) -> Iterator[None]:
+    def rows(self, batch: ForwardBatch, first: int, rotary: RotaryTable, cancel: CancelCheck | None) -> Iterator[None]:
         """Let a chunk that begins at row `first` know how its rows are turned, and what stands for its pictures.
 
         Raises PictureStopped when `cancel` turns true while the tower reads.
         """
-        last = first + rows.positions.shape[0]
-        device = rows.positions.device
+        last = first + batch.positions.shape[0]
+        device = batch.positions.device
         turns = turns_of(self.positions, first, last, rotary.positions, self.reader.stretch)
         rotary.turn_axes(turns.places)
-        rows.turns, rows.first_turns = turns.turns.to(device), turns.first_turns.to(device)
+        batch.turns, batch.first_turns = turns.turns.to(device), turns.first_turns.to(device)
         with ExitStack() as held:
             found = []
             for number, place, own in self.positions.within(first, last):
                 output = held.enter_context(self.reader.output(self.pictures[number], cancel))
                 found.append((place, output[:, own]))
-            rows.pictures = found
+            batch.pictures = found
             yield
 
 
@@ -308,7 +308,7 @@ class PictureReader:
         plan, tower_shape, dtype = self.plan.plan, self.plan.config.tower, self.dtype
         kernels = choose_kernels(self._device, dtype, self._kernel_cache, cancel)
         heads = HeadShape(tower_shape.heads, tower_shape.heads, tower_shape.head_dim)
-        buffers = kernels.workspace(heads, 0, dtype, tower_shape.columns)
+        buffers = kernels.workspace_spec(heads, 0, dtype, tower_shape.columns)
         with ExitStack() as undo:
             weights = self._pool.lease(self._owner, "weights", plan.nbytes, align=ALIGNMENT)
             undo.callback(weights.release)

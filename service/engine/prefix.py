@@ -14,9 +14,9 @@ from ..kernels.forward_batch import BLOCK
 class Keeping(Protocol):
     """What the index asks of the paged cache; PagedKV is one."""
 
-    def keep(self, block: int, /) -> None: ...
+    def cache_block(self, block: int, /) -> None: ...
 
-    def unkeep(self, block: int, /) -> None: ...
+    def uncache_block(self, block: int, /) -> None: ...
 
     def users(self, block: int, /) -> int: ...
 
@@ -53,7 +53,7 @@ class PrefixIndex:
         chain = list(_chain(ids))
         for digest, block in zip(chain, table, strict=False):
             if digest not in self._blocks:
-                self._pages.keep(block)
+                self._pages.cache_block(block)
                 self._blocks[digest] = block
             elif self._blocks[digest] != block:
                 self._pages.inherit(self._blocks[digest], block)
@@ -64,12 +64,12 @@ class PrefixIndex:
         digest = next((d for d, block in self._blocks.items() if not self._pages.users(block)), None)
         if digest is None:
             raise KeyError("every known block is in use")
-        self._pages.unkeep(self._blocks.pop(digest))
+        self._pages.uncache_block(self._blocks.pop(digest))
 
     def clear(self) -> None:
         """Forget all; blocks in use stay with their sequences."""
         while self._blocks:
-            self._pages.unkeep(self._blocks.popitem()[1])
+            self._pages.uncache_block(self._blocks.popitem()[1])
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         for digest in reversed(chain):

@@ -9,7 +9,7 @@ import torch
 
 from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck, Logprobs
-from ..kernels.forward_batch import BLOCK, FEW_ROWS, RotaryTable, Rows
+from ..kernels.forward_batch import BLOCK, FEW_ROWS, ForwardBatch, RotaryTable
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.draft import carried, residual
 from ..model.layers import BetweenLayers, Decoder, Scratch
@@ -117,7 +117,7 @@ class Runner:
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
             state = self._forward(sequence, piece, cancel, before=ids[:done], pictures=pictures)
             self._see(sequence, piece, state)
-            sequence.keep_border()
+            sequence.keep_checkpoint()
             done += len(piece)
             report(done)
             if not whole:
@@ -142,7 +142,7 @@ class Runner:
         state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel))
         for sequence, ids in zip(sequences, prompts, strict=True):
             sequence.advance(len(ids))
-        return self._scores_behind(state, [part.stop - 1 for part, _ in rows.parts])
+        return self._scores_behind(state, [part.stop - 1 for part, _ in rows.chunks])
 
     def decode(self, sequences: Sequence[SequenceKV], tokens: Sequence[int]) -> torch.Tensor:
         """One step of up to MAX_BATCH sequences, token i behind sequence i: scores [B, vocab] for the tokens after them."""
@@ -150,7 +150,7 @@ class Runner:
         scores = self.buffers.step(len(sequences), longest)
         for sequence in sequences:
             sequence.advance(1)
-            sequence.keep_border(written=True)
+            sequence.keep_checkpoint(written=True)
         if len(sequences) == 1:
             self.saw(sequences[0], tokens)
         return scores
@@ -160,7 +160,7 @@ class Runner:
 
         The sequence is as it was until the caller advances it, by as many of them as it wants.
         """
-        chunk, rows = self.buffers.fill_trail(sequence, ids)
+        chunk, rows = self.buffers.fill_verify(sequence, ids)
         scores = self._scores(self.network.forward(chunk, rows, self.kv, self.scratch))
         self.saw(sequence, ids, ahead=True)
         return scores
@@ -252,7 +252,7 @@ class Runner:
         return state
 
     @contextmanager
-    def _placed(self, rows: Rows, first: int, pictures: PictureTask | None, cancel: CancelCheck | None) -> Iterator[None]:
+    def _placed(self, batch: ForwardBatch, first: int, pictures: PictureTask | None, cancel: CancelCheck | None) -> Iterator[None]:
         """The rows of a chunk with what stands for pictures in it. Raises Stopped when `cancel` turns true while the tower reads."""
         if pictures is None:
             yield
@@ -261,7 +261,7 @@ class Runner:
             raise ValueError("the runner was made without the rotary table that pictures need")
         with ExitStack() as held:
             try:
-                held.enter_context(pictures.rows(rows, first, self.rotary, cancel))
+                held.enter_context(pictures.rows(batch, first, self.rotary, cancel))
             except PictureStopped:
                 raise Stopped from None
             yield

@@ -12,7 +12,7 @@ from types import MappingProxyType, ModuleType
 
 import torch
 
-from ..cache.hybrid import HybridKV
+from ..cache.hybrid_kv import HybridKV
 from ..cache.paged import KVShape, PagedKV
 from ..cache.recurrent import RecurrentStates, StateShape
 from ..core import CancelCheck, ProgressReport
@@ -223,7 +223,7 @@ class Session:
         self.runner = runner
         # What earlier prompts left in the cache; it gives way block by block.
         self.prefix = PrefixIndex(runner.kv)
-        runner.kv.keeper = self.prefix
+        runner.kv.evictor = self.prefix
         self.stepper = stepper
         # What a pass reads, and a drafted token: worked out once, it takes longer than anything else before a first token.
         self.pass_bytes, self.guess_bytes = blueprint.pass_bytes, blueprint.guess_bytes
@@ -278,7 +278,7 @@ class Session:
         """Return every lease; weights still on their way are given up, and every tensor is let go first: a device counts its views."""
         self._arrival.stop()
         self.stepper.close()
-        self.runner.kv.keeper = None  # index and cache refer to each other
+        self.runner.kv.evictor = None  # index and cache refer to each other
         del self.stepper, self.prefix
         self.runner.close()
         return tuple(lease.release() for lease in self.leases)
@@ -359,10 +359,9 @@ def build_runner(
     network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
     passes = Scratch(scratch, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
-    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(
-        scratch, network, pages, passes, turned=bool(config.axes)
-    )
-    wanted = kernels.workspace(widths.shape, context, blueprint.activation, widths.columns)
+    steps = DecodeBuffers(scratch, network, pages, passes, turned=bool(config.axes))
+    buffers = ChunkBuffers(scratch, pages, blueprint.rows), steps
+    wanted = kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
     kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
     graphs, drafting = Graphs(), None
     if draft_shape is not None:

@@ -1,4 +1,4 @@
-"""Which kernels run on a device, and why."""
+"""Chooses the kernels for a device, and says why."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from .reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
 
-# The oldest GPU that the fused kernels are written for: bf16 in its tensor cores.
+# The oldest GPU that the fused kernels support: bf16 in its tensor cores.
 FUSED_FROM = (8, 0)
 
 
-def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None) -> ReferenceKernels:
-    """The fastest kernels for weights stored as `weights` on `device`; what was compiled is kept in `cache`. Raises Cancelled."""
+def choose_kernels(
+    device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None
+) -> ReferenceKernels:
+    """The fastest kernels for weights stored as `weights` on `device`. Compiled kernels are kept in `cache`. Raises
+    Cancelled.
+    """
     if device.type == "cuda":
         return cuda_kernels(weights)
     if device.type != "cpu":
@@ -38,7 +42,9 @@ def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, canc
 
 
 def row_reader(cache: Path, cancel: CancelCheck | None = None) -> FileRowReader | None:
-    """What reads many rows of files at once, for a model on any device; None where nothing can be compiled. Raises Cancelled."""
+    """A reader of many file rows at once, for a model on any device. None if nothing can be
+    compiled. Raises Cancelled.
+    """
     library, why_not = compile_library(cache, cancel)
     if library is None:
         log.warning("rows of tables are read one by one, which slows prompts down: %s", why_not)
@@ -53,20 +59,25 @@ def workspace_bytes(
     columns: int,
     capability: tuple[int, int] | None = None,
 ) -> int:
-    """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen, besides the rows of a pass; see `workspace`.
+    """Bytes of workspace that the kernels of `device` may ask for, whichever are chosen; see `workspace_spec`.
 
-    `capability`: that of a GPU that is not in this machine; None asks the one that is.
+    `capability`: that of a GPU that is not in this machine. None asks the GPU that is.
     """
-    possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    possible: tuple[type[ReferenceKernels], ...] = (
+        (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    )
     if device.type == "cuda":
         possible = (fused_or_not(activation, capability)[0],)
-    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace(heads, positions, activation, columns)) for kind in possible)
+    return max(
+        sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns))
+        for kind in possible
+    )
 
 
 def fused_or_not(activation: torch.dtype, capability: tuple[int, int] | None = None) -> tuple[type[CudaKernels], str]:
-    """The class of kernels for a GPU of `capability`, by default this process's, and why it is not the fused one (empty if it is)."""
+    """The class of kernels for a GPU of `capability` (default: this process's), and why it is not the fused one."""
     if activation not in (torch.bfloat16, torch.float16):
-        return CudaKernels, f"activations in {str(activation).removeprefix('torch.')} are not what they are written for"
+        return CudaKernels, f"activations in {str(activation).removeprefix('torch.')} are not supported by them"
     if capability is None:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability < FUSED_FROM:

@@ -1,4 +1,4 @@
-"""What kernels may take in one call between a network's small operations: joints of residual streams, sparse experts, n-grams, indexers."""
+"""Operands of the fused operations: hyper-connections, sparse experts, n-gram blocks, attention, indexers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import TypeAlias
 import torch
 
 from ..quant.weight import Weight
-from .delta import DeltaHeads
-from .forward_batch import HeadShape, NormWeight, RotaryTable, Rows, Slots
+from .delta_rule import DeltaHeads
+from .forward_batch import ForwardBatch, HeadShape, NormWeight, RotaryTable, Slots
 
 
 @dataclass(slots=True)
-class StreamJoint:
-    """norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject [streams, ..]."""
+class HyperConnection:
+    """A gated mix of residual streams.
+
+    norm [streams, hidden], each stream for itself; down [rank, streams * hidden], up [streams * hidden, rank], inject
+    [streams, streams * hidden] or None.
+    """
 
     count: int
     norm: NormWeight
@@ -24,10 +28,11 @@ class StreamJoint:
 
 
 @dataclass(slots=True)
-class JointRows:
-    """streams [T, streams * hidden] give out `read` [T, hidden]; a joint that injects also `weights` [T, streams], and clears `found`.
+class ConnectionOperands:
+    """Mixes `streams` [T, streams * hidden] into `read` [T, hidden]. If the connection injects, it also fills `weights`
+    [T, streams] and zeroes `found`.
 
-    Room: normed and mixed [T, streams * hidden], low [T, rank]. found [T, hidden] takes what the layer adds.
+    Buffers: normed and mixed [T, streams * hidden], low [T, rank]. found [T, hidden] receives what the layer adds.
     """
 
     streams: torch.Tensor
@@ -41,7 +46,9 @@ class JointRows:
 
 @dataclass(slots=True)
 class SharedWeights:
-    """The expert that every token meets, by the sigmoid of `gate` [1, hidden]; gate_up [2 * width, hidden], down [hidden, width]."""
+    """The expert that every token passes through, weighted by the sigmoid of `gate` [1, hidden]; gate_up [2 * width,
+    hidden], down [hidden, width].
+    """
 
     gate: Weight
     gate_up: Weight
@@ -50,9 +57,10 @@ class SharedWeights:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """router [count, hidden]; of each expert gate_up [2 * width, hidden] and down [hidden, width].
+    """router [count, hidden]; per expert gate_up [2 * width, hidden] and down [hidden, width].
 
-    A token goes through the `active` likeliest (softmax over all in fp32), weighed by how likely they are; `normalized`: to a sum of 1.
+    A token passes through the `active` experts with the largest router scores, weighted by the softmax over all scores
+    in fp32. `normalized`: the weights are scaled to a sum of 1.
     """
 
     active: int
@@ -64,11 +72,12 @@ class ExpertWeights:
 
 
 @dataclass(slots=True)
-class ExpertRows:
-    """x [T, hidden] goes through experts, what they find is added to out [T, hidden].
+class ExpertOperands:
+    """Passes x [T, hidden] through experts and adds the result to out [T, hidden].
 
-    Room: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared width]; the last two are any
-    tensor where no expert is shared. picks [T, `pick_numbers`] is there for 16-bit activations, else any tensor.
+    Buffers: scores [T, count], routed [T, hidden], gated [T, width], shared_gate [T, 1], shared_gated [T, shared
+    width]. The last two are any tensor if no expert is shared. picks [T, `pick_numbers`] exists for 16-bit activations,
+    otherwise any tensor.
     """
 
     x: torch.Tensor
@@ -82,8 +91,10 @@ class ExpertRows:
 
 
 def pick_numbers(count: int, active: int, hidden: int, width: int) -> int:
-    """16-bit numbers a row that kernels work in which take all experts at once: of each pick what both products give, its expert, its
-    weight and its place, 32 bits each; the row's scores in fp32 or its share of the tiles; the shared expert's weight; alignment.
+    """16-bit numbers per row of the buffer of kernels that run all experts at once.
+
+    Per pick: the results of both products, and its expert, weight and index at 32 bits each. Per row: the scores in
+    fp32 or its share of the tiles, the weight of the shared expert, and alignment.
     """
     return active * (width + hidden + 6) + 2 * count + 2 + 64
 
@@ -105,10 +116,11 @@ class NgramWeights:
 
 
 @dataclass(slots=True)
-class NgramRows:
-    """embedded [T, width] is let into streams [T, streams * hidden]; windows [slots, (K - 1) * apart, streams * hidden] move on.
+class NgramOperands:
+    """Adds embedded [T, width] to streams [T, streams * hidden], and shifts windows [slots, (K - 1) * apart, streams *
+    hidden].
 
-    Room: keys [T, streams * hidden], values [T, hidden]. `trail`: see Rows.
+    Buffers: keys [T, streams * hidden], values [T, hidden]. `verify`: see VerifyPass.
     """
 
     embedded: torch.Tensor
@@ -117,16 +129,16 @@ class NgramRows:
     values: torch.Tensor
     windows: torch.Tensor
     slots: Slots
-    trail: bool = False
+    verify: bool = False
 
 
 @dataclass(slots=True)
 class AttentionHeads:
-    """What attention has between its projections: norms [head_dim] of each head's queries and keys, and the angles that turn them.
+    """What attention has between its projections: norms [head_dim] for the queries and keys of each head, and the
+    rotary table.
 
-    Qwen2 has no norms and a `bias` fp32 [shape.qkv] instead, which is added to queries, keys and values first.
-
-    `rotary` may turn less than a head's width: its first numbers only.
+    `rotary` may cover less than a head's width: its first numbers only. Qwen2 has no norms, and a `bias` fp32
+    [shape.qkv] that is added to queries, keys and values first.
     """
 
     shape: HeadShape
@@ -137,28 +149,31 @@ class AttentionHeads:
 
     @property
     def normed(self) -> bool:
-        """Whether it is attention as Qwen3 has it, which fused kernels are written for."""
+        """Whether it is attention as Qwen3 has it, which the fused CUDA kernels are written for."""
         return self.q_norm is not None and self.k_norm is not None and self.bias is None
 
 
 @dataclass(slots=True)
-class AttentionRows:
-    """qkv [T, shape.qkv], which is overwritten, gives out [T, shape.queries] over a layer's paged cache, both of the kernels' activation.
+class AttentionOperands:
+    """Attention of a layer over its paged cache: qkv [T, shape.qkv], which is overwritten, gives out [T,
+    shape.queries]. Both have the kernels' activation type.
 
-    keys, values [blocks, kv_heads, BLOCK, head_dim] in the cache's type are written at the places of `rows`, then each row reads those of
-    its sequence up to itself.
+    New keys and values are written to keys, values [blocks, kv_heads, BLOCK, head_dim], in the cache's type, at the
+    positions of `batch`. Each row then attends to its sequence up to itself.
     """
 
     qkv: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    rows: Rows
+    batch: ForwardBatch
     out: torch.Tensor
 
 
 @dataclass(slots=True)
 class Indexer:
-    """Which stretches of `ratio` tokens a row attends to, `budget` tokens in all; norms of queries and keys [dim]."""
+    """Selects the key blocks of `ratio` tokens that a row attends to, `budget` tokens in total; norms of queries and
+    keys [dim].
+    """
 
     heads: int
     dim: int
@@ -169,9 +184,11 @@ class Indexer:
 
 
 @dataclass(slots=True)
-class IndexedRows:
-    """indexed [T, (heads + 1) * dim]: queries, which may be overwritten, then the raw key. tails [slots, ratio - 1, dim]: the raw keys of
-    stretches that are not full, read and written where the pass's slots say. pooled [blocks, BLOCK / ratio, dim]: the mean keys.
+class IndexerOperands:
+    """indexed [T, (heads + 1) * dim]: queries, which may be overwritten, then the raw key.
+
+    tails [slots, ratio - 1, dim]: the raw keys of key blocks that are not full, read and written in the slots of the
+    pass. pooled [blocks, BLOCK / ratio, dim]: the mean key of each full key block.
     """
 
     indexed: torch.Tensor
@@ -179,5 +196,5 @@ class IndexedRows:
     pooled: torch.Tensor
 
 
-# What a layer is made of, as far as kernels take it as a whole.
-Part: TypeAlias = Weight | StreamJoint | ExpertWeights | DeltaHeads | AttentionHeads
+# The parts of a layer that kernels take as a whole.
+LayerPart: TypeAlias = Weight | HyperConnection | ExpertWeights | DeltaHeads | AttentionHeads

@@ -1,4 +1,6 @@
-"""Every operation in plain torch: the truth that faster kernels are tested against, and the path that works everywhere."""
+"""Every operation in plain torch: the reference that faster kernels are tested against, and the path that works
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,23 @@ import torch
 import torch.nn.functional as F
 
 from ..quant.weight import QuantizedWeight, Weight, dequantize
-from .delta import DeltaHeads, DeltaStep
-from .forward_batch import BLOCK, HeadShape, NormWeight, Rows
+from .delta_rule import DeltaHeads, DeltaOperands
+from .forward_batch import BLOCK, ForwardBatch, HeadShape, NormWeight, PrefillChunk
 from .operands import (
     AttentionHeads,
-    AttentionRows,
-    ExpertRows,
+    AttentionOperands,
+    ConnectionOperands,
+    ExpertOperands,
     ExpertWeights,
-    IndexedRows,
+    HyperConnection,
     Indexer,
-    JointRows,
-    NgramRows,
+    IndexerOperands,
+    LayerPart,
+    NgramOperands,
     NgramWeights,
-    Part,
-    StreamJoint,
 )
 
-# fp32 elements of a widened weight tile: 1 MiB stays in a core's L2, where the product reads it back.
+# fp32 elements of a widened weight tile. 1 MiB stays in a core's L2, where the product reads it again.
 TILE_ELEMENTS = 1 << 18
 
 # A buffer that kernels ask for: shape and type.
@@ -33,10 +35,12 @@ Buffer: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class ReferenceKernels:
-    """Activations and sums in `activation` (fp32 on CPU); weights in any floating or quantized type, never widened as a whole.
+    """Activations and sums in `activation` (fp32 on CPU). Weights have any floating or quantized type and are never
+    widened as a whole.
 
-    The operations of a pass are `embed`, `norm_linear`, `attend`, `linear_add` and `norm_gate_up`; here they are made of the small ones.
-    T is the number of rows of the pass. Buffers named `normed`, `both`, `spare` are room that a fused path need not touch.
+    A pass calls `embed`, `norm_linear`, `attend`, `linear_add` and `norm_gate_up`. Here they are built from the small
+    operations. T is the number of rows of the pass. A fused path need not touch the buffers named `normed`, `both` and
+    `spare`.
     """
 
     name = "reference"
@@ -47,8 +51,11 @@ class ReferenceKernels:
         self._contiguous: Sequence[torch.Tensor] = ()
 
     @classmethod
-    def workspace(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
-        """What `reserve` is to be given for sequences of up to `positions` tokens: one layer's keys and values without blocks.
+    def workspace_spec(
+        cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    ) -> tuple[Buffer, ...]:
+        """The buffers that `reserve` needs for sequences of up to `positions` tokens: here one layer's keys and values,
+        gathered.
 
         `columns` is the widest row that a product reads.
         """
@@ -56,18 +63,22 @@ class ReferenceKernels:
         return (((heads.kv_heads * blocks * BLOCK * heads.head_dim,), activation),) * 2
 
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Use `buffers`, as `workspace` states them, for as long as the kernels live. Without, every call takes memory of its own."""
+        """Use `buffers`, as listed by `workspace_spec`, for the life of the kernels. Without
+        them every call allocates.
+        """
         self._contiguous = tuple(buffers)
 
-    def captures(self, heads: HeadShape, parts: Iterable[Part]) -> bool:
-        """Whether a decode step, or a few rows of one sequence, looks at no value in these parts, so that a CUDA graph can hold it."""
+    def captures(self, heads: HeadShape, parts: Iterable[LayerPart]) -> bool:
+        """Whether a CUDA graph can hold a decode step, or a few rows of one sequence, over these parts: no kernel reads
+        values on the host.
+        """
         return False
 
     def quantize(self, target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor) -> bool:
-        """Quantize `values` [rows, cols] into `target` as quant.quantize does, but faster; False where there is no such way.
+        """Quantize `values` [rows, cols] into `target` like quantize_into, but faster. False if there is no such way.
 
-        `work` is fp32 of any content. May be called by several threads at once. Where a number is NaN, infinite or too large for a
-        scale, a scale is left that is not finite.
+        `work` is fp32 with undefined content. Several threads may call this at once. If a number is NaN, infinite or
+        too large for a scale, the scale is left non-finite.
         """
         return False
 
@@ -87,7 +98,9 @@ class ReferenceKernels:
             out[:, row : row + step] = x @ tile.to(x.dtype).t()
         return out
 
-    def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    def norm_linear(
+        self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
         """out [T, rows] = rms_norm(x [T, cols]) @ weight [rows, cols]^T; normed [T, cols]."""
         return self.linear(self.rms_norm(x, norm, normed), weight, out)
 
@@ -96,53 +109,70 @@ class ReferenceKernels:
         return residual.add_(self.linear(x, weight, spare))
 
     def norm_gate_up(
-        self, x: torch.Tensor, norm: NormWeight, gate_up: Weight, out: torch.Tensor, normed: torch.Tensor, both: torch.Tensor
+        self,
+        x: torch.Tensor,
+        norm: NormWeight,
+        gate_up: Weight,
+        out: torch.Tensor,
+        normed: torch.Tensor,
+        both: torch.Tensor,
     ) -> torch.Tensor:
-        """out [T, I] = silu(gate) * up with (gate, up) = rms_norm(x [T, H]) @ gate_up [2I, H]^T; normed [T, H], both [T, 2I]."""
+        """out [T, I] = silu(gate) * up with (gate, up) = rms_norm(x [T, H]) @ gate_up [2I, H]^T; normed [T, H], both
+        [T, 2I].
+        """
         return self.silu_mul(self.norm_linear(x, norm, gate_up, both, normed), out)
 
     def gate_up(self, x: torch.Tensor, gate_up: Weight, out: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-        """As `norm_gate_up` of rows that are normed already, for experts."""
+        """Like `norm_gate_up` for rows that are already normed, as experts have them."""
         return self.silu_mul(self.linear(x, gate_up, both), out)
 
-    def attend(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
+    def attend(self, heads: AttentionHeads, at: AttentionOperands) -> torch.Tensor:
         """Attention of a layer over its paged cache, from projections to mixed values. Returns at.out.
 
-        Queries and keys are normed a head and rotated, keys and values written, then every row attends to its sequence up to itself.
+        Queries and keys are normed per head and rotated, keys and values are written, then every row attends to its
+        sequence up to itself.
         """
-        q, rows = self.place(heads, at), at.rows
+        q, batch = self.rotate_and_store(heads, at), at.batch
         mixed = at.out.view(q.shape)
-        if rows.start is not None:
-            held = self.contiguous(at.keys, at.values, rows.tables[0], rows.start + q.shape[0])
-            self.attention(q, *held, rows.start, mixed)
+        if isinstance(batch, PrefillChunk):
+            held = self.contiguous(at.keys, at.values, batch.tables[0], batch.start + q.shape[0])
+            self.attention(q, *held, batch.start, mixed)
             return at.out
-        for row, position in enumerate(rows.positions.tolist()):
-            held = self.contiguous(at.keys, at.values, rows.tables[row], position + 1)
+        for row, position in enumerate(batch.positions.tolist()):
+            held = self.contiguous(at.keys, at.values, batch.tables[row], position + 1)
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return at.out
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionRows, indexer: Indexer, keyed: IndexedRows) -> bool:
-        """As `attend`, each row to the stretches that the indexer chooses for it and to the tokens behind the last whole one; its mean
-        keys and tails are brought up to date. False, and nothing is done, where there is no faster way than its parts.
+    def attend_indexed(
+        self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+    ) -> bool:
+        """Like `attend`, but each row sees the key blocks that the indexer selects for it, and the tokens after the
+        last full key block. Updates the pooled keys and the tails.
+
+        Returns False and does nothing if there is no faster way than the small operations.
         """
         return False
 
-    def part_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        """qkv [T, heads.qkv] gets what is no gate of projected [T, heads.queries + heads.qkv]: of each head its queries, then its gates."""
+    def split_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Copy everything but the gates of projected [T, heads.queries + heads.qkv] into qkv [T, heads.qkv]. Each head
+        has its queries, then its gates.
+        """
         count, queries = qkv.shape[0], heads.queries
         wanted = projected[:, : 2 * queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 0]
         qkv[:, :queries].view(count, heads.heads, heads.head_dim).copy_(wanted)
         qkv[:, queries:].copy_(projected[:, 2 * queries :])
 
-    def close_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        """mixed [T, heads.queries] is weighed by the gates of `projected`, each number through a sigmoid."""
+    def apply_gates(self, projected: torch.Tensor, heads: HeadShape, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Multiply mixed [T, heads.queries] by the sigmoid of the gates in `projected`."""
         count = mixed.shape[0]
         gates = projected[:, : 2 * heads.queries].view(count, heads.heads, 2, heads.head_dim)[:, :, 1]
         mixed.view(count, heads.heads, heads.head_dim).mul_(torch.sigmoid(gates))
 
-    def place(self, heads: AttentionHeads, at: AttentionRows) -> torch.Tensor:
-        """The first part of `attend`: queries and keys normed and rotated, keys and values written; returns the queries [T, heads, dim]."""
-        shape, turns = heads.shape, at.rows.rotary_rows
+    def rotate_and_store(self, heads: AttentionHeads, at: AttentionOperands) -> torch.Tensor:
+        """First part of `attend`: norm and rotate queries and keys, write keys and values. Returns the queries [T,
+        heads, dim].
+        """
+        shape, turns = heads.shape, at.batch.rotary_rows
         if heads.bias is not None:
             at.qkv.add_(heads.bias)
         split = at.qkv.view(at.qkv.shape[0], shape.heads + 2 * shape.kv_heads, shape.head_dim)
@@ -150,42 +180,54 @@ class ReferenceKernels:
         cos, sin = heads.rotary.cos[turns], heads.rotary.sin[turns]
         for part, norm in ((q, heads.q_norm), (k, heads.k_norm)):
             self.rotate(part if norm is None else self.rms_norm(part, norm, part), cos, sin)
-        write_rows(k, v, at.keys, at.values, at.rows)
+        write_rows(k, v, at.keys, at.values, at.batch)
         return q
 
-    def delta_step(self, heads: DeltaHeads, step: DeltaStep) -> bool:
-        """Take a decode step through a gated delta net between its projections; False where there is no faster way than its parts."""
+    def delta_step(self, heads: DeltaHeads, step: DeltaOperands) -> bool:
+        """Run a decode step of a gated delta net between its projections. False if there is no faster way than the
+        small operations.
+        """
         return False
 
-    def delta_chunk(self, heads: DeltaHeads, step: DeltaStep) -> bool:
-        """As `delta_step` the T rows of a chunk of one sequence, which leaves its state in another slot than it found it in."""
+    def delta_chunk(self, heads: DeltaHeads, step: DeltaOperands) -> bool:
+        """Like `delta_step` for the T rows of a chunk of one sequence. The state is read from one slot and written to
+        another.
+        """
         return False
 
-    def read_streams(self, joint: StreamJoint, at: JointRows) -> bool:
-        """What a layer reads of residual streams, and how what it finds is let in; False where there is no faster way than its parts."""
+    def read_connection(self, connection: HyperConnection, at: ConnectionOperands) -> bool:
+        """Compute what a layer reads of the residual streams and the weights of its injection. False if there is no
+        faster way than the small operations.
+        """
         return False
 
-    def inject(self, at: JointRows) -> None:
-        """streams += weights * found, each stream by its weight."""
+    def inject(self, at: ConnectionOperands) -> None:
+        """streams += weights * found, each stream with its own weight."""
         rows, count = at.weights.shape
         at.streams.view(rows, count, -1).addcmul_(at.weights[:, :, None], at.found[:, None])
 
-    def inject_and_read(self, joint: StreamJoint, at: JointRows) -> bool:
-        """`inject`, then `read_streams`; False where there is no faster way than one behind the other."""
+    def inject_and_read(self, connection: HyperConnection, at: ConnectionOperands) -> bool:
+        """`inject`, then `read_connection`. False if there is no faster way than one after the other."""
         return False
 
-    def run_experts(self, experts: ExpertWeights, at: ExpertRows) -> bool:
-        """Rows through the experts that are chosen for them; False where there is no faster way than its parts."""
+    def run_experts(self, experts: ExpertWeights, at: ExpertOperands) -> bool:
+        """Pass rows through the experts selected for them. False if there is no faster way
+        than the small operations.
+        """
         return False
 
-    def add_ngrams(self, weights: NgramWeights, at: NgramRows) -> bool:
-        """A decode step, or a trail, through the block of n-grams behind its table; False where there is no faster way than its parts."""
+    def add_ngrams(self, weights: NgramWeights, at: NgramOperands) -> bool:
+        """Run the n-gram block of a decode step or a VerifyPass, after the table lookup. False if there is no faster
+        way than the small operations.
+        """
         return False
 
-    def stretch(self, owner: object, place: int, work: Callable[[], None]) -> None:
-        """Do `work`, a part of a decode step that is the same calls at the same addresses whenever `owner` and `place` are the same.
+    def run_captured(self, owner: object, index: int, work: Callable[[], None]) -> None:
+        """Do `work`, a part of a decode step that makes the same calls at the same addresses for the same `owner` and
+        `index`.
 
-        `work` calls kernels, and does something itself only where one of them has said False: then it may be recorded, and made as one.
+        `work` calls kernels, and does something itself only if one of them returned False. It may therefore be
+        recorded, and replayed as one call.
         """
         work()
 
@@ -196,7 +238,9 @@ class ReferenceKernels:
         return out.copy_(wide.mul(scale).mul_(norm.weight))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding in place (Su et al. 2021, halves paired as in Qwen): x [T, heads, dim]; cos, sin [T, dim/2] fp32."""
+        """Rotary embedding in place (Su et al. 2021, halves paired as in Qwen): x [T, heads, dim]; cos, sin [T, dim/2]
+        fp32.
+        """
         half = cos.shape[-1]
         low, high = x[..., :half], x[..., half : 2 * half]
         cos, sin = cos[:, None], sin[:, None]
@@ -205,11 +249,16 @@ class ReferenceKernels:
         high.copy_(turned[1])
         return x
 
-    def contiguous(self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `length` keys and values of the sequence with block ids `table`, gathered: [kv_heads, length, head_dim] each."""
+    def contiguous(
+        self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather the first `length` keys and values of the sequence with block ids `table`: [kv_heads, length,
+        head_dim] each.
+        """
         _, kv_heads, block, dim = keys.shape
         blocks = -(-length // block)
-        # Rows of (block, head), for each head the sequence's blocks in order. index_select would copy a source that is not contiguous.
+        # Rows of (block, head), for each head the blocks of the sequence in order. index_select would copy a source
+        # that is not contiguous.
         heads = torch.arange(kv_heads, dtype=table.dtype, device=table.device)
         wanted = torch.add(heads[:, None], table[:blocks], alpha=kv_heads).view(-1)
         size = wanted.shape[0] * block * dim
@@ -221,7 +270,9 @@ class ReferenceKernels:
             gathered.append(held.view(kv_heads, blocks * block, dim)[:, :length])
         return gathered[0], gathered[1]
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor
+    ) -> torch.Tensor:
         """Causal grouped-query attention, scale dim^-0.5.
 
         q [T, heads, dim] at positions start..; k, v [kv_heads, start + T, dim]; out [T, heads, dim].
@@ -243,14 +294,16 @@ class ReferenceKernels:
         return torch.mul(F.silu(gate), up, out=out)
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Rows) -> None:
-    """Store k, v [T, kv_heads, head_dim] at the places of `rows` in the paged keys, values [blocks, kv_heads, BLOCK, head_dim]."""
-    block, slot = rows.positions.long() // BLOCK, rows.positions.long() % BLOCK
-    held = rows.tables[0, block] if rows.start is not None else rows.tables.gather(1, block[:, None])[:, 0]
+def write_rows(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
+    """Store k, v [T, kv_heads, head_dim] at the positions of `batch` in the paged keys, values [blocks, kv_heads,
+    BLOCK, head_dim].
+    """
+    block, slot = batch.positions.long() // BLOCK, batch.positions.long() % BLOCK
+    held = batch.tables[0, block] if batch.one_sequence else batch.tables.gather(1, block[:, None])[:, 0]
     keys[held, :, slot] = k.to(keys.dtype)
     values[held, :, slot] = v.to(values.dtype)
 
 
 def causal_mask(tokens: int, length: int, device: torch.device) -> torch.Tensor:
-    """Bool [tokens, length]: the last `tokens` of `length` positions see themselves and what came before."""
+    """Bool [tokens, length]: each of the last `tokens` of `length` positions sees itself and everything before it."""
     return torch.ones(tokens, length, dtype=torch.bool, device=device).tril_(length - tokens)

@@ -1,6 +1,7 @@
-"""How fast each pair of a head's numbers is turned by the rotary embedding (Su et al. 2021), also beyond the positions of training.
+"""Rotation speed of each pair of a head's numbers in the rotary embedding (Su et al. 2021), also beyond the positions
+of training.
 
-Source of the stretching: YaRN (Peng et al. 2023), sections 3.2 to 3.4.
+Source of the extension: YaRN (Peng et al. 2023), sections 3.2 to 3.4.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """Rotary embeddings that reach `factor` times as far as the `original` positions of training.
+    """Rotary embeddings that reach `factor` times the `original` positions of training.
 
-    Pairs that turn more than `fast` times in `original` positions stay as they are, those that turn less than `slow` times turn `factor`
-    times slower, and those between are mixed. `attention` multiplies cos and sin. `whole`: the bounds are rounded to whole pairs.
+    Pairs that rotate more than `fast` times in `original` positions stay as they are. Pairs that rotate less than
+    `slow` times rotate `factor` times slower. Those between are mixed. `attention` multiplies cos and sin. `whole`: the
+    bounds are rounded to whole pairs.
     """
 
     factor: float
@@ -32,7 +34,7 @@ class Yarn:
         return int(self.original * self.factor)
 
     def slowed(self, dim: int, theta: float) -> torch.Tensor:
-        """Of each of the dim / 2 pairs the share, 0 to 1, in which it turns slower: fp32."""
+        """Share, 0 to 1, by which each of the dim / 2 pairs rotates slower: fp32."""
         first, last = self._pair(self.fast, dim, theta), self._pair(self.slow, dim, theta)
         if self.whole:
             first, last = math.floor(first), math.ceil(last)
@@ -41,17 +43,17 @@ class Yarn:
         return ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
 
     def _pair(self, turns: float, dim: int, theta: float) -> float:
-        """The pair, counted as a fraction, that turns so often in the original positions."""
+        """The pair, as a fraction, that rotates `turns` times in the original positions."""
         return dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def yarn_attention(factor: float, scale: float = 1.0) -> float:
-    """By what cos and sin are multiplied for a factor, where a config does not say it."""
+    """The factor of cos and sin if a config does not state it."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def turns_per_position(dim: int, theta: float, yarn: Yarn | None = None) -> torch.Tensor:
-    """Radians by which each pair is turned from one position to the next: fp32 [dim / 2]."""
+    """Radians by which each pair rotates per position: fp32 [dim / 2]."""
     plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     if yarn is None:
         return plain

@@ -6,6 +6,7 @@ import difflib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from .shards import SHARD, SINGLE
 
 logger = logging.getLogger(__name__)
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds live under this folder of the tree
 # Where packs for ComfyUI keep language models: a folder of such a name in a root, or among ComfyUI's own, is a root too.
 LANGUAGE_MODELS = ("LLM", "llm")
@@ -108,6 +110,9 @@ class ModelRoots:
             path = path.expanduser()
         if exists(path):
             return hub_snapshot(path) or path
+        link = next((link for link in self.refused_links() if link.name == text), None)
+        if link is not None:
+            raise FileError(f"the model {short(text)} cannot be opened: {link.reason}")
         known = [entry.name for entry in self.list()]
         raise ModelError(f"there is no model {short(text)}, and no folder or file of that path; {_advice(text, known)}")
 
@@ -219,10 +224,17 @@ def _names(folder: Path) -> list[str]:
     return [name for name in names if plain_parts(name)]
 
 
+def pull_advice(name: str) -> str:
+    """The command that would fetch a model of this name, to be copied."""
+    fetched = name if _HUB_NAME.fullmatch(name) and ("/" in name or name.lower().startswith("qwen")) else "OWNER/NAME"
+    return f"to fetch it: onedesk pull {fetched}"
+
+
 def _advice(name: str, known: Sequence[str]) -> str:
+    fetch = pull_advice(name)
     if not known:
-        return "the model folders are empty: put a model folder there (config.json, tokenizer.json, *.safetensors)"
+        return f"the model folders are empty: put a model folder there (config.json, tokenizer.json, *.safetensors), or {fetch}"
     if len(known) == 1:
-        return f"the only one is {short(known[0])}"
+        return f"the only one is {short(known[0])}; {fetch}"
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:5]
-    return f"there are {len(known)}, such as {', '.join(short(n) for n in near)}"
+    return f"there are {len(known)}, such as {', '.join(short(n) for n in near)}; {fetch}"

@@ -1,4 +1,4 @@
-"""Who gives way when there is no room: our own leases in the order of policy.py, then the neighbours on the same memory."""
+"""Evicts when memory is needed: first our own leases in the order of policy.py, then neighbours on the same memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import OnedeskError
 from .budget import show
-from .external_lease import Entrusted
+from .external_lease import ExternalLease
 from .lease import Lease, Released
-from .policy import due, order_of_giving_way
+from .policy import due, eviction_order
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -19,19 +19,19 @@ log = logging.getLogger(__name__)
 
 
 class Neighbour(Protocol):
-    """Somebody else on the same memory that frees on request: ComfyUI's models, a peer engine."""
+    """Another user of the same memory that frees on request: ComfyUI's models, a peer engine."""
 
     def could_free(self) -> int:
         """Bytes that it would free if asked for everything."""
         ...
 
     def free(self, nbytes: int) -> int:
-        """Free about `nbytes`; return what it says it freed."""
+        """Free about `nbytes`. Returns what it reports as freed."""
         ...
 
 
 class Arbiter:
-    """Asks owners to give way. Holds no lock while it asks, because an owner's answer is to return its leases."""
+    """Asks owners to give leases back. It holds no lock meanwhile, because an owner then returns its leases."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -39,23 +39,25 @@ class Arbiter:
         self._promises: list[Callable[[], int]] = []
 
     def add_promise(self, promised: Callable[[], int]) -> None:
-        """Count the bytes that `promised` says as taken: they were promised to another process, which has not taken them yet."""
+        """Count the bytes that `promised` returns as taken: another process was promised them and has not taken them
+        yet.
+        """
         with self._pool.lock:
             self._promises.append(promised)
 
     @property
     def promised(self) -> int:
-        """Bytes that other processes were promised and have not taken."""
+        """Bytes promised to other processes and not yet taken."""
         return sum(promised() for promised in list(self._promises))
 
     def add_neighbour(self, neighbour: Neighbour) -> None:
-        """Let `neighbour` be asked when the machine, not the budget, lacks room."""
+        """Let `neighbour` be asked when the machine, not the budget, lacks memory."""
         with self._pool.lock:
             self._neighbours.append(neighbour)
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """Those that are asked."""
+        """All neighbours."""
         with self._pool.lock:
             return tuple(self._neighbours)
 
@@ -64,16 +66,18 @@ class Arbiter:
         return sum(neighbour.could_free() for neighbour in list(self._neighbours))
 
     def make_room(self, lacking: int) -> list[Released]:
-        """Ask until `lacking` more bytes can be leased; return what came back, which may be less.
+        """Evict until `lacking` more bytes can be leased. Returns what came back, which may be less.
 
-        Our own leases go first, because a neighbour's bytes help only where the machine lacks them; a lease in use or pinned is never
-        asked. Stops when nobody is left to ask.
+        Our own leases go first, because a neighbour's bytes help only if the machine lacks them. A lease in use or
+        pinned is never asked. Stops when no lease and no neighbour is left.
         """
         goal = self._pool.room().now + lacking
         released: list[Released] = []
-        asked: set[Lease | Entrusted] = set()
+        asked: set[Lease | ExternalLease] = set()
         while self._pool.room().now < goal:
-            order = [lease for lease in order_of_giving_way(self._pool.owners()) if lease.terms.give_way and lease not in asked]
+            order = [
+                lease for lease in eviction_order(self._pool.owners()) if lease.eviction.give_way and lease not in asked
+            ]
             if not order:
                 break
             asked.add(order[0])
@@ -86,18 +90,18 @@ class Arbiter:
         return released
 
     def release_due(self, *, phase_over: bool = False) -> list[Released]:
-        """Ask those leases to give way whose policy says so now: ttl run out, or phase when `phase_over`."""
-        leases = [lease for lease in due(self._pool.owners(), phase_over=phase_over) if lease.terms.give_way]
+        """Evict the leases whose policy says so now: ttl has run out, or phase when `phase_over`."""
+        leases = [lease for lease in due(self._pool.owners(), phase_over=phase_over) if lease.eviction.give_way]
         return [released for lease in leases if not lease.released for released in self._ask(lease)]
 
-    def _ask(self, lease: Lease | Entrusted) -> list[Released]:
-        """Ask one lease's owner; one that turned busy meanwhile keeps its bytes."""
-        if lease.terms.give_way is None:
+    def _ask(self, lease: Lease | ExternalLease) -> list[Released]:
+        """Ask the owner of one lease. A lease that became busy meanwhile keeps its bytes."""
+        if lease.eviction.give_way is None:
             return []
         try:
-            released = list(lease.terms.give_way())
+            released = list(lease.eviction.give_way())
         except OnedeskError as error:
-            log.info("%s does not give way: %s", lease.title, error)
+            log.info("%s is not evicted: %s", lease.title, error)
             return []
         self._pool.count("give_ways")
         return released

@@ -1,14 +1,14 @@
 """The bookkeeping of slabs: best fit with immediate coalescing over plain addresses. Touches no memory.
 
-Addresses are numbers of one line on which every slab has its own stretch; a gap between stretches keeps blocks of two slabs from
-being joined. Best fit with the lowest address on a tie is the policy that Johnstone and Wilson (1998, "The memory fragmentation
-problem: solved?") found to waste least.
+All slabs lie on one line of addresses. A gap between two slabs keeps their blocks from being joined. Best fit with the
+lowest address on a tie is the policy that Johnstone and Wilson (1998, "The memory fragmentation problem: solved?")
+found to waste least.
 
-Invariants, held by `check`:
- 1. blocks, used and free, tile each slab: no gap, no overlap, nothing outside;
- 2. no two free blocks touch (coalescing is complete);
- 3. every address and every size is a multiple of the granule;
- 4. the three indexes of the free blocks (by address, by end, by size) name the same blocks.
+Invariants, checked by `check`:
+1. Blocks, used and free, tile each slab: no gap, no overlap, nothing outside.
+2. No two free blocks touch (coalescing is complete).
+3. Every address and every size is a multiple of the granule.
+4. The three indexes of the free blocks (by address, by end, by size) name the same blocks.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
-# A free block's sort key is size << _SHIFT | address; 2^48 bytes of addresses last for 500,000 slabs of 512 MiB.
+# Sort key of a free block: size << _SHIFT | address. 2^48 bytes of addresses last for 500,000 slabs of 512 MiB.
 _SHIFT = 48
 _ADDRESS = (1 << _SHIFT) - 1
 
 
 class BrokenInvariantError(RuntimeError):
-    """The bookkeeping contradicts itself; this is a fault of ours, never of input."""
+    """The bookkeeping contradicts itself. This is a bug, never bad input."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """One slab on the line of addresses."""
+class SlabRange:
+    """The addresses of one slab."""
 
     base: int
     nbytes: int
 
 
 class Arena:
-    """Gives out blocks of the slabs that were added to it. Not thread-safe: its owner holds a lock."""
+    """Allocates blocks in the slabs that were added to it. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, granule: int = 64) -> None:
         if granule < 1 or granule & (granule - 1):
@@ -56,20 +56,20 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes of all blocks that are given out."""
+        """Bytes of all allocated blocks."""
         return sum(self._used.values())
 
     @property
     def blocks(self) -> int:
-        """How many blocks are given out."""
+        """Number of allocated blocks."""
         return len(self._used)
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest block that could be given out now (at the granule's alignment)."""
+        """Bytes of the largest block that could be allocated now (at the granule's alignment)."""
         return self._by_size[-1] >> _SHIFT if self._by_size else 0
 
-    def add_slab(self, nbytes: int, *, align: int = 4096) -> Stretch:
+    def add_slab(self, nbytes: int, *, align: int = 4096) -> SlabRange:
         """Add a slab of `nbytes` (a multiple of the granule) whose start counts as aligned to `align`."""
         if nbytes < self.granule or nbytes % self.granule:
             raise ValueError(f"a slab of {nbytes} bytes is not a multiple of the granule {self.granule}")
@@ -80,10 +80,10 @@ class Arena:
         self._slabs[base] = nbytes
         self._bases.append(base)
         self._put(base, nbytes)
-        return Stretch(base, nbytes)
+        return SlabRange(base, nbytes)
 
     def remove_slab(self, base: int) -> None:
-        """Take an empty slab away. Raises ValueError if a block of it is still given out."""
+        """Remove an empty slab. Raises ValueError if it has an allocated block."""
         nbytes = self._slabs[base]
         if self._free.get(base) != nbytes:
             raise ValueError("the slab is not empty")
@@ -92,20 +92,20 @@ class Arena:
         self._bases.remove(base)
 
     def is_empty(self, base: int) -> bool:
-        """Whether no block of that slab is given out."""
+        """Whether the slab has no allocated block."""
         return self._free.get(base) == self._slabs[base]
 
-    def slab_of(self, address: int) -> Stretch:
-        """Return the slab that an address lies in."""
+    def slab_of(self, address: int) -> SlabRange:
+        """The slab that contains an address."""
         base = self._bases[bisect_right(self._bases, address) - 1]
-        return Stretch(base, self._slabs[base])
+        return SlabRange(base, self._slabs[base])
 
     def size_of(self, address: int) -> int:
-        """Return the size in bytes of the block at `address`; KeyError if none is given out there."""
+        """Size in bytes of the block at `address`. Raises KeyError if none is allocated there."""
         return self._used[address]
 
     def allocate(self, nbytes: int, align: int = 1) -> int | None:
-        """Return the address of the best fitting block of at least `nbytes`, or None if no free block is large enough."""
+        """The address of the best fitting block of at least `nbytes`, or None if no free block is large enough."""
         granule = self.granule
         size = (nbytes + granule - 1) // granule * granule
         order = self._by_size
@@ -130,7 +130,9 @@ class Arena:
         return address
 
     def free(self, address: int) -> int:
-        """Take a block back and join it with its free neighbours; return its size. KeyError if none is given out at `address`."""
+        """Free a block and join it with its free neighbours. Returns its size. Raises KeyError if none is allocated at
+        `address`.
+        """
         size = self._used.pop(address)
         start, end = address, address + size
         before = self._ends.get(start)
@@ -145,9 +147,9 @@ class Arena:
         return size
 
     def fragmentation(self, request: int | None = None) -> float:
-        """Share of the held bytes that lies in free blocks too small for `request` bytes (None: for a block of average size).
+        """Share of the held bytes in free blocks too small for `request` bytes (None: for a block of average size).
 
-        This is the index of unusable free space that Linux reports of its own pages, over all held bytes; 0 is none.
+        This is the unusable free space index of Linux, over all held bytes; 0 is none.
         """
         held = self.held
         if not held:
@@ -157,7 +159,7 @@ class Arena:
         return sum(size for size in self._free.values() if size < request) / held
 
     def check(self) -> None:
-        """Raise BrokenInvariantError, saying which, if an invariant of this module does not hold."""
+        """Raise BrokenInvariantError with the reason if an invariant of this module does not hold."""
         self._check_indexes()
         blocks = sorted([(a, n, False) for a, n in self._free.items()] + [(a, n, True) for a, n in self._used.items()])
         position = 0

@@ -1,4 +1,4 @@
-"""What the process's control groups still allow: v1 and v2, every ancestor, from injectable roots."""
+"""The memory limits of the process's control groups: v1 and v2, every ancestor, from injectable roots."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path, PurePosixPath
 
 from .meminfo import read_text
 
-# v1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real comes near 2^60 bytes.
+# v1 writes "no limit" as the largest page-aligned signed 64-bit number. No real limit comes near 2^60 bytes.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupMemory:
-    """The tightest group: its limit and usage in bytes, what of the usage can be dropped, and what is left."""
+    """The tightest group: limit, usage and reclaimable usage in bytes."""
 
     limit: int
     usage: int
@@ -28,21 +28,22 @@ class CgroupMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CgroupFiles:
     limits: tuple[str, ...]
     usage: str
     inactive: str
 
 
-_V1 = _Layout(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Layout(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def read_cgroup(proc: Path, cgroup: Path) -> CgroupMemory | None:
-    """Return the tightest memory limit over this process, or None if no group sets one.
+    """The tightest memory limit on this process, or None if no group sets one.
 
-    Reads <proc>/self/cgroup, then the group's folder and every ancestor's up to the mount point. In a container without its own
-    cgroup namespace the named folder does not exist under the mount; the mount point itself is then the container's group.
+    Reads <proc>/self/cgroup, then the group's folder and every ancestor up to the mount point. In a container without a
+    cgroup namespace of its own the named folder does not exist under the mount; the mount point itself is then the
+    container's group.
     """
     text = read_text(proc / "self" / "cgroup")
     if text is None:
@@ -51,7 +52,7 @@ def read_cgroup(proc: Path, cgroup: Path) -> CgroupMemory | None:
     return min(found, key=lambda memory: memory.headroom, default=None)
 
 
-def _memberships(text: str, cgroup: Path) -> Iterator[tuple[Path, PurePosixPath, _Layout]]:
+def _memberships(text: str, cgroup: Path) -> Iterator[tuple[Path, PurePosixPath, _CgroupFiles]]:
     for line in text.splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
@@ -65,7 +66,7 @@ def _memberships(text: str, cgroup: Path) -> Iterator[tuple[Path, PurePosixPath,
             yield (named if named.is_dir() else cgroup / "memory"), path, _V1
 
 
-def _walk(mount: Path, path: PurePosixPath, layout: _Layout) -> Iterator[CgroupMemory]:
+def _walk(mount: Path, path: PurePosixPath, layout: _CgroupFiles) -> Iterator[CgroupMemory]:
     names = [name for name in path.parts if name not in ("/", "..", ".")]
     for depth in range(len(names), -1, -1):
         memory = _read_group(mount.joinpath(*names[:depth]), "/" + "/".join(names[:depth]), layout)
@@ -73,7 +74,7 @@ def _walk(mount: Path, path: PurePosixPath, layout: _Layout) -> Iterator[CgroupM
             yield memory
 
 
-def _read_group(folder: Path, group: str, layout: _Layout) -> CgroupMemory | None:
+def _read_group(folder: Path, group: str, layout: _CgroupFiles) -> CgroupMemory | None:
     limits = [limit for limit in (_read_bytes(folder / name) for name in layout.limits) if limit is not None]
     usage = _read_bytes(folder / layout.usage) if limits else None
     if usage is None:

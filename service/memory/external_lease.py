@@ -1,36 +1,27 @@
-"""Bytes that a process which we started holds in an owner's name, such as another engine: part of the budget, and given back by it."""
+"""Memory of a child process, such as another engine, counted in the budget under its owner's name."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from .backends.protocol import Returned
 from .budget import MemorySettings
-from .lease import (
-    GiveWay,
-    LeaseBusyError,
-    LeaseInfo,
-    LeaseReturnedError,
-    Released,
-    Terms,
-)
-from .policy import STAY, Kind, Policy
+from .lease import BaseLease, LeaseBusyError, LeaseReturnedError, Released
 from .truth import Truth
 
-# The kernel and the driver take back a process's memory within milliseconds of its end, but not at once.
+# Kernel and driver take back the memory of a process within milliseconds of its end, but not at once.
 _SETTLE_SECONDS = 2.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
-class Lender(Protocol):
-    """What it needs of the pool."""
+class ExternalLeasePool(Protocol):
+    """What an external lease needs of its pool."""
 
     @property
-    def lock(self) -> threading.RLock: ...
+    def lock(self) -> threading.RLock: ...  # type: ignore[valid-type]
 
     @property
     def settings(self) -> MemorySettings: ...
@@ -38,111 +29,74 @@ class Lender(Protocol):
     @property
     def read_truth(self) -> Callable[[], Truth]: ...
 
-    def forget(self, entrusted: Entrusted) -> None: ...
+    def forget(self, lease: ExternalLease) -> None: ...
 
-    def report(self, lease: Entrusted, returned: Returned, delta: int | None, seconds: float) -> Released: ...
+    def report(self, lease: ExternalLease, returned: Returned, delta: int | None, seconds: float) -> Released: ...
 
 
-class Entrusted:
-    """Made by Pool.entrust only. `nbytes` are in the budget until `release`; `held` says what the process has taken of them.
+class ExternalLease(BaseLease):
+    """Bytes that a child process may hold. Only Pool.lease_external makes one.
 
-    `exact`: `held` counts the process's own pages at any time. Else it is a figure of its start, and only the machine can tell a return.
+    `nbytes` count in the budget until `release`. `held` returns how many of them the process has taken. If `exact`,
+    `held` counts the pages of the process at any time. Otherwise it is a figure of its start, and only the machine's
+    available memory shows a return.
     """
 
-    kind: Kind = "weights"
-    cold = False
-
-    def __init__(self, lender: Lender, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> None:
-        self.owner = owner
-        self.nbytes = nbytes
-        self.terms = Terms()
-        self._lender = lender
+    def __init__(
+        self, pool: ExternalLeasePool, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool
+    ) -> None:
+        super().__init__(pool.lock, owner, "weights", nbytes)
+        self._pool = pool
         self._held = held
         self._exact = exact
-        self._users = 0
         self._released = False
-        self._last_used = time.monotonic()
 
     @property
     def title(self) -> str:
-        """How messages name it."""
         return f"{self.owner}'s process"
 
     @property
-    def policy(self) -> Policy:
-        """When it gives way."""
-        return self.terms.policy
-
-    @property
-    def in_use(self) -> bool:
-        """Whether it works for somebody."""
-        return self._users > 0
-
-    @property
-    def idle(self) -> float:
-        """Seconds since it was last used, 0 while it is in use."""
-        return 0.0 if self._users else time.monotonic() - self._last_used
+    def residency(self) -> str:
+        return "process"
 
     @property
     def released(self) -> bool:
-        """Whether the bytes are back."""
         return self._released
 
     def held(self) -> int:
         """Bytes of `nbytes` that the process has taken."""
         return 0 if self._released else max(0, min(self.nbytes, self._held()))
 
-    def offer(self, give_way: GiveWay, *, policy: Policy = STAY) -> None:
-        """As Lease.offer."""
-        with self._lender.lock:
-            self.terms = Terms(policy, give_way)
-
-    @contextmanager
-    def using(self) -> Iterator[Entrusted]:
-        """Hold it in use: until the block ends it cannot be released. Raises LeaseReturnedError after its release."""
-        with self._lender.lock:
-            self._check_here()
-            self._users += 1
-        try:
-            yield self
-        finally:
-            with self._lender.lock:
-                self._users -= 1
-                self._last_used = time.monotonic()
-
     def release(self, end: Callable[[], None]) -> Released:
-        """Let `end` make the process give the bytes back, and measure what came.
+        """Call `end`, which makes the process return the bytes, and measure what came back.
 
-        `asked` is what the process held before. Where that is not exact, the measure is the machine's available memory, which other
-        processes move too; it is looked at for up to 2 s until it agrees.
-        Raises LeaseBusyError while it is in use, LeaseReturnedError the second time, and what `end` raises: then nothing is released.
+        `asked` is what the process held before. If that figure is not exact, the measure is the machine's available
+        memory, polled for up to 2 s until it agrees. Other processes move that figure too. Raises LeaseBusyError while
+        it is in use, LeaseReturnedError the second time, and what `end` raises. Then nothing is released.
         """
-        with self._lender.lock:
-            self._check_here()
+        with self._lock:
+            self._check_held()
             if self._users:
                 raise LeaseBusyError(f"{self.title} is at work; let the generation finish or stop it first")
-        began, asked, before = time.perf_counter(), self.held(), self._lender.read_truth().available
+        began, asked, before = time.perf_counter(), self.held(), self._pool.read_truth().available
         end()
         left = self.held()
-        wanted = (1 - self._lender.settings.shortfall) * asked
+        expected = (1 - self._pool.settings.shortfall) * asked
         until = time.monotonic() + (0.0 if self._exact else _SETTLE_SECONDS)
-        while (delta := self._lender.read_truth().available - before) < wanted and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+        while (delta := self._pool.read_truth().available - before) < expected and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
         measured = asked - left if self._exact else delta
-        self.lost()
-        return self._lender.report(self, Returned(asked, max(0, min(asked, measured))), delta, time.perf_counter() - began)
+        self.process_ended()
+        returned = Returned(asked, max(0, min(asked, measured)))
+        return self._pool.report(self, returned, delta, time.perf_counter() - began)
 
-    def lost(self) -> None:
-        """The process has ended by itself, whoever it worked for: its bytes are no longer counted. A second time is no error."""
-        with self._lender.lock:
+    def process_ended(self) -> None:
+        """Stop counting the bytes: the process has ended by itself. A second call does nothing."""
+        with self._lock:
             if not self._released:
                 self._released = True
-                self._lender.forget(self)
+                self._pool.forget(self)
 
-    def info(self) -> LeaseInfo:
-        """Describe it."""
-        return LeaseInfo(self.owner, self.kind, self.nbytes, "process", self.policy, self.idle, self.in_use, self.cold)
-
-    def _check_here(self) -> None:
+    def _check_held(self) -> None:
         if self._released:
             raise LeaseReturnedError(f"{self.title} gave its bytes back before; start it again to use it")

@@ -1,4 +1,4 @@
-"""Readers of the kernel's own counters: meminfo, PSI, vmstat, page faults. Every reader takes the root that it reads from."""
+"""Reads the kernel's counters: meminfo, PSI, vmstat, page faults. The root folder is a parameter."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pressure:
 
 
 def read_text(path: Path) -> str | None:
-    """Return a small kernel file as text, or None where this kernel or machine does not have it."""
+    """The text of a small kernel file, or None if this kernel or machine does not have it."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -74,7 +74,9 @@ def read_meminfo(proc: Path) -> Mapping[str, int]:
 
 
 def read_psutil() -> Mapping[str, int]:
-    """The same figures from psutil, in bytes, for machines without /proc (Apple, where wired GPU memory stays unseen)."""
+    """The same figures from psutil, in bytes, for machines without /proc (Apple, where wired
+    GPU memory stays unseen).
+    """
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     names = {
         "MemTotal": "total",
@@ -88,7 +90,7 @@ def read_psutil() -> Mapping[str, int]:
 
 
 def read_pressure(proc: Path) -> Pressure | None:
-    """Read <proc>/pressure/memory; None on kernels without PSI (many Jetson kernels)."""
+    """Read <proc>/pressure/memory. None on kernels without PSI (many Jetson kernels)."""
     text = read_text(proc / "pressure" / "memory")
     if text is None:
         return None
@@ -103,13 +105,13 @@ def read_pressure(proc: Path) -> Pressure | None:
 
 
 def read_vmstat(proc: Path) -> Mapping[str, int]:
-    """Return those counters of <proc>/vmstat that tell of paging, swapping, compaction and kills; absent ones are left out."""
+    """The counters of <proc>/vmstat about paging, swapping, compaction and kills. Absent ones are left out."""
     text = read_text(proc / "vmstat") or ""
     pairs = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in _VMSTAT_KEYS}
 
 
 def read_faults() -> Faults:
-    """Return the page faults of this process, all threads, by getrusage."""
+    """The page faults of this process, all threads, from getrusage."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return Faults(usage.ru_majflt, usage.ru_minflt)

@@ -1,4 +1,4 @@
-"""When an owner gives way, as data: the policies, what is due now, and the order under pressure."""
+"""Eviction as data: the policies, what is due now, and the order under pressure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PolicyName = Literal["stay", "phase", "ttl", "pinned"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`stay`: until somebody needs the room. `phase`: when the last text node of the prompt has run. `ttl`: after `seconds` idle.
-    `pinned`: never, until its owner returns it.
+    """When a lease may be evicted. `stay`: when its bytes are needed. `phase`: after the last text node of the prompt.
+    `ttl`: after `seconds` idle. `pinned`: never, until its owner returns it.
 
-    Raises RequestError if the name is unknown, or the seconds do not go with it.
+    Raises RequestError if the name is unknown, or the seconds do not match it.
     """
 
     name: PolicyName
@@ -30,9 +30,13 @@ class Policy:
             raise RequestError(f"memory policy is {self.name!r}; use stay, phase, ttl N or pinned")
         if self.name != "ttl":
             if self.seconds is not None:
-                raise RequestError(f"memory policy {self.name} takes no seconds, {self.seconds!r} were given; use ttl N for a time")
+                raise RequestError(
+                    f"memory policy {self.name} takes no seconds, {self.seconds!r} were given; use ttl N for a time"
+                )
             return
-        number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool) and math.isfinite(self.seconds)
+        number = (
+            isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool) and math.isfinite(self.seconds)
+        )
         if not number or self.seconds is None or self.seconds < 0:
             had = "no seconds" if self.seconds is None else f"{self.seconds!r} seconds"
             raise RequestError(f"memory policy ttl has {had}; use a number from 0, for example ttl 300")
@@ -47,7 +51,7 @@ PINNED = Policy("pinned")
 
 
 class Holder(Protocol):
-    """What the order looks at: LeaseInfo and Lease both have it. `idle` is seconds since the last use."""
+    """What the order depends on; LeaseInfo and Lease both have it. `idle`: seconds since the last use."""
 
     @property
     def kind(self) -> Kind: ...
@@ -63,28 +67,28 @@ class Holder(Protocol):
 
 H = TypeVar("H", bound=Holder)
 
-# Cheapest to make again first: scratch is empty, a cold prefix may never be asked for, KV is read again from its prompt,
-# weights from their file. A table's pages come back one by one, but all its readers wait for them.
+# Cheapest to rebuild first: scratch is empty, a cold prefix may never be used again, KV is recomputed from its prompt,
+# weights are read from their file. The pages of a table come back one by one, but all its readers wait for them.
 _RANKS: dict[Kind, int] = {"scratch": 0, "kv": 2, "state": 2, "table": 3, "weights": 3}
 _COLD_RANK = 1
 
 
-def may_give_way(holder: Holder) -> bool:
-    """Whether it may be asked at all: not in use, not pinned. A running generation is never cut."""
+def evictable(holder: Holder) -> bool:
+    """Whether it may be evicted: not in use, not pinned. A running generation is never cut."""
     return not holder.in_use and holder.policy.name != "pinned"
 
 
-def order_of_giving_way(holders: Iterable[H]) -> list[H]:
-    """Return those that may give way, first to go first: scratch, cold prefixes, idle KV and state, idle weights.
+def eviction_order(holders: Iterable[H]) -> list[H]:
+    """The evictable ones in order: scratch, cold prefixes, idle KV and state, idle weights.
 
-    Within a rank the least recently used goes first. What is missing from the answer is what must be refused.
+    Within a rank the least recently used goes first. Leases that are missing here must not be evicted.
     """
-    return sorted((holder for holder in holders if may_give_way(holder)), key=lambda holder: (_rank(holder), -holder.idle))
+    return sorted((holder for holder in holders if evictable(holder)), key=lambda holder: (_rank(holder), -holder.idle))
 
 
 def due(holders: Iterable[H], *, phase_over: bool) -> list[H]:
-    """Return those whose policy says to go now, without any pressure: ttl run out, or phase and the phase is over."""
-    return [holder for holder in order_of_giving_way(holders) if _is_due(holder, phase_over)]
+    """Those whose policy says to evict now, without pressure: ttl has run out, or phase and the phase is over."""
+    return [holder for holder in eviction_order(holders) if _is_due(holder, phase_over)]
 
 
 def _rank(holder: Holder) -> int:

@@ -1,4 +1,4 @@
-"""The pool: one budget, and the leases that owners hold of it. Knows bytes and owners, not models."""
+"""The pool: one budget, and the leases that owners hold of it. It knows bytes and owners, not models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..core import CancelCheck
 from ..errors import Cancelled, MemoryFull, OnedeskError, RequestError
 from .arbiter import Arbiter, Neighbour
-from .backends.choose import choose_backend
+from .backends.choose_backend import choose_backend
 from .backends.protocol import Backend, Returned
 from .budget import (
     MIB,
@@ -25,35 +25,46 @@ from .budget import (
     make_budget,
     show,
 )
-from .external_lease import Entrusted
-from .guard import broken_zones, plan_layout, write_zones
+from .external_lease import ExternalLease
+from .guard_zones import broken_zones, plan_layout, write_zones
 from .lease import (
     Lease,
     LeaseBusyError,
     LeaseDamagedError,
     LeaseInfo,
     LeaseReturnedError,
-    Place,
+    Placement,
     Released,
 )
-from .policy import KINDS, Kind, order_of_giving_way
-from .slabs import Block, SlabStore
+from .policy import KINDS, Kind, eviction_order
+from .slabs import SlabBlock, SlabStore
 from .truth import Truth
 
-__all__ = ["Kind", "Lease", "LeaseBusyError", "LeaseDamagedError", "LeaseInfo", "LeaseReturnedError", "Neighbour", "Pool", "Released"]
+__all__ = [
+    "Kind",
+    "Lease",
+    "LeaseBusyError",
+    "LeaseDamagedError",
+    "LeaseInfo",
+    "LeaseReturnedError",
+    "Neighbour",
+    "Pool",
+    "Released",
+]
 
 log = logging.getLogger(__name__)
 
-# How long a new load waits at most while memory is short or the machine throttles, in seconds; then it goes on, or is refused.
+# Longest wait of a new load in seconds while memory is short or the machine throttles. Then it goes on, or is refused.
 _ADMISSION = 2.0
 _TURN = 0.05
-# From this size on a lease is worth a look at what the machine has left (about 0.2 ms); smaller ones live within the headroom.
+# From this size on, a lease reads the machine's available memory first (about 0.2 ms). Smaller ones live within the
+# headroom.
 _LOOK = MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What happened since the pool was made. `seconds` is the time spent inside lease()."""
+    """Counts since the pool was made. `seconds`: time spent in lease()."""
 
     allocations: int
     releases: int
@@ -67,12 +78,13 @@ class Counters:
 class Pool:
     """All bytes that Onedesk may hold on one device. Every method may be called from any thread.
 
-    Written invariants, held by `verify`: the leases' bytes never exceed the budget's spendable bytes; every lease lies in exactly one
-    block and no two leases share a byte; of empty slabs at most one is kept, and none that holds memory.
+    Invariants, checked by `verify`: the bytes of the leases never exceed the spendable bytes of the budget; every lease
+    lies in exactly one block and no two leases share a byte; at most one empty slab is kept, and none that holds
+    memory.
     """
 
     def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth]) -> None:
-        """Make the budget from what is available now. Raises RequestError if the settings cannot be met by this machine."""
+        """Make the budget from what is available now. Raises RequestError if this machine cannot meet the settings."""
         self.device = device
         self.settings = settings
         self.read_truth = truth_reader
@@ -81,28 +93,28 @@ class Pool:
         self.allocations = 0
         self.backend: Backend = choose_backend(device, managed=settings.managed, oversubscribe=settings.oversubscribe)
         self._store = SlabStore(self.backend, settings, self.lock)
-        self._leases: dict[Lease, Block] = {}
-        self._entrusted: list[Entrusted] = []
-        self._returning: dict[Lease, Block] = {}
+        self._leases: dict[Lease, SlabBlock] = {}
+        self._external: list[ExternalLease] = []
+        self._returning: dict[Lease, SlabBlock] = {}
         self._used = 0
         self.arbiter = Arbiter(self)
-        # Whether new work should wait a moment, as Watch.slow says; nobody watches a pool that stands alone.
+        # Whether new work should wait, from MemoryWatch.slow. A pool without a watch never waits.
         self.slow: Callable[[], bool] = lambda: False
         self._loading = threading.RLock()
         self._loaders = 0
         self._counts: dict[str, int] = dict.fromkeys(("releases", "shortfalls", "give_ways", "refusals", "damaged"), 0)
         self.seconds = 0.0  # inside lease()
 
-    # What there is
+    # State
 
     @property
     def residency(self) -> str:
-        """Where this pool's leases live: device or host."""
+        """Where the leases of this pool live: device or host."""
         return self.backend.residency
 
     @property
     def loading(self) -> bool:
-        """Whether somebody loads now; the watch looks more often then."""
+        """Whether a load runs now. The watch polls more often then."""
         return self._loaders > 0
 
     def used(self) -> int:
@@ -110,37 +122,39 @@ class Pool:
         return self._used
 
     def held(self) -> int:
-        """Bytes of all slabs; on the host these are addresses, and pages only where leases were touched."""
+        """Bytes of all slabs. On the host these are addresses, and pages only where leases were touched."""
         return self._store.held
 
     def fragmentation(self) -> float:
-        """Share of the held bytes that is free, but in pieces too small for an average lease, 0 to 1."""
+        """Share of the held bytes, 0 to 1, in free blocks too small for an average lease."""
         return self._store.fragmentation()
 
     def counters(self) -> Counters:
-        """What happened since the pool was made."""
+        """Counts since the pool was made."""
         with self.lock:
             return Counters(allocations=self.allocations, seconds=self.seconds, **self._counts)
 
     def holders(self) -> list[Lease]:
-        """All leases of memory of this process, oldest first."""
+        """All leases in the memory of this process, oldest first."""
         with self.lock:
             return list(self._leases)
 
-    def owners(self) -> list[Lease | Entrusted]:
-        """All leases, and what other processes hold in an owner's name."""
+    def owners(self) -> list[Lease | ExternalLease]:
+        """All leases, including those of other processes."""
         with self.lock:
-            return [*self._leases, *self._entrusted]
+            return [*self._leases, *self._external]
 
     def leases(self) -> list[LeaseInfo]:
-        """Describe all of them."""
+        """Describe all leases."""
         return [lease.info() for lease in self.owners()]
 
     def room(self) -> Room:
-        """Say what could be leased now: within the budget, of what the machine has, and of either if all that can gave way."""
+        """What could be leased now: within the budget, of the machine's memory, and of both after evicting everything
+        evictable.
+        """
         neighbours = self.arbiter.neighbours_could_free()
         with self.lock:
-            yielding = [lease for lease in order_of_giving_way(self.owners()) if lease.terms.give_way is not None]
+            yielding = [lease for lease in eviction_order(self.owners()) if lease.eviction.give_way is not None]
             machine, available = self._machine_room()
             return Room(
                 budget=self.budget.spendable - self._used,
@@ -152,7 +166,7 @@ class Pool:
             )
 
     def check(self, owner: str, need: Need) -> None:
-        """Raise MemoryFull unless `need` with its headroom fits, if need be after everybody who can gave way.
+        """Raise MemoryFull unless `need` with its headroom fits, if necessary after evicting everything evictable.
 
         The message has every figure and a choice that would fit. Takes nothing and frees nothing.
         """
@@ -164,11 +178,11 @@ class Pool:
     # Leasing
 
     def lease(self, owner: str, kind: Kind, nbytes: int, *, align: int = 64) -> Lease:
-        """Lease `nbytes` for `owner`; others are asked to give way if they must.
+        """Lease `nbytes` for `owner`, if necessary after evicting other leases.
 
-        The start is aligned to `align`, and at least as a weight tensor needs. The new lease stays until its owner returns it, or until
-        the owner offers it with Lease.offer. Raises MemoryFull with the figures if it does not fit, RequestError on a wrong kind, size
-        or alignment.
+        The start is aligned to `align`, and at least as a weight tensor needs. The lease stays until its owner returns
+        it or makes it evictable with `offer`. Raises MemoryFull with the figures if it does not fit, RequestError for a
+        wrong kind, size or alignment.
         """
         self._check_request(owner, kind, nbytes, align)
         started = time.perf_counter()
@@ -187,8 +201,9 @@ class Pool:
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, kind, nbytes, self.budget, self.room()))
 
-    def entrust(self, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> Entrusted:
-        """Count `nbytes` that a process of ours is about to take; `held` and `exact`: see Entrusted. Others give way if they must.
+    def lease_external(self, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> ExternalLease:
+        """Count `nbytes` that a child process is about to take, if necessary after evicting other leases; see
+        ExternalLease for `held` and `exact`.
 
         Raises MemoryFull with the figures if it does not fit.
         """
@@ -196,28 +211,29 @@ class Pool:
             with self.lock:
                 lacking = self._lacking(nbytes)
                 if lacking <= 0:
-                    entrusted = Entrusted(self, owner, nbytes, held, exact=exact)
-                    self._entrusted.append(entrusted)
+                    external = ExternalLease(self, owner, nbytes, held, exact=exact)
+                    self._external.append(external)
                     self._used += nbytes
-                    return entrusted
+                    return external
             if not last:
                 self.make_room(lacking)
         self.count("refusals")
         raise MemoryFull(explain_lease_refusal(owner, "memory for its process", nbytes, self.budget, self.room()))
 
-    def forget(self, entrusted: Entrusted) -> None:
-        """Entrusted only, under the lock: its bytes are back."""
-        self._entrusted.remove(entrusted)
-        self._used -= entrusted.nbytes
+    def forget(self, lease: ExternalLease) -> None:
+        """Only ExternalLease calls this, under the lock: its bytes are back."""
+        self._external.remove(lease)
+        self._used -= lease.nbytes
         self._counts["releases"] += 1
 
     def make_room(self, lacking: int) -> list[Released]:
-        """Ask leases to give way until `lacking` more bytes can be leased; see Arbiter.make_room."""
+        """Evict leases until `lacking` more bytes can be leased; see Arbiter.make_room."""
         return self.arbiter.make_room(lacking)
 
     @contextmanager
     def loads(self, owner: str, cancel: CancelCheck | None = None) -> Iterator[None]:
-        """Wait until nobody else loads, then hold the turn: two that size themselves at once would both count the same bytes.
+        """Wait until no other load runs, then hold the turn: two loads that size themselves at once would count the
+        same bytes twice.
 
         Waits up to 2 s more while `slow()`. Raises Cancelled if `cancel()` turns true while waiting.
         """
@@ -235,7 +251,7 @@ class Pool:
             self._loading.release()
 
     def resize(self, settings: MemorySettings) -> Budget:
-        """Take new shares, floor and limits for the budget, counting what the leases hold as available. Slab sizes stay.
+        """Set new shares, floor and limits of the budget, counting leased bytes as available. Slab sizes stay.
 
         Raises RequestError if the new budget would be below what is leased.
         """
@@ -243,8 +259,8 @@ class Pool:
         with self.lock:
             if budget.spendable < self._used:
                 raise RequestError(
-                    f"the new memory budget has {show(budget.spendable)} to lease (limit {show(budget.limit)}, kept back "
-                    f"{show(budget.kept_back)}), but {show(self._used)} are leased now; release a model first"
+                    f"the new memory budget has {show(budget.spendable)} to lease (limit {show(budget.limit)}, "
+                    f"kept back {show(budget.kept_back)}), but {show(self._used)} are leased now; release a model first"
                 )
             self.settings, self.budget = settings, budget
         return budget
@@ -252,12 +268,13 @@ class Pool:
     # Returning
 
     def take_back(self, lease: Lease) -> Released:
-        """Return a lease's bytes to the system and measure what came back; Lease.release calls it.
+        """Return a lease's bytes to the system and measure what came back. Lease.release calls it.
 
-        On the host the measure is exact: mincore over the lease's own pages before and after. MemAvailable moves with every other
-        process and lags behind, so its change is only reported beside it (`available_delta`). On a device it is the driver's free
-        figure, or torch's reserve on an integrated GPU. Less than 98 % (settings.shortfall) of what was asked is a warning that
-        names the owner, and a counter. Raises LeaseReturnedError the second time, LeaseBusyError while it is in use.
+        On the host the measure is exact: mincore over the pages of the lease, before and after. MemAvailable moves with
+        every other process and lags, so its change is only reported (`available_delta`). On a device it is the driver's
+        free figure, or torch's reserve on an integrated GPU. Less than 98 % (settings.shortfall) of what was asked is a
+        warning that names the owner, and a counter. Raises LeaseReturnedError the second time, LeaseBusyError while it
+        is in use.
         """
         started = time.perf_counter()
         if self.settings.debug and not lease.released:
@@ -278,16 +295,18 @@ class Pool:
         return self.report(lease, returned, delta, time.perf_counter() - started)
 
     def verify(self) -> None:
-        """Check the pool's invariants, and in debug mode the guard zones and the seals.
+        """Check the invariants of the pool, and in debug mode the guard zones and the seals.
 
-        Raises LeaseDamagedError naming every lease that was overwritten; BrokenInvariantError if the bookkeeping is wrong.
+        Raises LeaseDamagedError naming every overwritten lease, BrokenInvariantError if the bookkeeping is wrong.
         """
         with self.lock:
             self._store.check(self._leases, settled=not self._returning)
             damage = [words for lease in self._leases for words in self._damage(lease)]
         if damage:
             self.count("damaged", len(damage))
-            raise LeaseDamagedError("; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode")
+            raise LeaseDamagedError(
+                "; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode"
+            )
 
     @property
     def debug(self) -> bool:
@@ -295,10 +314,10 @@ class Pool:
         return self.settings.debug
 
     def count_carve(self) -> None:
-        """Lease only, under the lock: a carved tensor is an allocation too."""
+        """Only Lease calls this, under the lock: a carved tensor is an allocation too."""
         self.allocations += 1
 
-    # Inside
+    # Internals
 
     def _wait_for_admission(self, owner: str, cancel: CancelCheck | None) -> None:
         end = time.monotonic() + _ADMISSION
@@ -321,9 +340,9 @@ class Pool:
         return max(lacking, nbytes - self._machine_room()[0]) if nbytes >= _LOOK else lacking
 
     def _machine_room(self) -> tuple[int, int]:
-        """What the machine has for new leases above the floor, and what is available there.
+        """The machine's memory for new leases above the floor, and its available memory.
 
-        A leased page that was never touched is promised but still counts as available, so promises are taken off.
+        An untouched leased page still counts as available, so leased but untouched bytes are subtracted.
         """
         truth, promised = self.read_truth(), self.arbiter.promised
         if self.backend.commits:
@@ -334,17 +353,19 @@ class Pool:
         return available - self.budget.floor - (self._used - self._resident()) - promised, available
 
     def _place(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
-        """Take the bytes; None if the system refuses, but on the `last` try its refusal is raised."""
-        whole = self.backend.page if nbytes >= self.backend.page > 0 else 1  # pages of its own: all of it can go back
+        """Place a lease. None if the system refuses, but on the `last` try its refusal is raised."""
+        whole = (
+            self.backend.page if nbytes >= self.backend.page > 0 else 1
+        )  # whole pages, so that all of it can be returned
         align = max(align, self.settings.weight_align, whole)
         layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0, whole)
         try:
-            block = self._store.take(layout.total, align, self.budget.spendable - self._store.held)
+            block = self._store.allocate(layout.total, align, self.budget.spendable - self._store.held)
         except MemoryFull:
             if last:
                 raise
             return None
-        lease = Lease(self, owner, kind, nbytes, Place(block.slab, block.offset, layout, self.residency))
+        lease = Lease(self, owner, kind, nbytes, Placement(block.slab, block.offset, layout, self.residency))
         write_zones(block.slab, block.offset, layout)
         self._leases[lease] = block
         self._used += nbytes
@@ -352,38 +373,48 @@ class Pool:
         return lease
 
     def _locked_in(self, lease: Lease) -> Lease:
-        """The lease, kept from being swapped out if the settings want that of its kind."""
+        """The lease, locked in memory if the settings say so for its kind."""
         if self.settings.lock and lease.kind == "weights" and not self.backend.commits and not lease.lock_pages():
             log.warning(
-                "%s of %s cannot be locked in memory: raise the limit of this user (ulimit -l, LimitMEMLOCK), or take lock = true out of "
-                "[memory]",
+                "%s of %s cannot be locked in memory: raise the limit of this user (ulimit -l, LimitMEMLOCK), "
+                "or remove lock = true from [memory]",
                 lease.title,
                 show(lease.nbytes),
             )
         return lease
 
     def _inspect(self, lease: Lease) -> None:
-        """Look at guard zones and seal before they go; damage is told, and does not stop the return."""
+        """Check guard zones and seal before the return. Damage is logged and does not stop the return."""
         for words in self._damage(lease):
             self.count("damaged")
             log.error("%s", words)
 
     def _damage(self, lease: Lease) -> list[str]:
-        place = lease.place
-        words = [f"the guard zone {zone} {lease.title} was overwritten" for zone in broken_zones(place.slab, place.block, place.layout)]
+        placement = lease.placement
+        words = [
+            f"the guard zone {zone} {lease.title} was overwritten"
+            for zone in broken_zones(placement.slab, placement.block, placement.layout)
+        ]
         if lease.sealed_content_changed():
             words.append(f"{lease.title} was overwritten: its checksum changed since it was sealed")
         return words
 
-    def report(self, lease: Lease | Entrusted, returned: Returned, delta: int | None, seconds: float) -> Released:
-        """Inside this room only: tell of a return, and warn of one that falls short."""
+    def report(self, lease: Lease | ExternalLease, returned: Returned, delta: int | None, seconds: float) -> Released:
+        """Only this room calls it: log a return, and warn if it falls short."""
         asked, measured = min(returned.asked, lease.nbytes), min(returned.measured, lease.nbytes)
         released = Released(lease.owner, asked, measured, seconds, delta)
-        log.debug("%s returned: asked %d, measured %d bytes, available %s, %.4f s", lease.title, asked, measured, delta, seconds)
+        log.debug(
+            "%s returned: asked %d, measured %d bytes, available %s, %.4f s",
+            lease.title,
+            asked,
+            measured,
+            delta,
+            seconds,
+        )
         if measured < (1 - self.settings.shortfall) * asked:
             self.count("shortfalls")
             log.warning(
-                "%s returned %s of %s (%.0f %%): something still holds the rest; a tensor of it kept alive, or locked pages",
+                "%s returned %s of %s (%.0f %%): something still holds the rest, such as a live tensor or locked pages",
                 lease.title,
                 show(measured),
                 show(asked),
@@ -392,7 +423,7 @@ class Pool:
         return released
 
     def _available(self, nbytes: int) -> int | None:
-        """What is available now, for a return of `nbytes`; None if that is too small to look, or nothing can be read."""
+        """Available memory for judging a return of `nbytes`; None if that is too small, or nothing can be read."""
         if nbytes < _LOOK:
             return None
         try:
@@ -402,13 +433,15 @@ class Pool:
             return None
 
     def _resident(self) -> int:
-        return self._elsewhere() + sum(lease.place.slab.resident(lease.place.start, lease.nbytes) for lease in self.holders())
+        return self._elsewhere() + sum(
+            lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders()
+        )
 
     def _elsewhere(self) -> int:
-        """Bytes that processes of ours have taken."""
-        return sum(entrusted.held() for entrusted in list(self._entrusted))
+        """Bytes that child processes have taken."""
+        return sum(external.held() for external in list(self._external))
 
     def count(self, name: str, by: int = 1) -> None:
-        """Inside this room only: add to one of Counters."""
+        """Only this room calls it: add to one of Counters."""
         with self.lock:
             self._counts[name] += by

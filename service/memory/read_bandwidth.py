@@ -1,4 +1,4 @@
-"""The machine's measured read ceiling, kept in the cache by whoever measures it (bench) for the counters of every generation."""
+"""The machine's measured read bandwidth, kept in the cache by the benchmark for the counters of every generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "read-ceiling.json"
 
 
 def keep_ceiling(cache: Path, device: str, value: float) -> None:
-    """Write down `value` bytes a second for this machine and `device`; a cache that cannot be written only loses it."""
+    """Save `value` bytes per second for this machine and `device`. A cache that cannot be written only loses it."""
     known = _read(cache) | {_key(device): value}
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def keep_ceiling(cache: Path, device: str, value: float) -> None:
 
 
 def known_ceiling(cache: Path, device: str) -> float | None:
-    """Bytes a second that were measured on this machine for `device`, None if nobody measured."""
+    """Measured bytes per second of this machine for `device`, None if not measured."""
     return _read(cache).get(_key(device))
 
 
@@ -39,7 +39,11 @@ def _read(cache: Path) -> dict[str, float]:
         return {}
     if not isinstance(document, dict):
         return {}
-    return {key: float(value) for key, value in document.items() if isinstance(value, int | float) and math.isfinite(value) and value > 0}
+    return {
+        key: float(value)
+        for key, value in document.items()
+        if isinstance(value, int | float) and math.isfinite(value) and value > 0
+    }
 
 
 def _key(device: str) -> str:
@@ -54,4 +58,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))),
+        platform.processor(),
+    )

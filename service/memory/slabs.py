@@ -1,4 +1,4 @@
-"""The slabs that a pool holds: shared ones cut by the arena, and one of its own for each large lease."""
+"""The slabs of a pool: shared ones, divided by the arena, and a separate one for each large lease."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from threading import RLock
 
 from ..errors import MemoryFull
-from .arena import Arena, BrokenInvariantError, Stretch
+from .arena import Arena, BrokenInvariantError
 from .backends.protocol import Backend, Returned, Slab
 from .budget import MemorySettings, show
 from .lease import Lease
 
-# Where slabs hold their bytes from the start, a shared one grows by what is asked for in steps of this: CUDA's own page.
+# Growth step of a shared slab if slabs take their bytes at once: CUDA's own page.
 _DEVICE_STEP = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Bytes in a slab. `address` is the arena's, None if the slab belongs to this block alone."""
+class SlabBlock:
+    """Bytes in a slab. `address` is that of the arena, None if the slab belongs to this block alone."""
 
     slab: Slab
     offset: int
@@ -26,7 +26,9 @@ class Block:
 
 
 class SlabStore:
-    """Opens slabs when blocks are asked for. An empty one is closed, but where slabs are only addresses one is kept for the next block."""
+    """Opens slabs when blocks are needed and closes empty ones. If slabs are only addresses, one empty slab is kept for
+    the next block.
+    """
 
     def __init__(self, backend: Backend, settings: MemorySettings, lock: RLock) -> None:  # type: ignore[valid-type]
         self.backend = backend
@@ -39,25 +41,27 @@ class SlabStore:
 
     @property
     def held(self) -> int:
-        """Bytes of all slabs; on the host, where untouched pages hold nothing, this is addresses more than memory."""
+        """Bytes of all slabs. On the host, where untouched pages hold nothing, these are
+        addresses rather than memory.
+        """
         with self._lock:
             return self.arena.held + sum(slab.nbytes for slab in self._own.values())
 
     @property
     def waiting(self) -> int:
-        """Bytes of returned leases whose place is not used again because a view of them still lives."""
+        """Bytes of returned leases whose block is not reused because a view of them is still alive."""
         with self._lock:
             self._sweep()
             return sum(lease.nbytes for lease, _ in self._waiting)
 
     def fragmentation(self) -> float:
-        """Share of the held bytes that is free but of little use; see Arena.fragmentation. Own slabs have none."""
+        """Share of the held bytes that is free but of little use; see Arena.fragmentation. Separate slabs have none."""
         with self._lock:
             held = self.held
             return self.arena.fragmentation() * self.arena.held / held if held else 0.0
 
-    def take(self, nbytes: int, align: int, room: int) -> Block:
-        """Give out a block. `room` bounds what a new slab may hold where slabs take their bytes at once.
+    def allocate(self, nbytes: int, align: int, room: int) -> SlabBlock:
+        """Allocate a block. `room` limits a new slab if slabs take their bytes at once.
 
         Raises MemoryFull if the system or `room` refuses.
         """
@@ -66,7 +70,7 @@ class SlabStore:
                 self._check_room(nbytes, room)
                 slab = self.backend.open(nbytes, whole=True)
                 self._own[id(slab)] = slab
-                return Block(slab, 0, None)
+                return SlabBlock(slab, 0, None)
             self._sweep()
             address = self.arena.allocate(nbytes, align)
             if address is None:
@@ -75,19 +79,19 @@ class SlabStore:
             if address is None:
                 raise BrokenInvariantError(f"a new slab has no block of {nbytes} bytes")
             base = self.arena.slab_of(address).base
-            return Block(self._shared[base], address - base, address)
+            return SlabBlock(self._shared[base], address - base, address)
 
-    def give_back(self, block: Block, lease: Lease) -> Returned:
-        """Return a block's bytes to the system and say what was measured.
+    def give_back(self, block: SlabBlock, lease: Lease) -> Returned:
+        """Return the bytes of a block to the system. Returns what was measured.
 
-        The slow part runs without the lock. The block's place is used again only when no view of the lease lives any more.
+        The slow part runs without the lock. The block is reused only after the last view of the lease has died.
         """
         if block.address is None:
             returned = block.slab.close()
             with self._lock:
                 del self._own[id(block.slab)]
             return returned
-        layout = lease.place.layout
+        layout = lease.placement.layout
         returned = block.slab.give_back(block.offset, layout.total)
         with self._lock:
             if lease.alive is not None and lease.alive():
@@ -96,10 +100,10 @@ class SlabStore:
             closed = self._free(block.address)
             return Returned(returned.asked + closed.asked, returned.measured + closed.measured)
 
-    def check(self, blocks: Mapping[Lease, Block], *, settled: bool) -> None:
-        """Raise BrokenInvariantError unless the arena's invariants hold and every lease has a block of its own.
+    def check(self, blocks: Mapping[Lease, SlabBlock], *, settled: bool) -> None:
+        """Raise BrokenInvariantError unless the invariants of the arena hold and every lease has a block of its own.
 
-        `settled`: no lease is on its way back, so every block must be a lease's or wait for a view to die.
+        `settled`: no lease is being returned, so every block belongs to a lease or waits for a view to die.
         """
         with self._lock:
             self._sweep()
@@ -110,28 +114,32 @@ class SlabStore:
             if len(addresses) + len(owned) != len(blocks) or waiting & addresses.keys():
                 raise BrokenInvariantError("two leases share a block")
             for address, lease in addresses.items():
-                if self.arena.size_of(address) < lease.place.layout.total:
+                if self.arena.size_of(address) < lease.placement.layout.total:
                     raise BrokenInvariantError(f"{lease.title} is larger than its block")
             if settled and (self.arena.blocks != len(addresses) + len(waiting) or self._own.keys() != owned):
-                raise BrokenInvariantError(f"{self.arena.blocks} blocks for {len(addresses)} leases and {len(waiting)} views")
+                raise BrokenInvariantError(
+                    f"{self.arena.blocks} blocks for {len(addresses)} leases and {len(waiting)} views"
+                )
             if len(self._empty()) > (0 if self.backend.commits else 1):
                 raise BrokenInvariantError("an empty slab was not closed")
 
     def _check_room(self, nbytes: int, room: int) -> None:
         if self.backend.commits and nbytes > room:
-            raise MemoryFull(f"a slab of {show(nbytes)} does not fit: {show(max(0, room))} are left of the limit; release a model")
+            raise MemoryFull(
+                f"a slab of {show(nbytes)} does not fit: {show(max(0, room))} are left of the limit; release a model"
+            )
 
     def _grow(self, nbytes: int, room: int) -> None:
         granule = self._settings.align
         wanted = -(-nbytes // granule) * granule
         size = max(wanted, self._settings.initial_slab // granule * granule)
-        if self.backend.commits:  # bytes that nobody sees: on an H200 512 MiB were held for 14 MiB of scratch
+        if self.backend.commits:  # an H200 once held 512 MiB for 14 MiB of scratch
             step = max(granule, _DEVICE_STEP)
             size = max(wanted, min(-(-wanted // step) * step, room // granule * granule))
             self._check_room(size, room)
         slab = self.backend.open(size, whole=False)
-        stretch: Stretch = self.arena.add_slab(size, align=self.backend.alignment)
-        self._shared[stretch.base] = slab
+        slab_range = self.arena.add_slab(size, align=self.backend.alignment)
+        self._shared[slab_range.base] = slab
 
     def _free(self, address: int) -> Returned:
         base = self.arena.slab_of(address).base
@@ -145,7 +153,7 @@ class SlabStore:
         return [base for base in self._shared if self.arena.is_empty(base)]
 
     def _sweep(self) -> None:
-        """Free the places whose last view has died."""
+        """Free the blocks whose last view has died."""
         waiting, self._waiting = self._waiting, []
         for lease, address in waiting:
             if lease.alive is not None and lease.alive():

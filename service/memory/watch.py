@@ -1,4 +1,4 @@
-"""The watch: looks at what is left and at the temperature, and asks for room before the machine runs out. It never ends a process."""
+"""Watches available memory and temperature, and evicts before the machine runs out. It never ends a process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .truth import Truth
 
 log = logging.getLogger(__name__)
 
-_SPARK = int(121.7 * GIB)  # the machine that the thresholds were found on; smaller ones get the same shares
-_REST = 2.0  # seconds after asking for room in which nothing is asked again: bytes need a moment to come back
+_SPARK = int(121.7 * GIB)  # the thresholds come from this machine; smaller ones get shares
+_REST = 2.0  # seconds without a new alarm: bytes need time to come back
 _THERMAL_PERIOD = 10.0
 
 
@@ -24,9 +24,9 @@ _THERMAL_PERIOD = 10.0
 class Rules:
     """When memory is short, in bytes of available memory (`low`, `gate`) and of free memory (`free_low`).
 
-    `low` for `samples` looks in a row; or `free_low` while available is under `gate` (free memory alone is only a full page cache,
-    and acting on it killed healthy loads); or available falling so fast that it is gone in `horizon` seconds; or, late,
-    `psi` percent of time waiting for memory while under `gate`.
+    `low` for `samples` readings in a row; or `free_low` while available is under `gate` (free memory alone is only a
+    full page cache, and acting on it killed healthy loads); or available falling fast enough to be gone in `horizon`
+    seconds; or, as the last sign, `psi` percent of time waiting for memory while under `gate`.
     """
 
     low: int
@@ -38,21 +38,21 @@ class Rules:
 
 
 def rules_for(total: int) -> Rules:
-    """The thresholds of a watchdog that worked on 121.7 GiB (6, 2 and 10 GiB), as shares of a smaller machine."""
+    """The thresholds of a watchdog that worked on 121.7 GiB (6, 2 and 10 GiB), scaled down for smaller machines."""
     scale = min(1.0, total / _SPARK)
     return Rules(low=int(6 * GIB * scale), free_low=int(2 * GIB * scale), gate=int(10 * GIB * scale))
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Memory is short: why, and how many bytes would end it."""
+    """Memory is short: the reason, and how many bytes would end it."""
 
     reason: str
     lacking: int
 
 
 class Gauge:
-    """Applies the rules to one reading after another. No clock and no thread of its own."""
+    """Applies the rules to successive readings. It has no clock and no thread."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -62,20 +62,28 @@ class Gauge:
         self._falling = 0
 
     def feed(self, when: float, truth: Truth) -> Alarm | None:
-        """Take a reading made at `when` (seconds, any origin) and say whether memory is short."""
+        """Take a reading made at `when` (seconds, any origin) and return an alarm if memory is short."""
         rules = self.rules
-        available = min(truth.available, truth.host_available) if truth.device_free is None or truth.integrated else truth.available
+        available = (
+            min(truth.available, truth.host_available)
+            if truth.device_free is None or truth.integrated
+            else truth.available
+        )
         self._follow(when, available)
         self._low_in_a_row = self._low_in_a_row + 1 if available < rules.low else 0
         lacking = max(1, rules.gate - available)
         if self._low_in_a_row >= rules.samples:
-            return Alarm(f"{show(available)} available for {self._low_in_a_row} looks, under {show(rules.low)}", lacking)
+            return Alarm(
+                f"{show(available)} available for {self._low_in_a_row} looks, under {show(rules.low)}", lacking
+            )
         if truth.mem_free < rules.free_low and available < rules.gate:
             return Alarm(f"{show(truth.mem_free)} free and {show(available)} available", lacking)
         if self._falling >= 2 and available + self._slope * rules.horizon < 0:
             return Alarm(f"{show(available)} available, falling by {show(int(-self._slope))} a second", lacking)
         if truth.psi_some_avg10 is not None and truth.psi_some_avg10 > rules.psi and available < rules.gate:
-            return Alarm(f"{truth.psi_some_avg10:.0f} % of the time waits for memory, {show(available)} available", lacking)
+            return Alarm(
+                f"{truth.psi_some_avg10:.0f} % of the time waits for memory, {show(available)} available", lacking
+            )
         return None
 
     def _follow(self, when: float, available: int) -> None:
@@ -85,11 +93,13 @@ class Gauge:
         self._last = (when, available)
 
 
-class Watch:
-    """A thread that looks every 250 ms while somebody loads, else every second, and calls `shrink(bytes)` when memory is short.
+class MemoryWatch:
+    """A thread that polls every 250 ms during loads, otherwise every second, and calls `shrink(bytes)` when memory is
+    short.
 
-    `shrink` is Pool.make_room; `tick`, if given, is called at every look (Pool.release_due, for ttl). `slow` turns true while memory
-    is short or the machine is too hot: new loads wait a moment then (Pool.loads). Start it once; `stop` ends it within a look.
+    `shrink` is Pool.make_room. `tick`, if given, is called at every poll (Pool.release_due, for ttl). `slow` is true
+    while memory is short or the machine is too hot: new loads wait then (Pool.loads). Start it once; `stop` ends it
+    within one poll.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class Watch:
 
     @property
     def slow(self) -> bool:
-        """Whether new work should wait: memory is short or the machine is throttled."""
+        """Whether new work should wait: memory is short or the machine throttles."""
         return self.alarm is not None or bool(self.thermal.alarms)
 
     @property
@@ -130,25 +140,25 @@ class Watch:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def start(self) -> Watch:
-        """Start looking."""
+    def start(self) -> MemoryWatch:
+        """Start polling."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Stop looking and wait for the thread; a `shrink` that runs is let finish."""
+        """Stop polling and wait for the thread. A running `shrink` finishes first."""
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryWatch:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def look(self, now: float) -> None:
-        """Look once; `now` is in seconds of a monotonic clock. The thread calls it."""
+        """Poll once, at `now` in seconds of a monotonic clock. The thread calls it."""
         self.looks += 1
         truth = self._read_truth()
         if self._gauge is None:
@@ -180,5 +190,5 @@ class Watch:
                     self.look(now)
                 except (OnedeskError, OSError) as error:
                     log.warning("the watch could not look at memory: %s", error)
-            # A load may begin at any moment, so the short period is also how soon the long one can be cut.
+            # A load may start at any moment, so the short period is also the longest delay in noticing it.
             self._stop.wait(min(self._settings.poll_loading, self._settings.poll))

@@ -19,7 +19,7 @@ from ..loader.chunks import Job
 from ..loader.readers import Bench
 from ..loader.stream import StreamStats, stream_tensors
 from ..memory.pool import Lease
-from ..quant.quantize import Quantizer
+from ..quant.quantize_weights import Quantizer
 from ..quant.weight import Weight
 from .reading import Settle
 from .weights import WeightPlan

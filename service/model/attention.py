@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.forward_batch import NormWeight, RotaryTable
-from ..kernels.operands import AttentionHeads, AttentionRows, Part
+from ..kernels.forward_batch import NormWeight, PackedPrompts, RotaryTable
+from ..kernels.operands import AttentionHeads, AttentionOperands, LayerPart
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
 from .shape import DecoderConfig, layer_norm
 from .spec import Destination, Source
 
-GATED_ROOM = "projected"
+GATED_BUFFER = "projected"
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
@@ -30,9 +30,7 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
         biases = tuple(Source(f"{name}{p}_proj.bias", (rows,)) for p, rows in heads)
         yield Destination(key + "qkv_bias", biases, part, wide=True)
     for which in ("q_norm", "k_norm") if config.head_norms else ():
-        yield Destination(
-            key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn
-        )
+        yield Destination(key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn)
     yield Destination(key + "output", (Source(name + "o_proj.weight", (w.hidden, q)),), part)
 
 
@@ -64,7 +62,7 @@ class Attention:
     output: Weight
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.qkv, self.output, self.heads
 
     def run(self, at: Pass, /) -> None:
@@ -76,13 +74,14 @@ class Attention:
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         own = self._rows(at, qkv, mixed)
-        if not at.rows.parts:
+        if not isinstance(at.batch, PackedPrompts):
             at.kernels.attend(self.heads, own)
-        for part, rows in at.rows.parts:
-            at.kernels.attend(self.heads, replace(own, qkv=qkv[part], rows=rows, out=mixed[part]))
+            return
+        for rows, chunk in at.batch.chunks:
+            at.kernels.attend(self.heads, replace(own, qkv=qkv[rows], batch=chunk, out=mixed[rows]))
 
-    def _rows(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> AttentionRows:
-        return AttentionRows(qkv, at.cache.keys[self.index], at.cache.values[self.index], at.rows, mixed)
+    def _rows(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> AttentionOperands:
+        return AttentionOperands(qkv, at.cache.keys[self.index], at.cache.values[self.index], at.batch, mixed)
 
 
 @dataclass(slots=True)
@@ -94,9 +93,9 @@ class GatedAttention(Attention):
 
     def run(self, at: Pass, /) -> None:
         kernels, views = at.kernels, at.views
-        projected, qkv, mixed = views[GATED_ROOM], views["qkv"], views["mixed"]
+        projected, qkv, mixed = views[GATED_BUFFER], views["qkv"], views["mixed"]
         at.project(self.norm, self.qkv, projected)
-        kernels.part_gates(projected, self.heads.shape, qkv, mixed)
+        kernels.split_gates(projected, self.heads.shape, qkv, mixed)
         self._attend(at, qkv, mixed)
-        kernels.close_gates(projected, self.heads.shape, qkv, mixed)
+        kernels.apply_gates(projected, self.heads.shape, qkv, mixed)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])

@@ -28,7 +28,7 @@ from ..loader.readers import Bench
 from ..loader.stream import stream_tensors
 from ..memory.budget import show
 from ..memory.pool import Lease
-from ..quant.quantize import Quantizer
+from ..quant.quantize_weights import Quantizer
 from ..quant.weight import QuantizedWeight, Weight
 from ..work_folder import work_folder
 from .converted import (

@@ -24,7 +24,7 @@ from ..loader.dtypes import TORCH_DTYPES
 from ..loader.files import exists, open_regular, read_exactly
 from ..loader.header import TensorInfo, read_header
 from ..loader.json_files import read_json_object
-from ..quant.formats import CHOICES, INT8, int4, pieces
+from ..quant.formats import CHOICES, INT8, int4, weight_tensors
 from ..quant.published import KEY as PUBLISHED
 from ..quant.weight import Format
 from .reading import Reading
@@ -171,7 +171,7 @@ def stored_pieces(tensor: PlannedTensor) -> list[tuple[str, str, tuple[int, ...]
     if not isinstance(held, Format):
         return [(key, "", tensor.destination.shape, NAMES[held])]
     rows, cols = tensor.destination.shape
-    return [(f"{key}.{piece.name}", piece.name, piece.shape, _STORED_NAMES[piece.dtype]) for piece in pieces(held, rows, cols)]
+    return [(f"{key}.{piece.name}", piece.name, piece.shape, _STORED_NAMES[piece.dtype]) for piece in weight_tensors(held, rows, cols)]
 
 
 _STORED_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

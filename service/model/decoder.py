@@ -47,12 +47,12 @@ def drafting(config: DecoderConfig) -> Iterator[Destination]:
 
 
 def _wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    joints = ("attn", "mlp") if config.streams is not None else ()
+    connections = ("attn", "mlp") if config.streams is not None else ()
     if config.ngrams is not None and layer in config.ngrams.layers:
         yield from ngram.wanted(config, layer)
-    for joint in joints:
-        name = f"model.layers.{layer}.{joint}_hyper_connection"
-        yield from streams.wanted(config, f"{layer}.{joint}", name, layer + 1, inject=True)
+    for connection in connections:
+        name = f"model.layers.{layer}.{connection}_hyper_connection"
+        yield from streams.wanted(config, f"{layer}.{connection}", name, layer + 1, inject=True)
     yield from (attention if config.is_attention(layer) else delta).wanted(config, layer)
     if config.indexer is not None and config.is_attention(layer):
         yield from indexed.wanted(config, layer)
@@ -96,9 +96,9 @@ def build_draft(config: DecoderConfig, weights: Mapping[str, Weight], network: D
     mixer, forward = _joined(own, at, mixer, forward)
     last = streams.build(config, named, "draft_mixer", inject=False) if config.streams else named.norm("draft_norm", config.eps)
     layer = Decoder(network.shape, network.embedding, [Block(mixer, forward)], last, network.head, network.kernels)
-    joints = ("draft_fc_embedding", "draft_fc_hidden") if config.streams else ("draft_fc",)
+    projections = ("draft_fc_embedding", "draft_fc_hidden") if config.streams else ("draft_fc",)
     of_token, of_state = (named.norm(f"draft_{which}_norm", config.eps) for which in ("embedding", "hidden"))
-    return draft.Draft(layer, of_token, of_state, tuple(named[key] for key in joints))
+    return draft.Draft(layer, of_token, of_state, tuple(named[key] for key in projections))
 
 
 def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> Layer:
@@ -109,8 +109,8 @@ def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[in
 
 
 def _joined(config: DecoderConfig, at: Named, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
-    """The two halves of a block, behind their joints where there are residual streams."""
+    """The two halves of a block, behind their connections where there are residual streams."""
     if config.streams is None:
         return mixer, forward
-    joints = [streams.build(config, at, joint, inject=True) for joint in ("attn", "mlp")]
-    return streams.Streamed(joints[0], mixer), streams.Streamed(joints[1], forward)
+    connections = [streams.build(config, at, connection, inject=True) for connection in ("attn", "mlp")]
+    return streams.Streamed(connections[0], mixer), streams.Streamed(connections[1], forward)

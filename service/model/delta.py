@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from ..cache.recurrent import RecurrentStates
-from ..kernels.delta import (
+from ..kernels.delta_rule import (
     DeltaHeads,
-    DeltaStep,
+    DeltaOperands,
     convolve_chunk,
     convolve_step,
     delta_chunk,
     delta_step,
     unit,
 )
-from ..kernels.forward_batch import NormWeight, Slots
-from ..kernels.operands import Part
+from ..kernels.forward_batch import NormWeight, Slots, VerifyPass
+from ..kernels.operands import LayerPart
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
@@ -80,19 +80,19 @@ class GatedDelta:
     output: Weight
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.projection, self.rates, self.output, self.heads
 
     def run(self, at: Pass, /) -> None:
-        kernels, views, states, slots = at.kernels, at.views, at.cache.states, at.rows.slots
+        kernels, views, states, slots = at.kernels, at.views, at.cache.states, at.batch.slots
         if states is None or slots is None:
             raise ValueError("the session's cache has no recurrent states")
         projected, rates, mixed = views["delta_projected"], views["delta_rates"], views["delta_mixed"]
         at.project(self.norm, self.projection, projected)
         at.project(self.norm, self.rates, rates)
-        windows, held = states.parts(self.index)
-        step = DeltaStep(projected, rates, windows, held, slots, mixed, at.rows.trail)
-        if not (kernels.delta_step if at.rows.start is None or step.trail else kernels.delta_chunk)(self.heads, step):
+        windows, held = states.of_layer(self.index)
+        step = DeltaOperands(projected, rates, windows, held, slots, mixed, isinstance(at.batch, VerifyPass))
+        if not (kernels.delta_step if at.batch.state_per_row else kernels.delta_chunk)(self.heads, step):
             self._mix(at, states, slots)
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
@@ -101,10 +101,10 @@ class GatedDelta:
         heads, mixed, count = self.heads, at.views["delta_mixed"], at.ids.shape[0]
         seen, gates, beta, speed = self._split(at.views["delta_projected"], at.views["delta_rates"])
         parts = seen.float(), heads.decay * F.softplus(speed.float() + heads.bias), beta.float().sigmoid()
-        if at.rows.trail:
+        if isinstance(at.batch, VerifyPass):
             rows = [slice(row, row + 1) for row in range(count)]
             answers = torch.cat([self._step(states, slots.part(row), *(part[row] for part in parts)) for row in rows])
-        elif at.rows.start is None:
+        elif at.batch.state_per_row:
             answers = self._step(states, slots, *parts)
         else:
             windows, held = states.read(self.index, slots.source)

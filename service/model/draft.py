@@ -17,10 +17,10 @@ import torch
 
 from ..cache.paged import PagedKV
 from ..errors import ModelError
-from ..kernels.forward_batch import NormWeight, Rows
+from ..kernels.forward_batch import ForwardBatch, NormWeight
 from ..quant.weight import Weight
 from . import streams
-from .layers import Decoder, Pass, PassRows, Room, Scratch
+from .layers import BufferSpec, Decoder, Pass, PassRows, Scratch
 from .shape import DecoderConfig
 from .spec import ConfigReader, Destination, Source
 
@@ -34,14 +34,17 @@ COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 def with_draft(config: DecoderConfig) -> DecoderConfig:
     """The decoder with the layer that drafts."""
     hidden = config.widths.hidden
-    rooms = (Room("draft_hidden", carried_width(config)), *(() if config.streams else (Room("draft_both", 2 * hidden, read=True),)))
-    return replace(config, draft=True, widths=replace(config.widths, more=(*config.widths.more, *rooms)))
+    buffers = (
+        BufferSpec("draft_hidden", carried_width(config)),
+        *(() if config.streams else (BufferSpec("draft_both", 2 * hidden, read=True),)),
+    )
+    return replace(config, draft=True, widths=replace(config.widths, more=(*config.widths.more, *buffers)))
 
 
 def without_draft(config: DecoderConfig) -> DecoderConfig:
     """The decoder alone."""
-    rooms = tuple(room for room in config.widths.more if not room.name.startswith("draft_"))
-    return replace(config, draft=False, widths=replace(config.widths, more=rooms))
+    buffers = tuple(buffer for buffer in config.widths.more if not buffer.name.startswith("draft_"))
+    return replace(config, draft=False, widths=replace(config.widths, more=buffers))
 
 
 def carried_width(config: DecoderConfig) -> int:
@@ -66,8 +69,8 @@ def wanted(config: DecoderConfig, block: Iterable[Destination]) -> Iterator[Dest
     norms = (("draft_embedding_norm", "pre_fc_norm_embedding", hidden), ("draft_hidden_norm", "pre_fc_norm_hidden", carried_width(config)))
     for key, name, width in norms:
         yield Destination(key, (Source(f"{PREFIX}{name}.weight", (width,)),), part, wide=True, turn=config.norm_turn)
-    joints = (("fc_embedding", hidden), ("fc_hidden", hidden)) if config.streams else (("fc", 2 * hidden),)
-    for name, width in joints:
+    projections = (("fc_embedding", hidden), ("fc_hidden", hidden)) if config.streams else (("fc", 2 * hidden),)
+    for name, width in projections:
         yield Destination(f"draft_{name}", (Source(f"{PREFIX}{name}.weight", (hidden, width)),), part)
     for destination in block:
         sources = tuple(_renamed(source, config.layers) for source in destination.sources)
@@ -124,28 +127,28 @@ def carried(network: Decoder, state: torch.Tensor, scratch: Scratch) -> torch.Te
 class Draft:
     """The layer over its weights, in a network of this one block whose embedding and head are those of the decoder that it drafts for.
 
-    joints: [hidden, 2 * hidden], or one [hidden, hidden] each for embedding and streams.
+    projections: [hidden, 2 * hidden], or one [hidden, hidden] each for embedding and streams.
     """
 
     network: Decoder
     embedding_norm: NormWeight
     hidden_norm: NormWeight
-    joints: tuple[Weight, ...]
+    projections: tuple[Weight, ...]
 
     @property
     def captured(self) -> bool:
         """Whether a pass of a few rows can be a CUDA graph."""
-        return self.network.captured and self.network.kernels.captures(self.network.shape, self.joints)
+        return self.network.captured and self.network.kernels.captures(self.network.shape, self.projections)
 
-    def forward(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
         """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until the next pass.
 
-        `rows` are the places in `kv`, which holds the keys and values of this layer alone: a place's is that of the state it goes on from.
+        `kv` holds the keys and values of this layer alone. A position in it is that of the state it continues from.
         """
         network, views = self.network, scratch.rows(ids.shape[0])
         x = network.kernels.embed(ids, network.embedding, views["x"])
-        at = Pass(ids, rows, kv, scratch, views, network.kernels, x, x)
-        if len(self.joints) > 1:
+        at = Pass(ids, batch, kv, scratch, views, network.kernels, x, x)
+        if len(self.projections) > 1:
             x = self._join_streams(at)
         else:
             self._join(at)
@@ -160,12 +163,12 @@ class Draft:
         both = views["draft_both"]
         both[:, :hidden].copy_(kernels.rms_norm(at.target, self.embedding_norm, views["normed"]))
         both[:, hidden:].copy_(kernels.rms_norm(views["draft_hidden"], self.hidden_norm, views["normed"]))
-        kernels.linear(both, self.joints[0], at.target)
+        kernels.linear(both, self.projections[0], at.target)
 
     def _join_streams(self, at: Pass) -> torch.Tensor:
         """The norm is over all streams together, the product one stream at a time."""
         kernels, views, (count, hidden) = at.kernels, at.views, at.target.shape
-        of_embedding, of_stream = self.joints
+        of_embedding, of_stream = self.projections
         normed, found = views["normed"], views["found"]
         token = kernels.linear(kernels.rms_norm(at.target, self.embedding_norm, normed), of_embedding, at.target)
         wide = kernels.rms_norm(views["draft_hidden"], self.hidden_norm, views["streams_normed"]).view(count, -1, hidden)

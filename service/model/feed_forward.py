@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.forward_batch import NormWeight
-from ..kernels.operands import ExpertRows, ExpertWeights, Part, SharedWeights
+from ..kernels.operands import ExpertOperands, ExpertWeights, LayerPart, SharedWeights
 from ..quant.weight import Weight
 from .layers import Pass
 from .named import Named
@@ -74,7 +74,7 @@ class FeedForward:
     down: Weight
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.gate_up, self.down
 
     def run(self, at: Pass, /) -> None:
@@ -92,13 +92,13 @@ class Experts:
     weights: ExpertWeights
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return (self.weights,)
 
     def run(self, at: Pass, /) -> None:
         normed, views = at.normed(self.norm), at.views
         router, spare = views["router"], (views["shared_gate"], views["shared_gated"]) if self.weights.shared else (normed, normed)
-        rows = ExpertRows(normed, at.target, router, views["routed"], views["expert_gated"], *spare, views.get("picks", normed))
+        rows = ExpertOperands(normed, at.target, router, views["routed"], views["expert_gated"], *spare, views.get("picks", normed))
         if not at.kernels.run_experts(self.weights, rows):
             self._run_parts(at, normed)
 

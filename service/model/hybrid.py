@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .attention import GATED_ROOM
-from .layers import Room
+from .attention import GATED_BUFFER
+from .layers import BufferSpec
 from .shape import DecoderConfig, ExpertShape, read_delta, read_hybrid, read_widths
 from .spec import ConfigReader
 
@@ -33,12 +33,12 @@ def read_hybrid_decoder(
     kinds, interval = read_hybrid(config, read, layers)
     delta = read_delta(read, fused=fused)
     intermediate = read.integer("intermediate_size") if experts is None or dense or sparse_step > 1 else 0
-    rooms = (*delta.rooms(), *(experts.rooms(hidden) if experts else ()))
+    buffers = (*delta.buffers(), *(experts.buffers(hidden) if experts else ()))
     plain = read_widths(read, HEAD_DIM, intermediate)
-    projected = Room(GATED_ROOM, plain.shape.queries + plain.shape.qkv)
+    projected = BufferSpec(GATED_BUFFER, plain.shape.queries + plain.shape.qkv)
     theta, rotary_dim = read.partial_rope(plain.head_dim, 10000.0)
     return DecoderConfig(
-        widths=read_widths(read, HEAD_DIM, intermediate, projected, *rooms),
+        widths=read_widths(read, HEAD_DIM, intermediate, projected, *buffers),
         layers=layers,
         max_position=read.max_position(),
         eps=read.number("rms_norm_eps", 1e-6),

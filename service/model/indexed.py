@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.forward_batch import BLOCK, RotaryTable
-from ..kernels.operands import IndexedRows, Indexer, Part
+from ..kernels.forward_batch import BLOCK, RotaryTable, VerifyPass
+from ..kernels.operands import Indexer, IndexerOperands, LayerPart
 from ..quant.weight import Weight
 from .attention import GatedAttention, heads
 from .layers import Pass
@@ -61,34 +61,35 @@ class IndexedAttention(GatedAttention):
     index_qk: Weight
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.qkv, self.output, self.index_qk, self.heads
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        shape, states, slots, rows = self.indexer, at.cache.states, at.rows.slots, at.rows
+        shape, states, slots, batch = self.indexer, at.cache.states, at.batch.slots, at.batch
         if states is None or slots is None:
             raise ValueError("the session's cache has no recurrent states")
         indexed = at.views["indexed"]
         at.project(self.norm, self.index_qk, indexed)
         own = self._rows(at, qkv, mixed)
         if at.kernels.attend_indexed(
-            self.heads, own, shape, IndexedRows(indexed, states.parts(self.place)[0], at.cache.pooled[self.index])
+            self.heads, own, shape, IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index])
         ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
-        places = rows.positions.tolist()
-        pieces = [(0, len(places))] if rows.start is not None else [(row, row + 1) for row in range(len(places))]
-        # Of a trail each row for itself: it goes on from the tail that the one before left.
-        for row, (first, last) in enumerate([(row, row + 1) for row in range(len(places))] if rows.trail else pieces):
+        places = batch.positions.tolist()
+        pieces = [(0, len(places))] if batch.one_sequence else [(row, row + 1) for row in range(len(places))]
+        # In a VerifyPass each row continues from the tail that the row before it stored.
+        verify = isinstance(batch, VerifyPass)
+        for row, (first, last) in enumerate([(row, row + 1) for row in range(len(places))] if verify else pieces):
             slot = slots.part(slice(row, row + 1))
             tails = states.read(self.place, slot.source)[0]
-            self._pool(at, keys[first:last], tails[0], 0 if rows.trail else row, (places[first], first))
+            self._pool(at, keys[first:last], tails[0], 0 if verify else row, (places[first], first))
             states.write(self.place, slot.target, (tails,))
         if max(places) < shape.budget + shape.ratio - 1:
             at.kernels.attend(self.heads, own)
             return
         chosen = self._chosen(at, indexed, pieces, places)
-        queries = at.kernels.place(self.heads, own)
+        queries = at.kernels.rotate_and_store(self.heads, own)
         found = mixed.view(queries.shape)
         for sequence, (first, last) in enumerate(pieces):
             for row in range(first, last):
@@ -96,13 +97,13 @@ class IndexedAttention(GatedAttention):
 
     def _chosen(self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]) -> torch.Tensor:
         """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
-        shape, rows, rotary, count = self.indexer, at.rows, self.heads.rotary, len(places)
+        shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, shape.q_norm, wanted)
-        at.kernels.rotate(wanted, rotary.cos[rows.rotary_rows], rotary.sin[rows.rotary_rows])
+        at.kernels.rotate(wanted, rotary.cos[batch.rotary_rows], rotary.sin[batch.rotary_rows])
         chosen = torch.full((count, shape.budget // shape.ratio), -1, dtype=torch.int64, device=indexed.device)
         for sequence, (first, last) in enumerate(pieces):
-            scored = at.cache.pooled[self.index][rows.tables[sequence].long()].flatten(0, 1)
+            scored = at.cache.pooled[self.index][batch.tables[sequence].long()].flatten(0, 1)
             for row in range(first, last):
                 full = (places[row] + 1) // shape.ratio
                 scores = (wanted[row] @ scored[:full].t()).relu_().sum(0)
@@ -128,13 +129,9 @@ class IndexedAttention(GatedAttention):
         firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
         at.kernels.rms_norm(pooled, shape.k_norm, pooled)
         lasts = row + shape.ratio - 1 - waiting + torch.arange(full, device=keys.device) * shape.ratio
-        turns = (
-            at.rows.rotary_rows[lasts] - (shape.ratio - 1)
-            if at.rows.first_turns is None
-            else at.rows.first_turns[lasts]
-        )
+        turns = at.batch.rotary_rows[lasts] - (shape.ratio - 1) if at.batch.first_turns is None else at.batch.first_turns[lasts]
         at.kernels.rotate(pooled, rotary.cos[turns], rotary.sin[turns])
-        blocks = at.rows.tables[sequence][firsts // BLOCK].long()
+        blocks = at.batch.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 
     def _tokens(self, chosen: torch.Tensor, length: int) -> torch.Tensor:
@@ -145,6 +142,6 @@ class IndexedAttention(GatedAttention):
 
     def _attend_to(self, at: Pass, query: torch.Tensor, tokens: torch.Tensor, sequence: int, out: torch.Tensor) -> None:
         """out [heads, head_dim] of one row's queries over the places `tokens` of its sequence."""
-        blocks, slots = at.rows.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
+        blocks, slots = at.batch.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
         keys, values = (part[self.index][blocks, :, slots].transpose(0, 1) for part in (at.cache.keys, at.cache.values))
         at.kernels.attention(query[None], keys, values, len(tokens) - 1, out[None])

@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..cache.paged import PagedKV
-from ..kernels.forward_batch import FEW_ROWS, HeadShape, NormWeight, Rows
-from ..kernels.operands import JointRows, Part
+from ..kernels.forward_batch import FEW_ROWS, ForwardBatch, HeadShape, NormWeight
+from ..kernels.operands import ConnectionOperands, LayerPart
 from ..kernels.reference import ReferenceKernels
 from ..loader.table import FileTable
 from ..memory.lease import Lease, carved_bytes
@@ -19,7 +19,7 @@ from ..quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BufferSpec:
     """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written; `halves`: only for 16-bit activations."""
 
     name: str
@@ -38,7 +38,7 @@ class Widths:
     head_dim: int
     intermediate: int
     vocab: int
-    more: tuple[Room, ...] = ()
+    more: tuple[BufferSpec, ...] = ()
 
     @property
     def shape(self) -> HeadShape:
@@ -47,7 +47,7 @@ class Widths:
     @property
     def columns(self) -> int:
         """The widest row that a product reads."""
-        return max(self.hidden, self.shape.queries, self.intermediate, *(room.width for room in self.more if room.read))
+        return max(self.hidden, self.shape.queries, self.intermediate, *(buffer.width for buffer in self.more if buffer.read))
 
     def rows(self, dtype: torch.dtype) -> dict[str, int]:
         """The buffers of a pass with such activations: name and width."""
@@ -55,7 +55,7 @@ class Widths:
         found = {"x": self.hidden, "normed": self.hidden, "qkv": shape.qkv, "mixed": shape.queries}
         if self.intermediate:
             found |= {"both": 2 * self.intermediate, "gated": self.intermediate}
-        return found | {room.name: room.width for room in self.more if dtype.itemsize == 2 or not room.halves}
+        return found | {buffer.name: buffer.width for buffer in self.more if dtype.itemsize == 2 or not buffer.halves}
 
 
 # Views of the scratch for a pass of so many rows, by the names of Widths.rows.
@@ -109,14 +109,14 @@ class Pass:
     """
 
     ids: torch.Tensor
-    rows: Rows
+    batch: ForwardBatch
     cache: PagedKV
     scratch: Scratch
     views: PassRows
     kernels: ReferenceKernels
     source: torch.Tensor
     target: torch.Tensor
-    waiting: JointRows | None = None
+    waiting: ConnectionOperands | None = None
 
     def let_in(self) -> None:
         """What the last layer found goes into the residual streams, where the next one has not done it on its way (see Streamed)."""
@@ -141,11 +141,11 @@ class Layer(Protocol):
 
     `parts` are what it hands to kernels: these say whether they take all of them without a look at values (ReferenceKernels.captures), so
     that a graph can hold a decode step. That is made of calls of kernels alone, as long as none of these says False (see
-    ReferenceKernels.stretch).
+    ReferenceKernels.run_captured).
     """
 
     @property
-    def parts(self) -> tuple[Part, ...]: ...
+    def parts(self) -> tuple[LayerPart, ...]: ...
 
     def run(self, at: Pass, /) -> None: ...
 
@@ -165,7 +165,7 @@ class Mixer(Protocol):
     """What reads the residual streams [T, streams * hidden] of a decoder that has several."""
 
     @property
-    def parts(self) -> tuple[Part, ...]: ...
+    def parts(self) -> tuple[LayerPart, ...]: ...
 
     def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor: ...
 
@@ -194,36 +194,43 @@ class Decoder:
     kernels: ReferenceKernels
     early: tuple[EarlyLayer, ...] = field(init=False)
     # Blocks first..last-1 that compute without a look at files in between.
-    stretches: tuple[tuple[int, int], ...] = field(init=False)
+    segments: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.early = tuple(block.before for block in self.blocks if block.before is not None)
         begins = [0, *(index for index, block in enumerate(self.blocks) if block.before is not None and index)]
-        self.stretches = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
+        self.segments = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
-    def prepare(self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch) -> None:
+    def prepare(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> None:
         """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host must see."""
         if self.early:
             views = scratch.rows(ids.shape[0])
-            at = Pass(ids, rows, kv, scratch, views, self.kernels, views["x"], views["x"])
+            at = Pass(ids, batch, kv, scratch, views, self.kernels, views["x"], views["x"])
             for early in self.early:
                 early.begin(at)
             for early in self.early:
                 early.fetch(at)
 
     def forward(
-        self, ids: torch.Tensor, rows: Rows, kv: PagedKV, scratch: Scratch, between: BetweenLayers | None = None, *, prepared: bool = False
+        self,
+        ids: torch.Tensor,
+        batch: ForwardBatch,
+        kv: PagedKV,
+        scratch: Scratch,
+        between: BetweenLayers | None = None,
+        *,
+        prepared: bool = False,
     ) -> torch.Tensor:
-        """Read ids [T] int64 that stand at `rows`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
+        """Read ids [T] int64 that stand at `batch`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
 
-        The blocks that `rows` names must belong to their sequences already; their lengths are the caller's to advance.
+        The blocks that `batch` names must belong to their sequences already; their lengths are the caller's to advance.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
         """
         views = scratch.rows(ids.shape[0])
         x = views["x"]
-        at = Pass(ids, rows, kv, scratch, views, self.kernels, x, x)
+        at = Pass(ids, batch, kv, scratch, views, self.kernels, x, x)
         self.kernels.embed(ids, self.embedding, x)
-        for place, found in rows.pictures:
+        for place, found in batch.pictures:
             x[place].copy_(found[0])
         if not isinstance(self.norm, NormWeight):
             streams = views["streams"]
@@ -231,18 +238,18 @@ class Decoder:
             x = streams
         for early in () if prepared else self.early:
             early.begin(at)
-        if between is None and (rows.start is None or rows.trail) and not rows.pictures:
-            for first, last in self.stretches:
+        if between is None and batch.state_per_row and not batch.pictures:
+            for first, last in self.segments:
                 if not prepared:
                     self._fetch(at, first)
-                self.kernels.stretch(rows, first, partial(self._run, at, first, last))
+                self.kernels.run_captured(batch, first, partial(self._run, at, first, last))
             return x
         for index in range(len(self.blocks)):
             if between is not None:
                 between(index, x)
             self._fetch(at, index)
             self._run(at, index, index + 1)
-            for place, found in rows.pictures:
+            for place, found in batch.pictures:
                 if index + 1 < len(found):
                     x[place].add_(found[index + 1])
         if between is not None:
@@ -263,17 +270,17 @@ class Decoder:
             block.forward.run(at)
         at.let_in()
 
-    def logits(self, state: torch.Tensor, scratch: Scratch, rows: Rows | None = None) -> torch.Tensor:
+    def logits(self, state: torch.Tensor, scratch: Scratch, batch: ForwardBatch | None = None) -> torch.Tensor:
         """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call.
 
-        `rows`: those of a decode step, if it was one.
+        `batch`: that of a decode step, if it was one.
         """
         scores = scratch.logits(state.shape[0])
         work = partial(self._score, state, scratch, scores)
-        if rows is None:
+        if batch is None:
             work()
         else:
-            self.kernels.stretch(rows, len(self.blocks), work)
+            self.kernels.run_captured(batch, len(self.blocks), work)
         return scores
 
     def _score(self, state: torch.Tensor, scratch: Scratch, scores: torch.Tensor) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from ..cache.recurrent import RecurrentStates
 from ..errors import ModelError
-from ..kernels.delta import convolve_chunk, convolve_step
-from ..kernels.forward_batch import NormWeight, Slots
-from ..kernels.operands import NgramRows, NgramWeights, Part
+from ..kernels.delta_rule import convolve_chunk, convolve_step
+from ..kernels.forward_batch import NormWeight, PrefillChunk, Slots, VerifyPass
+from ..kernels.operands import LayerPart, NgramOperands, NgramWeights
 from ..loader.checkpoint import Checkpoint
 from ..loader.rows import read_rows
 from ..loader.table import FileTable
@@ -184,24 +184,25 @@ class NgramBlock:
     coming: list[int] | None = None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         return self.weights.key, self.weights.value
 
     def begin(self, at: Pass, /) -> None:
         """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
         slots, states = self._states(at)
-        held = states.parts(self.index)[1]
+        held = states.of_layer(self.index)[1]
         pasts = held.numpy() if held.is_cpu else held  # on the host without tensors, which take ten times as long
-        ids, back = at.rows.ids or at.ids.tolist(), self.shape.size - 1
-        if len(at.rows.before) >= back:
-            before = [at.rows.before[-back:]]
+        ids, back = at.batch.ids or at.ids.tolist(), self.shape.size - 1
+        batch = at.batch
+        if isinstance(batch, PrefillChunk) and len(batch.before) >= back:
+            before = [batch.before[-back:]]
         else:
-            sources = slots.source[: 1 if at.rows.start is not None else None]
+            sources = slots.source[: 1 if batch.one_sequence else None]
             found = pasts[sources.numpy()] if held.is_cpu else held.index_select(0, sources)  # one wait for a device, not one a row
             before = [[int(token) + self.shape.end for token in past] for past in found.tolist()]
-        pieces = [[*before[0], *ids]] if at.rows.start is not None else [[*past, token] for past, token in zip(before, ids, strict=True)]
+        pieces = [[*before[0], *ids]] if batch.one_sequence else [[*past, token] for past, token in zip(before, ids, strict=True)]
         self.coming = [row for seen in pieces for row in self._rows(seen)]
-        ends = [pieces[0][: back + row] for row in range(1, len(ids) + 1)] if at.rows.trail else pieces
+        ends = [pieces[0][: back + row] for row in range(1, len(ids) + 1)] if isinstance(batch, VerifyPass) else pieces
         kept = [[float(token - self.shape.end) for token in seen[-back:]] for seen in ends]
         if held.is_cpu:
             held.numpy()[slots.target.numpy()] = kept
@@ -219,18 +220,19 @@ class NgramBlock:
     def run(self, at: Pass, /) -> None:
         kernels, views, weights = at.kernels, at.views, self.weights
         slots, states = self._states(at)
-        held = states.parts(self.index)[0]
-        if at.rows.start is None or at.rows.trail:
-            rows = NgramRows(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, at.rows.trail)
+        held = states.of_layer(self.index)[0]
+        verify = isinstance(at.batch, VerifyPass)
+        if at.batch.state_per_row:
+            rows = NgramOperands(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, verify)
             if kernels.add_ngrams(weights, rows):
                 return
         added = self._gated(at)
         normed = kernels.rms_norm(added, weights.conv_norm, torch.empty_like(added)).flatten(1).float()
-        if at.rows.trail:
+        if verify:
             places = [slice(row, row + 1) for row in range(len(normed))]
             convolved = torch.cat([self._convolved(states, slots.part(place), normed[place], step=True) for place in places])
         else:
-            convolved = self._convolved(states, slots, normed, step=at.rows.start is None)
+            convolved = self._convolved(states, slots, normed, step=at.batch.state_per_row)
         views["streams"].add_(added.flatten(1)).add_(convolved)
 
     def _convolved(self, states: RecurrentStates, slots: Slots, normed: torch.Tensor, *, step: bool) -> torch.Tensor:
@@ -241,14 +243,14 @@ class NgramBlock:
         else:
             convolved, window = convolve_chunk(normed, windows[0], weights.taps, weights.apart)
             windows = window[None]
-        states.parts(self.index)[0].index_copy_(0, slots.target, windows)
+        states.of_layer(self.index)[0].index_copy_(0, slots.target, windows)
         return convolved
 
     @staticmethod
     def _states(at: Pass) -> tuple[Slots, RecurrentStates]:
-        if at.cache.states is None or at.rows.slots is None:
+        if at.cache.states is None or at.batch.slots is None:
             raise ValueError("the session's cache has no recurrent states")
-        return at.rows.slots, at.cache.states
+        return at.batch.slots, at.cache.states
 
     def _gated(self, at: Pass) -> torch.Tensor:
         """The value of the rows for each stream, [T, streams, hidden]."""

@@ -25,7 +25,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     experts = read_experts(read, shared=False)
     dense, step = frozenset(read.numbers("mlp_only_layers")), read.integer("decoder_sparse_step", 1)
     intermediate = read.integer("intermediate_size") if dense or step > 1 else 0
-    widths = read_widths(read, None, intermediate, *experts.rooms(read.integer("hidden_size")))
+    widths = read_widths(read, None, intermediate, *experts.buffers(read.integer("hidden_size")))
     return DecoderConfig(
         widths=widths,
         layers=layers,

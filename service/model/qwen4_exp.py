@@ -46,8 +46,8 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     streams, indexer = StreamShape(read.integer("hc_count", 4), read.integer("hc_lowrank", 320)), _indexer(read, plain)
     ngrams = _ngrams(config, read, plain)
     hidden = plain.widths.hidden
-    rooms = (*plain.widths.more, *streams.rooms(hidden), *indexer.rooms(), *(ngrams.rooms(hidden, streams.count) if ngrams else ()))
-    widths = replace(plain.widths, more=rooms)
+    buffers = (*plain.widths.more, *streams.buffers(hidden), *indexer.buffers(), *(ngrams.buffers(hidden, streams.count) if ngrams else ()))
+    widths = replace(plain.widths, more=buffers)
     return replace(plain, widths=widths, delta=replace(plain.delta, gate=gate), streams=streams, ngrams=ngrams, indexer=indexer)
 
 

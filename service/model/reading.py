@@ -12,7 +12,7 @@ from ..loader.chunks import CHUNK_BYTES, Destination, intake_bytes
 from ..loader.header import TensorInfo
 from ..loader.rows import read_rows
 from ..quant.formats import weight_of
-from ..quant.quantize import Quantizer, tile_elements
+from ..quant.quantize_weights import Quantizer, tile_elements
 from ..quant.weight import QuantizedWeight, Weight
 
 # Takes stored rows from a first one on into a weight's rows; then flat fp32 to work in, and who quantizes faster, if anybody does.

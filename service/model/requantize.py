@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..quant.formats import NVFP4, Carve, aligned_bytes, weight_of
-from ..quant.quantize import Quantizer, quantize_into, tile_elements
+from ..quant.quantize_weights import Quantizer, quantize_into, tile_elements
 from ..quant.weight import Format, QuantizedWeight, dequantize
 from .weights import ALIGNMENT, PlannedTensor, WeightPlan, turned_into
 

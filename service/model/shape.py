@@ -10,7 +10,7 @@ from ..cache.recurrent import Pieces
 from ..errors import ModelError
 from ..kernels.operands import pick_numbers
 from ..kernels.rotary import Yarn
-from .layers import Room, Widths
+from .layers import BufferSpec, Widths
 from .spec import ConfigReader, Destination, Source, Turn
 
 ATTENTION, DELTA = "full_attention", "linear_attention"
@@ -57,11 +57,11 @@ class DeltaShape:
         """What a sequence leaves behind in a layer, whatever its length: the last inputs of the convolution, and the heads' states."""
         return (self.taps - 1, self.channels), (self.key_heads, self.group, self.key_dim, self.value_dim)
 
-    def rooms(self) -> tuple[Room, ...]:
+    def buffers(self) -> tuple[BufferSpec, ...]:
         return (
-            Room("delta_projected", self.channels + self.values),
-            Room("delta_rates", 2 * self.value_heads),
-            Room("delta_mixed", self.values, read=True),
+            BufferSpec("delta_projected", self.channels + self.values),
+            BufferSpec("delta_rates", 2 * self.value_heads),
+            BufferSpec("delta_mixed", self.values, read=True),
         )
 
 
@@ -80,16 +80,20 @@ class ExpertShape:
     normalized: bool
     by_columns: bool = False
 
-    def rooms(self, hidden: int) -> tuple[Room, ...]:
-        rooms = (
-            Room("router", self.count),
-            Room("routed", hidden, read=True),
-            Room("expert_both", 2 * self.width),
-            Room("expert_gated", self.width, read=True),
-            Room("picks", pick_numbers(self.count, self.active, hidden, self.width), halves=True),
+    def buffers(self, hidden: int) -> tuple[BufferSpec, ...]:
+        buffers = (
+            BufferSpec("router", self.count),
+            BufferSpec("routed", hidden, read=True),
+            BufferSpec("expert_both", 2 * self.width),
+            BufferSpec("expert_gated", self.width, read=True),
+            BufferSpec("picks", pick_numbers(self.count, self.active, hidden, self.width), halves=True),
         )
-        shared = Room("shared_gate", 1), Room("shared_both", 2 * self.shared), Room("shared_gated", self.shared, read=True)
-        return (*rooms, *shared) if self.shared else rooms
+        shared = (
+            BufferSpec("shared_gate", 1),
+            BufferSpec("shared_both", 2 * self.shared),
+            BufferSpec("shared_gated", self.shared, read=True),
+        )
+        return (*buffers, *shared) if self.shared else buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +103,16 @@ class StreamShape:
     count: int
     rank: int
 
-    def rooms(self, hidden: int) -> tuple[Room, ...]:
+    def buffers(self, hidden: int) -> tuple[BufferSpec, ...]:
         wide = self.count * hidden
         return (
-            Room("streams", wide, read=True),
-            Room("streams_normed", wide, read=True),
-            Room("streams_low", self.rank, read=True),
-            Room("streams_mix", wide),
-            Room("inject", self.count),
-            Room("read", hidden, read=True),
-            Room("found", hidden),
+            BufferSpec("streams", wide, read=True),
+            BufferSpec("streams_normed", wide, read=True),
+            BufferSpec("streams_low", self.rank, read=True),
+            BufferSpec("streams_mix", wide),
+            BufferSpec("inject", self.count),
+            BufferSpec("read", hidden, read=True),
+            BufferSpec("found", hidden),
         )
 
 
@@ -135,11 +139,11 @@ class NgramShape:
         """The last inputs of the convolution, and the last ids less `end`."""
         return ((self.taps - 1) * self.size, streams * hidden), (self.size - 1,)
 
-    def rooms(self, hidden: int, streams: int) -> tuple[Room, ...]:
+    def buffers(self, hidden: int, streams: int) -> tuple[BufferSpec, ...]:
         return (
-            Room("ngram", self.width, read=True),
-            Room("ngram_keys", streams * hidden),
-            Room("ngram_values", hidden),
+            BufferSpec("ngram", self.width, read=True),
+            BufferSpec("ngram_keys", streams * hidden),
+            BufferSpec("ngram_values", hidden),
         )
 
 
@@ -157,8 +161,8 @@ class IndexerShape:
         """The raw keys of a block that is not full."""
         return ((self.ratio - 1, self.dim),)
 
-    def rooms(self) -> tuple[Room, ...]:
-        return (Room("indexed", (self.heads + 1) * self.dim),)
+    def buffers(self) -> tuple[BufferSpec, ...]:
+        return (BufferSpec("indexed", (self.heads + 1) * self.dim),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ def layer_norm(config: DecoderConfig, layer: int, key: str, name: str) -> Iterat
         yield Destination(f"{layer}.{key}", (source,), layer + 1, wide=True, turn=config.norm_turn)
 
 
-def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *rooms: Room) -> Widths:
+def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *buffers: BufferSpec) -> Widths:
     """The widths of attention and feed-forward. `head_dim`: where the config has none (None: hidden / heads)."""
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer("num_key_value_heads", heads)
@@ -240,7 +244,7 @@ def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *ro
     width = read.integer("head_dim", head_dim or max(1, hidden // heads))
     if width % 2:
         raise ModelError(f"config.json has head_dim = {width}; the rotary embedding needs an even number")
-    return Widths(hidden, heads, kv_heads, width, intermediate, read.integer("vocab_size"), rooms)
+    return Widths(hidden, heads, kv_heads, width, intermediate, read.integer("vocab_size"), buffers)
 
 
 def read_attention_only(config: Mapping[str, Any], layers: int, model_type: str) -> None:

@@ -117,7 +117,7 @@ class ConfigReader:
         value = self._config.get(key)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float) or not SMALLEST_FLOAT <= value <= LARGEST_FLOAT:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST_FLOAT <= value <= LARGEST_FLOAT:
             raise ModelError(
                 f"config.json has {key} = {brief(value)}; a number above 0 is needed, from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
             )

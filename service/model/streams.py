@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.forward_batch import NormWeight
-from ..kernels.operands import JointRows, Part, StreamJoint
+from ..kernels.operands import ConnectionOperands, HyperConnection, LayerPart
 from ..kernels.reference import ReferenceKernels
 from .layers import Layer, Pass, PassRows
 from .named import Named
@@ -18,7 +18,7 @@ from .spec import FLOATING, Destination, Source
 
 
 def wanted(config: DecoderConfig, key: str, name: str, part: int, *, inject: bool) -> Iterator[Destination]:
-    """Of one joint `name`; what it injects by is small and keeps its type."""
+    """Of one connection `name`; what it injects by is small and keeps its type."""
     shape, hidden = _shape(config), config.widths.hidden
     wide = shape.count * hidden
     norm = Source(name + ".hc_norm.weight", (wide,))
@@ -31,10 +31,10 @@ def wanted(config: DecoderConfig, key: str, name: str, part: int, *, inject: boo
 
 
 def build(config: DecoderConfig, at: Named, key: str, *, inject: bool) -> GatedResidual:
-    """The joint over its weights."""
+    """The connection over its weights."""
     shape = _shape(config)
     norm = NormWeight(at.plain(key + "_norm").view(shape.count, config.widths.hidden), config.eps)
-    return GatedResidual(StreamJoint(shape.count, norm, at[key + "_down"], at[key + "_up"], at[key + "_inject"] if inject else None))
+    return GatedResidual(HyperConnection(shape.count, norm, at[key + "_down"], at[key + "_up"], at[key + "_inject"] if inject else None))
 
 
 def _shape(config: DecoderConfig) -> StreamShape:
@@ -47,40 +47,40 @@ def _shape(config: DecoderConfig) -> StreamShape:
 class GatedResidual:
     """What a layer, or the head, reads of residual streams."""
 
-    joint: StreamJoint
+    connection: HyperConnection
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return (self.joint,)
+    def parts(self) -> tuple[LayerPart, ...]:
+        return (self.connection,)
 
     def mix(self, streams: torch.Tensor, views: PassRows, kernels: ReferenceKernels, /) -> torch.Tensor:
         """views["read"] [T, hidden]: the mix of streams [T, streams * hidden]."""
         return self.read(_rows(streams, views), kernels).read
 
-    def read(self, at: JointRows, kernels: ReferenceKernels, /, *, waiting: bool = False) -> JointRows:
-        """Fills `at` in as JointRows says; `waiting`: once what it says of the joint before is let in."""
-        joint = self.joint
+    def read(self, at: ConnectionOperands, kernels: ReferenceKernels, /, *, waiting: bool = False) -> ConnectionOperands:
+        """Fills `at` in as ConnectionOperands says; `waiting`: once what it says of the connection before is let in."""
+        connection = self.connection
         if waiting:
-            if kernels.inject_and_read(joint, at):
+            if kernels.inject_and_read(connection, at):
                 return at
             kernels.inject(at)
-        if kernels.read_streams(joint, at):
+        if kernels.read_connection(connection, at):
             return at
-        heads = (at.streams.shape[0], *joint.norm.weight.shape)
-        kernels.rms_norm(at.streams.view(heads), joint.norm, at.normed.view(heads))
-        low = kernels.linear(at.normed, joint.down, at.low)
-        F.silu(low.div_(joint.count), inplace=True)
-        kernels.linear(low, joint.up, at.mixed).sigmoid_().mul_(at.normed)
+        heads = (at.streams.shape[0], *connection.norm.weight.shape)
+        kernels.rms_norm(at.streams.view(heads), connection.norm, at.normed.view(heads))
+        low = kernels.linear(at.normed, connection.down, at.low)
+        F.silu(low.div_(connection.count), inplace=True)
+        kernels.linear(low, connection.up, at.mixed).sigmoid_().mul_(at.normed)
         torch.mean(at.mixed.view(heads), dim=1, out=at.read)
-        if joint.inject is not None:
-            kernels.linear(at.normed, joint.inject, at.weights).div_(joint.count).sigmoid_().mul_(2)
+        if connection.inject is not None:
+            kernels.linear(at.normed, connection.inject, at.weights).div_(connection.count).sigmoid_().mul_(2)
             at.found.zero_()
         return at
 
 
-def _rows(streams: torch.Tensor, views: PassRows) -> JointRows:
+def _rows(streams: torch.Tensor, views: PassRows) -> ConnectionOperands:
     names = ("streams_normed", "streams_low", "streams_mix", "read", "inject", "found")
-    return JointRows(streams, *(views[name] for name in names))
+    return ConnectionOperands(streams, *(views[name] for name in names))
 
 
 @dataclass(slots=True)
@@ -91,12 +91,12 @@ class Streamed:
     layer: Layer
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.residual.joint, *self.layer.parts
+    def parts(self) -> tuple[LayerPart, ...]:
+        return self.residual.connection, *self.layer.parts
 
     def run(self, at: Pass, /) -> None:
-        if self.residual.joint.inject is None:
-            raise ValueError("a joint without weights to inject by cannot take what a layer finds")
+        if self.residual.connection.inject is None:
+            raise ValueError("a connection without weights to inject by cannot take what a layer finds")
         rows = self.residual.read(_rows(at.views["streams"], at.views), at.kernels, waiting=at.waiting is not None)
         at.source, at.target = rows.read, rows.found
         self.layer.run(at)

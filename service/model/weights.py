@@ -30,7 +30,7 @@ from ..quant.microscaled import Nvfp4
 from ..quant.mixed import Packings
 from ..quant.packings import Packing, StoredPart
 from ..quant.published import KEY, read_packings
-from ..quant.quantize import Quantizer, padded_columns, quantize_into, tile_elements
+from ..quant.quantize_weights import Quantizer, padded_columns, quantize_into, tile_elements
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
 from .by_columns import as_stored, read_by_columns
 from .reading import Reading, Settle, widen
@@ -233,7 +233,7 @@ def _packing(destination: Destination, packings: Packings | None) -> Packing | N
 def _ignored(planned: Iterable[PlannedTensor], packings: Packings | None) -> Iterator[str]:
     for tensor in planned:
         packing = _packing(tensor.destination, packings) if tensor.stored is None else None
-        suffixes = packing.ignored if packing is not None else packings.beside if packings is not None else ()
+        suffixes = packing.ignored if packing is not None else packings.extras if packings is not None else ()
         yield from (f"{_module(source)}.{suffix}" for source in tensor.destination.sources for suffix in suffixes)
 
 

@@ -19,7 +19,7 @@ import torch
 from ..config import PeerSettings
 from ..core import CancelCheck
 from ..errors import Cancelled, FileError, PeerError
-from ..memory.external_lease import Entrusted
+from ..memory.external_lease import ExternalLease
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Pool, Released
 from . import llama_server, vllm
@@ -55,7 +55,7 @@ class ChildEngine(Peer):
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._address: Address | None = None
-        self._entrusted: Entrusted | None = None
+        self._lease: ExternalLease | None = None
         self._launch: Launch | None = None
         self._policy: Policy = STAY
         self._on_gpu = False
@@ -81,7 +81,7 @@ class ChildEngine(Peer):
             self._look_after()
             if self._child is None:
                 self._start(cancel)
-            elif self._entrusted is None:
+            elif self._lease is None:
                 self._wake(self._child, cancel)
             self._reached = time.monotonic()
             if self._address is None:
@@ -93,18 +93,18 @@ class ChildEngine(Peer):
     @contextmanager
     def using(self, wanted: Wanted) -> Generator[None, None, None]:
         """It does not give way while the block runs."""
-        entrusted = self._entrusted
-        if entrusted is None:
+        lease = self._lease
+        if lease is None:
             raise PeerError(f"{self.title} gave way before it was asked; run again")
-        with entrusted.using():
+        with lease.using():
             yield
 
     def offer(self, wanted: Wanted, policy: Policy) -> None:
         """When it gives way without being asked."""
         self._policy = policy
-        entrusted = self._entrusted
-        if entrusted is not None:
-            entrusted.offer(self._give_way, policy=policy)
+        lease = self._lease
+        if lease is not None:
+            lease.offer(self._give_way, policy=policy)
 
     def describe(self, wanted: Wanted) -> Described:
         """The context that it was started with, and the bytes that it may hold."""
@@ -112,16 +112,16 @@ class ChildEngine(Peer):
 
     def held(self, wanted: Wanted) -> int:
         """Bytes that it has taken."""
-        entrusted = self._entrusted
-        return entrusted.held() if entrusted is not None else 0
+        lease = self._lease
+        return lease.held() if lease is not None else 0
 
     def release(self, wanted: Wanted) -> tuple[Released, ...]:
         """Let it sleep where it can, else end it; returns when its bytes are back, measured."""
         return self._give_way()
 
     def busy(self, wanted: Wanted) -> bool:
-        entrusted = self._entrusted
-        return entrusted is not None and entrusted.in_use
+        lease = self._lease
+        return lease is not None and lease.in_use
 
     def why(self) -> str:
         child = self._child
@@ -136,14 +136,14 @@ class ChildEngine(Peer):
         with self._lock:
             self._closing = False
             child, self._child = self._child, None
-            entrusted, self._entrusted = self._entrusted, None
+            lease, self._lease = self._lease, None
             self._address = None
             try:
                 if child is not None:
                     child.stop()
             finally:
-                if entrusted is not None:
-                    entrusted.lost()
+                if lease is not None:
+                    lease.process_ended()
 
     # Under the lock
 
@@ -152,7 +152,7 @@ class ChildEngine(Peer):
         with pool.loads(self.title, cancel):
             before = pool.read_truth().available
             launch, address, order = self._prepared(pool)
-            entrusted = self._counted(pool)
+            lease = self._counted(pool)
             child: Child | None = None
             try:
                 self._child = child = Child(order)
@@ -160,31 +160,31 @@ class ChildEngine(Peer):
                 self._context = self._look_at_models(child, address)
             except BaseException:
                 self._child = None
-                entrusted.release(child.stop if child is not None else lambda: None)
+                lease.release(child.stop if child is not None else lambda: None)
                 raise
             self._taken = max(0, before - pool.read_truth().available)
             self._launch, self._address = launch, address
-            self._entrust(entrusted)
+            self._offer_lease(lease)
         log.info("%s runs (process %d): %s", self.title, child.pid, " ".join(launch.argv[:2]))
 
     def _wake(self, child: Child, cancel: CancelCheck | None) -> None:
         pool = self._find_pool()
         with pool.loads(self.title, cancel):
-            entrusted = self._counted(pool)
+            lease = self._counted(pool)
             try:
                 self._post("/wake_up")
             except PeerError:
                 self._child = None
-                entrusted.release(child.stop)
+                lease.release(child.stop)
                 raise
-            self._entrust(entrusted)
+            self._offer_lease(lease)
 
-    def _counted(self, pool: Pool) -> Entrusted:
-        return pool.entrust(self._settings.name, self._settings.memory, self._held, exact=not self._on_gpu)
+    def _counted(self, pool: Pool) -> ExternalLease:
+        return pool.lease_external(self._settings.name, self._settings.memory, self._held, exact=not self._on_gpu)
 
-    def _entrust(self, entrusted: Entrusted) -> None:
-        self._entrusted = entrusted
-        entrusted.offer(self._give_way, policy=self._policy)
+    def _offer_lease(self, lease: ExternalLease) -> None:
+        self._lease = lease
+        lease.offer(self._give_way, policy=self._policy)
 
     def _look_after(self) -> None:
         """Take note of an end that nobody asked for."""
@@ -192,9 +192,9 @@ class ChildEngine(Peer):
         if child is None or child.running:
             return
         log.warning("%s; it is started anew", child.ending())
-        entrusted, self._entrusted, self._child = self._entrusted, None, None
-        if entrusted is not None:
-            entrusted.lost()
+        lease, self._lease, self._child = self._lease, None, None
+        if lease is not None:
+            lease.process_ended()
 
     def _prepared(self, pool: Pool) -> tuple[Launch, Address, Order]:
         settings = self._settings
@@ -282,11 +282,11 @@ class ChildEngine(Peer):
         if not self._lock.acquire(blocking=False):
             return ()
         try:
-            child, entrusted = self._child, self._entrusted
-            if child is None or entrusted is None or entrusted.in_use or time.monotonic() - self._reached < _ABOUT_TO_ASK:
+            child, lease = self._child, self._lease
+            if child is None or lease is None or lease.in_use or time.monotonic() - self._reached < _ABOUT_TO_ASK:
                 return ()
-            released = entrusted.release(lambda: self._quiet(child))
-            self._entrusted = None
+            released = lease.release(lambda: self._quiet(child))
+            self._lease = None
             return (released,)
         finally:
             self._lock.release()

@@ -1,1 +1,1 @@
-"""Quantized weights: formats as data, packing, and what a packed weight means."""
+"""Quantized weights: formats as data, packings of published checkpoints, and what a packed weight means."""

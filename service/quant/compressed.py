@@ -1,4 +1,4 @@
-"""The quantization_config of compressed-tensors: groups of settings, each with the modules that it is for."""
+"""Reads the quantization_config of compressed-tensors: groups of settings, each for certain modules."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from .microscaled import CACHE_SCALES, Mxfp8, Nvfp4
 from .mixed import Modules, Packings, plain_name, safe_pattern
 from .packings import BLOCK, Fp8Blocks, PackedRows, Packing, Rows8
 
-KINDS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
+KINDS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp8-quantized",
+)
 LINEAR = "Linear"  # the target that means every matrix
 
 
 def read_compressed(fields: Fields) -> Packings:
     """The packings of a quantization_config of compressed-tensors. Raises ModelError."""
     fields.absent("transform_config", "rotated weights")
-    if fields.get("kv_cache_scheme") is not None:  # keys and values are held in full: its scales are left alone
+    if fields.get("kv_cache_scheme") is not None:  # keys and values stay unquantized: these scales are not used
         fields.inner("kv_cache_scheme")
     sparsity = fields.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
@@ -28,7 +35,7 @@ def read_compressed(fields: Fields) -> Packings:
     if not groups:
         fields.refuse("config_groups", "at least one")
     left_out = _modules(fields.texts("ignore"))
-    if len(groups) == 1:  # whatever it is for: what lies in the files says the rest
+    if len(groups) == 1:  # whatever its targets: the stored tensors say the rest
         return Packings(_group(fields, groups[0][1]), left_out=left_out)
     usual, patterned = None, []
     for _, group in groups:
@@ -45,16 +52,17 @@ def read_compressed(fields: Fields) -> Packings:
 
 
 def _modules(texts: tuple[str, ...]) -> Modules:
-    """The modules that a list of targets means, as far as its expressions are taken."""
+    """The modules that a list of targets names, as far as its expressions are supported."""
     endings = [plain_name(text) for text in texts if not text.startswith("re:")]
     patterns = [pattern.pattern for text in texts if text.startswith("re:") and (pattern := _pattern(text)) is not None]
     return Modules.of(endings=endings, patterns=patterns)
 
 
 def _pattern(target: str) -> re.Pattern[str] | None:
-    """A target as a pattern of module names: "re:" and a regular expression from the beginning, or the end of a name.
+    """A target as a pattern of module names: "re:" and a regular expression from the start of a name, or the end of a
+    name.
 
-    None for an expression that may take for ever on some name.
+    None for an expression that may take forever on some name.
     """
     if not target.startswith("re:"):
         return re.compile(f"(.*\\.)?{re.escape(plain_name(target))}")
@@ -69,7 +77,9 @@ def _group(fields: Fields, group: Fields) -> Packing:
     title = f"compressed-tensors {kind}"
     if kind == "nvfp4-pack-quantized":
         _exactly(weights, num_bits=4, type="float", group_size=NVFP4.group)
-        return Nvfp4(title, "weight_packed", "weight_global_scale", True, ("input_global_scale", "weight_shape", *CACHE_SCALES))
+        return Nvfp4(
+            title, "weight_packed", "weight_global_scale", True, ("input_global_scale", "weight_shape", *CACHE_SCALES)
+        )
     if kind == "mxfp8-quantized":
         _exactly(weights, num_bits=8, type="float", group_size=MXFP8.group)
         return Mxfp8(title)

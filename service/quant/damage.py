@@ -1,4 +1,4 @@
-"""Scales that no quantizer writes: those below zero, and zeros over numbers that are not."""
+"""Finds scales that no quantizer writes: negative ones, and zeros over numbers that are not zero."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import torch
 from ..errors import ModelError
 from .weight import QuantizedWeight, unpack_nibbles
 
-# Scales that are looked at together, and numbers under zero scales: a few MB of room, whatever the matrix has.
+# Scales checked together, and numbers checked under zero scales: a few MB of memory for any matrix.
 SCALES_AT_ONCE = 1 << 20
 NUMBERS_AT_ONCE = 1 << 22
 
 
 def refuse_negative(scales: torch.Tensor, first: int, name: str) -> None:
-    """ModelError for scales [rows, ..] below zero; `first` is the first row's place in the tensor `name`."""
+    """Raise ModelError for scales [rows, ..] below zero. `first` is the index of the first row in the tensor `name`."""
     below = scales < 0
     if bool(below.any()):
-        place = [int(at) for at in below.nonzero()[0]]
-        place[0] += first
-        raise ModelError(f"{name} has a scale below zero at {place} ({scales[below][0].item():g}); the checkpoint is damaged: get it again")
+        where = [int(at) for at in below.nonzero()[0]]
+        where[0] += first
+        raise ModelError(
+            f"{name} has a scale below zero at {where} ({scales[below][0].item():g}); "
+            "the checkpoint is damaged: get it again"
+        )
 
 
 def zero_scaled(weight: QuantizedWeight) -> tuple[int, int] | None:
-    """Row and group of the first scale (times its row's factor) that is 0 over numbers that are not; None where there is none.
+    """Row and group of the first scale (times the factor of its row) that is 0 over numbers that are not, or None.
 
-    Blocks of zeros with a scale of 0 are as they should be. For fp8 and nvfp4.
+    Blocks of zeros with a scale of 0 are correct. For fp8 and nvfp4.
     """
     groups = weight.scales.shape[1]
     step = max(1, SCALES_AT_ONCE // groups)
@@ -45,7 +48,7 @@ def zero_scaled(weight: QuantizedWeight) -> tuple[int, int] | None:
 
 
 def refuse_zero_scales(weight: QuantizedWeight, parts: Iterable[tuple[str, int]]) -> None:
-    """ModelError for what `zero_scaled` finds; `parts`: names of the tensors that lie in the weight, and how many rows each has."""
+    """Raise ModelError for what `zero_scaled` finds. `parts`: name and row count of each tensor in the weight."""
     found = zero_scaled(weight)
     if found is None:
         return
@@ -60,6 +63,10 @@ def refuse_zero_scales(weight: QuantizedWeight, parts: Iterable[tuple[str, int]]
 
 
 def _any_numbers(data: torch.Tensor, weight: QuantizedWeight, groups: int) -> torch.Tensor:
-    """Whether a group of the rows `data` has a number that is not 0: bool [rows, groups]."""
+    """Whether a group of the rows `data` has a number other than 0: bool [rows, groups]."""
     found = unpack_nibbles(data, weight.cols) & 7 if weight.format.bits == 4 else data & 127  # without the sign
-    return torch.nn.functional.pad(found, (0, groups * weight.group - weight.cols)).view(len(data), groups, weight.group).any(2)
+    return (
+        torch.nn.functional.pad(found, (0, groups * weight.group - weight.cols))
+        .view(len(data), groups, weight.group)
+        .any(2)
+    )

@@ -1,4 +1,4 @@
-"""Reading one object of a config.json: what is not understood is refused by its field."""
+"""Reads one object of a config.json. What is not understood is refused by its field."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any, NoReturn
 from ..errors import ModelError, brief
 
 LARGEST_GROUP = 1 << 30
-TEXTS = 20_000  # that one field lists; published files name some 2,000 modules
+TEXTS = 20_000  # in one field; published files list about 2,000 modules
 
 
 class Fields:
-    """The fields of one object of the config; `path` is how messages name it."""
+    """The fields of one object of the config. `path` names it in messages."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self._values = values
         self._path = path
 
     def get(self, *keys: str) -> Any:
-        """The first of `keys` that is there and is not null."""
+        """The first of `keys` that is present and not null."""
         return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
 
     def refuse(self, key: str, supported: str) -> NoReturn:
         found = brief(self._values.get(key))
-        raise ModelError(f"config.json has {self._path}.{key} = {found}, which is not supported; supported: {supported}")
+        raise ModelError(
+            f"config.json has {self._path}.{key} = {found}, which is not supported; supported: {supported}"
+        )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-        """The value of `key`, which must be one of `allowed`; `default` where it is absent, which must be one of them too."""
+        """The value of `key`, or `default` if absent. It must be one of `allowed`."""
         value = self.get(key)
         if value is None:
             value = default
@@ -48,7 +50,7 @@ class Fields:
         return max(0, value)
 
     def over(self, other: Fields) -> Fields:
-        """These fields, and of `other` those that are not among them."""
+        """These fields, plus those of `other` that are missing here."""
         return Fields({**other._values, **self._values}, self._path)
 
     def inner(self, key: str) -> Fields:
@@ -58,13 +60,13 @@ class Fields:
         return Fields(value, f"{self._path}.{key}")
 
     def each(self, key: str) -> Iterator[tuple[str, Fields]]:
-        """The objects in the object `key`, by their names."""
+        """The objects in the object `key`, by name."""
         inner = self.inner(key)
         for name in inner._values:
             yield str(name), inner.inner(name)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """The texts that `key` lists; none where it is absent."""
+        """The texts that `key` lists, none if absent."""
         value = self.get(key)
         if value is None:
             return ()

@@ -1,8 +1,9 @@
-"""Checkpoints whose numbers are tiny floats under small groups of scales: NVFP4 and MXFP8.
+"""Checkpoints whose numbers are small floats under small groups of scales: NVFP4 and MXFP8.
 
-NVFP4: E2M1 numbers, two in a byte with the earlier column in the low nibble, an E4M3 scale for 16 columns, and one fp32 for the matrix, by
-which ModelOpt multiplies (weight_scale_2) and compressed-tensors divides (weight_global_scale). MXFP8: E4M3 numbers and for 32 columns an
-E8M0, the power of two 2^(byte - 127), of which 255 is NaN. Sources: the exports of ModelOpt 0.44 and compressed-tensors 0.20, OCP MX 1.0.
+NVFP4: E2M1 numbers, two per byte with the earlier column in the low nibble, an E4M3 scale per 16 columns, and one fp32
+per matrix. ModelOpt multiplies by it (weight_scale_2), compressed-tensors divides by it (weight_global_scale). MXFP8:
+E4M3 numbers, and per 32 columns an E8M0, the power of two 2^(byte - 127); 255 is NaN. Sources: the exports of ModelOpt
+0.44 and compressed-tensors 0.20, OCP MX 1.0.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from ..errors import ModelError
 from .damage import refuse_negative
 from .formats import MXFP8, NVFP4
 from .layouts import blocks_of_pairs
-from .packings import Layout, StoredPart
+from .packings import PackedLayout, StoredPart
 from .weight import QuantizedWeight
 
 E8M0_NAN = 255
-# What a quantized cache would need of the checkpoint; ours holds keys and values in full.
+# Scales of a quantized KV cache. Ours holds keys and values unquantized.
 CACHE_SCALES = ("k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4:
-    """NVFP4 with the numbers in `numbers` and the matrix's factor in `factor`, by which is divided if `divides`."""
+    """NVFP4 with the numbers in `numbers` and the factor of the matrix in `factor`, a divisor if `divides`."""
 
     title: str
     numbers: str = "weight"
@@ -34,13 +35,13 @@ class Nvfp4:
     divides: bool = False
     ignored: tuple[str, ...] = ("input_scale", *CACHE_SCALES)
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         parts = (
             StoredPart(self.numbers, ("U8",), (rows, -(-cols // 2)), take=_take_pairs),
             StoredPart("weight_scale", ("F8_E4M3",), (rows, NVFP4.groups(cols)), take=_take_scales),
             StoredPart(self.factor, ("F32",), (1,), take=partial(_take_factor, divides=self.divides)),
         )
-        return Layout(NVFP4, parts)
+        return PackedLayout(NVFP4, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Mxfp8:
     title: str
     ignored: tuple[str, ...] = ("input_scale", *CACHE_SCALES)
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         parts = (
             StoredPart("weight", ("F8_E4M3",), (rows, cols), piece="data"),
             StoredPart("weight_scale", ("U8", "F8_E8M0"), (rows, MXFP8.groups(cols)), take=_take_exponents),
         )
-        return Layout(MXFP8, parts)
+        return PackedLayout(MXFP8, parts)
 
 
 def _take_pairs(values: torch.Tensor, first: int, target: QuantizedWeight, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Which matrix of a checkpoint is in which packing, where they are not all alike."""
+"""Which packing each matrix of a checkpoint has, if they differ."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import MappingProxyType
 from ..errors import ModelError
 from .packings import Packing
 
-# What stands before a module's own name; a config and its tensors need not have the same.
+# Prefixes of module names. Those of a config and of its tensors may differ.
 _PREFIXES = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 
-# Regular expressions of names that take no long time on any name: letters, points, digits and classes of them, alternatives without
+# Regular expressions that are fast on any name: letters, points, digits and classes of them, alternatives without
 # repetition, and a few repetitions of single characters.
 _PART = r"[\w\-]|\\\.|\.\*|\.|\\d\+?|\[[\w\-]+\]\+?"
 _GROUP = r"\((?:\?:)?(?:[\w\-|.]|\\\.)+\)"
@@ -23,7 +23,7 @@ _REPETITIONS, _LONGEST = 6, 300
 
 
 def safe_pattern(text: str) -> re.Pattern[str] | None:
-    """An expression that matches from the beginning of a name, as one of whole names; None for one that may take for ever."""
+    """An expression that matches from the start of a name, as one over whole names. None if it may take forever."""
     inner = text.removeprefix("^").removesuffix("$")
     if not _SAFE.fullmatch(inner) or inner.count("*") + inner.count("+") > _REPETITIONS or len(inner) > _LONGEST:
         return None
@@ -31,19 +31,21 @@ def safe_pattern(text: str) -> re.Pattern[str] | None:
 
 
 def plain_name(module: str) -> str:
-    """A module's name without what stands before the text network: layers.0.mlp.gate_proj, lm_head."""
+    """The name of a module without the prefix of the text network: layers.0.mlp.gate_proj, lm_head."""
     return _PREFIXES.sub("", module)
 
 
 def _matches(pattern: re.Pattern[str], plain: str) -> bool:
-    """Whether a pattern is for a module, whatever a checkpoint has before its plain name."""
+    """Whether a pattern matches a module, with any of the prefixes."""
     return any(pattern.fullmatch(before + plain) for before in ("", "model.", "model.language_model."))
 
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """Which modules a list of a config means: those with a plain name of `names`, those whose name ends with one of `endings`, and those
-    that `pattern` matches. A config may list thousands of names, so that they are looked up, and patterns are one.
+    """The modules that a list of a config names.
+
+    They have a plain name of `names`, end with one of `endings`, or match `pattern`. A config may list thousands of
+    names, so names are looked up, and all patterns are joined into one.
     """
 
     names: frozenset[str] = frozenset()
@@ -52,7 +54,7 @@ class Modules:
 
     @classmethod
     def of(cls, *, names: Iterable[str] = (), endings: Iterable[str] = (), patterns: Iterable[str] = ()) -> Modules:
-        """`patterns` are regular expressions of whole names."""
+        """`patterns` are regular expressions over whole names."""
         joined = "|".join(f"(?:{pattern})" for pattern in patterns)
         return cls(frozenset(names), frozenset(endings), re.compile(joined) if joined else None)
 
@@ -64,7 +66,7 @@ class Modules:
 
 
 def globs(texts: Iterable[str]) -> Modules:
-    """Names, some with * and ?, as a list of modules; the translation takes time in the length of a name alone."""
+    """Names, some with * and ?, as a list of modules. Matching takes time linear in the name."""
     texts = list(texts)
     wild = [text for text in texts if any(sign in text for sign in "*?[")]
     return Modules.of(names=map(plain_name, texts), patterns=map(fnmatch.translate, wild))
@@ -72,23 +74,25 @@ def globs(texts: Iterable[str]) -> Modules:
 
 @dataclass(frozen=True, slots=True)
 class Packings:
-    """The packings of a checkpoint: `named` by plain module names, each for all that is in it, `patterned` by patterns of whole names
-    (the first that matches), `usual` for all others. None: stored in floats. `left_out`: what is said to be in floats,
-    `beside`: suffixes of tensors that may lie next to floats and are not needed.
+    """The packings of a checkpoint.
+
+    `named`: by plain module names, each for everything in the module. `patterned`: by patterns of whole names, of which
+    the first match counts. `usual`: for all others, None if they are stored as floats. `left_out`: modules that the
+    config says are floats. `extras`: suffixes of tensors that may accompany floats and are not needed.
     """
 
     usual: Packing | None
     named: Mapping[str, Packing | None] = field(default_factory=lambda: MappingProxyType({}))
     patterned: tuple[tuple[re.Pattern[str], Packing | None], ...] = ()
     left_out: Modules = field(default_factory=Modules)
-    beside: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
 
     def said(self, module: str) -> Packing | None:
-        """The packing of one matrix by the config alone. What lies in the files may be in floats all the same."""
+        """The packing of one matrix by the config alone. The files may still hold floats."""
         return None if plain_name(module) in self.left_out else self.of(module)
 
     def of(self, module: str) -> Packing | None:
-        """The packing of one matrix where it is packed, by the name of its module."""
+        """The packing of one packed matrix, by the name of its module."""
         whole = plain_name(module)
         name = whole
         while name:
@@ -98,19 +102,22 @@ class Packings:
         return next((packing for pattern, packing in self.patterned if _matches(pattern, whole)), self.usual)
 
     def of_all(self, modules: Iterable[str]) -> Packing | None:
-        """The packing of matrices that are held as one. ModelError where they have not one together."""
+        """The common packing of matrices that are stored as one. Raises ModelError if they differ."""
         found = {module: self.of(module) for module in modules}
         first, packing = next(iter(found.items()))
         for module, other in found.items():
             if other != packing:
-                told = ", ".join(f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other)))
+                listed = ", ".join(
+                    f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other))
+                )
                 raise ModelError(
-                    f"config.json has other formats for tensors that belong together ({told}); get a checkpoint with one for them"
+                    f"config.json has different formats for tensors that are stored as one ({listed}); "
+                    "get a checkpoint with one format for them"
                 )
         return packing
 
     @property
     def titles(self) -> str:
-        """All of them, for messages."""
+        """All packings, for messages."""
         each = [self.usual, *self.named.values(), *(packing for _, packing in self.patterned)]
         return ", ".join(dict.fromkeys(packing.title for packing in each if packing))

@@ -1,6 +1,7 @@
-"""The quantization_config of NVIDIA's ModelOpt: one algorithm for all modules, or one for each that is named.
+"""Reads the quantization_config of NVIDIA's ModelOpt: one algorithm for all modules, or one per named module.
 
-Sources: the configs of nvidia's and local-inference-lab's checkpoints (config.json, and hf_quant_config.json of older exports).
+Sources: the configs of checkpoints by nvidia and local-inference-lab (config.json, and hf_quant_config.json of older
+exports).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def read_modelopt(fields: Fields) -> Packings:
     """The packings of a quantization_config of ModelOpt. Raises ModelError."""
     left_out = globs((*fields.texts("ignore"), *fields.texts("exclude_modules")))
     if fields.one_of("quant_algo", (*ALGORITHMS, MIXED)) != MIXED:
-        return Packings(_packing(fields), left_out=left_out, beside=CACHE_SCALES)
+        return Packings(_packing(fields), left_out=left_out, extras=CACHE_SCALES)
     layers = fields.each("quantized_layers") if fields.get("quantized_layers") is not None else iter(())
     named = {plain_name(module): _packing(own) for module, own in layers}
     if not named:
         for _, group in fields.each("config_groups"):
             packing = _by_numbers(group.inner("weights"))
             named.update((plain_name(module), packing) for module in group.texts("targets"))
-    return Packings(None, named, left_out=left_out, beside=CACHE_SCALES)
+    return Packings(None, named, left_out=left_out, extras=CACHE_SCALES)
 
 
 def _packing(fields: Fields) -> Packing | None:
@@ -49,7 +50,7 @@ def _packing(fields: Fields) -> Packing | None:
 
 
 def _by_numbers(weights: Fields) -> Packing:
-    """The packing of a group that says only how its numbers are made."""
+    """The packing of a group that only says how its numbers are coded."""
     weights.one_of("type", ("float",))
     bits, group = weights.one_of("num_bits", (4, 8)), weights.get("group_size")
     if bits == 4:

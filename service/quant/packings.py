@@ -1,6 +1,7 @@
-"""What a published checkpoint stores of a quantized matrix [rows, cols], and how each of its tensors becomes part of ours.
+"""The tensors that published checkpoints store for a quantized matrix [rows, cols], and their conversion to ours.
 
-Sources: the saving code of compressed-tensors 0.20, GPTQModel and AutoAWQ; DeepSeek-V3's and Qwen3-FP8's checkpoints for block scales.
+Sources: the saving code of compressed-tensors 0.20, GPTQModel and AutoAWQ; DeepSeek-V3's and Qwen3-FP8's checkpoints
+for block scales.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .layouts import (
 )
 from .weight import BLOCK_BYTES, BLOCK_COLUMNS, Format, QuantizedWeight
 
-# Takes `values`, the stored rows from `first` on, into a weight's rows; the text names the stored tensor in messages.
+# Converts `values`, the stored rows from `first` on, into a weight. The text names the stored tensor in messages.
 Take: TypeAlias = Callable[[torch.Tensor, int, QuantizedWeight, str], None]
 Finish: TypeAlias = Callable[[QuantizedWeight, str], None]
 
@@ -36,9 +37,10 @@ BYTES_OF_WORD = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One stored tensor: its name behind the module's, types and shape, and what becomes of it.
+    """One stored tensor: the suffix of its name, types and shape, and its conversion.
 
-    Either its bytes are a field of the weight (`piece`), or `take` is given rows of it, `step` of them together (the last may be fewer).
+    Either its bytes are a field of the weight (`piece`), or `take` converts its rows, `step` of them at a time (the
+    last may be fewer).
     """
 
     suffix: str
@@ -51,8 +53,10 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """All that is stored of one matrix, and the format it has in memory. `finish` is called when all of it is there."""
+class PackedLayout:
+    """All stored tensors of one matrix, and its format in memory. `finish` is called after
+    all of them were converted.
+    """
 
     held: Format
     parts: tuple[StoredPart, ...]
@@ -60,7 +64,7 @@ class Layout:
 
 
 class Packing(Protocol):
-    """A way in which a checkpoint stores its matrices. `ignored`: suffixes of tensors that belong to it and are not needed."""
+    """How a checkpoint stores its matrices. `ignored`: suffixes of tensors that belong to it and are not needed."""
 
     @property
     def title(self) -> str: ...
@@ -68,28 +72,30 @@ class Packing(Protocol):
     @property
     def ignored(self) -> tuple[str, ...]: ...
 
-    def layout(self, rows: int, cols: int) -> Layout:
-        """What is stored of a matrix [rows, cols]."""
+    def layout(self, rows: int, cols: int) -> PackedLayout:
+        """The stored tensors of a matrix [rows, cols]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """FP8 (E4M3) with a factor for each block of 128 x 128, in `scale` beside the weight."""
+    """FP8 (E4M3) with a factor per block of 128 x 128, in the tensor with the suffix `scale`."""
 
     title: str
     scale: str
     ignored: tuple[str, ...] = ("input_scale",)
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         shape = (-(-rows // BLOCK), -(-cols // BLOCK))
         scale = StoredPart(self.scale, FLOATS, shape, take=_take_block_scales)
-        return Layout(FP8_BLOCKS, (StoredPart("weight", ("F8_E4M3",), (rows, cols), piece="data"), scale))
+        return PackedLayout(FP8_BLOCKS, (StoredPart("weight", ("F8_E4M3",), (rows, cols), piece="data"), scale))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows8:
-    """INT8 or FP8 numbers as they are, with a factor for each row, for the whole matrix (`whole`), or for each `group` columns of a row."""
+    """INT8 or FP8 numbers as they are, with a factor per row, for the whole matrix (`whole`), or per `group` columns of
+    a row.
+    """
 
     title: str
     number: str  # I8 or F8_E4M3
@@ -97,16 +103,18 @@ class Rows8:
     group: int = 0
     ignored: tuple[str, ...] = ("input_scale", "input_zero_point", "weight_zero_point")
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = FP8_ROWS if self.number == "F8_E4M3" else Format("int8", 8, self.group, True)
         shape = (1,) if self.whole else (rows, held.groups(cols))
         scale = StoredPart("weight_scale", FLOATS, shape, take=_take_whole_scale if self.whole else _take_row_scales)
-        return Layout(held, (StoredPart("weight", (self.number,), (rows, cols), piece="data"), scale))
+        return PackedLayout(held, (StoredPart("weight", (self.number,), (rows, cols), piece="data"), scale))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """compressed-tensors' pack-quantized: words along columns, 4 or 8 bits, `group` columns under a factor (0: all of a row)."""
+    """compressed-tensors' pack-quantized: words along columns, 4 or 8 bits, `group` columns per factor (0: the whole
+    row).
+    """
 
     title: str
     bits: int
@@ -114,25 +122,36 @@ class PackedRows:
     symmetric: bool
     ignored: tuple[str, ...] = ("weight_shape", "input_scale", "input_zero_point")
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = _held(self.bits, self.group, self.symmetric)
         stored = self.group or cols
         spread = partial(_take_spread_scales, stored=stored)
         parts = [
-            StoredPart("weight_packed", ("I32",), (rows, -(-cols * self.bits // 32)), take=_take_words if self.bits == 4 else _take_bytes),
+            StoredPart(
+                "weight_packed",
+                ("I32",),
+                (rows, -(-cols * self.bits // 32)),
+                take=_take_words if self.bits == 4 else _take_bytes,
+            ),
             StoredPart("weight_scale", FLOATS, (rows, -(-cols // stored)), take=spread),
-            StoredPart("weight_g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="actorder"), optional=True),
+            StoredPart(
+                "weight_g_idx",
+                ("I32",),
+                (cols,),
+                take=partial(_check_order, stored=stored, field="actorder"),
+                optional=True,
+            ),
         ]
         if self.symmetric:
-            return Layout(held, tuple(parts))
+            return PackedLayout(held, tuple(parts))
         zeros = partial(_take_row_zeros, stored=stored)
         parts.append(StoredPart("weight_zero_point", ("I32",), (-(-rows // WORD), -(-cols // stored)), take=zeros))
-        return Layout(held, tuple(parts), _offsets_of_zeros)
+        return PackedLayout(held, tuple(parts), _offsets_of_zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """GPTQ: words along columns, transposed, 4 or 8 bits. `bias`: what is stored of a zero point is that much less than it."""
+    """GPTQ: words along columns, transposed, 4 or 8 bits. `bias`: stored zero points are smaller by this."""
 
     title: str
     bits: int
@@ -141,7 +160,7 @@ class Gptq:
     bias: int
     ignored: tuple[str, ...] = ()
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = _held(self.bits, self.group, self.symmetric)
         stored, word = self.group or cols, 32 // self.bits
         groups = -(-cols // stored)
@@ -153,9 +172,11 @@ class Gptq:
             StoredPart("qweight", ("I32",), (-(-cols // word), rows), take=take, step=step),
             StoredPart("scales", FLOATS, (groups, rows), take=partial(_take_group_scales, stored=stored)),
             StoredPart("qzeros", ("I32",), (groups, -(-rows // word)), take=zeros),
-            StoredPart("g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True),
+            StoredPart(
+                "g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True
+            ),
         )
-        return Layout(held, parts, None if self.symmetric else _offsets_of_zeros)
+        return PackedLayout(held, parts, None if self.symmetric else _offsets_of_zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +187,7 @@ class Awq:
     group: int
     ignored: tuple[str, ...] = ()
 
-    def layout(self, rows: int, cols: int) -> Layout:
+    def layout(self, rows: int, cols: int) -> PackedLayout:
         held = _held(4, self.group, symmetric=False)
         stored = self.group or cols
         groups = -(-cols // stored)
@@ -175,14 +196,19 @@ class Awq:
             StoredPart("scales", FLOATS, (groups, rows), take=partial(_take_group_scales, stored=stored)),
             StoredPart("qzeros", ("I32",), (groups, -(-rows // WORD)), take=partial(_take_awq_zeros, stored=stored)),
         )
-        return Layout(held, parts, _offsets_of_zeros)
+        return PackedLayout(held, parts, _offsets_of_zeros)
 
 
 def _held(bits: int, group: int, symmetric: bool) -> Format:
-    """Our format for stored groups: 128, 64 or 32 columns, whichever divides theirs; all columns of a row become groups of 128."""
+    """Our format for stored groups: 128, 64 or 32 columns, whichever divides theirs. Whole
+    rows become groups of 128.
+    """
     own = next((size for size in (DEFAULT_GROUP, 64, BLOCK_COLUMNS) if group % size == 0), 0)
     if not own:
-        raise ModelError(f"config.json has quantization_config.group_size = {group}; supported are -1 and multiples of {BLOCK_COLUMNS}")
+        raise ModelError(
+            f"config.json has quantization_config.group_size = {group}; "
+            f"supported are -1 and multiples of {BLOCK_COLUMNS}"
+        )
     if bits == 8:
         return INT8 if group == 0 else Format("int8", 8, own, True)
     return int4(own, symmetric=symmetric)
@@ -222,7 +248,7 @@ def _take_awq_words(values: torch.Tensor, first: int, target: QuantizedWeight, n
 
 
 def _checked(values: torch.Tensor, target: QuantizedWeight, name: str, first: int = 0) -> torch.Tensor:
-    """Scales in the weight's type for them. Raises ModelError for those that it cannot hold."""
+    """Scales in the type of the weight. Raises ModelError for those that it cannot hold."""
     scales = values.to(target.scales.dtype)
     if not bool(torch.isfinite(scales).all()):
         beyond = ", or beyond a 16-bit float's 65,504" if scales.dtype == torch.float16 else ""
@@ -251,18 +277,18 @@ def _take_spread_scales(values: torch.Tensor, first: int, target: QuantizedWeigh
 
 
 def _take_group_scales(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int) -> None:
-    """Stored one row a group of columns."""
+    """Stored with one row per group of columns."""
     mine = _stored_groups(target, stored)
     here = ((mine >= first) & (mine < first + values.shape[0])).nonzero()[:, 0]
     target.scales[:, here] = _checked(values, target, name).t()[:, mine[here] - first]
 
 
 def _stored_groups(target: QuantizedWeight, stored: int) -> torch.Tensor:
-    """For each of our groups the stored one that it lies in, of `stored` columns; int64 [groups]."""
+    """For each of our groups the index of the stored group that contains it, of `stored` columns; int64 [groups]."""
     return torch.arange(target.scales.shape[1], device=target.device) * target.group // stored
 
 
-# Zero points: first kept as they are in the offsets, exact in fp16, then turned into offsets when the scales are there too.
+# Zero points are first kept in the offsets, exact in fp16, and become offsets once the scales are there too.
 
 
 def _take_row_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int) -> None:
@@ -271,8 +297,10 @@ def _take_row_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, n
     _offsets(target)[first * WORD : first * WORD + zeros.shape[0]] = zeros[:, _stored_groups(target, stored)].half()
 
 
-def _take_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, bias: int) -> None:
-    """GPTQ's: int32 [groups, rows / 8]. A stored 15 is zero point 0 where they are stored less one: the subtraction wrapped."""
+def _take_zeros(
+    values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, bias: int
+) -> None:
+    """GPTQ's: int32 [groups, rows / 8]. With `bias` 1, a stored 15 means zero point 0: the subtraction wrapped."""
     _set_zeros((word_nibbles(values) + bias) & 15, first, target, stored)
 
 
@@ -288,7 +316,7 @@ def _set_zeros(zeros: torch.Tensor, first: int, target: QuantizedWeight, stored:
 
 
 def _check_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, bits: int, bias: int) -> None:
-    """Zero points that a symmetric checkpoint stores all the same must be the middle of the range."""
+    """A symmetric checkpoint may store zero points, but they must be the middle of the range."""
     wanted = (1 << (bits - 1)) - bias
     found = word_nibbles(values) if bits == 4 else values.view(torch.uint8)
     if bool((found[:, : target.rows] != wanted).any()):
@@ -310,15 +338,18 @@ def _offsets_of_zeros(target: QuantizedWeight, name: str) -> None:
     offsets.copy_(-(offsets.float() * target.scales.float()))
     if not bool(torch.isfinite(offsets).all()):
         raise ModelError(
-            f"{name} has zero points whose offsets are beyond a 16-bit float's 65,504; the checkpoint is damaged: get it again"
+            f"{name} has zero points whose offsets are beyond a 16-bit float's 65,504; "
+            "the checkpoint is damaged: get it again"
         )
 
 
-def _check_order(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, field: str) -> None:
-    """Columns must belong to the groups in their own order."""
+def _check_order(
+    values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, field: str
+) -> None:
+    """Columns must belong to the groups in order."""
     wanted = torch.arange(first, first + values.shape[0], device=values.device) // stored
     if not torch.equal(values.long(), wanted):
         raise ModelError(
-            f"{name} puts the columns into groups by their activation ({field}); supported are groups of neighbouring columns only: "
-            f"get a checkpoint that was made without {field}"
+            f"{name} groups the columns by activation ({field}); "
+            f"only groups of neighbouring columns are supported: get a checkpoint that was made without {field}"
         )

@@ -1,4 +1,6 @@
-"""Which packing a checkpoint's quantization_config means. What would change the arithmetic and is not supported is refused by its field."""
+"""Reads the quantization_config of a checkpoint. Unsupported settings that change the arithmetic are refused by their
+field.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _NAME = re.compile(r"[\w.\-]+")
 
 
 def read_packings(config: Mapping[str, Any]) -> Packings | None:
-    """The packings of config.json's quantization_config, None without one. Raises ModelError naming the field and what is supported."""
+    """The packings of config.json's quantization_config, None without one. Raises ModelError with the field and the
+    supported values.
+    """
     value = config.get(KEY)
     if value is None:
         return None
@@ -59,9 +63,9 @@ def _gptq_packing(fields: Fields, title: str, bias: int) -> Gptq:
 
 
 def _dynamic(fields: Fields, usual: Gptq) -> Iterator[tuple[re.Pattern[str], Gptq | None]]:
-    """GPTQModel's settings for some modules, by expressions of which the first one that matches counts.
+    """GPTQModel's settings for some modules, by expressions of which the first match counts.
 
-    "-:" excludes; an expression of these that is not understood is left out, since the files say what is stored in floats.
+    "-:" excludes modules. An unsupported expression with it is ignored, since the files say what is stored as floats.
     """
     if fields.get("dynamic") is None:
         return
@@ -75,7 +79,9 @@ def _dynamic(fields: Fields, usual: Gptq) -> Iterator[tuple[re.Pattern[str], Gpt
 
 
 def _auto_round(fields: Fields) -> Packings:
-    """AutoRound's own exports in the layouts of GPTQ (zero points stored less one) and AWQ; `extra_config` is about single modules."""
+    """AutoRound's own exports in the layouts of GPTQ (zero points stored less one) and AWQ. `extra_config` is about
+    single modules.
+    """
     fields.one_of("data_type", ("int",), "int")
     if fields.get("act_bits") is not None:
         fields.one_of("act_bits", (16, 32))
@@ -97,7 +103,9 @@ def _auto_round(fields: Fields) -> Packings:
             continue
         pattern, found = safe_pattern(text.removeprefix("re:")), packing(own.over(fields))
         if pattern is None and found is not None:
-            fields.refuse("extra_config", f"names, and expressions of names, points, alternatives and .*, not {brief(text)}")
+            fields.refuse(
+                "extra_config", f"names, and expressions of names, points, alternatives and .*, not {brief(text)}"
+            )
         if pattern is not None:
             patterned.append((pattern, found))
     return Packings(packing(fields), named, patterned=tuple(patterned))

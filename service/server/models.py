@@ -12,7 +12,7 @@ from ..catalog.inventory import default_model, is_toy, model_roots, usual_contex
 from ..config import Config
 from ..errors import OnedeskError
 from ..loader.files import short
-from ..loader.names import ModelEntry, ModelRoots
+from ..loader.names import ModelEntry, ModelRoots, pull_advice
 from ..registry import Registry
 from .error_documents import ApiError
 from .requests import Form
@@ -74,7 +74,8 @@ class Models:
         names = [entry.name for entry in self.entries()]
         if asked not in names:
             shown = ", ".join(map(short, names[:10])) or "none"
-            raise ApiError(404, f"there is no model {short(asked)}; there are: {shown}", code="model_not_found", param="model")
+            message = f"there is no model {short(asked)}; there are: {shown}; {pull_advice(asked)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
         return asked
 
     def open(self, name: str, form: Form | None = None) -> OpenModel:

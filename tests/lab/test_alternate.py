@@ -15,7 +15,7 @@ from onedesk.lab import alternate
 from onedesk.lab.alternate import (
     DRAWN,
     WRITTEN,
-    Choice,
+    WorkflowChoice,
     broken_promises,
     drift,
     measure,
@@ -24,7 +24,7 @@ from onedesk.lab.alternate import (
 from onedesk.service.errors import RequestError
 
 GIB = 1 << 30
-CHOICE = Choice("tiny-writer", "tiny_painter_16.safetensors", "tiny_encoder.safetensors", "tiny_coder.safetensors", tokens=4)
+CHOICE = WorkflowChoice("tiny-writer", "tiny_painter_16.safetensors", "tiny_encoder.safetensors", "tiny_coder.safetensors", tokens=4)
 GIVEN = {"owner": "w", "asked": 2 * GIB, "measured": 2 * GIB, "seconds": 0.25}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from onedesk.lab import cuda_compile
 from onedesk.lab.cuda_compile import DEVICES, SPARK, compiled
-from onedesk.lab.cuda_launches import FORMS, SHAPES, Launch, kernels_of_tree, launches_of
+from onedesk.lab.cuda_launches import FORMS, SHAPES, KernelVariant, kernels_of_tree, launches_of
 from onedesk.service.catalog.known_configs import PUBLISHED
 from onedesk.service.config import load_config
 from onedesk.service.errors import RequestError
@@ -21,15 +21,15 @@ def kept(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture(scope="module")
-def launches() -> list[Launch]:
+def launches() -> list[KernelVariant]:
     return launches_of(SPARK, DEVICES[SPARK], {"Qwen3-4B": ("bf16", "int4"), "Qwen3.8-Flash-Next": ("experts-int4",)})
 
 
-def test_no_kernel_of_the_tree_is_left_out(launches: list[Launch]):
+def test_no_kernel_of_the_tree_is_left_out(launches: list[KernelVariant]):
     assert {launch.name for launch in launches} == set(kernels_of_tree())
 
 
-def test_launches_are_those_of_the_device(launches: list[Launch]):
+def test_launches_are_those_of_the_device(launches: list[KernelVariant]):
     small = launches_of(86, DEVICES[86], {"Qwen3-4B": ("bf16",)})
     assert not any(launch.options["launch_pdl"] for launch in small)
     steps = [launch for launch in launches if launch.first == "Qwen3-4B bf16, a step of 1" and launch.part == "gemv"]
@@ -47,8 +47,8 @@ def test_nothing_of_it_stays_with_triton():
     assert not any(SPARK in launch.kernel.device_caches for launch in launches)
 
 
-def test_what_a_step_launches_compiles_for_a_spark_and_fits(launches: list[Launch]):
-    hot = {"attend_step", "attend_places", "step_states", "join_splits"}
+def test_what_a_step_launches_compiles_for_a_spark_and_fits(launches: list[KernelVariant]):
+    hot = {"attend_step", "attend_positions", "step_states", "join_splits"}
     chosen = [launch for launch in launches if launch.name in hot and launch.first.endswith("a step of 1")]
     several = ("float", "int4")
     chosen += [next(launch for launch in launches if launch.name == "gemv" and f"FORMAT={form} " in launch.form) for form in several]
@@ -62,14 +62,16 @@ def test_what_a_step_launches_compiles_for_a_spark_and_fits(launches: list[Launc
         assert found.spilled == 0
 
 
-def test_what_does_not_compile_is_told_with_its_cause(launches: list[Launch]):
+def test_what_does_not_compile_is_told_with_its_cause(launches: list[KernelVariant]):
     step = next(launch for launch in launches if launch.name == "attend_step")
-    place = next(at for at in step.constants if list(step.signature)[at[0]] == "D")
-    broken = compiled(replace(step, constants={**step.constants, place: 100}), SPARK)
+    index = next(at for at in step.constants if list(step.signature)[at[0]] == "D")
+    broken = compiled(replace(step, constants={**step.constants, index: 100}), SPARK)
     assert "power of 2" in broken.error
 
 
-def test_what_does_not_fit_fails_the_command(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_what_does_not_fit_fails_the_command(
+    launches: list[KernelVariant], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     step = next(launch for launch in launches if launch.name == "attend_step")
     monkeypatch.setattr(cuda_compile, "launches_of", lambda *_: [step])
     monkeypatch.setitem(DEVICES, SPARK, replace(DEVICES[SPARK], shared=4096))
@@ -103,7 +105,7 @@ def test_shapes_and_forms_are_known_ones():
     assert {form for forms in SHAPES.values() for form in forms} == set(FORMS)
 
 
-def test_registers_are_limited_only_where_tensor_cores_read_shared_memory(launches: list[Launch]):
+def test_registers_are_limited_only_where_tensor_cores_read_shared_memory(launches: list[KernelVariant]):
     found = {arch: launches_of(arch, DEVICES[arch], {"Qwen3.5-4B": ("bf16",)}) for arch in (80, 90)} | {SPARK: launches}
     limits = {arch: {one.options["maxnreg"] for one in every if one.name == "solve_piece"} for arch, every in found.items()}
     assert limits[80] == limits[SPARK] == {None}

@@ -81,7 +81,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service, comfyui, peers"),
+        ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service, comfyui, hub, peers"),
         ("port = 1\n", "unknown table or key 'port'"),
         ("[service]\nprot = 1\n", "unknown key 'prot' in [service]; known keys: host, port, concurrency, queue, deadline"),
         ("service = 3\n", "service is 3; write it as a table, [service]"),
@@ -265,3 +265,12 @@ def test_a_wrong_peer_names_itself(tmp_path, text, wanted):
     with pytest.raises(FileError) as raised:
         load_config(write(tmp_path, text))
     assert wanted in str(raised.value)
+
+
+def test_the_hub_settings_are_read_and_held_to_their_ranges(tmp_path):
+    text = '[hub]\nendpoints = ["https://mirror.example"]\norder = ["modelscope"]\nconnections = 2\nlimit_mb_per_s = 12.5\n'
+    hub = load_config(write(tmp_path, text)).hub
+    assert (hub.endpoints, hub.order, hub.connections, hub.limit_mb_per_s) == (("https://mirror.example",), ("modelscope",), 2, 12.5)
+    for wrong in ("order = []", 'order = ["ftp"]', 'order = ["hf", "hf"]', "connections = 0", "connections = 99", "stall = 0"):
+        with pytest.raises(FileError, match=r"in \[hub\]"):
+            load_config(write(tmp_path, f"[hub]\n{wrong}\n"))

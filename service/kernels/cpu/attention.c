@@ -1,20 +1,23 @@
-/* Attention of a layer over its paged fp32 keys and values: head norms, rotary embedding and the cache's new rows in the same region. */
+/* Attention of a layer over its paged fp32 keys and values. One parallel region norms and rotates heads, stores the
+ * new keys and values, and attends. */
 #include <stdatomic.h>
 #include "attention.h"
 #include "prepare.h"
 #include "tile.h"
 
 #define MOST_GROUP 64
-/* Rows of queries that share a turned block of keys: they and their results stay in L2. */
+/* Rows of queries that share a transposed block of keys. They and their results stay in L2. */
 #define QUERIES 48
-/* Keys and values of less than so many bytes are read before a second thread has woken up. */
+/* Keys and values of fewer bytes are read before a second thread has woken up. */
 #define ALONE (1 << 18)
 
 static float *slot_of(const struct attention *a, float *cache, int32_t block, long head, long slot) {
-    return cache + block * a->block_ahead + (head * BLOCK + slot) * a->dim;
+    return cache + block * a->block_stride + (head * BLOCK + slot) * a->dim;
 }
 
-static float *query(const struct attention *a, long t, long head) { return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim; }
+static float *query(const struct attention *a, long t, long head) {
+    return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim;
+}
 
 static void add_bias(const struct attention *a, long t, long head) {
     float *x = query(a, t, head);
@@ -22,8 +25,9 @@ static void add_bias(const struct attention *a, long t, long head) {
     for (long d = 0; d < a->dim; d += VL) store(x + d, load(x + d) + load(bias + d));
 }
 
-/* Row t's key and value of one head into the cache, and the queries of its group made ready, scaled by dim^-0.5. */
-static void place(const struct attention *a, long t, long head) {
+/* Store the key and value of row t for one head in the cache; norm, rotate and scale (by dim^-0.5) the queries of
+ * its group. */
+static void store_heads(const struct attention *a, long t, long head) {
     const long position = a->positions[t], group = a->heads / a->kv_heads, slot = position % BLOCK;
     const int32_t block = table_of(a, t)[position / BLOCK];
     float *key = query(a, t, a->heads + head);
@@ -32,11 +36,12 @@ static void place(const struct attention *a, long t, long head) {
         add_bias(a, t, a->heads + a->kv_heads + head);
         for (long g = 0; g < group; g++) add_bias(a, t, head * group + g);
     }
-    turn_head(a, key, a->dim, a->k_norm, a->k_eps, a->turns[t], 1.0f);
+    rotate_head(a, key, a->dim, a->k_norm, a->k_eps, a->turns[t], 1.0f);
     memcpy(slot_of(a, a->keys, block, head, slot), key, a->dim * sizeof *key);
     memcpy(slot_of(a, a->values, block, head, slot), query(a, t, a->heads + a->kv_heads + head), a->dim * sizeof *key);
     const float factor = 1.0f / sqrtf((float)a->dim);
-    for (long g = 0; g < group; g++) turn_head(a, query(a, t, head * group + g), a->dim, a->q_norm, a->q_eps, a->turns[t], factor);
+    for (long g = 0; g < group; g++)
+        rotate_head(a, query(a, t, head * group + g), a->dim, a->q_norm, a->q_eps, a->turns[t], factor);
 }
 
 /* scores[g * BLOCK + j] = query g times key j, for J keys and G queries. */
@@ -78,10 +83,12 @@ INLINE void mix(const int G, const float *weights, const float *values, long dim
         }
 }
 
-/* A row's running softmax (Milakov and Gimelshein 2018): the largest score, the sum of weights, and the mixed values under that scale. */
+/* The running softmax of a row (Milakov and Gimelshein 2018): the largest score and the sum of weights; `mixed` has
+ * the same scale. */
 struct running { float largest, sum; };
 
-/* scores [BLOCK] of which the first `count` are seen become weights, zeros behind them; `mixed` [dim] is brought to the new scale. */
+/* Turn scores [BLOCK], of which the first `count` are visible, into weights, zeros after them; rescale `mixed`
+ * [dim]. */
 static void weigh(struct running *run, float *scores, long count, float *mixed, long dim) {
     float largest = run->largest;
     for (long j = 0; j < count; j++) largest = scores[j] > largest ? scores[j] : largest;
@@ -105,10 +112,10 @@ static void finish(const struct running *run, const float *mixed, float *out, lo
     for (long d = 0; d < dim; d += VL) store(out + d, load(mixed + d) / run->sum);
 }
 
-/* `count` tokens from `from` on, of one block; `at` of the chosen stretches are behind them. */
+/* `count` tokens of one block from `from` on; `at`: index of the next selected key block. */
 struct piece { long from, count, at; };
 
-/* The piece after `p` of what row t sees of its `length` tokens; 0 where there is none. */
+/* The piece after `p` of the `length` tokens that row t may see; 0 if there is none. */
 static int next_piece(const struct attention *a, long t, long length, struct piece *p) {
     const int64_t *chosen = a->chosen + t * a->most;
     const long ratio = a->ratio;
@@ -119,7 +126,8 @@ static int next_piece(const struct attention *a, long t, long length, struct pie
     }
     if (p->at < a->most && chosen[p->at] >= 0) {
         p->from = chosen[p->at++] * ratio;
-        for (p->count = ratio; (p->from + p->count) % BLOCK && p->at < a->most && chosen[p->at] * ratio == p->from + p->count; p->at++)
+        for (p->count = ratio;
+             (p->from + p->count) % BLOCK && p->at < a->most && chosen[p->at] * ratio == p->from + p->count; p->at++)
             p->count += ratio;
         return 1;
     }
@@ -128,7 +136,7 @@ static int next_piece(const struct attention *a, long t, long length, struct pie
     return p->count > 0;
 }
 
-/* All queries of row t that share a key head, over what the row sees. */
+/* All queries of row t that share a key head, over the tokens that the row sees. */
 static void attend_row(const struct attention *a, long t, long head) {
     const long group = a->heads / a->kv_heads, dim = a->dim, length = a->positions[t] + 1;
     const int32_t *table = table_of(a, t);
@@ -155,7 +163,7 @@ static void share_rows(const struct attention *a, atomic_long *next) {
     const long items = a->chunk ? a->kv_heads : a->kv_heads * a->tokens;
     for (long item; (item = atomic_fetch_add(next, 1)) < items;) {
         const long head = item % a->kv_heads, first = item / a->kv_heads, last = a->chunk ? a->tokens : first + 1;
-        for (long t = first; t < last; t++) place(a, t, head);
+        for (long t = first; t < last; t++) store_heads(a, t, head);
         for (long t = first; t < last; t++) attend_row(a, t, head);
     }
 }
@@ -172,45 +180,46 @@ void attend_rows(const struct attention *a) {
     share_rows(a, &next);
 }
 
-/* What one thread of attend_chunk works in; rows are (token, query of the group) pairs. */
-struct desk {
+/* The working memory of one thread of attend_chunk; rows are (token, query of the group) pairs. */
+struct workspace {
     float *q, *mixed;      /* [padded][dim] */
     float *scores;         /* [padded][BLOCK] */
-    float *turned;         /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
+    float *transposed;     /* BLOCK / PANEL panels of keys, [dim][PANEL] each */
     struct running *run;   /* [padded] */
 };
 
 static long tile_tokens(long group) { return group < QUERIES ? QUERIES / group : 1; }
 
-static char *lay_out_attention(struct desk *d, long group, long dim, char *at) {
+static char *lay_out_attention(struct workspace *d, long group, long dim, char *at) {
     const long padded = round_up(tile_tokens(group) * group, ACROSS);
     d->q = (float *)take(&at, padded * dim * 4);
     d->mixed = (float *)take(&at, padded * dim * 4);
     d->scores = (float *)take(&at, padded * BLOCK * 4);
-    d->turned = (float *)take(&at, BLOCK * dim * 4);
+    d->transposed = (float *)take(&at, BLOCK * dim * 4);
     d->run = (struct running *)take(&at, padded * sizeof *d->run);
     return at;
 }
 
-/* Bytes of scratch that each thread takes. */
+/* Bytes of scratch per thread. */
 long attention_scratch(long heads, long kv_heads, long dim) {
-    struct desk d;
+    struct workspace d;
     return lay_out_attention(&d, heads / kv_heads, dim, NULL) - (char *)NULL;
 }
 
-/* Floats that a head's width must be a multiple of. */
+/* The width of a head must be a multiple of this many floats. */
 long attention_width(void) { return VL < 8 ? 8 : VL; }
 
 /* One block of keys and values for a tile of `rows` query rows, the first of them at position `first`. */
-static void attend_block(const struct attention *a, const struct desk *d, long head, long from, long first, long rows, int32_t block) {
+static void attend_block(const struct attention *a, const struct workspace *d, long head, long from, long first,
+                         long rows, int32_t block) {
     const long dim = a->dim, group = a->heads / a->kv_heads, last = first + (rows - 1) / group;
     const long count = last + 1 - from < BLOCK ? last + 1 - from : BLOCK;
     const float *k = slot_of(a, a->keys, block, head, 0), *v = slot_of(a, a->values, block, head, 0);
     memset(d->scores, 0, round_up(rows, ACROSS) * BLOCK * sizeof(float));
-    for (long p = 0; p < BLOCK; p += PANEL) turn(k + p * dim, dim, d->turned + p * dim, PANEL, PANEL);
+    for (long p = 0; p < BLOCK; p += PANEL) transpose(k + p * dim, dim, d->transposed + p * dim, PANEL, PANEL);
     for (long r = 0; r < rows; r += ACROSS)
         for (long p = 0; p < BLOCK; p += PANEL)
-            tile_of(NV, d->q + r * dim, dim, d->turned + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
+            tile_of(NV, d->q + r * dim, dim, d->transposed + p * dim, PANEL, dim, d->scores + r * BLOCK + p, BLOCK);
     for (long r = 0; r < rows; r++) {
         const long seen = first + r / group + 1 - from;
         if (seen > 0)
@@ -222,11 +231,12 @@ static void attend_block(const struct attention *a, const struct desk *d, long h
         long c = 0;
         for (; c + PANEL <= dim; c += PANEL)
             tile_of(NV, d->scores + r * BLOCK, BLOCK, v + c, dim, count, d->mixed + r * dim + c, dim);
-        for (; c < dim; c += VL) tile_of(1, d->scores + r * BLOCK, BLOCK, v + c, dim, count, d->mixed + r * dim + c, dim);
+        for (; c < dim; c += VL)
+            tile_of(1, d->scores + r * BLOCK, BLOCK, v + c, dim, count, d->mixed + r * dim + c, dim);
     }
 }
 
-static void attend_tile(const struct attention *a, const struct desk *d, long head, long t, long tokens) {
+static void attend_tile(const struct attention *a, const struct workspace *d, long head, long t, long tokens) {
     const long group = a->heads / a->kv_heads, dim = a->dim, rows = tokens * group, padded = round_up(rows, ACROSS);
     const long first = a->positions[t], length = first + tokens;
     for (long r = 0; r < rows; r++) {
@@ -235,20 +245,23 @@ static void attend_tile(const struct attention *a, const struct desk *d, long he
     }
     memset(d->q + rows * dim, 0, (padded - rows) * dim * sizeof(float));
     memset(d->mixed, 0, padded * dim * sizeof(float));
-    for (long from = 0; from < length; from += BLOCK) attend_block(a, d, head, from, first, rows, a->tables[from / BLOCK]);
+    for (long from = 0; from < length; from += BLOCK)
+        attend_block(a, d, head, from, first, rows, a->tables[from / BLOCK]);
     for (long r = 0; r < rows; r++)
-        finish(&d->run[r], d->mixed + r * dim, a->out + ((t + r / group) * a->heads + head * group + r % group) * dim, dim);
+        finish(&d->run[r], d->mixed + r * dim, a->out + ((t + r / group) * a->heads + head * group + r % group) * dim,
+               dim);
 }
 
-/* attend_chunk where each row sees what is chosen for it. */
+/* attend_chunk if each row sees selected key blocks. */
 static void attend_chosen(const struct attention *a) {
-    atomic_long placed = 0, next = 0;
+    atomic_long stored = 0, next = 0;
 #pragma omp parallel num_threads((int)a->threads)
     {
-        for (long t; (t = atomic_fetch_add(&placed, 1)) < a->tokens;)
-            for (long head = 0; head < a->kv_heads; head++) place(a, t, head);
+        for (long t; (t = atomic_fetch_add(&stored, 1)) < a->tokens;)
+            for (long head = 0; head < a->kv_heads; head++) store_heads(a, t, head);
 #pragma omp barrier
-        for (long item; (item = atomic_fetch_add(&next, 1)) < a->tokens * a->kv_heads;) attend_row(a, item / a->kv_heads, item % a->kv_heads);
+        for (long item; (item = atomic_fetch_add(&next, 1)) < a->tokens * a->kv_heads;)
+            attend_row(a, item / a->kv_heads, item % a->kv_heads);
     }
 }
 
@@ -258,13 +271,13 @@ void attend_chunk(const struct attention *a) {
         return;
     }
     const long step = tile_tokens(a->heads / a->kv_heads), tiles = (a->tokens + step - 1) / step;
-    atomic_long placed = 0, next = 0;
+    atomic_long stored = 0, next = 0;
 #pragma omp parallel num_threads((int)a->threads)
     {
-        struct desk d;
+        struct workspace d;
         lay_out_attention(&d, a->heads / a->kv_heads, a->dim, a->scratch + thread_number() * a->stride);
-        for (long t; (t = atomic_fetch_add(&placed, 1)) < a->tokens;)
-            for (long head = 0; head < a->kv_heads; head++) place(a, t, head);
+        for (long t; (t = atomic_fetch_add(&stored, 1)) < a->tokens;)
+            for (long head = 0; head < a->kv_heads; head++) store_heads(a, t, head);
 #pragma omp barrier
         /* the last tiles first: they have the longest past */
         for (long item; (item = atomic_fetch_add(&next, 1)) < tiles * a->kv_heads;) {

@@ -1,4 +1,4 @@
-/* What several of the sources call of each other. */
+/* Functions that several of the sources call. */
 #pragma once
 #include "weight.h"
 
@@ -6,7 +6,8 @@
 #define FEW 8
 void gemv(const struct product *p);
 /* delta.c: RMS norms of rows. */
-void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps, long threads);
+void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps,
+               long threads);
 struct scored { float score; int32_t at; };
-/* largest.c: the k largest of `all` [n] come to the front, in any order; 1 <= k <= n. */
+/* largest.c: move the k largest of `all` [n] to the front, in any order; 1 <= k <= n. */
 void select_largest(struct scored *all, long k, long n);

@@ -1,4 +1,4 @@
-"""The kernels' C sources made into a library, once a machine, in the cache."""
+"""Compiles the C sources into a library, once per machine, in the cache."""
 
 from __future__ import annotations
 
@@ -26,19 +26,29 @@ from ...work_folder import work_folder
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fwrapv", "-Wno-psabi", "-std=gnu11", "-fPIC", "-fopenmp")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fwrapv",
+    "-Wno-psabi",
+    "-std=gnu11",
+    "-fPIC",
+    "-fopenmp",
+)
 COMPILE_SECONDS = 120
-LOOK_SECONDS = 0.1  # how often a compiler at work is looked at, and whether to stop is asked
-BUILD_ROOM = 1 << 20  # bytes in the cache; the objects and the library take 0.44 MB
-UNUSED_SECONDS = 30 * 86400  # a library of other sources that nobody loaded for so long is removed
+LOOK_SECONDS = 0.1  # interval of checks on a running compiler, and of cancel
+BUILD_ROOM = 1 << 20  # bytes in the cache; objects and library take 0.44 MB
+UNUSED_SECONDS = 30 * 86400  # age at which an unused library of other sources is removed
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def compile_library(cache: Path, cancel: CancelCheck | None = None) -> tuple[ctypes.CDLL | None, str]:
-    """The compiled kernels, built into `cache` where they are not there yet or damaged; or None and the reason why there are none.
+    """The compiled kernels, built into `cache` if absent or damaged; or None and the reason.
 
-    A library is followed by its SHA-256 in the same file: loading one that was cut short would end the process, not raise.
-    Raises Cancelled: building takes 10 s and more where the cores are busy.
+    The file of a library ends with its SHA-256: loading a truncated library would end the process, not raise. Raises
+    Cancelled: building takes 10 s and more on busy cores.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     target = cache / f"kernels-{_key()}.so"
@@ -53,7 +63,7 @@ def compile_library(cache: Path, cancel: CancelCheck | None = None) -> tuple[cty
         return ctypes.CDLL(str(target)), ""
     except OSError as error:
         log.debug("the compiled kernels do not load", exc_info=error)
-        return None, f"the compiled kernels do not load; delete {target.name} in the cache, so that they are built anew"
+        return None, f"the compiled kernels do not load; delete {target.name} in the cache, to rebuild them"
 
 
 def _sources() -> list[Path]:
@@ -61,7 +71,8 @@ def _sources() -> list[Path]:
 
 
 def _key() -> str:
-    # Not of the compiler: what was built once is used where none is found, as when a service starts with a shorter PATH.
+    # The compiler is not part of the key: a library is used even if no compiler is found, as in a service with a
+    # shorter PATH.
     texts = [path.read_bytes() for path in (*_sources(), *sorted(FOLDER.glob("*.h")))]
     parts = (*texts, " ".join(FLAGS).encode(), platform.machine().encode(), _processor().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -84,12 +95,12 @@ def _whole(target: Path) -> bool:
         return False
     whole = hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
     if not whole:
-        log.warning("%s in the cache is damaged and is built anew", target.name)
+        log.warning("%s in the cache is damaged and is rebuilt", target.name)
     return whole
 
 
 def _lacking(cache: Path) -> str:
-    """What to say where the cache's disk has no room to build; empty where it has, or cannot be asked."""
+    """The reason if the cache's disk is too full to build; empty if it is not, or cannot be asked."""
     try:
         there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
@@ -97,12 +108,15 @@ def _lacking(cache: Path) -> str:
         return ""
     if free >= BUILD_ROOM:
         return ""
-    return f"building them takes {show(BUILD_ROOM)} in the cache folder, whose disk has {show(free)}; free {show(BUILD_ROOM - free)} there"
+    return (
+        f"building them takes {show(BUILD_ROOM)} in the cache folder, but its disk has {show(free)}; "
+        f"free {show(BUILD_ROOM - free)} there"
+    )
 
 
 def _remove_unused(target: Path) -> None:
-    """Remove the libraries of other sources or processors that nobody loaded for long. One that is loaded stays mapped where it is."""
-    # A look whether a library is whole reads it, which sets its time of access; where a disk keeps none, its time of building counts.
+    """Remove libraries of other sources or processors that were not loaded for 30 days. A loaded one stays mapped."""
+    # Checking a library reads it, which sets its access time. On a disk without access times the build time counts.
     since = time.time() - UNUSED_SECONDS
     for other in target.parent.glob("kernels-*.so"):
         with suppress(OSError):
@@ -112,14 +126,18 @@ def _remove_unused(target: Path) -> None:
 
 
 def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
-    """Compile into a temporary folder and move the result into place, so that two builders cannot disturb each other."""
+    """Compile into a temporary folder and move the result into place, so that two builders do
+    not disturb each other.
+    """
     log.warning("compiling the CPU kernels for this processor, once; a load waits some seconds for that")
-    # torch's own OpenMP, where it carries one, so that both share a pool of threads.
+    # torch's own OpenMP if it has one, so that both share a thread pool.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))] or ["-fopenmp"]
     try:
         with work_folder(target.parent, "kernels") as folder, ThreadPoolExecutor() as pool:
             linked = folder / "kernels.so"
-            commands = [[compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()]
+            commands = [
+                [compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()
+            ]
             failed = next(filter(None, pool.map(lambda command: _run(command, folder, cancel), commands)), "")
             link = [compiler, "-shared", *(command[-1] for command in commands), "-o", str(linked), *openmp]
             failed = failed or _run(link, folder, cancel)
@@ -131,7 +149,10 @@ def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
     except OSError as error:
         if error.filename == compiler:
             return f"the C compiler does not run: {error.strerror}; install cc, gcc or clang for the fast kernels"
-        return f"the kernels could not be compiled: {error.strerror} in the cache folder; make it a folder that can be written, with room"
+        return (
+            f"the kernels could not be compiled: {error.strerror} in the cache folder; "
+            "make it writable, with free space"
+        )
     except subprocess.TimeoutExpired as error:
         return f"the kernels could not be compiled: the compiler took more than {error.timeout:g} s"
     return ""
@@ -142,15 +163,19 @@ def _run(command: Sequence[str], folder: Path, cancel: CancelCheck | None) -> st
     if status == 0:
         return ""
     lines = said.replace(f"{folder}/", "").replace(f"{FOLDER}/", "").strip().splitlines()
-    told = next((line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}")
-    return f"the C compiler refused the kernels: {told}"
+    reason = next(
+        (line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}"
+    )
+    return f"the C compiler refused the kernels: {reason}"
 
 
 def _ended(command: Sequence[str], cancel: CancelCheck | None) -> tuple[int, str]:
-    """Run a compiler to its end; its status and what it said. Raises OSError, TimeoutExpired, and Cancelled, with the compiler ended."""
+    """Run a compiler to its end. Returns its status and output. Raises OSError, TimeoutExpired and Cancelled, after
+    ending the compiler.
+    """
     began = time.monotonic()
-    # A session of its own: the driver's children are ended with it, and the driver takes its temporary files away. What it says may quote
-    # a path, or the system, in an encoding that is not the locale's.
+    # A session of its own: signals reach the driver's children too, and the driver removes its temporary files. The
+    # output may quote a path, or the system, in another encoding than the locale's.
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
     ) as child:

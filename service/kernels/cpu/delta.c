@@ -1,30 +1,33 @@
-/* Decode through a gated delta net between its projections, one region: convolution, states and gates of every row and key head. And RMS norms. */
+/* Decode through a gated delta net between its projections in one parallel region: convolution, states and gates of
+ * every row and key head. Also RMS norms. */
 #include <math.h>
 #include "calls.h"
 
-/* What delta_rows takes of a key head: widths are multiples of 16, see cpu.py. */
+/* Limits of a key head in delta_rows; widths are multiples of 16, see cpu_limits.py. */
 #define MOST_KEY 256
 #define MOST_VALUES 2048
 #define MOST_TAPS 8
-/* States of less than so many bytes are read before a second thread has woken up. */
+/* States of fewer bytes are read before a second thread has woken up. */
 #define ALONE (1 << 18)
 
 struct delta {
-    const float *projected, *rates; /* [rows][channels + values], [rows][2 * key_heads * group]; `fused`: a key head at a time */
+    /* [rows][channels + values], [rows][2 * key_heads * group]; `fused`: grouped by key head */
+    const float *projected, *rates;
     float *windows, *states;        /* [slots][taps - 1][channels], [slots][key_heads][group][key_dim][value_dim] */
     const float *taps;              /* [taps][channels] */
     const float *decay, *bias;      /* [key_heads][group] */
     const float *norm;              /* [value_dim] */
     float *out;                     /* [rows][key_heads][group][value_dim] */
-    const int64_t *sources, *targets; /* [rows]: slots that are read and written */
+    const int64_t *sources, *targets; /* [rows]: slots to read and to write */
     int64_t rows, key_heads, group, key_dim, value_dim, taps_count, fused, sigmoid, threads;
-    int64_t trail; /* whether the rows are of one sequence, each going on from what the row before left; else of one each */
+    /* the rows belong to one sequence, each continuing from the state of the row before; else one sequence per row */
+    int64_t verify;
     double eps;
 };
 
 static long channels_of(const struct delta *d) { return d->key_heads * (2 * d->key_dim + d->group * d->value_dim); }
 
-/* `count` channels from `first` on of row `row`: convolved, through silu; the window moves on. */
+/* Convolve `count` channels of row `row` from `first` on, apply silu, and shift the window. */
 static void convolve(const struct delta *d, long row, const float *x, long first, long count, float *out) {
     const long channels = channels_of(d), kept = d->taps_count - 1;
     const float *from = d->windows + d->sources[row] * kept * channels + first;
@@ -47,11 +50,13 @@ static void to_unit(float *x, long count, float factor) {
     for (long i = 0; i < count; i += VL) store(x + i, load(x + i) * scale);
 }
 
-/* What a value head's state takes in of k and v, and answers q with. */
+/* The key and value that the state of a value head takes in, and the query that it answers. */
 struct token { const float *q, *k; float left, taken; };
 
-/* N vectors of the columns of a state [keys][values]: sums that do not wait for each other, over whole lines. Returns the squares of `out`. */
-INLINE vf some_columns(const int N, const struct token *in, const float *from, float *to, long keys, long values, const float *v, float *out) {
+/* N vectors of columns of a state [keys][values]: independent sums over whole cache lines. Returns the sum of
+ * squares of `out`. */
+INLINE vf some_columns(const int N, const struct token *in, const float *from, float *to, long keys, long values,
+                       const float *v, float *out) {
     vf recalled[4], correction[4], answer[4], squares = {0};
     UNROLL for (int n = 0; n < N; n++) recalled[n] = answer[n] = (vf){0};
     for (long i = 0; i < keys; i++)
@@ -70,8 +75,9 @@ INLINE vf some_columns(const int N, const struct token *in, const float *from, f
     return squares;
 }
 
-/* One value head: its state takes k and v in, and answers q; the answer is normed and gated by z. */
-static void one_head(const struct delta *d, long row, long head, const float *q, const float *k, const float *v, const float *z, float beta, float speed) {
+/* One value head: its state takes in k and v and answers q; the answer is normed and gated by z. */
+static void one_head(const struct delta *d, long row, long head, const float *q, const float *k, const float *v,
+                     const float *z, float beta, float speed) {
     const long keys = d->key_dim, values = d->value_dim, heads = d->key_heads * d->group;
     const float *from = d->states + (d->sources[row] * heads + head) * keys * values;
     float *to = d->states + (d->targets[row] * heads + head) * keys * values;
@@ -80,7 +86,8 @@ static void one_head(const struct delta *d, long row, long head, const float *q,
     const struct token in = {q, k, expf(d->decay[head] * grown), 1.0f / (1.0f + expf(-beta))};
     vf squares = {0};
     long e = 0;
-    for (; e + 4 * VL <= values; e += 4 * VL) squares += some_columns(4, &in, from + e, to + e, keys, values, v + e, out + e);
+    for (; e + 4 * VL <= values; e += 4 * VL)
+        squares += some_columns(4, &in, from + e, to + e, keys, values, v + e, out + e);
     for (; e < values; e += VL) squares += some_columns(1, &in, from + e, to + e, keys, values, v + e, out + e);
     const float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)values + (float)d->eps);
     for (e = 0; e < values; e += VL) {
@@ -90,7 +97,8 @@ static void one_head(const struct delta *d, long row, long head, const float *q,
 }
 
 static void key_head(const struct delta *d, long row, long h) {
-    const long keys = d->key_dim, values = d->group * d->value_dim, all = d->key_heads * keys, wide = d->key_heads * values;
+    const long keys = d->key_dim, values = d->group * d->value_dim, all = d->key_heads * keys,
+        wide = d->key_heads * values;
     const float *x = d->projected + row * (channels_of(d) + wide), *own = x + h * 2 * (keys + values);
     const float *rates = d->rates + row * 2 * d->key_heads * d->group;
     float q[MOST_KEY], k[MOST_KEY], v[MOST_VALUES];
@@ -109,16 +117,18 @@ static void key_head(const struct delta *d, long row, long h) {
 }
 
 void delta_rows(const struct delta *d) {
-    /* A head's rows of one sequence follow each other while its states are in the cache of the core. */
-    const long together = d->trail ? d->rows : 1, tasks = d->rows / together * d->key_heads;
+    /* The rows of one sequence follow each other per head, while its states are in the cache of the core. */
+    const long together = d->verify ? d->rows : 1, tasks = d->rows / together * d->key_heads;
     const int many = d->rows * d->key_heads * d->group * d->key_dim * d->value_dim * (long)sizeof(float) >= ALONE;
 #pragma omp parallel for schedule(static) num_threads((int)d->threads) if (many)
     for (long task = 0; task < tasks; task++)
         for (long row = 0; row < together; row++) key_head(d, task / d->key_heads + row, task % d->key_heads);
 }
 
-/* out [rows][cols] = x times weight over its root mean square; row i has weights i modulo `period`. x and out may be the same. */
-void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps, long threads) {
+/* out [rows][cols] = x times weight over its root mean square; row i uses weights i modulo `period`. x and out may
+ * be the same. */
+void norm_rows(const float *x, const float *weight, float *out, long rows, long cols, long period, double eps,
+               long threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (rows * cols >= ALONE)
     for (long row = 0; row < rows; row++) {
         const float *from = x + row * cols, *w = weight + row % period * cols;

@@ -1,7 +1,8 @@
 /* Rows of a stored table as fp32. */
 #include "widen.h"
 
-/* out [count][cols] = rows `ids` of the table. Returns -1, or which of the ids the table does not have; nothing is written then. */
+/* out [count][cols] = rows `ids` of the table. Returns -1, or the index of the first id outside the table; then
+ * nothing is written. */
 long embed_rows(const struct weight *table, const int64_t *ids, long count, float *out) {
     for (long i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= table->rows) return i;

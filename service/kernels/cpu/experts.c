@@ -1,24 +1,26 @@
-/* Sparse experts for 1 to 8 rows: who is chosen, then each chosen one's weights once, by the products of gemv.c. A row adds up its experts in
- * their order, so that it answers the same bits alone and in a batch. */
+/* Sparse experts for 1 to 8 rows: routing, then the weights of each selected expert once, by the products of gemv.c.
+ * A row sums its experts in their order, so its result has the same bits alone and in a batch. */
 #include <math.h>
 #include "calls.h"
 
 #define MOST_ROWS 8
-/* Experts of a token, see cpu.py. */
+/* Most experts per token, see cpu_limits.py. */
 #define MOST_ACTIVE 32
 
 struct experts {
-    struct product router, shared_gate, shared_gate_up, shared_down; /* the shared one's only where `shared` */
-    struct product gate_up, down;                                    /* of every expert: all but weight, rows and places */
+    struct product router, shared_gate, shared_gate_up, shared_down; /* the shared expert's, only if `shared` */
+    /* of every expert: everything but weight, rows and addresses */
+    struct product gate_up, down;
     const struct weight *gate_ups, *downs;                           /* [count] */
     const float *x;                                                  /* [rows][hidden] */
-    float *out, *scores, *routed, *gated; /* [rows][hidden] is added to, [rows][count], [rows][hidden], [rows][width] */
+    float *out, *scores, *routed, *gated; /* [rows][hidden], added to; [rows][count]; [rows][hidden]; [rows][width] */
     int64_t rows, count, active, hidden, width, shared, normalized;
 };
 
 struct choice { long expert, row; float weight; };
 
-/* The `active` likeliest of a row (softmax over all), behind `to`, the first of equal ones; scores are changed. */
+/* Write the `active` experts with the largest scores of a row (softmax over all) to `to`, the first of equal ones.
+ * Changes the scores. */
 static void choose(const struct experts *e, long row, struct choice *to) {
     float *scores = e->scores + row * e->count;
     float most = scores[0], all = 0, chosen = 0;
@@ -26,7 +28,7 @@ static void choose(const struct experts *e, long row, struct choice *to) {
     for (long i = 0; i < e->count; i++) all += scores[i] = expf(scores[i] - most);
     for (long k = 0; k < e->active; k++) {
         long best = -1;
-        /* What was taken is negative; a NaN is taken where nothing else is left. */
+        /* Taken experts are negative. A NaN is taken if nothing else is left. */
         for (long i = 0; i < e->count; i++)
             if (!(scores[i] < 0) && (best < 0 || scores[i] > scores[best])) best = i;
         to[k] = (struct choice){best, row, scores[best]};
@@ -44,7 +46,8 @@ static void run_shared(const struct experts *e) {
     const long width = e->shared_down.w.cols;
     gemv(&e->shared_gate_up);
     gemv(&e->shared_gate);
-    for (long t = 0; t < e->rows; t++) weigh(e->shared_gate_up.out + t * width, width, 1.0f / (1.0f + expf(-e->shared_gate.out[t])));
+    for (long t = 0; t < e->rows; t++)
+        weigh(e->shared_gate_up.out + t * width, width, 1.0f / (1.0f + expf(-e->shared_gate.out[t])));
     gemv(&e->shared_down);
 }
 
@@ -57,7 +60,8 @@ static void run_expert(const struct experts *e, const struct choice *who, long n
     up.x = every ? e->x : e->routed, up.out = e->gated;
     down.x = e->gated, down.out = every ? e->out : e->routed, down.mode = every ? ADD : STORE;
     if (!every)
-        for (long i = 0; i < n; i++) memcpy(e->routed + i * e->hidden, e->x + who[i].row * e->hidden, e->hidden * sizeof *e->x);
+        for (long i = 0; i < n; i++)
+            memcpy(e->routed + i * e->hidden, e->x + who[i].row * e->hidden, e->hidden * sizeof *e->x);
     gemv(&up);
     for (long i = 0; i < n; i++) weigh(e->gated + i * e->width, e->width, who[i].weight);
     gemv(&down);

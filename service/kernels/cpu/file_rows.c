@@ -1,4 +1,4 @@
-/* Rows that lie here and there in files: read into memory, or announced, by several threads. */
+/* Reads or announces rows scattered over files, with several threads. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -11,7 +11,7 @@
 struct file_rows {
     const int32_t *files;   /* [count]: descriptors */
     const int64_t *offsets; /* [count] */
-    char *room;             /* [count][width]; not used where rows are only announced */
+    char *buffer;             /* [count][width]; unused if rows are only announced */
     int64_t count, width, threads, announce;
     atomic_long next, failed;
 };
@@ -23,7 +23,7 @@ static void one_row(struct file_rows *f, long row) {
 #endif
         return;
     }
-    if (pread(f->files[row], f->room + row * f->width, (size_t)f->width, f->offsets[row]) == f->width) return;
+    if (pread(f->files[row], f->buffer + row * f->width, (size_t)f->width, f->offsets[row]) == f->width) return;
     long first = atomic_load(&f->failed);
     while (row < first && !atomic_compare_exchange_weak(&f->failed, &first, row)) {}
 }
@@ -35,13 +35,15 @@ static void *take_rows(void *given) {
     return NULL;
 }
 
-/* Returns the first row that was not read as a whole, or count. Not OpenMP's threads: those would wait busily beside a computation. */
+/* Returns the first row that was not read completely, or count. OpenMP threads are not used: they would spin next to
+ * a computation. */
 long visit_file_rows(struct file_rows *f) {
     pthread_t others[MOST];
     long started = 0;
     atomic_store(&f->next, 0);
     atomic_store(&f->failed, f->count);
-    while (started < f->threads - 1 && started < MOST && pthread_create(&others[started], NULL, take_rows, f) == 0) started++;
+    while (started < f->threads - 1 && started < MOST && pthread_create(&others[started], NULL, take_rows, f) == 0)
+        started++;
     take_rows(f);
     while (started) pthread_join(others[--started], NULL);
     return atomic_load(&f->failed);

@@ -1,4 +1,4 @@
-"""Many rows of files at once, read by threads that Python's lock does not hold up."""
+"""Reads many rows of files at once, with threads that Python's lock does not block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from .native import bind, structure
 
-# Reads that wait for a disk at a time. Of rows in the page cache 8 threads read no faster than 4.
+# Concurrent reads that wait for a disk. For rows in the page cache 8 threads read no faster than 4.
 THREADS = 8
 
 
@@ -17,8 +17,8 @@ class _FileRows(ctypes.Structure):
     """struct file_rows of file_rows.c."""
 
     _fields_ = structure(
-        "files offsets room count width threads announce next failed",
-        pointers="files offsets room",
+        "files offsets buffer count width threads announce next failed",
+        pointers="files offsets buffer",
         integers="count width threads announce next failed",
     )
 
@@ -30,17 +30,22 @@ class FileRowReader:
         self._visit = bind(library, "visit_file_rows", ctypes.c_void_p, result=ctypes.c_long)
 
     def announce(self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], width: int) -> None:
-        """Say that `width` bytes at each offset will be read soon."""
+        """Announce that `width` bytes at each offset will be read soon."""
         self._run(files, offsets, 0, width, announce=True)
 
-    def read(self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], width: int, room: npt.NDArray[np.uint8]) -> int:
-        """Bring `width` bytes at each offset into `room`, one row behind the other; returns the first row that was not read as a whole,
-        or how many there are."""
-        if room.nbytes < len(offsets) * width:
-            raise ValueError(f"{len(offsets)} rows of {width} bytes do not fit {room.nbytes}")
-        return self._run(files, offsets, room.ctypes.data, width, announce=False)
+    def read(
+        self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], width: int, buffer: npt.NDArray[np.uint8]
+    ) -> int:
+        """Read `width` bytes at each offset into `buffer`, one row after the other. Returns the first row that was not
+        read completely, or the number of rows.
+        """
+        if buffer.nbytes < len(offsets) * width:
+            raise ValueError(f"{len(offsets)} rows of {width} bytes do not fit {buffer.nbytes}")
+        return self._run(files, offsets, buffer.ctypes.data, width, announce=False)
 
-    def _run(self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], room: int, width: int, *, announce: bool) -> int:
+    def _run(
+        self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], buffer: int, width: int, *, announce: bool
+    ) -> int:
         files, offsets = np.ascontiguousarray(files, np.int32), np.ascontiguousarray(offsets, np.int64)
-        wanted = _FileRows(files.ctypes.data, offsets.ctypes.data, room, len(offsets), width, THREADS, announce, 0, 0)
+        wanted = _FileRows(files.ctypes.data, offsets.ctypes.data, buffer, len(offsets), width, THREADS, announce, 0, 0)
         return self._visit(ctypes.addressof(wanted))

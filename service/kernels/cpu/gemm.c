@@ -1,5 +1,6 @@
-/* Products for many rows of x: weights are widened a panel at a time, in cache, and multiplied tile by tile. Floating weights become fp32;
- * integer weights become int16 and meet activations of 15 bits, which doubles the rate where the processor multiplies pairs of int16. */
+/* Products for many rows of x: weights are widened one panel at a time, in cache, and multiplied tile by tile.
+ * Floating weights become fp32. Integer weights become int16 and meet activations of 15 bits, which doubles the rate
+ * if the processor multiplies pairs of int16. */
 #include <stdatomic.h>
 #include "calls.h"
 #include "integer.h"
@@ -9,7 +10,7 @@
 
 /* Columns of a panel: 16 KB of fp32 (AVX2) stay in L1 while all rows of x pass over it. */
 #define DEPTH 256
-/* Rows of x at once: DEPTH columns of them stay in L2. */
+/* Rows of x at a time: DEPTH columns of them stay in L2. */
 #define MOST 256
 #define MOST_PADDED ((MOST + ACROSS - 1) / ACROSS * ACROSS)
 
@@ -19,7 +20,8 @@ INLINE int paired(int64_t kind) { return kind == INT8 || kind == INT4; }
 INLINE int paired(int64_t kind) { return 0 * kind; }
 #endif
 
-/* What all threads read: x in blocks of DEPTH columns, [blocks][padded rows][DEPTH] of fp32 or int16, and scales [rows][spans]. */
+/* What all threads read: x in blocks of DEPTH columns, [blocks][padded rows][DEPTH] of fp32 or int16, and scales
+ * [rows][spans]. */
 struct shared {
     const struct product *p;
     long rows, padded, blocks;  /* of x */
@@ -29,8 +31,8 @@ struct shared {
     float *scales, *sums;
 };
 
-/* What one thread works in. */
-struct desk {
+/* The working memory of one thread. */
+struct workspace {
     float *row;      /* [width]: a row of x being prepared */
     char *line;      /* one prepared row */
     void *wide;      /* [PANEL][DEPTH] numbers, row by row */
@@ -54,7 +56,7 @@ static char *lay_out_shared(struct shared *s, const struct product *p, long rows
     return at;
 }
 
-static char *lay_out_desk(struct desk *d, const struct weight *w, char *at) {
+static char *lay_out_workspace(struct workspace *d, const struct weight *w, char *at) {
     struct prepared one;
     d->row = (float *)take(&at, round_up(w->cols, DEPTH) * 4);
     d->line = at;
@@ -65,16 +67,16 @@ static char *lay_out_desk(struct desk *d, const struct weight *w, char *at) {
     return at;
 }
 
-/* Bytes of scratch a product of `rows` rows of x takes: shared ones, then those of each thread. */
+/* Bytes of scratch for a product of `rows` rows of x: shared bytes, then bytes per thread. */
 void gemm_scratch(const struct weight *w, long rows, int64_t *bytes) {
     struct product p = {.w = *w};
     struct shared s;
-    struct desk d;
+    struct workspace d;
     bytes[0] = lay_out_shared(&s, &p, rows < MOST ? rows : MOST, NULL) - (char *)NULL;
-    bytes[1] = lay_out_desk(&d, w, NULL) - (char *)NULL;
+    bytes[1] = lay_out_workspace(&d, w, NULL) - (char *)NULL;
 }
 
-static void prepare_shared(const struct shared *s, struct desk *d, long t) {
+static void prepare_shared(const struct shared *s, struct workspace *d, long t) {
     const struct weight *w = &s->p->w;
     const long width = s->blocks * DEPTH;
     if (t < s->rows)
@@ -82,7 +84,8 @@ static void prepare_shared(const struct shared *s, struct desk *d, long t) {
     else
         memset(d->row, 0, width * sizeof *d->row);
     if (!paired(w->kind)) {
-        for (long b = 0; b < s->blocks; b++) memcpy(s->x + (b * s->padded + t) * DEPTH, d->row + b * DEPTH, DEPTH * sizeof(float));
+        for (long b = 0; b < s->blocks; b++)
+            memcpy(s->x + (b * s->padded + t) * DEPTH, d->row + b * DEPTH, DEPTH * sizeof(float));
         return;
     }
     struct prepared one;
@@ -92,17 +95,18 @@ static void prepare_shared(const struct shared *s, struct desk *d, long t) {
     memcpy(s->sums + t * one.spans, one.sums, one.spans * sizeof(float));
     for (long b = 0; b < s->blocks; b++) {
         long left = one.spans * one.span - b * DEPTH;
-        memcpy(s->words + (b * s->padded + t) * DEPTH, one.words + b * DEPTH, (left < DEPTH ? left : DEPTH) * sizeof(int16_t));
+        memcpy(s->words + (b * s->padded + t) * DEPTH, one.words + b * DEPTH,
+               (left < DEPTH ? left : DEPTH) * sizeof(int16_t));
     }
 }
 
-/* Columns from..from+DEPTH-1 of up to PANEL weight rows into the desk's panel; zeros where there is no row or column. */
-static void fill_panel(const struct weight *w, const struct desk *d, long row, long count, long from) {
+/* Columns from..from+DEPTH-1 of up to PANEL weight rows into the panel; zeros for missing rows and columns. */
+static void fill_panel(const struct weight *w, const struct workspace *d, long row, long count, long from) {
     const long have = w->cols - from < DEPTH ? w->cols - from : DEPTH;
     if (count < PANEL || have < DEPTH) memset(d->wide, 0, PANEL * DEPTH * 4);
     if (!paired(w->kind)) {
         for (long r = 0; r < count; r++) widen(w, row + r, from, have, (float *)d->wide + r * DEPTH);
-        turn(d->wide, DEPTH, d->panel, PANEL, PANEL);
+        transpose(d->wide, DEPTH, d->panel, PANEL, PANEL);
         return;
     }
     for (long r = 0; r < count; r++) {
@@ -116,7 +120,7 @@ static void fill_panel(const struct weight *w, const struct desk *d, long row, l
         }
         for (long c = 0; w->zero && c < have; c++) to[c] -= (int16_t)w->zero;
     }
-    turn(d->wide, DEPTH / 2, d->panel, PANEL, PANEL);
+    transpose(d->wide, DEPTH / 2, d->panel, PANEL, PANEL);
 }
 
 #ifdef X86_WIDE
@@ -130,9 +134,9 @@ INLINE vi pairs(vi sums, int32_t left, const void *right) {
 #endif
 }
 
-/* As tile_of, over one span of int16 pairs: a [ACROSS] rows DEPTH words apart, b [span / 2][PANEL] pairs. */
-static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const float *scales, const float *offsets, const float *x_scales,
-                          const float *x_sums, long spans, float *c) {
+/* Like tile_of, over one span of int16 pairs: a [ACROSS] rows DEPTH words apart, b [span / 2][PANEL] pairs. */
+static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const float *scales, const float *offsets,
+                          const float *x_scales, const float *x_sums, long spans, float *c) {
     vi sums[ACROSS][NV];
 #pragma GCC unroll 12
     for (int i = 0; i < ACROSS; i++)
@@ -157,7 +161,8 @@ static void tile_of_pairs(const int16_t *a, const int32_t *b, long span, const f
         }
 }
 
-static void block_of_pairs(const struct shared *s, const struct desk *d, long row, long count, long block, float *sums) {
+static void block_of_pairs(const struct shared *s, const struct workspace *d, long row, long count, long block,
+                           float *sums) {
     const struct weight *w = &s->p->w;
     const long span = s->one.span, spans = s->one.spans, groups = groups_of(w);
     for (long at = block * DEPTH; at < (block + 1) * DEPTH && at < w->cols; at += span) {
@@ -170,15 +175,15 @@ static void block_of_pairs(const struct shared *s, const struct desk *d, long ro
         for (long t = 0; t < s->padded; t += ACROSS) {
             const int16_t *words = s->words + (block * s->padded + t) * DEPTH + at % DEPTH;
             const long which = t * spans + at / span;
-            tile_of_pairs(words, panel, span, scales, w->offsets ? offsets : NULL, s->scales + which, s->sums + which, spans,
-                          sums + t * PANEL);
+            tile_of_pairs(words, panel, span, scales, w->offsets ? offsets : NULL, s->scales + which, s->sums + which,
+                          spans, sums + t * PANEL);
         }
     }
 }
 #endif
 
 /* sums [padded][PANEL] = x times `count` weight rows from `row`. */
-static void panel_sums(const struct shared *s, const struct desk *d, long row, long count, float *sums) {
+static void panel_sums(const struct shared *s, const struct workspace *d, long row, long count, float *sums) {
     memset(sums, 0, s->padded * PANEL * sizeof *sums);
     for (long block = 0; block < s->blocks; block++) {
         fill_panel(&s->p->w, d, row, count, block * DEPTH);
@@ -193,7 +198,7 @@ static void panel_sums(const struct shared *s, const struct desk *d, long row, l
     }
 }
 
-static void some_outputs(const struct shared *s, const struct desk *d, long first, long count) {
+static void some_outputs(const struct shared *s, const struct workspace *d, long first, long count) {
     const struct product *p = s->p;
     const long outputs = outputs_of(p);
     panel_sums(s, d, first, count, d->sums[0]);
@@ -213,13 +218,13 @@ static void some_outputs(const struct shared *s, const struct desk *d, long firs
 
 static void rows_at_once(const struct product *p, long rows) {
     struct shared s;
-    char *desks = lay_out_shared(&s, p, rows, p->scratch);
+    char *workspaces = lay_out_shared(&s, p, rows, p->scratch);
     const long outputs = outputs_of(p);
     atomic_long prepared = 0, next = 0;
 #pragma omp parallel num_threads((int)p->threads)
     {
-        struct desk d;
-        lay_out_desk(&d, &p->w, desks + thread_number() * p->stride);
+        struct workspace d;
+        lay_out_workspace(&d, &p->w, workspaces + thread_number() * p->stride);
         for (long t; (t = atomic_fetch_add(&prepared, 1)) < s.padded;) prepare_shared(&s, &d, t);
 #pragma omp barrier
         for (long first; (first = atomic_fetch_add(&next, PANEL)) < outputs;)
@@ -227,8 +232,8 @@ static void rows_at_once(const struct product *p, long rows) {
     }
 }
 
-/* Any number of rows of x, MOST at a time; nvfp4 FEW at a time, which takes no longer for 256 rows and a third of the time for 9: of its 16
- * columns under a scale tiles would multiply too few between two conversions to float. */
+/* Any number of rows of x, MOST at a time. nvfp4 takes FEW at a time: equally fast for 256 rows, three times as fast
+ * for 9. With 16 columns per scale a tile would multiply too little between two conversions to float. */
 void gemm(const struct product *p) {
     const long most = p->w.kind == NVFP4 ? FEW : MOST;
     struct product part = *p;

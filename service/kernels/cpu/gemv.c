@@ -1,26 +1,28 @@
-/* Products for 1 to 8 rows of x: one pass over the stored weights, which is what bounds it. Every sum has one order, whatever the
- * number of rows, threads and neighbours, so that a row answers the same bits alone and in a batch. */
+/* Products for 1 to 8 rows of x: one pass over the stored weights, which is the bound. Every sum has one order for
+ * any number of rows, threads and neighbours, so a row gives the same bits alone and in a batch. */
 #include <stdatomic.h>
 #include "calls.h"
 #include "integer.h"
 #include "prepare.h"
 
 #define MOST FEW
-/* Weight rows that a thread takes at a time: some 10 us of reading, so that a thread which loses its core leaves little behind, but
- * streams of some length (R of them, see `choice`). */
+/* Weight rows that a thread takes at a time: some 10 us of reading. A thread that loses its core then leaves little
+ * undone, but the streams still have some length (R of them, see `choice`). */
 #define MOST_TAKEN 128
 #define TAKEN_BYTES (1 << 16)
-/* A product of less than so many bytes is over before a second thread has woken up. */
+/* A product of fewer bytes is over before a second thread has woken up. */
 #define ALONE (1 << 16)
 
-/* Which weight rows: row, row + step .., none beyond `last`, which comes again instead. Rows far apart are long streams for the processor's
- * own prefetching; neighbours, which share pages, reach two thirds of the speed (Zen 3). */
+/* Weight rows row, row + step .., none after `last`, which is repeated instead. Distant rows are long streams for
+ * the processor's prefetcher. Neighbouring rows, which share pages, reach two thirds of the speed (Zen 3). */
 struct choice { long row, step, last; };
-INLINE long chosen(const struct choice *c, int r) { return c->row + r * c->step < c->last ? c->row + r * c->step : c->last; }
+INLINE long chosen(const struct choice *c, int r) {
+    return c->row + r * c->step < c->last ? c->row + r * c->step : c->last;
+}
 
 /* Sums of R weight rows with T rows of x into sums[t * MOST_TAKEN + row - first]. */
-INLINE void float_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, struct choice rows,
-                       long first, float *sums) {
+INLINE void float_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x,
+                       struct choice rows, long first, float *sums) {
     const struct weight *w = &p->w;
     const long each = bytes_each(kind), cols = w->cols, bytes = cols * each;
     const long groups = kind == FP8 ? groups_of(w) : 1, group = kind == FP8 ? w->group : cols;
@@ -49,18 +51,21 @@ INLINE void float_rows(const int64_t kind, const int R, const int T, const struc
             }
         UNROLL for (int r = 0; r < R; r++) {
             float scale = kind == FP8 ? scale_at(w, kind, chosen(&rows, r) * groups + g) : 1.0f;
-            UNROLL for (int t = 0; t < T; t++) total[r][t] = kind == FP8 ? total[r][t] + part[r][t] * scale : part[r][t];
+            UNROLL for (int t = 0; t < T; t++)
+                total[r][t] = kind == FP8 ? total[r][t] + part[r][t] * scale : part[r][t];
         }
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_lanes(total[r][t]);
 }
 
-/* Spans whose scales are made ready together. */
+/* Spans whose scales are prepared together. */
 #define HELD 64
 
-/* A row's scales (or offsets), one a group, as one a span for spans from..from+count-1; something finite fills the last vector up. */
-INLINE void per_span(const int halves, const void *values, const struct prepared *x, long row, long from, long count, float *to) {
+/* Expand scales (or offsets) of a row from one per group to one per span, for spans from..from+count-1; zeros fill
+ * the last vector. */
+INLINE void per_span(const int halves, const void *values, const struct prepared *x, long row, long from, long count,
+                     float *to) {
     const uint16_t *half = (const uint16_t *)values + row * x->groups;
     const float *whole = (const float *)values + row * x->groups;
     if (x->groups == 1) {
@@ -80,53 +85,58 @@ INLINE void per_span(const int halves, const void *values, const struct prepared
     for (; i % VL; i++) to[i] = 0.0f;
 }
 
-/* `scales` [HELD + VL] of a row, times the activations' own where there is one row of these; and what the zero of the nibbles, or the
- * offsets, add to the result of each row of x. */
-INLINE void row_scales(const int64_t kind, const int T, const struct weight *w, const struct prepared *x, long row, long from, long count,
-                       float *scales, vf *beside) {
+/* `scales` [HELD + VL] of a row, times those of the activations if there is one row of them; `extra`: what the zero
+ * of the nibbles, or the offsets, add to the result of each row of x. */
+INLINE void row_scales(const int64_t kind, const int T, const struct weight *w, const struct prepared *x, long row,
+                       long from, long count, float *scales, vf *extra) {
     per_span(kind == INT4, w->scales, x, row, from, count, scales);
     if (kind == INT4 && w->offsets) {
         float offsets[HELD + VL];
         per_span(1, w->offsets, x, row, from, count, offsets);
         for (int t = 0; t < T; t++)
-            for (long j = 0; j < count; j += VL) beside[t] += load(offsets + j) * load(x->sums + t * x->ahead + from + j);
+            for (long j = 0; j < count; j += VL)
+                extra[t] += load(offsets + j) * load(x->sums + t * x->ahead + from + j);
     } else if (kind == INT4) {
         const float zero = -(float)w->zero;
         for (int t = 0; t < T; t++)
-            for (long j = 0; j < count; j += VL) beside[t] += load(scales + j) * (load(x->sums + t * x->ahead + from + j) * zero);
+            for (long j = 0; j < count; j += VL)
+                extra[t] += load(scales + j) * (load(x->sums + t * x->ahead + from + j) * zero);
     }
     if (T == 1)
         for (long j = 0; j < count; j += VL) store(scales + j, load(scales + j) * load(x->scales + from + j));
 }
 
-/* Once is enough where several rows of x share the work: it is half of the code. */
-static __attribute__((noinline)) void row_scales_of_many(int64_t kind, int T, const struct weight *w, const struct prepared *x, long row,
-                                                         long from, long count, float *scales, vf *beside) {
-    row_scales(kind, T, w, x, row, from, count, scales, beside);
+/* One copy is enough if several rows of x share the work: it is half of the code. */
+static __attribute__((noinline)) void row_scales_of_many(int64_t kind, int T, const struct weight *w,
+                                                         const struct prepared *x, long row, long from,
+                                                         long count, float *scales, vf *extra) {
+    row_scales(kind, T, w, x, row, from, count, scales, extra);
 }
 
 /* sums[t] of one row over one unit. */
 INLINE void add_unit(const int T, unit u, const int16_t *x, long width, some_ints *sums) {
     UNROLL for (int t = 0; t < T; t++)
-        UNROLL for (int i = 0; i < PARTS; i++) sums[t] = multiply_add(sums[t], u.parts[i], x + t * width + i * PART_WORDS);
+        UNROLL for (int i = 0; i < PARTS; i++)
+            sums[t] = multiply_add(sums[t], u.parts[i], x + t * width + i * PART_WORDS);
 }
 
-INLINE void integer_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x,
-                         struct choice rows, long first, float *sums) {
+INLINE void integer_rows(const int64_t kind, const int R, const int T, const struct product *p,
+                         const struct prepared *x, struct choice rows, long first, float *sums) {
     const struct weight *w = &p->w;
     const long bytes = kind == INT4 ? round_up(w->cols, 32) / 2 : w->cols, whole = bytes / unit_bytes(kind) * UNIT;
     const char *at[4];
     some_floats total[4][MOST];
-    vf beside[4][MOST];
+    vf extra[4][MOST];
     float scales[4][HELD + VL];
     UNROLL for (int r = 0; r < R; r++) {
         at[r] = (const char *)w->data + chosen(&rows, r) * bytes;
-        UNROLL for (int t = 0; t < T; t++) total[r][t] = (some_floats){0}, beside[r][t] = (vf){0};
+        UNROLL for (int t = 0; t < T; t++) total[r][t] = (some_floats){0}, extra[r][t] = (vf){0};
     }
     for (long from = 0; from < x->spans; from += HELD) {
         const long count = x->spans - from < HELD ? x->spans - from : HELD;
         UNROLL for (int r = 0; r < R; r++)
-            (T == 1 ? row_scales : row_scales_of_many)(kind, T, w, x, chosen(&rows, r), from, count, scales[r], beside[r]);
+            (T == 1 ? row_scales : row_scales_of_many)(kind, T, w, x, chosen(&rows, r), from, count, scales[r],
+                extra[r]);
         for (long s = 0; s < count; s++) {
             some_ints part[4][MOST];
             UNROLL for (int r = 0; r < R; r++)
@@ -137,7 +147,8 @@ INLINE void integer_rows(const int64_t kind, const int R, const int T, const str
                 UNROLL for (int r = 0; r < R; r++)
                     add_unit(T, unpack(kind, at[r] + (kind == INT4 ? c >> 1 : c)), x->words + c, x->width, part[r]);
             if (kind == INT8 && c < end && c < w->cols)
-                UNROLL for (int r = 0; r < R; r++) add_unit(T, unpack_last(kind, at[r], c, bytes), x->words + c, x->width, part[r]);
+                UNROLL for (int r = 0; r < R; r++)
+                    add_unit(T, unpack_last(kind, at[r], c, bytes), x->words + c, x->width, part[r]);
             UNROLL for (int r = 0; r < R; r++)
                 UNROLL for (int t = 0; t < T; t++) {
                     const float scale = T == 1 ? scales[r][s] : scales[r][s] * x->scales[t * x->ahead + from + s];
@@ -146,27 +157,31 @@ INLINE void integer_rows(const int64_t kind, const int R, const int T, const str
         }
     }
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) + sum_lanes(beside[r][t]);
+        UNROLL for (int t = 0; t < T; t++)
+            sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) + sum_lanes(extra[r][t]);
 }
 
 /* total[t] of one row over the block whose numbers and scales lie at these addresses. */
-INLINE void add_block(const int T, const struct prepared *x, long which, const char *numbers, const uint8_t *scales, some_floats *total) {
+INLINE void add_block(const int T, const struct prepared *x, long which, const char *numbers, const uint8_t *scales,
+                      some_floats *total) {
     const block b = unpack_block(numbers);
     some_floats of_groups[2];
     block_scales(scales, of_groups);
     UNROLL for (int half = 0; half < 2; half++)
         UNROLL for (int t = 0; t < T; t++) {
             const long at = t * x->ahead + which * BLOCK_GROUPS + half * LANES;
-            const int8_t *digits = (const int8_t *)(x->words + t * x->width) + which * BLOCK_DIGITS + half * HALF_DIGITS;
+            const int8_t *digits =
+                (const int8_t *)(x->words + t * x->width) + which * BLOCK_DIGITS + half * HALF_DIGITS;
             some_ints part = half_sums(b.halves[half], digits);
             if (E2M1_ZERO) part += *(const some_ints_any *)(x->zeros + at);
-            total[t] += __builtin_convertvector(part, some_floats) * (of_groups[half] * *(const some_floats_any *)(x->scales + at));
+            const some_floats scale = of_groups[half] * *(const some_floats_any *)(x->scales + at);
+            total[t] += __builtin_convertvector(part, some_floats) * scale;
         }
 }
 
-/* As integer_rows for nvfp4. */
-INLINE void e2m1_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x, struct choice rows,
-                      long first, float *sums) {
+/* Like integer_rows for nvfp4. */
+INLINE void e2m1_rows(const int64_t kind, const int R, const int T, const struct product *p, const struct prepared *x,
+                      struct choice rows, long first, float *sums) {
     const struct weight *w = &p->w;
     const long bytes = row_bytes(w), blocks = x->groups / BLOCK_GROUPS, left = x->groups % BLOCK_GROUPS;
     const char *at[4];
@@ -178,7 +193,8 @@ INLINE void e2m1_rows(const int64_t kind, const int R, const int T, const struct
         UNROLL for (int t = 0; t < T; t++) total[r][t] = (some_floats){0};
     }
     for (long b = 0; b < blocks; b++)
-        UNROLL for (int r = 0; r < R; r++) add_block(T, x, b, at[r] + b * BLOCK_BYTES, scales[r] + b * BLOCK_GROUPS, total[r]);
+        UNROLL for (int r = 0; r < R; r++)
+            add_block(T, x, b, at[r] + b * BLOCK_BYTES, scales[r] + b * BLOCK_GROUPS, total[r]);
     if (left)
         UNROLL for (int r = 0; r < R; r++) {
             char numbers[BLOCK_BYTES] = {0};
@@ -189,23 +205,24 @@ INLINE void e2m1_rows(const int64_t kind, const int R, const int T, const struct
         }
     UNROLL for (int r = 0; r < R; r++) {
         const float factor = FP8_FACTOR * E2M1_FACTOR * w->factors[chosen(&rows, r)];
-        UNROLL for (int t = 0; t < T; t++) sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) * factor;
+        UNROLL for (int t = 0; t < T; t++)
+            sums[t * MOST_TAKEN + chosen(&rows, r) - first] = sum_of(total[r][t]) * factor;
     }
 }
 
 typedef void rows_function(const struct product *, const struct prepared *, long, long, float *);
 
 /* `count` weight rows from `row`, R at a time: as many chains as the registers hold. */
-#define DEFINE(ROWS, KIND, R, T)                                                                                            \
-    static void KIND##_##T(const struct product *p, const struct prepared *x, long row, long count, float *sums) {          \
-        const long step = (count + R - 1) / R;                                                                              \
-        for (long i = 0; i < step; i++) {                                                                                  \
-            const struct choice rows = {row + i, step, row + count - 1};                                                    \
-            ROWS(KIND, R, T, p, x, rows, row, sums);                                                                        \
-        }                                                                                                                   \
+#define DEFINE(ROWS, KIND, R, T)                                                                                      \
+    static void KIND##_##T(const struct product *p, const struct prepared *x, long row, long count, float *sums) {    \
+        const long step = (count + R - 1) / R;                                                                        \
+        for (long i = 0; i < step; i++) {                                                                             \
+            const struct choice rows = {row + i, step, row + count - 1};                                              \
+            ROWS(KIND, R, T, p, x, rows, row, sums);                                                                  \
+        }                                                                                                             \
     }
-#define DEFINE_KIND(ROWS, KIND)                                                                                             \
-    DEFINE(ROWS, KIND, 4, 1) DEFINE(ROWS, KIND, 4, 2) DEFINE(ROWS, KIND, 2, 3) DEFINE(ROWS, KIND, 2, 4)                     \
+#define DEFINE_KIND(ROWS, KIND)                                                                                       \
+    DEFINE(ROWS, KIND, 4, 1) DEFINE(ROWS, KIND, 4, 2) DEFINE(ROWS, KIND, 2, 3) DEFINE(ROWS, KIND, 2, 4)               \
     DEFINE(ROWS, KIND, 1, 6) DEFINE(ROWS, KIND, 1, 8)
 #define ALL(KIND) {KIND##_1, KIND##_2, KIND##_3, KIND##_4, KIND##_6, KIND##_6, KIND##_8, KIND##_8}
 
@@ -216,9 +233,10 @@ DEFINE_KIND(float_rows, FP8)
 DEFINE_KIND(integer_rows, INT8)
 DEFINE_KIND(integer_rows, INT4)
 DEFINE_KIND(e2m1_rows, NVFP4)
-static rows_function *const ROWS_OF[][MOST] = {ALL(F32), ALL(BF16), ALL(F16), ALL(FP8), ALL(INT8), ALL(INT4), ALL(NVFP4)};
+static rows_function *const ROWS_OF[][MOST] = {ALL(F32), ALL(BF16), ALL(F16), ALL(FP8), ALL(INT8), ALL(INT4),
+                                                   ALL(NVFP4)};
 
-/* Rows of x that a product of so many computes: there are none for 5 and 7, which get a row of zeros. */
+/* Rows of x that are computed: there are no kernels for 5 and 7 rows, which get a row of zeros. */
 static long computed(long tokens) { return tokens < 5 ? tokens : round_up(tokens, 2); }
 
 static void prepare(const struct product *p, struct prepared *ready, char *scratch) {
@@ -262,7 +280,8 @@ static void some_outputs(const struct product *p, const struct prepared *x, long
 }
 
 static long taken_at_once(const struct product *p) {
-    const long fair = outputs_of(p) / (2 * p->threads), wanted = TAKEN_BYTES / row_bytes(&p->w), rows = fair < wanted ? fair : wanted;
+    const long fair = outputs_of(p) / (2 * p->threads), wanted = TAKEN_BYTES / row_bytes(&p->w),
+        rows = fair < wanted ? fair : wanted;
     return rows < 16 ? 16 : rows > MOST_TAKEN ? MOST_TAKEN : round_up(rows, 4);
 }
 

@@ -1,29 +1,31 @@
-/* Attention to chosen stretches: the indexer's mean keys, scores and choice, and attention to what was chosen, in one call. */
+/* Attention to selected key blocks in one call: the indexer's mean keys, scores and selection, and the attention. */
 #include <stdlib.h>
 #include "attention.h"
 #include "calls.h"
 #include "prepare.h"
 
-/* Scores of keys of less than so many bytes are made before a second thread has woken up. */
+/* Scores over keys of fewer bytes are computed before a second thread has woken up. */
 #define ALONE (1 << 18)
 
 struct indexer {
-    struct attention a;                 /* `chosen` is room for [tokens][most] */
+    struct attention a;                 /* `chosen` is a buffer [tokens][most] */
     float *indexed;                     /* [tokens][heads + 1][dim]: queries, then a key; the queries are overwritten */
     const float *q_norm, *k_norm;       /* [dim] */
-    float *tails;                       /* [slots][ratio - 1][dim]: the raw keys of the stretch that is not full */
-    const int64_t *sources, *targets;   /* [sequences], or [tokens] of a trail: slots that are read and written */
+    float *tails;                       /* [slots][ratio - 1][dim]: the raw keys of the key block that is not full */
+    const int64_t *sources, *targets;   /* slots to read and to write: [sequences], or [tokens] in a verify pass */
     float *pooled;                      /* [blocks][BLOCK / ratio][dim] */
     struct scored *queues;              /* [threads][queue] */
     int64_t heads, dim, queue;
-    int64_t trail;                      /* whether slots are of each row, though all rows are of one sequence */
+    int64_t verify;                     /* slots are per row, though all rows belong to one sequence */
     double q_eps, k_eps;
 };
 
-/* The raw key of row t comes in: the mean of a full stretch is kept, normed and turned to its first token's place. */
+/* Take in the raw key of row t. If its key block is full, store the mean, normed and rotated to the position of the
+ * first token. */
 static void pool_key(const struct indexer *x, long t, float *tail) {
     const struct attention *a = &x->a;
-    const long dim = x->dim, ratio = a->ratio, position = a->positions[t], waiting = position % ratio, first = position - waiting;
+    const long dim = x->dim, ratio = a->ratio, position = a->positions[t], waiting = position % ratio,
+               first = position - waiting;
     const float *key = x->indexed + (t * (x->heads + 1) + x->heads) * dim;
     if (waiting < ratio - 1) {
         memcpy(tail + waiting * dim, key, dim * sizeof *key);
@@ -35,20 +37,22 @@ static void pool_key(const struct indexer *x, long t, float *tail) {
         for (long i = 0; i < ratio - 1; i++) sum += load(tail + i * dim + d);
         store(to + d, (sum + load(key + d)) / (float)ratio);
     }
-    turn_head(a, to, dim, x->k_norm, x->k_eps, a->first_turns ? a->first_turns[t] : a->turns[t] - waiting, 1.0f);
+    const long turn = a->first_turns ? a->first_turns[t] : a->turns[t] - waiting;
+    rotate_head(a, to, dim, x->k_norm, x->k_eps, turn, 1.0f);
 }
 
 static void pool_keys(const struct indexer *x) {
     const long kept = (x->a.ratio - 1) * x->dim;
     for (long t = 0; t < x->a.tokens; t++) {
-        const long own = x->a.chunk && !x->trail ? 0 : t;
+        const long own = x->a.chunk && !x->verify ? 0 : t;
         float *tail = x->tails + x->targets[own] * kept;
-        if (own == t && x->sources[own] != x->targets[own]) memcpy(tail, x->tails + x->sources[own] * kept, kept * sizeof *tail);
+        if (own == t && x->sources[own] != x->targets[own])
+            memcpy(tail, x->tails + x->sources[own] * kept, kept * sizeof *tail);
         pool_key(x, t, tail);
     }
 }
 
-/* How much row t's queries want stretch j: the sum over heads of what is above 0. */
+/* The score of key block j for the queries of row t: the sum over heads of the positive products. */
 static float score_of(const struct indexer *x, const float *queries, const float *key) {
     float all = 0;
     for (long h = 0; h < x->heads; h++) {
@@ -60,9 +64,11 @@ static float score_of(const struct indexer *x, const float *queries, const float
     return all;
 }
 
-static int rising(const void *a, const void *b) { return (*(const int64_t *)a > *(const int64_t *)b) - (*(const int64_t *)a < *(const int64_t *)b); }
+static int rising(const void *a, const void *b) {
+    return (*(const int64_t *)a > *(const int64_t *)b) - (*(const int64_t *)a < *(const int64_t *)b);
+}
 
-/* The stretches that row t attends to, in order. */
+/* The key blocks that row t attends to, in order. */
 static void choose(const struct indexer *x, long t, int64_t *chosen, struct scored *queue) {
     const struct attention *a = &x->a;
     const long dim = x->dim, position = a->positions[t], full = (position + 1) / a->ratio, each = BLOCK / a->ratio;
@@ -70,10 +76,12 @@ static void choose(const struct indexer *x, long t, int64_t *chosen, struct scor
     const int32_t *table = table_of(a, t);
     float *queries = x->indexed + t * (x->heads + 1) * dim;
     if (wanted < full) {
-        for (long h = 0; h < x->heads; h++) turn_head(a, queries + h * dim, dim, x->q_norm, x->q_eps, a->turns[t], 1.0f);
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (full * dim * (long)sizeof(float) >= ALONE && a->threads > 1)
+        for (long h = 0; h < x->heads; h++) rotate_head(a, queries + h * dim, dim, x->q_norm, x->q_eps, a->turns[t], 1.0f);
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) \
+    if (full * dim * (long)sizeof(float) >= ALONE && a->threads > 1)
         for (long j = 0; j < full; j++)
-            queue[j] = (struct scored){score_of(x, queries, x->pooled + (table[j / each] * each + j % each) * dim), (int32_t)j};
+            queue[j] = (struct scored){score_of(x, queries, x->pooled + (table[j / each] * each + j % each) * dim),
+                                       (int32_t)j};
         select_largest(queue, wanted, full);
         for (long i = 0; i < wanted; i++) chosen[i] = queue[i].at;
         qsort(chosen, wanted, sizeof *chosen, rising);
@@ -83,7 +91,8 @@ static void choose(const struct indexer *x, long t, int64_t *chosen, struct scor
     for (long i = wanted; i < a->most; i++) chosen[i] = -1;
 }
 
-/* All rows: stretches are let in and chosen, then attended to; where every row sees no more than it may choose, there is no choice. */
+/* All rows: take in keys, select key blocks, attend. If every row may attend to all that it sees, nothing is
+ * selected. */
 void attend_indexed(const struct indexer *x) {
     struct attention a = x->a;
     int64_t *chosen = (int64_t *)a.chosen;
@@ -95,7 +104,8 @@ void attend_indexed(const struct indexer *x) {
     else if (a.tokens == 1)
         choose(x, 0, chosen, x->queues);
     else {
-#pragma omp parallel for schedule(dynamic) num_threads((int)a.threads) if (a.tokens * longest * x->dim >= ALONE && a.threads > 1)
+#pragma omp parallel for schedule(dynamic) num_threads((int)a.threads) \
+    if (a.tokens * longest * x->dim >= ALONE && a.threads > 1)
         for (long t = 0; t < a.tokens; t++) choose(x, t, chosen + t * a.most, x->queues + thread_number() * x->queue);
     }
     if (a.chunk && a.tokens > 8)

@@ -5,7 +5,7 @@
 #define UNIT 32
 
 #ifdef X86_WIDE
-/* 256 bits everywhere: wider ones gain nothing where reading is the limit. */
+/* 256 bits everywhere: wider vectors gain nothing, because reading is the bound. */
 #define LANES 8
 #define PARTS 2
 #define PART_WORDS 16
@@ -32,11 +32,13 @@ INLINE long unit_bytes(const int64_t kind) { return kind == INT8 ? 32 : 16; }
 #ifdef X86_WIDE
 INLINE unit unpack(const int64_t kind, const void *p) {
     const __m128i first = _mm_loadu_si128(p);
-    if (kind == INT8) return (unit){{_mm256_cvtepi8_epi16(first), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p + 1))}};
+    if (kind == INT8)
+        return (unit){{_mm256_cvtepi8_epi16(first), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p + 1))}};
     if (kind == NVFP4) {
         const __m128i table = _mm_setr_epi8(E2M1_WHOLE), low = _mm_set1_epi8(15);
         const __m128i a = _mm_and_si128(first, low), b = _mm_and_si128(_mm_srli_epi16(first, 4), low);
-        return (unit){{_mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, a)), _mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, b))}};
+        return (unit){
+            {_mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, a)), _mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, b))}};
     }
     const part bytes = _mm256_cvtepu8_epi16(first);
     return (unit){{_mm256_and_si256(bytes, _mm256_set1_epi16(15)), _mm256_srli_epi16(bytes, 4)}};
@@ -52,7 +54,7 @@ INLINE some_ints multiply_add(some_ints sums, part w, const int16_t *x) {
 #endif
 }
 #elif defined(__ARM_NEON)
-/* table[which], for nibbles. */
+/* table[which] of nibbles. */
 INLINE int8x16_t whole_numbers(int8x16_t table, int8x16_t which) {
 #ifdef __aarch64__
     return vqtbl1q_s8(table, vreinterpretq_u8_s8(which));
@@ -75,11 +77,13 @@ INLINE unit unpack(const int64_t kind, const void *p) {
             a = whole_numbers(table, a), b = whole_numbers(table, b);
         }
     }
-    return (unit){{vmovl_s8(vget_low_s8(a)), vmovl_s8(vget_high_s8(a)), vmovl_s8(vget_low_s8(b)), vmovl_s8(vget_high_s8(b))}};
+    return (unit){
+        {vmovl_s8(vget_low_s8(a)), vmovl_s8(vget_high_s8(a)), vmovl_s8(vget_low_s8(b)), vmovl_s8(vget_high_s8(b))}};
 }
 INLINE some_ints multiply_add(some_ints sums, part w, const int16_t *x) {
     const part v = vld1q_s16(x);
-    return (some_ints)vmlal_s16(vmlal_s16((int32x4_t)sums, vget_low_s16(w), vget_low_s16(v)), vget_high_s16(w), vget_high_s16(v));
+    return (some_ints)vmlal_s16(vmlal_s16((int32x4_t)sums, vget_low_s16(w), vget_low_s16(v)), vget_high_s16(w),
+                                vget_high_s16(v));
 }
 #else
 INLINE unit unpack(const int64_t kind, const void *p) {
@@ -97,7 +101,7 @@ INLINE some_ints multiply_add(some_ints sums, part w, const int16_t *x) {
 }
 #endif
 
-/* The unit at column c of a row of `bytes`; zeros behind its end. */
+/* The unit at column c of a row of `bytes`; zeros after its end. */
 INLINE unit unpack_last(const int64_t kind, const char *row, long c, long bytes) {
     char tail[UNIT] = {0};
     const long at = kind == INT8 ? c : c / 2;
@@ -113,19 +117,20 @@ INLINE float sum_of(some_floats v) {
     return each[0];
 }
 
-/* nvfp4: a block of LANES units, whose 16 columns under a scale meet their activations in one lane of 32 bits: so many groups need one
- * conversion to float and one sum. Activations of 16 bits are two digits of 8, x = 256 * high + low. */
+/* nvfp4: a block of LANES units. The 16 columns under a scale meet their activations in one 32-bit lane, so that
+ * many groups need one conversion to float and one sum. Activations of 16 bits are two digits of 8, x = 256 * high +
+ * low. */
 #define BLOCK_COLS (LANES * UNIT)
 #define BLOCK_GROUPS (2 * LANES)
 #define BLOCK_BYTES (LANES * UNIT / 2)
-/* Of digits: [halves][high, low][4][LANES][4], where a half are the units' first or second groups. */
+/* Digits: [halves][high, low][4][LANES][4]; a half are the first or the second groups of the units. */
 #define HALF_DIGITS (32 * LANES)
 #define BLOCK_DIGITS (2 * HALF_DIGITS)
-/* Both digits of a word are within 8 bits. */
+/* Both digits of a word fit in 8 bits. */
 #define MOST_OF_DIGITS 32639
 
 #ifdef X86_WIDE
-/* Products of bytes have one factor without a sign: e2m1 numbers are kept as whole numbers that are twice as large and 12 more. */
+/* Products of bytes have one unsigned factor: e2m1 numbers are kept as integers, doubled and plus 12. */
 #define E2M1_ZERO 12
 #define LANE_OF(unit) ((unit) % 2 * 4 + (unit) / 2)
 typedef __m256i four_columns; /* of each group of a half */
@@ -142,7 +147,8 @@ typedef struct { four_columns halves[2][4]; } block;
 
 #ifdef X86_WIDE
 INLINE block unpack_block(const char *p) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_add_epi8(_mm_setr_epi8(E2M1_WHOLE), _mm_set1_epi8(E2M1_ZERO)));
+    const __m256i table =
+        _mm256_broadcastsi128_si256(_mm_add_epi8(_mm_setr_epi8(E2M1_WHOLE), _mm_set1_epi8(E2M1_ZERO)));
     const __m256i low = _mm256_set1_epi8(15);
     __m256i units[4], pairs[4], columns[4];
     UNROLL for (int i = 0; i < 4; i++) units[i] = _mm256_loadu_si256((const void *)(p + 32 * i));
@@ -161,14 +167,16 @@ INLINE block unpack_block(const char *p) {
     }
     return b;
 }
-/* sums of 16 columns and a digit each, in int16 pairs at first: 4 * 2 * 24 * 128 are within 15 bits. */
+/* Sums of 16 columns times one digit, first in int16 pairs: 4 * 2 * 24 * 128 fits in 15 bits. */
 INLINE __m256i digit_sums(const four_columns *w, const int8_t *x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     __m256i sums = _mm256_setzero_si256();
-    UNROLL for (int i = 0; i < 4; i++) sums = _mm256_dpbusd_epi32(sums, w[i], _mm256_loadu_si256((const void *)(x + 32 * i)));
+    UNROLL for (int i = 0; i < 4; i++)
+        sums = _mm256_dpbusd_epi32(sums, w[i], _mm256_loadu_si256((const void *)(x + 32 * i)));
 #elif defined(__AVXVNNI__)
     __m256i sums = _mm256_setzero_si256();
-    UNROLL for (int i = 0; i < 4; i++) sums = _mm256_dpbusd_avx_epi32(sums, w[i], _mm256_loadu_si256((const void *)(x + 32 * i)));
+    UNROLL for (int i = 0; i < 4; i++)
+        sums = _mm256_dpbusd_avx_epi32(sums, w[i], _mm256_loadu_si256((const void *)(x + 32 * i)));
 #else
     __m256i sums = _mm256_maddubs_epi16(w[0], _mm256_loadu_si256((const void *)x));
     UNROLL for (int i = 1; i < 4; i++)
@@ -181,10 +189,11 @@ INLINE some_ints half_sums(const four_columns *w, const int8_t *x) {
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
     return (some_ints)_mm256_add_epi32(_mm256_slli_epi32(high, 8), low);
 #else
-    return (some_ints)_mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+    return (some_ints)_mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low,
+        _mm256_set1_epi16(1)));
 #endif
 }
-/* The e4m3 scales of a block's halves, still without FP8_FACTOR. */
+/* The e4m3 scales of the halves of a block, without FP8_FACTOR. */
 INLINE void block_scales(const uint8_t *p, some_floats *halves) {
     const __m128i both = _mm_loadu_si128((const void *)p), kept = _mm_set1_epi16((short)0xbf80);
     const __m128i first = _mm_setr_epi8(-1, 0, -1, 4, -1, 8, -1, 12, -1, 2, -1, 6, -1, 10, -1, 14);
@@ -196,7 +205,7 @@ INLINE void block_scales(const uint8_t *p, some_floats *halves) {
 INLINE block unpack_block(const char *p) {
     static const int8_t whole[16] = {E2M1_WHOLE};
     const int8x16_t table = vld1q_s8(whole);
-    const uint32x4x4_t units = vld4q_u32((const uint32_t *)p); /* column quads of four units, one lane a unit */
+    const uint32x4x4_t units = vld4q_u32((const uint32_t *)p); /* column quads of four units, one lane per unit */
     block b;
     UNROLL for (int i = 0; i < 4; i++) {
         const uint8x16_t bytes = vreinterpretq_u8_u32(units.val[i]);
@@ -217,14 +226,16 @@ INLINE int32x4_t digit_sums(const four_columns *w, const int8_t *x) {
         first = vpadalq_s16(first, vmull_s8(vget_low_s8(w[i]), vget_low_s8(v)));
         second = vpadalq_s16(second, vmull_s8(vget_high_s8(w[i]), vget_high_s8(v)));
     }
-    return vcombine_s32(vpadd_s32(vget_low_s32(first), vget_high_s32(first)), vpadd_s32(vget_low_s32(second), vget_high_s32(second)));
+    return vcombine_s32(vpadd_s32(vget_low_s32(first), vget_high_s32(first)), vpadd_s32(vget_low_s32(second),
+        vget_high_s32(second)));
 #endif
 }
 INLINE some_ints half_sums(const four_columns *w, const int8_t *x) {
     return (some_ints)vaddq_s32(vshlq_n_s32(digit_sums(w, x), 8), digit_sums(w, x + HALF_DIGITS / 2));
 }
 INLINE void block_scales(const uint8_t *p, some_floats *halves) {
-    const int16x8_t both = vreinterpretq_s16_u8(vcombine_u8(vld1_u8(p), vdup_n_u8(0))), kept = vdupq_n_s16((short)0xbf80);
+    const int16x8_t both = vreinterpretq_s16_u8(vcombine_u8(vld1_u8(p), vdup_n_u8(0))),
+        kept = vdupq_n_s16((short)0xbf80);
     const int16x4_t first = vget_low_s16(vandq_s16(vshrq_n_s16(vshlq_n_s16(both, 8), 1), kept));
     halves[0] = (some_floats)vcvt_f32_f16(vreinterpret_f16_s16(first));
     halves[1] = (some_floats)vcvt_f32_f16(vreinterpret_f16_s16(vget_low_s16(vandq_s16(vshrq_n_s16(both, 1), kept))));

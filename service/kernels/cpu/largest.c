@@ -1,9 +1,12 @@
-/* Which `k` of `n` scores are the largest, equal ones included or left out as torch's topk on the CPU does it: by the selection of the C++ library
- * (a heap for few of many, Musser's introselect otherwise), whose outcome among equal scores depends on its swaps. Held against torch in tests. */
+/* Selects the k largest of n scores with the same choice among equal ones as torch's topk on the CPU. That uses the
+ * selection of the C++ library (a heap for few of many, Musser's introselect otherwise), whose choice depends on its
+ * swaps. Tests compare it with torch. */
 #include "calls.h"
 
-/* Whether `a` comes first; a NaN before all numbers. */
-static int before(struct scored a, struct scored b) { return (a.score != a.score && b.score == b.score) || a.score > b.score; }
+/* Whether `a` comes first; a NaN comes before all numbers. */
+static int before(struct scored a, struct scored b) {
+    return (a.score != a.score && b.score == b.score) || a.score > b.score;
+}
 
 static void swap(struct scored *a, struct scored *b) {
     const struct scored kept = *a;
@@ -11,7 +14,7 @@ static void swap(struct scored *a, struct scored *b) {
     *b = kept;
 }
 
-/* Put `one` into the heap (the last in order on top) whose place `hole` is empty. */
+/* Put `one` into the heap (the last in order on top), whose index `hole` is empty. */
 static void sift(struct scored *heap, long hole, long count, struct scored one) {
     const long top = hole;
     long child = hole;
@@ -29,7 +32,7 @@ static void sift(struct scored *heap, long hole, long count, struct scored one) 
     heap[hole] = one;
 }
 
-/* The first k in order come to the front. */
+/* Move the first k in order to the front. */
 static void select_by_heap(struct scored *all, long k, long n) {
     for (long parent = (k - 2) / 2; k > 1 && parent >= 0; parent--) sift(all, parent, k, all[parent]);
     for (long i = k; i < n; i++)
@@ -40,7 +43,7 @@ static void select_by_heap(struct scored *all, long k, long n) {
         }
 }
 
-/* The median of a, b and c changes places with `to`. */
+/* Swap the median of a, b and c with `to`. */
 static void median_to(struct scored *to, struct scored *a, struct scored *b, struct scored *c) {
     if (before(*a, *b))
         swap(to, before(*b, *c) ? b : before(*a, *c) ? c : a);
@@ -48,7 +51,7 @@ static void median_to(struct scored *to, struct scored *a, struct scored *b, str
         swap(to, before(*a, *c) ? a : before(*b, *c) ? c : b);
 }
 
-/* Those before and those behind a median change places until they are apart; returns where the second part begins. */
+/* Swap elements until those before the median and those after it are apart. Returns the start of the second part. */
 static struct scored *part(struct scored *first, struct scored *last) {
     median_to(first, first + 1, first + (last - first) / 2, last - 1);
     const struct scored pivot = *first++;

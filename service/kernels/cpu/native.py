@@ -1,4 +1,4 @@
-"""The compiled kernels' structures and functions as ctypes; the fields are those of weight.h and attention.c."""
+"""Structures and functions of the compiled kernels as ctypes. The fields match the C sources."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ...quant.formats import pieces
+from ...quant.formats import weight_tensors
 from ...quant.weight import QuantizedWeight, Weight
 
 STORE, ADD, GATE = range(3)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _QUANTIZED = {"fp8": 3, "int8": 4, "int4": 5, "nvfp4": 6}
-# Groups of this many columns, or of a whole row, are what the integer kernels step by.
+# The integer kernels step by groups of this many columns, or by a whole row.
 _STEP = 32
 
 
@@ -25,19 +25,21 @@ def structure(name: str, pointers: str, integers: str, doubles: str = "") -> lis
     return [(field, kinds[field]) for field in name.split()]
 
 
-class StoredWeight(ctypes.Structure):
+class WeightStruct(ctypes.Structure):
     """struct weight of weight.h."""
 
     _fields_ = structure(
-        "data scales offsets rows cols group kind zero factors", "data scales offsets factors", "rows cols group kind zero"
+        "data scales offsets rows cols group kind zero factors",
+        "data scales offsets factors",
+        "rows cols group kind zero",
     )
 
 
-class Product(ctypes.Structure):
+class ProductStruct(ctypes.Structure):
     """struct product of weight.h."""
 
     _fields_ = [
-        ("w", StoredWeight),
+        ("w", WeightStruct),
         *structure(
             "norm eps mode x out tokens threads scratch stride",
             pointers="norm x out scratch",
@@ -47,35 +49,36 @@ class Product(ctypes.Structure):
     ]
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """struct attention of attention.h."""
 
     _fields_ = structure(
-        "qkv q_norm k_norm bias q_eps k_eps cos sin half keys values block_ahead positions turns first_turns tables table_ahead out "
+        "qkv q_norm k_norm bias q_eps k_eps cos sin half keys values block_stride positions turns first_turns tables "
+        "table_stride out "
         "tokens heads kv_heads dim chunk threads scratch stride chosen most ratio",
         pointers="qkv q_norm k_norm bias cos sin keys values positions turns first_turns tables out scratch chosen",
-        integers="half block_ahead table_ahead tokens heads kv_heads dim chunk threads stride most ratio",
+        integers="half block_stride table_stride tokens heads kv_heads dim chunk threads stride most ratio",
         doubles="q_eps k_eps",
     )
 
 
-class Delta(ctypes.Structure):
+class DeltaStruct(ctypes.Structure):
     """struct delta of delta.c."""
 
     _fields_ = structure(
         "projected rates windows states taps decay bias norm out sources targets "
-        "rows key_heads group key_dim value_dim taps_count fused sigmoid threads trail eps",
+        "rows key_heads group key_dim value_dim taps_count fused sigmoid threads verify eps",
         pointers="projected rates windows states taps decay bias norm out sources targets",
-        integers="rows key_heads group key_dim value_dim taps_count fused sigmoid threads trail",
+        integers="rows key_heads group key_dim value_dim taps_count fused sigmoid threads verify",
         doubles="eps",
     )
 
 
-class Joint(ctypes.Structure):
-    """struct joint of streams.c."""
+class ConnectionStruct(ctypes.Structure):
+    """struct connection of streams.c."""
 
     _fields_ = [
-        *((name, Product) for name in ("down", "up", "inject")),
+        *((name, ProductStruct) for name in ("down", "up", "inject")),
         *structure(
             "streams norm normed low mixed read weights found rows count hidden rank threads eps",
             pointers="streams norm normed low mixed read weights found",
@@ -85,11 +88,14 @@ class Joint(ctypes.Structure):
     ]
 
 
-class SparseExperts(ctypes.Structure):
+class ExpertsStruct(ctypes.Structure):
     """struct experts of experts.c."""
 
     _fields_ = [
-        *((name, Product) for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")),
+        *(
+            (name, ProductStruct)
+            for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")
+        ),
         *structure(
             "gate_ups downs x out scores routed gated rows count active hidden width shared normalized",
             pointers="gate_ups downs x out scores routed gated",
@@ -98,25 +104,25 @@ class SparseExperts(ctypes.Structure):
     ]
 
 
-class Indexed(ctypes.Structure):
+class IndexerStruct(ctypes.Structure):
     """struct indexer of indexer.c."""
 
     _fields_ = [
-        ("a", Attention),
+        ("a", AttentionStruct),
         *structure(
-            "indexed q_norm k_norm tails sources targets pooled queues heads dim queue trail q_eps k_eps",
+            "indexed q_norm k_norm tails sources targets pooled queues heads dim queue verify q_eps k_eps",
             pointers="indexed q_norm k_norm tails sources targets pooled queues",
-            integers="heads dim queue trail",
+            integers="heads dim queue verify",
             doubles="q_eps k_eps",
         ),
     ]
 
 
-class Ngram(ctypes.Structure):
+class NgramStruct(ctypes.Structure):
     """struct ngram of ngram.c."""
 
     _fields_ = [
-        *((name, Product) for name in ("key", "value")),
+        *((name, ProductStruct) for name in ("key", "value")),
         *structure(
             "key_norm query_norm conv_norm streams windows taps sources targets "
             "rows count hidden taps_count apart key_eps query_eps conv_eps",
@@ -127,32 +133,34 @@ class Ngram(ctypes.Structure):
     ]
 
 
-class Norm(ctypes.Structure):
+class NormStruct(ctypes.Structure):
     """struct norm of step.c."""
 
     _fields_ = structure("x weight out rows cols period threads eps", "x weight out", "rows cols period threads", "eps")
 
 
-class Gates(ctypes.Structure):
+class GatesStruct(ctypes.Structure):
     """struct gates of step.c."""
 
-    _fields_ = structure("projected qkv mixed rows heads dim beside", "projected qkv mixed", "rows heads dim beside")
+    _fields_ = structure(
+        "projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim kv_width"
+    )
 
 
-class Injection(ctypes.Structure):
+class InjectionStruct(ctypes.Structure):
     """struct injection of streams.c."""
 
     _fields_ = structure("streams weights found rows count hidden", "streams weights found", "rows count hidden")
 
 
-class StepCall(ctypes.Structure):
+class CallStruct(ctypes.Structure):
     """struct call of step.c."""
 
     _fields_ = structure("run with", "run with", "")
 
 
 class Native:
-    """The library's functions, bound once. Those that take a structure take its address."""
+    """The functions of the library, bound once. Functions that take a structure take its address."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, whole = ctypes.c_void_p, ctypes.c_long
@@ -161,16 +169,18 @@ class Native:
         self.attend_rows = bind(library, "attend_rows", address)
         self.attend_chunk = bind(library, "attend_chunk", address)
         self.delta_rows = bind(library, "delta_rows", address)
-        self.joint_rows = bind(library, "joint_rows", address)
+        self.connection_rows = bind(library, "connection_rows", address)
         self.inject_rows = bind(library, "inject_rows", address)
         self.attend_indexed = bind(library, "attend_indexed", address)
         self.ngram_rows = bind(library, "ngram_rows", address)
         self.norm_call = bind(library, "norm_call", address)
-        self.part_gates = bind(library, "part_gates", address)
-        self.close_gates = bind(library, "close_gates", address)
+        self.split_gates = bind(library, "split_gates", address)
+        self.apply_gates = bind(library, "apply_gates", address)
         self.run_calls = bind(library, "run_calls", address, whole)
         self.expert_rows = bind(library, "expert_rows", address)
-        self.norm_rows = bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
+        self.norm_rows = bind(
+            library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole
+        )
         self.pack_rows = bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = bind(library, "embed_rows", address, address, whole, address, result=whole)
         self.read_all = bind(library, "read_all", address, whole, whole, result=whole)
@@ -188,21 +198,21 @@ def bind(library: ctypes.CDLL, symbol: str, *arguments: type, result: type | Non
     return function
 
 
-def describe(weight: Weight) -> StoredWeight | None:
-    """The weight as the kernels see it; None where they have nothing for it. It holds addresses, not the tensors."""
+def describe(weight: Weight) -> WeightStruct | None:
+    """The weight as a C structure; None if the kernels do not support it. It holds addresses, not the tensors."""
     rows, cols = weight.shape
     if not isinstance(weight, QuantizedWeight):
         kind = KINDS.get(weight.dtype)
         if kind is None or not weight.is_contiguous():
             return None
-        return StoredWeight(weight.data_ptr(), None, None, rows, cols, cols, kind, 0, None)
+        return WeightStruct(weight.data_ptr(), None, None, rows, cols, cols, kind, 0, None)
     held, group = weight.format, weight.group if weight.scales.shape[1] > 1 else cols
     if held.name not in _QUANTIZED:
         return None
-    scales = pieces(held, rows, cols)[1].dtype
-    beside = [part for part in (weight.scales, weight.offsets) if part is not None]
+    scales = weight_tensors(held, rows, cols)[1].dtype
+    scale_tensors = [part for part in (weight.scales, weight.offsets) if part is not None]
     if (
-        any(part.dtype != scales for part in beside)
+        any(part.dtype != scales for part in scale_tensors)
         or not all(part.is_contiguous() for part in weight.tensors)
         or (held.name != "nvfp4" and group % _STEP and group < cols)
         or (weight.offsets is not None and held.bits != 4)
@@ -210,7 +220,7 @@ def describe(weight: Weight) -> StoredWeight | None:
         return None
     zero = 8 if held.name == "int4" and held.symmetric else 0
     offsets, factors = (part.data_ptr() if part is not None else None for part in (weight.offsets, weight.factors))
-    # Where a row has 16 columns or less it has one scale: its group is the format's all the same.
+    # A row of 16 columns or less has one scale. Its group is still that of the format.
     group = held.group if held.name == "nvfp4" else group
     addresses = weight.data.data_ptr(), weight.scales.data_ptr(), offsets
-    return StoredWeight(*addresses, rows, cols, group, _QUANTIZED[held.name], zero, factors)
+    return WeightStruct(*addresses, rows, cols, group, _QUANTIZED[held.name], zero, factors)

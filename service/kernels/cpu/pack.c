@@ -1,4 +1,4 @@
-/* Floating weights as int8 and int4, rounded to the nearest: what quant/quantize.py does, row by row, to the bit. */
+/* Floating weights as int8 and int4, rounded to the nearest: the same bits as quant/quantize_weights.py, row by row. */
 #include "weight.h"
 
 #if defined(X86_WIDE)
@@ -11,7 +11,7 @@ INLINE uint16_t float_to_half(float v) {
     return bits;
 }
 #else
-/* Nearest, ties to even: what is added rounds the mantissa at its 10th bit, or below 2^-14 at 2^-24. */
+/* Nearest, ties to even: the addend rounds the mantissa at its 10th bit, or below 2^-14 at 2^-24. */
 INLINE uint16_t float_to_half(float v) {
     uint32_t bits, magnitude;
     memcpy(&bits, &v, sizeof bits);
@@ -40,7 +40,8 @@ INLINE float lowest_lane(vf v) {
 
 struct extremes { float high, low, wrong; };
 
-/* count numbers of a floating kind into `to`, their extremes, and 0, or NaN if one of them is no finite number. */
+/* Widen count numbers of a floating kind into `to`. Returns their extremes, and 0, or NaN if one of them is not
+ * finite. */
 INLINE struct extremes widen_group(int64_t kind, const char *from, long count, float *to) {
     const long each = bytes_each(kind);
     vf high = spread(-__builtin_inff()), low = spread(__builtin_inff()), wrong = spread(0);
@@ -72,21 +73,25 @@ INLINE float inverse_of(float scale) {
     return __builtin_isfinite(inverse) ? inverse : 0.0f;
 }
 
-/* The product alone is stored first: joined with the sum that follows it would be rounded once instead of twice. */
+/* Stored before the sum that follows: a fused multiply-add would round once instead of twice. */
 static void multiply(float *values, long count, float offset, float factor) {
     for (long c = 0; c < count; c++) values[c] = (values[c] - offset) * factor;
 }
 
 static void whole_bytes(const float *values, long count, int8_t *to) {
     for (long c = 0; c < count; c++) {
-        union { float value; int32_t bits; } sum = {values[c] + 12582912.0f}; /* the lowest bits of the mantissa are the number */
+        union {
+            float value;
+            int32_t bits;
+        } sum = {values[c] + 12582912.0f}; /* the lowest bits of the mantissa are the number */
         to[c] = (int8_t)sum.bits;
     }
 }
 
 static void nibbles(float *values, long count, float shift, uint8_t *to) {
     long c = 0;
-    for (; c + VL <= count; c += VL) store(values + c, smaller(larger(load(values + c) + shift, spread(0.0f)), spread(15.0f)));
+    for (; c + VL <= count; c += VL)
+        store(values + c, smaller(larger(load(values + c) + shift, spread(0.0f)), spread(15.0f)));
     for (; c < count; c++) {
         float v = values[c] + shift;
         v = v < 0.0f ? 0.0f : v;
@@ -95,9 +100,10 @@ static void nibbles(float *values, long count, float shift, uint8_t *to) {
     for (c = 0; c < count; c++) to[c] = (uint8_t)(int32_t)values[c];
 }
 
-/* One group: its scale (and offset), and its numbers divided by the scale in `room`. Returns the scale's error: 0, or NaN. */
-INLINE float scale_group(const struct weight *w, int64_t kind, const char *from, long count, long at, float *room) {
-    struct extremes found = widen_group(kind, from, count, room);
+/* One group: its scale (and offset), and its numbers divided by the scale in `buffer`. Returns 0, or NaN if the
+ * scale is not finite. */
+INLINE float scale_group(const struct weight *w, int64_t kind, const char *from, long count, long at, float *buffer) {
+    struct extremes found = widen_group(kind, from, count, buffer);
     float scale, offset = 0.0f;
     if (w->kind == INT8) {
         scale = (found.high > -found.low ? found.high : -found.low) / 127.0f;
@@ -115,38 +121,37 @@ INLINE float scale_group(const struct weight *w, int64_t kind, const char *from,
         ((uint16_t *)w->scales)[at] = half;
         scale = half_to_float(half);
     }
-    multiply(room, count, offset, inverse_of(scale));
+    multiply(buffer, count, offset, inverse_of(scale));
     return found.wrong + scale * 0.0f + offset * 0.0f;
 }
 
-static void store_numbers(const struct weight *w, long row, float *room, uint8_t *packed) {
+static void store_numbers(const struct weight *w, long row, float *buffer, uint8_t *packed) {
     char *to = (char *)row_of(w, row);
     if (w->kind == INT8) {
-        whole_bytes(room, w->cols, (int8_t *)to);
+        whole_bytes(buffer, w->cols, (int8_t *)to);
         return;
     }
-    nibbles(room, w->cols, w->offsets ? 0.5f : 8.5f, packed);
+    nibbles(buffer, w->cols, w->offsets ? 0.5f : 8.5f, packed);
     for (long c = w->cols; c < round_up(w->cols, 32); c++) packed[c] = 8;
     for (long block = 0; block < round_up(w->cols, 32); block += 32, to += 16)
         for (int j = 0; j < 16; j++) to[j] = (char)(packed[block + j] | packed[block + j + 16] << 4);
 }
 
-/*
- * Fill all rows of the int8 or int4 weight `w` from `values` [rows][cols] of the floating kind `kind`. `room`: 5 bytes for each column, columns
- * rounded up to 32. Returns -1, or the first row with a number that is not finite, or too large for a scale.
- */
-long pack_rows(const struct weight *w, int64_t kind, const void *values, float *room) {
+/* Fill all rows of the int8 or int4 weight `w` from `values` [rows][cols] of the floating kind `kind`. `buffer`: 5
+ * bytes per column, columns rounded up to 32. Returns -1, or the first row with a number that is not finite or too
+ * large for a scale. */
+long pack_rows(const struct weight *w, int64_t kind, const void *values, float *buffer) {
     const long each = bytes_each(kind), groups = groups_of(w);
-    uint8_t *packed = (uint8_t *)(room + round_up(w->cols, 32));
+    uint8_t *packed = (uint8_t *)(buffer + round_up(w->cols, 32));
     for (long row = 0; row < w->rows; row++) {
         const char *from = (const char *)values + row * w->cols * each;
         float wrong = 0.0f;
         for (long group = 0; group < groups; group++) {
             long c = group * w->group, count = w->cols - c < w->group ? w->cols - c : w->group;
-            wrong += scale_group(w, kind, from + c * each, count, row * groups + group, room + c);
+            wrong += scale_group(w, kind, from + c * each, count, row * groups + group, buffer + c);
         }
         if (wrong != 0.0f) return row;
-        store_numbers(w, row, room, packed);
+        store_numbers(w, row, buffer, packed);
     }
     return -1;
 }

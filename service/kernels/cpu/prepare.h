@@ -1,4 +1,4 @@
-/* Activations as a product wants them: normed, padded with zeros, and for integer weights as int16. */
+/* Activations prepared for a product: normed, zero-padded, and as int16 for integer weights. */
 #pragma once
 #include <math.h>
 #ifdef _OPENMP
@@ -6,18 +6,20 @@
 #endif
 #include "integer.h"
 
-/* Rows of x ready for a product. Integer kinds but nvfp4: x = words * scale over spans of columns, words within 15 bits of the span's
- * largest value, so that an element is wrong by at most largest / 65534. Sums of products stay within int32: 128 columns of 127 * 32767. */
+/* Rows of x ready for a product. Integer kinds except nvfp4: x = words * scale over spans of columns, words within
+ * 15 bits of the largest value of the span, so that an element is wrong by at most largest / 65534. Sums of products
+ * fit in int32: 128 columns of 127 * 32767. */
 struct prepared {
-    long width;      /* elements of a row: cols and zeros behind them */
+    long width;      /* elements of a row: cols and zeros after them */
     long span, spans;
     float *x;        /* floating kinds: [tokens][width] */
     int16_t *words;  /* integer kinds: [tokens][width]; nvfp4: the digits of as many columns, block by block */
-    float *scales;   /* [tokens][ahead], zeros behind the spans: they are read in whole vectors; nvfp4: a half's behind the other's */
-    float *sums;     /* the same, the sum of a span's x: for zeros and offsets */
-    int32_t *zeros;  /* nvfp4: instead, what E2M1_ZERO adds too much to a span's whole sum, below zero */
+    /* [tokens][ahead], zeros after the spans because whole vectors are read; nvfp4: first halves, then second */
+    float *scales;
+    float *sums;     /* the same; the sum of the x of a span, for zeros and offsets */
+    int32_t *zeros;  /* nvfp4: instead, minus what E2M1_ZERO adds to the integer sum of a span */
     long ahead;
-    long groups, ratio;  /* of the weight: scales a row, spans a scale */
+    long groups, ratio;  /* of the weight: scales per row, spans per scale */
 };
 
 INLINE int integer_kind(int64_t kind) { return kind >= INT8; }
@@ -28,7 +30,7 @@ INLINE char *take(char **at, long bytes) {
     return here;
 }
 
-/* Lays the arrays of `tokens` rows out from `at`, 64-byte aligned; returns where they end. */
+/* Lay out the arrays of `tokens` rows from `at`, 64-byte aligned. Returns their end. */
 static inline char *lay_out(struct prepared *ready, const struct weight *w, long tokens, char *at) {
     ready->width = round_up(w->cols, w->kind == NVFP4 ? BLOCK_COLS : 128);
     ready->span = span_of(w);
@@ -47,7 +49,7 @@ static inline char *lay_out(struct prepared *ready, const struct weight *w, long
     return at;
 }
 
-/* One row of x, normed or not, into `row` [width], zeros behind it. */
+/* One row of x, normed or not, into `row` [width], zeros after it. */
 static inline void norm_row(const struct product *p, const float *x, float *row, long width) {
     long cols = p->w.cols, whole = cols / VL * VL;
     float factor = 1.0f;
@@ -65,7 +67,8 @@ static inline void norm_row(const struct product *p, const float *x, float *row,
     memset(row + cols, 0, (width - cols) * sizeof *row);
 }
 
-/* Row t of the words, scales and sums. A span that holds a NaN or an infinity gets the scale NaN: it shows in every result. */
+/* Row t of the words, scales and sums. A span with a NaN or an infinity gets the scale NaN, which shows in every
+ * result. */
 static inline void quantize_row(struct prepared *ready, const float *row, long t) {
     int16_t *words = ready->words + t * ready->width;
     for (long s = 0; s < ready->spans; s++) {
@@ -90,10 +93,11 @@ static inline void quantize_row(struct prepared *ready, const float *row, long t
         ready->scales[at] = (inverse == 0.0f ? 0.0f : largest / 32767.0f) + sum_lanes(faults);
         ready->sums[at] = ready->scales[at] * (float)sum;
     }
-    for (long s = t * ready->ahead + ready->spans; s < (t + 1) * ready->ahead; s++) ready->scales[s] = ready->sums[s] = 0.0f;
+    for (long s = t * ready->ahead + ready->spans; s < (t + 1) * ready->ahead; s++)
+        ready->scales[s] = ready->sums[s] = 0.0f;
 }
 
-/* As quantize_row for nvfp4, words within MOST_OF_DIGITS: an element is wrong by at most largest / 65278. */
+/* Like quantize_row for nvfp4, words within MOST_OF_DIGITS: an element is wrong by at most largest / 65278. */
 static inline void quantize_digits(struct prepared *ready, const float *row, long t) {
     for (long s = 0; s < ready->ahead; s++) {
         const float *from = row + s * 16;
@@ -105,7 +109,8 @@ static inline void quantize_digits(struct prepared *ready, const float *row, lon
         }
         const float largest = largest_lane(most), inverse = largest > 1e-30f ? MOST_OF_DIGITS / largest : 0.0f;
         int16_t words[16];
-        for (long c = 0; c < 16; c += VL) *(vs_any *)(words + c) = __builtin_convertvector(nearest(load(from + c) * inverse), vs_any);
+        for (long c = 0; c < 16; c += VL)
+            *(vs_any *)(words + c) = __builtin_convertvector(nearest(load(from + c) * inverse), vs_any);
         const long block = s / BLOCK_GROUPS, lane = LANE_OF(s % BLOCK_GROUPS / 2), half = s % 2;
         int8_t *to = (int8_t *)(ready->words + t * ready->width) + block * BLOCK_DIGITS + half * HALF_DIGITS + lane * 4;
         int32_t sum = 0;
@@ -123,7 +128,8 @@ static inline void quantize_digits(struct prepared *ready, const float *row, lon
 
 /* gates = silu(gates) * ups (Shazeer 2020), of `count` floats and the rest of the last vector. */
 static inline void gate(float *gates, const float *ups, long count) {
-    for (long i = 0; i < count; i += VL) store(gates + i, load(gates + i) / (1.0f + exponential(-load(gates + i))) * load(ups + i));
+    for (long i = 0; i < count; i += VL)
+        store(gates + i, load(gates + i) / (1.0f + exponential(-load(gates + i))) * load(ups + i));
 }
 
 static inline int thread_number(void) {

@@ -1,4 +1,4 @@
-/* Reading memory and doing nothing with it: the limit that decode is held against. */
+/* Reads memory and does nothing with it: the bound that decode is compared with. */
 #include <stdatomic.h>
 #include "prepare.h"
 
@@ -18,7 +18,7 @@ static int32_t read_some(const char *at) {
     return sum[0];
 }
 
-/* Read `bytes` (as many whole pieces of 256 KiB as they hold) with all threads, in streams as gemv.c does. Returns a sum of them. */
+/* Read `bytes` (whole pieces of 256 KiB) with all threads, in streams as gemv.c does. Returns a sum of them. */
 long read_all(const char *from, long bytes, long threads) {
     atomic_long next = 0, sum = 0;
 #pragma omp parallel num_threads((int)threads)

@@ -1,4 +1,4 @@
-/* Vectors of VL floats in the compiler's vector extension; by name only what compilers translate badly. */
+/* Vectors of VL floats in the compiler's vector extension. Intrinsics only where compilers translate badly. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -20,7 +20,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-/* Sums in arrays stay in registers only where such loops are gone before the compiler looks at the arrays. */
+/* Sums in arrays stay in registers only if such loops are unrolled before the compiler looks at the arrays. */
 #define UNROLL _Pragma("GCC unroll 8")
 
 typedef float vf __attribute__((vector_size(VL * 4)));
@@ -39,7 +39,7 @@ INLINE vf pick(vi mask, vf yes, vf no) { return as_float((mask & as_bits(yes)) |
 INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 INLINE vf magnitude(vf v) { return as_float(as_bits(v) & 0x7fffffff); }
 
-/* Halves are added, so that the order of the sum is the same for every caller. */
+/* Adds halves, so that every caller sums in the same order. */
 INLINE float sum_lanes(vf v) {
     float part[VL];
     memcpy(part, &v, sizeof part);
@@ -54,10 +54,11 @@ INLINE float largest_lane(vf v) {
     return most;
 }
 
-/* Nearest whole number, ties to even, for |v| < 2^22: what is added pushes the fraction out of the mantissa. */
+/* Nearest integer, ties to even, for |v| < 2^22: the addend pushes the fraction out of the mantissa. */
 INLINE vi nearest(vf v) { return as_bits(v + 12582912.0f) - 0x4b400000; }
 
-/* e^v to 2e-7 of it within -87..88 and as at that border beyond; NaN stays. v = n ln 2 + r with |r| <= ln 2 / 2, e^r by its series. */
+/* e^v with a relative error of 2e-7 for v in -87..88, clamped outside; NaN stays. v = n ln 2 + r with |r| <= ln 2 /
+ * 2, e^r by its series. */
 INLINE vf exponential(vf v) {
     v = pick(v < -87.0f, spread(-87.0f), v);
     v = pick(v > 88.0f, spread(88.0f), v);
@@ -115,7 +116,7 @@ INLINE vf load_fp8(const void *p) {
     return (vf)vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(vshl_n_s16(w, 7), vdup_n_s16((short)0xbf80))));
 }
 #else
-/* A half without instructions for it: sign, then exponent and mantissa moved into a float that is 2^112 too small. */
+/* A half without instructions for it: sign, exponent and mantissa moved into a float that is 2^112 too small. */
 INLINE float one_half(uint16_t h) {
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
     float v;
@@ -136,7 +137,7 @@ INLINE vf load_fp8(const void *p) {
 }
 #endif
 
-/* e4m3 read as the half with the same bits is 2^8 too small; exact, subnormals included. */
+/* e4m3 read as a half with the same bits is 2^8 too small. Exact, subnormals included. */
 #define FP8_FACTOR 256.0f
 
 INLINE float half_to_float(uint16_t h) {
@@ -151,9 +152,9 @@ INLINE float half_to_float(uint16_t h) {
 #endif
 }
 
-/* An e4m3 as load_fp8 reads it: still without FP8_FACTOR. */
+/* An e4m3 as load_fp8 reads it: without FP8_FACTOR. */
 INLINE float fp8_to_float(uint8_t byte) { return half_to_float((uint16_t)((((int8_t)byte) << 7) & 0xbf80)); }
 
-/* e2m1 numbers are kept as whole numbers that are twice as large. */
+/* e2m1 numbers are kept as integers, doubled. */
 #define E2M1_FACTOR 0.5f
 #define E2M1_WHOLE 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12

@@ -1,18 +1,19 @@
-/* Between residual streams and a layer, for 1 to 8 rows: what the layer reads of them, and what it found let into each. */
+/* Hyper-connections between residual streams and a layer, for 1 to 8 rows: the mix that the layer reads, and the
+ * injection of its result. */
 #include "calls.h"
 
-/* One joint; the products lie behind each other: x of `down` and `inject` is what is normed, x of `up` what `down` gives. */
-struct joint {
+/* One connection. The products are chained: `down` and `inject` read `normed`, `up` reads the result of `down`. */
+struct connection {
     struct product down, up, inject;
     const float *streams, *norm; /* [rows][count][hidden], [count][hidden] */
     float *normed, *low, *mixed; /* [rows][count][hidden], [rows][rank], [rows][count][hidden] */
     float *read;                 /* [rows][hidden] */
-    float *weights, *found;      /* [rows][count], [rows][hidden], which is cleared; NULL: nothing is let in */
+    float *weights, *found;      /* [rows][count], [rows][hidden], which is zeroed; NULL: nothing is injected */
     int64_t rows, count, hidden, rank, threads;
     double eps;
 };
 
-/* `count` numbers by `divided`, through a sigmoid that is weighed by `by`, or by the number itself. */
+/* Divide `count` numbers by `divided` and apply the sigmoid, times `by` or times the number itself. */
 INLINE void squash(float *x, long count, float divided, const int itself, float by) {
     for (long c = 0; c < count; c += VL) {
         const long left = (count - c < VL ? count - c : VL) * (long)sizeof *x;
@@ -24,7 +25,7 @@ INLINE void squash(float *x, long count, float divided, const int itself, float 
     }
 }
 
-void joint_rows(const struct joint *j) {
+void connection_rows(const struct connection *j) {
     const long hidden = j->hidden, wide = j->count * hidden;
     const float count = (float)j->count;
     norm_rows(j->streams, j->norm, j->normed, j->rows * j->count, hidden, j->count, j->eps, j->threads);
@@ -34,7 +35,8 @@ void joint_rows(const struct joint *j) {
     for (long t = 0; t < j->rows; t++)
         for (long c = 0; c < hidden; c += VL) {
             vf sum = {0};
-            for (long s = t * wide + c; s < (t + 1) * wide; s += hidden) sum += squashed(load(j->mixed + s)) * load(j->normed + s);
+            for (long s = t * wide + c; s < (t + 1) * wide; s += hidden)
+                sum += squashed(load(j->mixed + s)) * load(j->normed + s);
             store(j->read + t * hidden + c, sum / count);
         }
     if (!j->found) return;

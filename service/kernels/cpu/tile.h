@@ -1,4 +1,5 @@
-/* The register tile that products of many rows and attention are made of, and turning rows into the panels it reads. */
+/* The register tile of products of many rows and of attention, and the transposition of rows into the panels it
+ * reads. */
 #pragma once
 #include "simd.h"
 
@@ -16,7 +17,8 @@
 #define PANEL (NV * VL)
 
 /* c [ACROSS][n * VL] += a [ACROSS][depth] * b [depth][n * VL], rows a_ahead, b_ahead and c_ahead floats apart. */
-INLINE void tile_of(const int n, const float *a, long a_ahead, const float *b, long b_ahead, long depth, float *c, long c_ahead) {
+INLINE void tile_of(const int n, const float *a, long a_ahead, const float *b, long b_ahead, long depth, float *c,
+                    long c_ahead) {
     vf sums[ACROSS][NV];
 #pragma GCC unroll 12
     for (int i = 0; i < ACROSS; i++)
@@ -39,8 +41,8 @@ INLINE void tile_of(const int n, const float *a, long a_ahead, const float *b, l
         for (int v = 0; v < n; v++) store(c + i * c_ahead + v * VL, sums[i][v]);
 }
 
-/* to [units][ahead] gets column `unit` of from [PANEL][units]: 32-bit units, a multiple of 8 of them. */
-INLINE void turn(const void *from, long units, void *to, int rows, long ahead) {
+/* Transpose: to [units][ahead] gets column `unit` of from [PANEL][units]; 32-bit units, a multiple of 8 of them. */
+INLINE void transpose(const void *from, long units, void *to, int rows, long ahead) {
 #ifdef X86_WIDE
     for (int r = 0; r < rows; r += 8)
         for (long u = 0; u < units; u += 8) {

@@ -1,18 +1,18 @@
-/* A stored weight and one product with it, as kernels/cpu/cpu_kernels.py fills them in (the same fields there, all of eight bytes). */
+/* A stored weight and one product with it. native.py has the same fields, all of eight bytes. */
 #pragma once
 #include "simd.h"
 
 enum kind { F32, BF16, F16, FP8, INT8, INT4, NVFP4 };
 
 struct weight {
-    const void *data;     /* row after row, without gaps but for nibbles, whose rows fill up their last 16 bytes */
-    const void *scales;   /* [rows][groups]: fp16 for int4, e4m3 for nvfp4, else fp32; NULL where numbers stand for themselves */
-    const void *offsets;  /* [rows][groups] fp16: asymmetric int4; else NULL */
+    const void *data;     /* rows without gaps; rows of nibbles are padded to 16 bytes */
+    const void *scales;   /* [rows][groups]: fp16 for int4, e4m3 for nvfp4, else fp32; NULL: numbers without scales */
+    const void *offsets;  /* [rows][groups] fp16 for asymmetric int4, else NULL */
     int64_t rows, cols;
-    int64_t group;        /* columns under one scale, a multiple of 32 or all of them; 16 for nvfp4 */
+    int64_t group;        /* columns per scale: a multiple of 32, or all of them; 16 for nvfp4 */
     int64_t kind;
-    int64_t zero;         /* what a stored 0 stands for: 8 in symmetric int4 */
-    const float *factors; /* [rows]: nvfp4; else NULL */
+    int64_t zero;         /* the number that means 0: 8 in symmetric int4 */
+    const float *factors; /* [rows] for nvfp4, else NULL */
 };
 
 enum mode { STORE, ADD, GATE };
@@ -25,7 +25,7 @@ struct product {
     const float *x;     /* [tokens][cols] */
     float *out;         /* [tokens][rows], or [tokens][rows / 2] */
     int64_t tokens, threads;
-    char *scratch;      /* threads * stride bytes; how many: scratch_bytes() of the product's file */
+    char *scratch;      /* threads * stride bytes, see gemv_scratch and gemm_scratch */
     int64_t stride;
 };
 
@@ -52,14 +52,16 @@ INLINE const char *row_of(const struct weight *w, long row) { return (const char
 
 INLINE float scale_at(const struct weight *w, int64_t kind, long at) {
     if (kind == INT4) return half_to_float(((const uint16_t *)w->scales)[at]);
-    if (kind == NVFP4) return fp8_to_float(((const uint8_t *)w->scales)[at]) * (FP8_FACTOR * E2M1_FACTOR) * w->factors[at / groups_of(w)];
+    if (kind == NVFP4)
+        return fp8_to_float(((const uint8_t *)w->scales)[at]) * (FP8_FACTOR * E2M1_FACTOR) *
+               w->factors[at / groups_of(w)];
     float scale = ((const float *)w->scales)[at];
     return kind == FP8 ? scale * FP8_FACTOR : scale;
 }
 
 INLINE float offset_at(const struct weight *w, long at) { return half_to_float(((const uint16_t *)w->offsets)[at]); }
 
-/* VL numbers of a floating kind, an fp8's still without its scale. */
+/* VL numbers of a floating kind; those of fp8 without their scale. */
 INLINE vf load_kind(int64_t kind, const void *p) {
     switch (kind) {
         case F32: return load_f32(p);

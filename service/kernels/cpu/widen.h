@@ -19,7 +19,7 @@ static inline void widen_units(const struct weight *w, long row, long from, long
     }
 }
 
-/* count floats of row `row` from column `from`, a scale a group included. */
+/* count floats of row `row` from column `from`, with the scale of each group. */
 static inline void widen(const struct weight *w, long row, long from, long count, float *to) {
     if (w->kind == NVFP4) {
         widen_units(w, row, from, count, to);

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA, and the launches around them. Imported only where a GPU was chosen."""
+"""Triton kernels for CUDA, and the code that launches them. Imported only if a GPU was chosen."""

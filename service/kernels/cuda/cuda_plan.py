@@ -1,6 +1,7 @@
-"""Which form of a fused CUDA kernel a weight gets: pure arithmetic on its shape and the device's size, nothing is tried at run time.
+"""Chooses the variant of a fused CUDA kernel for a weight, from its shape and the device alone. Nothing is tried at run
+time.
 
-The rules come from timing about 4,000 forms inside CUDA graphs on an H200, with the shapes of Qwen3-0.6B and 4B.
+The rules come from timing about 4,000 variants inside CUDA graphs on an H200, with the shapes of Qwen3-0.6B and 4B.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import torch
 from ...quant.weight import QuantizedWeight, Weight
 
 WeightForm = Literal["float", "int8", "int4", "fp8", "nvfp4"]
-# Rows that a tensor-core tile of activations has; as many a pass may have to be read by the skinny kernel.
+# Rows of a tensor-core tile of activations, and most rows of the skinny kernel.
 TILE_ROWS = 16
-# Programs that share a row of weights where there are few rows.
+# Programs that share a row of weights if there are few rows.
 SPLIT = 4
-# Up to so many rows stream a weight each for itself, out of the GPU's cache behind the first, where that holds CACHED times as much: a
-# product in tiles, the norm before it and the sum of its parts are three kernels. A check of 2, 3 and 4 rows of Qwen3.8-Flash-Next takes
-# 5.6, 6.4 and 7.4 ms so on an H200, and 6.8, 7.3 and 7.9 in tiles; of 6 rows 9.0 both ways, of 8 10.7 and 10.1. Larger weights lose.
+# Up to STREAMING_ROWS rows stream the weight once each, from the second on out of the L2 cache, if that holds CACHED
+# times the weight. In tiles the norm, the product and the sum of its parts are three kernels. Verify passes of 2, 3 and
+# 4 rows of Qwen3.8-Flash-Next take 5.6, 6.4 and 7.4 ms streaming on an H200, and 6.8, 7.3 and 7.9 in tiles; 6 rows take
+# 9.0 both ways, 8 rows 10.7 and 10.1. Larger weights lose.
 STREAMING_ROWS, CACHED = 4, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the kernels are told of a weight. `group`: columns under one scale. `share`: units of 16 bytes under one, 0: one a row.
+class WeightShape:
+    """A weight as the kernels see it. `group`: columns under one scale. `share`: units of 16 bytes under one scale, 0
+    for one scale per row.
 
-    nvfp4 has two scales for a unit of 32 columns; they are read as one number, so `groups` counts units.
+    nvfp4 has two scales per unit of 32 columns. They are read as one number, so `groups` counts units.
     """
 
     form: WeightForm
@@ -44,13 +47,13 @@ class Shape:
 
     @property
     def units(self) -> int:
-        """Units of 16 bytes in a row."""
+        """Units of 16 bytes per row."""
         return self.cols * self.bits // 128
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """What the plans need to know of a GPU. `shared`: bytes of shared memory that one program may use; `cache`: of its own cache (L2)."""
+class GpuDevice:
+    """What the plans need to know of a GPU. `shared`: bytes of shared memory per program; `cache`: bytes of L2."""
 
     processors: int
     shared: int
@@ -60,7 +63,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
-    """Tiles of `lanes` rows times `units` units, `rows` of them at once, `grid` programs of `warps` warps; `most` run at once."""
+    """Tiles of `lanes` rows times `units` units, `rows` of them at once; `grid` programs of `warps` warps; `most`
+    programs run at once.
+    """
 
     rows: int
     lanes: int
@@ -72,7 +77,9 @@ class GemvPlan:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyPlan:
-    """Tiles of `rows` rows of weights in steps of `cols` columns, `stages` of them on their way, each row shared by `split` programs."""
+    """Tiles of `rows` weight rows in steps of `cols` columns, `stages` steps in flight, each row shared by `split`
+    programs.
+    """
 
     rows: int
     cols: int
@@ -83,7 +90,9 @@ class SkinnyPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """Tiles of `rows` rows of weights times `picks` rows of activations in steps of `cols` columns, `stages` of them on their way."""
+    """Tiles of `rows` weight rows times `picks` activation rows in steps of `cols` columns,
+    `stages` steps in flight.
+    """
 
     picks: int
     rows: int
@@ -93,24 +102,24 @@ class GroupedPlan:
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Any:
-    """A Triton kernel for a grid; what it takes only Triton knows."""
+    """A Triton kernel for a grid. Only Triton knows the types of its arguments."""
     return kernel[grid]
 
 
-def shape_of(weight: Weight, activation: torch.dtype) -> Shape | str:
+def shape_of(weight: Weight, activation: torch.dtype) -> WeightShape | str:
     """The weight as the fused kernels see it, or why they cannot read it."""
     if isinstance(weight, torch.Tensor):
         if weight.dtype != activation:
             return f"weights in {weight.dtype} with activations in {activation}"
         rows, cols = weight.shape
-        return _aligned(Shape("float", rows, cols, 1, cols, 0, False), weight)
+        return _aligned(WeightShape("float", rows, cols, 1, cols, 0, False), weight)
     return _quantized_shape(weight)
 
 
-def _quantized_shape(weight: QuantizedWeight) -> Shape | str:
+def _quantized_shape(weight: QuantizedWeight) -> WeightShape | str:
     name, cols, group = weight.format.name, weight.cols, weight.group
     if name == "nvfp4" and group == 16 and weight.factors is not None and cols % 32 == 0:
-        return _aligned(Shape("nvfp4", weight.rows, cols, cols // 32, 32, 1, False), weight.data)
+        return _aligned(WeightShape("nvfp4", weight.rows, cols, cols // 32, 32, 1, False), weight.data)
     if name not in ("int8", "int4", "fp8"):
         return f"weights in {name}"
     groups = weight.scales.shape[1]
@@ -119,10 +128,10 @@ def _quantized_shape(weight: QuantizedWeight) -> Shape | str:
         return f"{name} with groups of {group} columns"
     share = group // unit if groups > 1 else -(-cols // unit) if name == "int4" else 0
     form: WeightForm = name  # pyright: ignore[reportAssignmentType] - it is one of them
-    return _aligned(Shape(form, weight.rows, cols, groups, group, share, weight.offsets is not None), weight.data)
+    return _aligned(WeightShape(form, weight.rows, cols, groups, group, share, weight.offsets is not None), weight.data)
 
 
-def _aligned(shape: Shape, data: torch.Tensor) -> Shape | str:
+def _aligned(shape: WeightShape, data: torch.Tensor) -> WeightShape | str:
     columns = 128 // shape.bits
     if shape.cols % columns or shape.cols < columns * 2:
         return f"{shape.form} rows of {shape.cols} columns, no multiple of {columns}"
@@ -131,31 +140,31 @@ def _aligned(shape: Shape, data: torch.Tensor) -> Shape | str:
     return shape
 
 
-def streams(shape: Shape, rows: int, device: Device) -> bool:
-    """Whether so many rows of activations stream the weight one by one."""
+def streams(shape: WeightShape, rows: int, device: GpuDevice) -> bool:
+    """Whether this many activation rows stream the weight one by one."""
     return rows == 1 or (rows <= STREAMING_ROWS and shape.rows * shape.cols * shape.bits // 8 * CACHED <= device.cache)
 
 
-def gemv_plan(shape: Shape, gated: bool, device: Device) -> GemvPlan:
-    """For one row of activations."""
+def gemv_plan(shape: WeightShape, gated: bool, device: GpuDevice) -> GemvPlan:
+    """The plan for one activation row."""
     tiles = 5 if shape.form == "float" else 3
     units = next((u for u in (32, 64, 128, 256) if -(-shape.units // u) <= tiles), 256)
     count = -(-shape.units // units)
     warps = units // 16 if units < 256 else 8
     lanes = 32 * warps // units
-    # Words of two groups and x must fit the registers.
+    # The words of two groups and x must fit in registers.
     held = count * (2 if gated else 1)
-    # Nibbles of nvfp4 become floats one by one: twelve tiles of them compile for a quarter of a minute, and fill the registers.
+    # Nibbles of nvfp4 become floats one by one. Twelve tiles of them compile for 15 s and fill the registers.
     limit = {"int4": 8 if count > 2 else 16, "nvfp4": 4}.get(shape.form, 12)
     rows = next((r for r in (8, 4, 2) if r * held <= limit and r * lanes <= 16), 1)
     groups = -(-(shape.rows // 2 if gated else shape.rows) // (rows * lanes))
-    # All programs run at once, and leave the registers for the next kernel's first ones.
+    # All programs run at once, and leave registers for the first programs of the next kernel.
     most = device.processors * {2: 6, 4: 3 if shape.form == "float" else 4, 8: 2}[warps]
     return GemvPlan(rows, lanes, units, warps, min(most, groups), most)
 
 
-def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
-    """For 2 to TILE_ROWS rows of activations."""
+def skinny_plan(shape: WeightShape, gated: bool, device: GpuDevice) -> SkinnyPlan:
+    """The plan for 2 to TILE_ROWS activation rows."""
     few = shape.rows < 32 * device.processors and not gated
     split = SPLIT if few and shape.rows <= shape.cols * 2 else 1
     grouped = shape.groups > 1
@@ -172,15 +181,16 @@ def skinny_plan(shape: Shape, gated: bool, device: Device) -> SkinnyPlan:
 
 
 def pick_rows(picks: int, count: int) -> int:
-    """Picks of a tile where `picks` are shared out among `count` weights: as a rule one tile each."""
+    """Picks per tile if `picks` are spread over `count` weights: usually one tile per weight."""
     return 16 if picks <= 12 * count else 32 if picks <= 24 * count else 64
 
 
-def grouped_plan(shape: Shape, picks: int, device: Device) -> GroupedPlan:
-    """For tiles of `picks` rows of activations.
+def grouped_plan(shape: WeightShape, picks: int, device: GpuDevice) -> GroupedPlan:
+    """The plan for tiles of `picks` activation rows.
 
-    Of 83 forms on an H200, 2,048 rows and 512 experts of INT4: gates 657 us and down 409; 8 warps and 128 rows 699 and 444, steps of
-    128 columns 726 and 460. NVFP4 has 752 and 440, with 8 warps 908 and 527. Up to 32 picks 128 rows are the better ones everywhere.
+    From 83 variants on an H200 with 2,048 rows and 512 experts of INT4: gates take 657 us and down 409. With 8 warps
+    and 128 rows they take 699 and 444, with steps of 128 columns 726 and 460. NVFP4 takes 752 and 440, with 8 warps 908
+    and 527. Up to 32 picks 128 rows are faster everywhere.
     """
     step = min(64, _step(shape.group)) if shape.groups > 1 and shape.form != "nvfp4" else 64
     rows = 64 if shape.form == "int4" and picks > 32 else 128
@@ -189,5 +199,5 @@ def grouped_plan(shape: Shape, picks: int, device: Device) -> GroupedPlan:
 
 
 def _step(group: int) -> int:
-    """Columns of a step that lie under one scale: a power of two from 32 to 128."""
+    """Columns per step under one scale: a power of two from 32 to 128."""
     return 128 if group >= 128 else group if group & (group - 1) == 0 else 32

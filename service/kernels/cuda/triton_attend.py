@@ -1,18 +1,21 @@
-"""Attention over paged keys and values: a decode step with everything fused, and chunks of one sequence (Dao et al. 2022)."""
+"""Attention over paged keys and values: a decode step with everything fused, and chunks of one sequence (Dao et al.
+2022).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
 def block_tile(keys, values, table, at, end, kv, KV: tl.constexpr, D: tl.constexpr):
-    """Lower and upper halves of the 32 keys at positions at.., and their values; zeros where a value lies at or behind `end`.
+    """Lower and upper halves of the 32 keys at positions at.., and their values; zeros for values from `end` on.
 
-    A key behind `end` may be anything: its score is not used. A value that is not a number would spoil a sum even with weight 0.
+    A key from `end` on may be anything, because its score is not used. A value that is NaN would spoil a sum even with
+    weight 0.
     """
     H: tl.constexpr = D // 2
     n = tl.arange(0, 32)[:, None]
@@ -26,8 +29,8 @@ def block_tile(keys, values, table, at, end, kv, KV: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def turned(low, high, weight_low, weight_high, c, s, eps, D: tl.constexpr):
-    """RMS norm of heads [rows, D / 2] twice, and rotary."""
+def rotated(low, high, weight_low, weight_high, c, s, eps, D: tl.constexpr):
+    """RMS norm and rotary embedding of heads, given as two halves [rows, D / 2]."""
     low = low.to(tl.float32)
     high = high.to(tl.float32)
     root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
@@ -38,7 +41,7 @@ def turned(low, high, weight_low, weight_high, c, s, eps, D: tl.constexpr):
 
 @triton.jit
 def own_heads(qkv, kv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
-    """Halves of the queries of a key/value head [16, D / 2], of its new key [1, D / 2], and its new value [D]."""
+    """Halves of the queries of a key/value head [16, D / 2] and of its new key [1, D / 2], and its new value [D]."""
     G: tl.constexpr = HEADS // KV
     H: tl.constexpr = D // 2
     h = tl.arange(0, H)[None, :]
@@ -46,7 +49,13 @@ def own_heads(qkv, kv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
     p = qkv + (kv * G + i) * D + h
     k = qkv + (HEADS + kv) * D + h
     v = qkv + (HEADS + KV + kv) * D + tl.arange(0, D)
-    return tl.load(p, mask=i < G, other=0.0), tl.load(p + H, mask=i < G, other=0.0), tl.load(k), tl.load(k + H), tl.load(v)
+    return (
+        tl.load(p, mask=i < G, other=0.0),
+        tl.load(p + H, mask=i < G, other=0.0),
+        tl.load(k),
+        tl.load(k + H),
+        tl.load(v),
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -55,15 +64,18 @@ def join_splits(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, MORE: tl.constexpr,
     COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The results of all splits of `attend_step` as one: grid (B, KV, blocks of COLUMNS). Where one split had all the work, its result
-    stands already. What was shared out were positions [B] places and MORE; TOGETHER: for all rows as many, positions [1] of them.
+    """Join the results of all splits of `attend_step`. Grid (B, KV, blocks of COLUMNS). If one split had all the work,
+    its result is final already.
 
-    A kernel of its own: when the last split to come did it, behind a fence and a counter, it took 4.6 us a layer on an H200, not 2.
+    The splits share positions [B] + MORE positions. TOGETHER: all rows share positions[0] + MORE.
+
+    This is a kernel of its own: joining in the last split, after a fence and a counter, took 4.6 us per layer on an
+    H200 instead of 2.
     """
     G: tl.constexpr = HEADS // KV
     b = tl.program_id(0)
     kv = tl.program_id(1)
-    # Of chosen places it is the kernel before that says how many.
+    # For selected positions the kernel before writes their number.
     early(PDL)
     pos = tl.load(positions if TOGETHER else positions + b) + MORE
     active = tl.maximum(tl.cdiv(pos, split_size(pos, SPLITS)), 1)
@@ -84,13 +96,13 @@ def join_splits(
 
 @triton.jit
 def split_size(pos, SPLITS: tl.constexpr):
-    """Positions of a split, whole blocks, where `pos` are shared out."""
+    """Positions per split, in whole blocks, if `pos` are shared."""
     return (tl.maximum(tl.cdiv(pos, SPLITS), 1) + 31) // 32 * 32
 
 
 @triton.jit
 def with_block(ql, qh, low, high, held, visible, m, weight_sum, acc):
-    """What queries (halves) have seen once they attended to a `block_tile` too, as far as it is visible to each: see `attend_step`."""
+    """Extend the attention of queries (halves) by a `block_tile`, as far as each sees it: see `attend_step`."""
     scores = tl.dot(qh, high.T, tl.dot(ql, low.T))
     scores = tl.where(visible, scores, -1e30)
     top = tl.maximum(m, tl.max(scores, 1))
@@ -106,12 +118,12 @@ def attend_step(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables, width, parts, tops, sums, out,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One new token for each of B sequences: grid (B, KV, SPLITS).
+    """One new token for each of B sequences. Grid (B, KV, SPLITS).
 
-    Norms queries and the new key a head, rotates both, writes the new key and value, and attends to all positions up to the new one.
-    The positions before are shared out among the splits, in whole blocks; each leaves its result in `parts` [B, KV, SPLITS, GP, D] with
-    the largest score and the sum of weights, for `join_splits`.
-    tables [B, width] block ids. Which splits have work depends on positions alone, so a CUDA graph fits every length.
+    Norms queries and the new key per head, rotates both, stores the new key and value, and attends to all positions up
+    to the new one. The splits share the earlier positions in whole blocks. Each leaves its result in `parts` [B, KV,
+    SPLITS, GP, D] with the largest score and the sum of weights, for `join_splits`. tables [B, width]: block ids. Which
+    splits have work depends on positions alone, so one CUDA graph fits every length.
     """
     G: tl.constexpr = HEADS // KV
     H: tl.constexpr = D // 2
@@ -137,11 +149,11 @@ def attend_step(
     early(PDL)
     if split < active:
         ql, qh, kl, kh, v = own_heads(qkv + b * ((HEADS + 2 * KV) * D), kv, HEADS, KV, D)
-        ql, qh = turned(ql, qh, q_low, q_high, c, s, q_eps, D)
-        kl, kh = turned(kl, kh, k_low, k_high, c, s, k_eps, D)
+        ql, qh = rotated(ql, qh, q_low, q_high, c, s, q_eps, D)
+        kl, kh = rotated(kl, kh, k_low, k_high, c, s, k_eps, D)
         kl = kl.to(keys.dtype.element_ty)
         kh = kh.to(keys.dtype.element_ty)
-        # exp2 and its scale in place of exp.
+        # exp2 with its scale replaces exp.
         ql = ql * (1.4426950408889634 / D**0.5)
         qh = qh * (1.4426950408889634 / D**0.5)
         own = split == 0
@@ -161,7 +173,11 @@ def attend_step(
             low, high, held = low_next, high_next, held_next
         o = out + b * (HEADS * D)
         if active == 1:
-            tl.store(o + (kv * G + i)[:, None] * D + d[None, :], (acc / weight_sum[:, None]).to(out.dtype.element_ty), (i < G)[:, None])
+            tl.store(
+                o + (kv * G + i)[:, None] * D + d[None, :],
+                (acc / weight_sum[:, None]).to(out.dtype.element_ty),
+                (i < G)[:, None],
+            )
         else:
             unit = b * KV + kv
             row = (unit * SPLITS + split) * GP + i
@@ -175,10 +191,11 @@ def attend_rows(
     qkv, keys, values, positions, table, parts, tops, sums, out, count,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A few rows of one sequence, queries normed and turned, keys and values in the cache: grid (tiles of 16 // GP rows, KV, SPLITS).
+    """A few rows of one sequence, queries normed and rotated, keys and values in the cache. Grid (tiles of 16 // GP
+    rows, KV, SPLITS).
 
-    Rows of a tile have their queries below each other, so that each key is read once for all of them. All places up to the last row's are
-    shared out among the splits, see `attend_step`, the same ones for every row.
+    A tile stacks the queries of its rows, so that each key is read once for all of them. The splits share all positions
+    up to that of the last row, the same ones for every row; see `attend_step`.
     """
     G: tl.constexpr = HEADS // KV
     H: tl.constexpr = D // 2
@@ -200,7 +217,7 @@ def attend_rows(
     early(PDL)
     if split < active:
         p = qkv + t[:, None] * W + (kv * G + g)[:, None] * D + h
-        # exp2 and its scale in place of exp.
+        # exp2 with its scale replaces exp.
         ql = tl.load(p, mask=live[:, None], other=0.0).to(tl.float32) * (1.4426950408889634 / D**0.5)
         qh = tl.load(p + H, mask=live[:, None], other=0.0).to(tl.float32) * (1.4426950408889634 / D**0.5)
         ql = ql.to(keys.dtype.element_ty)
@@ -211,7 +228,7 @@ def attend_rows(
         low, high, held = block_tile(keys, values, table, start, end, kv, KV, D)
         for at in range(start, end, 32):
             low_next, high_next, held_next = block_tile(keys, values, table, at + 32, end, kv, KV, D)
-            # A row that sees nothing of a split has a least score there, with which its share counts nothing.
+            # A row that sees nothing of a split has the lowest score there, so its share counts nothing.
             visible = (at + tl.arange(0, 32))[None, :] <= tl.minimum(pos, end - 1)[:, None]
             m, weight_sum, acc = with_block(ql, qh, low, high, held, visible, m, weight_sum, acc)
             low, high, held = low_next, high_next, held_next
@@ -229,16 +246,19 @@ def attend_rows(
 @triton.jit(do_not_specialize=["start", "count"])
 def attend_chunk(
     qkv, keys, values, table, out, start, count,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows start..start + count - 1 of one sequence, their keys and values in the cache already: grid (tiles of BM // GP rows, KV).
+    """Rows start..start + count - 1 of one sequence, their keys and values in the cache already. Grid (tiles of BM //
+    GP rows, KV).
 
-    qkv [count, (HEADS + 2 KV) D], queries normed and rotated. A tile has its rows' queries of one key/value head below each other.
+    qkv [count, (HEADS + 2 KV) D], queries normed and rotated. A tile stacks the queries of its rows for one key/value
+    head.
     """
     G: tl.constexpr = HEADS // KV
     BT: tl.constexpr = BM // GP
     kv = tl.program_id(1)
-    # The last tiles see the most positions: they begin first.
+    # The last tiles see the most positions, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     m = tl.arange(0, BM)
     t = tile * BT + m // GP

@@ -1,7 +1,8 @@
-"""The gated delta rule (see delta.py) on CUDA: one step of several sequences, and chunks of one sequence in tensor cores.
+"""The gated delta rule (see delta_rule.py) on CUDA: one step of several sequences, and chunks of one sequence in tensor
+cores.
 
-A projected row has queries, keys, values and gates of all heads one behind the other, or (FUSED) those of each key head together.
-Numbers of states and windows are fp32. H key heads of D, R value heads of E to each; C = 2 H D + H R E channels.
+A projected row holds queries, keys, values and gates of all heads in turn, or (FUSED) those of each key head together.
+States and windows are fp32. H key heads of D, R value heads of E per key head; C = 2 H D + H R E channels.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
-def place_of(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
-    """Where channel c lies in a projected row."""
+def channel_offset(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
+    """Offset of channel c in a projected row."""
     if FUSED:
         EACH: tl.constexpr = 2 * D + 2 * R * E
         KEYS: tl.constexpr = H * D
@@ -22,25 +23,25 @@ def place_of(c, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constex
         query = (c // D) * EACH + c % D
         key = ((c - KEYS) // D) * EACH + D + (c - KEYS) % D
         value = (of_values // (R * E)) * EACH + 2 * D + of_values % (R * E)
-        place = tl.where(c < KEYS, query, tl.where(c < 2 * KEYS, key, value))
+        offset = tl.where(c < KEYS, query, tl.where(c < 2 * KEYS, key, value))
     else:
-        place = c
-    return place
+        offset = c
+    return offset
 
 
 @triton.jit
-def gate_place(j, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
-    """Where the gates of value head j begin in a projected row."""
+def gate_offset(j, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr):
+    """Offset of the gates of value head j in a projected row."""
     if FUSED:
-        place = (j // R) * (2 * D + 2 * R * E) + 2 * D + R * E + (j % R) * E
+        offset = (j // R) * (2 * D + 2 * R * E) + 2 * D + R * E + (j % R) * E
     else:
-        place = 2 * H * D + H * R * E + j * E
-    return place
+        offset = 2 * H * D + H * R * E + j * E
+    return offset
 
 
 @triton.jit
 def head_rates(rates, decay, bias, row, j, live, H: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr):
-    """log of what is left of the state, and how much of a correction is taken, of value head j in rows `row`."""
+    """For value head j in rows `row`: log of the decay of the state, and the rate of the correction."""
     HEADS: tl.constexpr = H * R
     if FUSED:
         beta_at = (j // R) * (2 * R) + j % R
@@ -51,7 +52,7 @@ def head_rates(rates, decay, bias, row, j, live, H: tl.constexpr, R: tl.constexp
     p = rates + row.to(tl.int64) * (2 * HEADS)
     beta = tl.sigmoid(tl.load(p + beta_at, mask=live, other=0.0).to(tl.float32))
     speed = tl.load(p + speed_at, mask=live, other=0.0).to(tl.float32) + tl.load(bias + j)
-    # softplus, without a large number's exp
+    # softplus, without the exp of a large number
     soft = tl.maximum(speed, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(speed)))
     return tl.where(live, tl.load(decay + j) * soft, 0.0), tl.where(live, beta, 0.0)
 
@@ -59,19 +60,20 @@ def head_rates(rates, decay, bias, row, j, live, H: tl.constexpr, R: tl.constexp
 @triton.jit
 def convolve_rows(
     projected, windows, taps, source, target, out,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, FUSED: tl.constexpr,
-    BLOCK: tl.constexpr, TRAIL: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    FUSED: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decode: out fp32 [B, C] = silu of the convolution behind windows [slots, K - 1, C], which go on. Grid (B, blocks of C).
+    """Decode: out fp32 [B, C] = silu of the convolution after windows [slots, K - 1, C], which shift. Grid (B, blocks
+    of C).
 
-    TRAIL: the rows are of one sequence; each stands behind the window of slot source[0] and the rows before it.
+    VERIFY: the rows belong to one sequence; each follows the window of slot source[0] and the rows before it.
     """
     CHANNELS: tl.constexpr = 2 * H * D + H * R * E
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < CHANNELS
     # No other kernel of a pass writes windows.
-    gone = b if TRAIL else b * 0
+    gone = b if VERIFY else b * 0
     old = windows + tl.load(source + (b - gone)) * ((K - 1) * CHANNELS) + c
     new = windows + tl.load(target + b) * ((K - 1) * CHANNELS) + c
     last = tl.load(taps + (K - 1) * CHANNELS + c, mask=live, other=0.0)
@@ -80,13 +82,15 @@ def convolve_rows(
     for i in tl.static_range(K - 1):
         held = held + (tl.load(old + (i + gone) * CHANNELS, mask=live & (i + gone < K - 1), other=0.0),)
     early(PDL)
-    place = place_of(c, H, R, D, E, FUSED)
-    x = tl.load(projected + b * WIDTH + place, mask=live, other=0.0).to(tl.float32)
-    if TRAIL:
+    offset = channel_offset(c, H, R, D, E, FUSED)
+    x = tl.load(projected + b * WIDTH + offset, mask=live, other=0.0).to(tl.float32)
+    if VERIFY:
         seen = ()
         for i in tl.static_range(K - 1):
             row = b + i - (K - 1)
-            seen = seen + (held[i] + tl.load(projected + row * WIDTH + place, mask=live & (row >= 0), other=0.0).to(tl.float32),)
+            seen = seen + (
+                held[i] + tl.load(projected + row * WIDTH + offset, mask=live & (row >= 0), other=0.0).to(tl.float32),
+            )
         held = seen
     for i in tl.static_range(K - 1):
         y += held[i] * tl.load(taps + i * CHANNELS + c, mask=live, other=0.0)
@@ -102,7 +106,7 @@ def row_of(
     seen, rates, decay, bias, b, j, e, live,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """What row b has for value head j: log of what is left of the state, rate of correction, query, key, values e; 0 if not `live`."""
+    """The inputs of value head j in row b: log of the decay, correction rate, query, key, values e; 0 if not `live`."""
     d = tl.arange(0, DP)
     g, beta = head_rates(rates, decay, bias, b, j, live, H, R, FUSED)
     row = seen + b * (2 * H * D + H * R * E)
@@ -114,7 +118,7 @@ def row_of(
 
 @triton.jit
 def advanced(s, g, beta, q, k, v, D: tl.constexpr):
-    """The state s [DP, EP] behind a token, and its answer [EP]."""
+    """The state s [DP, EP] after a token, and its answer [EP]."""
     q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * (1.0 / D**0.5)
     k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
     s *= tl.exp(g)
@@ -129,7 +133,7 @@ def gates_of(
     WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Gates of the answers of value head j in row b."""
-    return tl.load(projected + b * WIDTH + gate_place(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
+    return tl.load(projected + b * WIDTH + gate_offset(j, H, R, D, E, FUSED) + e, mask=e < E, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -145,12 +149,13 @@ def gated_answer(y, z, weight, eps, E: tl.constexpr, SIGMOID: tl.constexpr):
 @triton.jit
 def step_states(
     seen, projected, rates, decay, bias, norm, eps, states, source, target, out,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    FUSED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, FUSED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decode: states [slots, H, R, D, E] take a token in and answer; out [B, H R E] normed a head and gated. Grid (B, H * R).
+    """Decode: states [slots, H, R, D, E] take in a token and answer; out [B, H R E] is normed per head and gated. Grid
+    (B, H * R).
 
-    seen fp32 [B, C]: of `convolve_rows`. DP, EP: powers of two, at least D and E.
+    seen fp32 [B, C]: from `convolve_rows`. DP, EP: powers of two, at least D and E.
     """
     b = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
@@ -174,22 +179,23 @@ def step_states(
 @triton.jit(do_not_specialize=["count"])
 def convolve_piece(
     projected, windows, taps, source, target, out, count,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, FUSED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of one sequence: out [count, C] = silu of the convolution behind the window of slot source[0]; that of slot target[0], which
-    is another one, becomes what stands behind the chunk. Grid (pieces of ROWS rows, blocks of C)."""
+    """A chunk of one sequence: out [count, C] = silu of the convolution after the window of slot source[0]. The window
+    after the chunk goes to slot target[0], a different one. Grid (pieces of ROWS rows, blocks of C).
+    """
     CHANNELS: tl.constexpr = 2 * H * D + H * R * E
     begin = tl.program_id(0) * ROWS
     t = (begin + tl.arange(0, ROWS))[:, None]
     c = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     live = (t < count) & (c < CHANNELS)
-    place = place_of(c, H, R, D, E, FUSED)
+    offset = channel_offset(c, H, R, D, E, FUSED)
     old = windows + tl.load(source) * ((K - 1) * CHANNELS) + c
     y = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(K):
         at = t + i - (K - 1)
-        x = tl.load(projected + at.to(tl.int64) * WIDTH + place, mask=live & (at >= 0), other=0.0).to(tl.float32)
+        x = tl.load(projected + at.to(tl.int64) * WIDTH + offset, mask=live & (at >= 0), other=0.0).to(tl.float32)
         if begin == 0:
             x += tl.load(old + (at + K - 1) * CHANNELS, mask=live & (at < 0), other=0.0)
         y += x * tl.load(taps + i * CHANNELS + c, mask=c < CHANNELS, other=0.0)
@@ -198,32 +204,37 @@ def convolve_piece(
         new = windows + tl.load(target) * ((K - 1) * CHANNELS) + c
         for i in tl.static_range(K - 1):
             last = count - (K - 1) + i + c * 0
-            z = tl.load(projected + last.to(tl.int64) * WIDTH + place, mask=(c < CHANNELS) & (last >= 0), other=0.0).to(tl.float32)
+            z = tl.load(
+                projected + last.to(tl.int64) * WIDTH + offset, mask=(c < CHANNELS) & (last >= 0), other=0.0
+            ).to(tl.float32)
             z += tl.load(old + (last + K - 1) * CHANNELS, mask=(c < CHANNELS) & (last < 0), other=0.0)
             tl.store(new + i * CHANNELS, z, c < CHANNELS)
 
 
 @triton.jit
 def rows_of(p, first, count, STRIDE: tl.constexpr, D, DP: tl.constexpr, N: tl.constexpr):
-    """N rows [N, DP] from `first` on; 0 from `count` on, and from column D on."""
+    """N rows [N, DP] from `first` on; 0 from row `count` and from column D on."""
     d = tl.arange(0, DP)[None, :]
     n = tl.arange(0, N)[:, None]
-    return tl.load(p + tl.cast(first, tl.int64) * STRIDE + n * STRIDE + d, mask=(n < count - first) & (d < D), other=0.0)
+    return tl.load(
+        p + tl.cast(first, tl.int64) * STRIDE + n * STRIDE + d, mask=(n < count - first) & (d < D), other=0.0
+    )
 
 
 @triton.jit
 def unit_scale(x):
-    """What rows [N, DP] are multiplied by to length 1, fp32."""
+    """Factors that scale rows [N, DP] to length 1, fp32."""
     y = x.to(tl.float32)
     return tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
 
 
 @triton.jit
 def inverse_of(system, N: tl.constexpr, LEVELS: tl.constexpr):
-    """Of I + system [N, N], which is strictly lower triangular; N = 2 ** LEVELS.
+    """The inverse of I + system [N, N], with a strictly lower triangular system; N = 2 ** LEVELS.
 
-    The inverse of blocks on the diagonal gives that of blocks twice as large. Every product on the way is one of tokens' updates of a
-    state, which no update makes longer: nothing grows, as powers of the system would where keys repeat, and fp16 holds all of it.
+    The inverses of the diagonal blocks give those of blocks twice as large. Every intermediate product is one of the
+    tokens' updates of a state, which never lengthen it. So nothing grows, unlike powers of the system with repeated
+    keys, and fp16 holds everything.
     """
     i = tl.arange(0, N)[:, None]
     j = tl.arange(0, N)[None, :]
@@ -239,15 +250,15 @@ def inverse_of(system, N: tl.constexpr, LEVELS: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def solve_piece(
     seen, rates, decay, bias, values, keys, totals, kept, count,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
-    FUSED: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    N: tl.constexpr, FUSED: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of N tokens of one value head: the triangular system that ties their corrections, solved for both things it is asked of, COLUMNS of
-    them at a time.
+    """Solve the triangular system of the corrections of N tokens of one value head, for both right-hand sides, COLUMNS
+    of them at a time.
 
-    Corrections are values - keys @ (the state before the N tokens): values [pieces, H R, EP, N], keys [pieces, H R, N, DP], activations.
-    totals fp32 [pieces, H R, N]: log of what is left of that state at each token; kept: what the state behind them takes of raw keys.
-    seen [T, C]: of `convolve_piece`. Grid (pieces, H * R).
+    Corrections are values - keys @ (the state before the N tokens): values [pieces, H R, EP, N], keys [pieces, H R, N,
+    DP], activations. totals fp32 [pieces, H R, N]: log of the decay of that state at each token. kept: the weight of
+    each raw key in the state after the N tokens. seen [T, C]: from `convolve_piece`. Grid (pieces, H * R).
     """
     piece = tl.program_id(0)
     j = tl.program_id(1)
@@ -268,7 +279,8 @@ def solve_piece(
     tl.store(totals + unit_at * N + n, total)
     tl.store(kept + unit_at * N + n, unit * tl.exp(last - total))
     kind = seen.dtype.element_ty
-    # In two parts: rounded to bf16 alone, states behind repeated keys are off four times as far (4.2e-3, 9.5e-4).
+    # In two parts: rounded to bf16 once, states after repeated keys are off four times as much (4.2e-3 instead of
+    # 9.5e-4).
     wide = inverse * (unit * beta * tl.exp(total))[None, :]
     part = wide.to(kind)
     rest = (wide - part.to(tl.float32)).to(kind)
@@ -285,21 +297,21 @@ def solve_piece(
         wide = inverse * beta[None, :]
         part = wide.to(kind)
         rest = (wide - part.to(tl.float32)).to(kind)
-        turned = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
-        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], turned.to(values.dtype.element_ty))
+        transposed = tl.dot(v.T, rest.T, tl.dot(v.T, part.T))
+        tl.store(values + unit_at * (EP * N) + e[:, None] * N + n[None, :], transposed.to(values.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count"])
 def scan_pieces(
     seen, values, keys, totals, kept, states, source, target, held, corrections, count,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BE: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BE: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of one sequence behind `solve_piece`: the state goes from slot source[0] to slot target[0].
+    """A chunk of one sequence after `solve_piece`: the state goes from slot source[0] to slot target[0].
 
-    held [pieces, H R, EP, DP]: the state before each piece, corrections [pieces, H R, EP, N]: of its tokens, activations. Grid (blocks of
-    BE values, H * R): each program takes its columns of the state, as rows, through all pieces. As the left side of both products it goes
-    from registers into the tensor cores.
+    held [pieces, H R, EP, DP]: the state before each piece; corrections [pieces, H R, EP, N] of its tokens;
+    activations. Grid (blocks of BE values, H * R): each program takes its columns of the state, as rows, through all
+    pieces. As the left operand of both products the state goes from registers into the tensor cores.
     """
     j = tl.program_id(1)
     C: tl.constexpr = 2 * H * D + H * R * E
@@ -331,8 +343,8 @@ def scan_pieces(
 @triton.jit(do_not_specialize=["count"])
 def answer_piece(
     seen, corrections, totals, held, projected, norm, eps, out, count,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    N: tl.constexpr, FUSED: tl.constexpr, SIGMOID: tl.constexpr,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, N: tl.constexpr, FUSED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """out [T, H R E] = the answers of N tokens of one value head, normed, times their gates. Grid (pieces, H * R)."""
     piece = tl.program_id(0)
@@ -359,7 +371,9 @@ def answer_piece(
     y *= tl.rsqrt(tl.sum(y * y, 1) / E + eps)[:, None] * tl.load(norm + e, mask=e < E, other=0.0)[None, :]
     inside = live[:, None] & (e < E)[None, :]
     row = t.to(tl.int64)[:, None]
-    z = tl.load(projected + row * WIDTH + gate_place(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(projected + row * WIDTH + gate_offset(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     gate = tl.sigmoid(z)
     if not SIGMOID:
         gate = gate * z

@@ -1,11 +1,13 @@
-"""Sparse experts without a look from the host: who is chosen, tiles of rows that share an expert, and what the chosen ones found."""
+"""Sparse experts without reading values on the host: routing, tiles of rows that share an expert, and the sum of their
+results.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 from .triton_skinny import (
     fp8_halves,
     int4_halves,
@@ -19,15 +21,17 @@ from .triton_skinny import (
 @triton.jit
 def route(
     x, scores, gate, picks, weights, shares,
-    COUNT: tl.constexpr, ROOM: tl.constexpr, ACTIVE: tl.constexpr, PICKS: tl.constexpr, NORMALIZED: tl.constexpr, SHARED: tl.constexpr,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, ACTIVE: tl.constexpr, PICKS: tl.constexpr, NORMALIZED: tl.constexpr,
+    SHARED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """picks and weights [T, ACTIVE]: the likeliest of scores [T, COUNT] (softmax in fp32), the first of equal ones first. Grid (T,).
+    """picks and weights [T, ACTIVE]: the largest of scores [T, COUNT] (softmax in fp32), the first of equal ones. Grid
+    (T,).
 
-    SHARED: shares [T] = the sigmoid of gate [COLS] times x [T, COLS]. ROOM and PICKS: powers of two, at least COUNT and ACTIVE.
+    SHARED: shares [T] = the sigmoid of gate [COLS] times x [T, COLS]. PADDED and PICKS: powers of two, at least COUNT
+    and ACTIVE.
     """
     row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, ROOM)
+    e = tl.arange(0, PADDED)
     a = tl.arange(0, PICKS)
     c = tl.arange(0, BLOCK)
     early(PDL)
@@ -38,8 +42,8 @@ def route(
     likely = tl.zeros([PICKS], tl.float32)
     for i in tl.static_range(ACTIVE):
         best = tl.max(left)
-        # Where scores are no numbers nothing is the best: the place must still be one of an expert.
-        at = tl.minimum(tl.min(tl.where(left == best, e, ROOM)), COUNT - 1)
+        # If scores are NaN, none is the best. The index must still name an expert.
+        at = tl.minimum(tl.min(tl.where(left == best, e, PADDED)), COUNT - 1)
         found = tl.where(a == i, at, found)
         likely = tl.where(a == i, tl.exp(best - top) / total, likely)
         left = tl.where(e == at, float("-inf"), left)
@@ -57,11 +61,11 @@ def route(
 
 @triton.jit(do_not_specialize=["count", "most"])
 def sort_picks(picks, order, tiles, count, most, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """order [count]: the picks by their expert, those of one in their order. tiles [3, most]: expert (-1: nothing to do), first and end in
+    """order [count]: the picks sorted by expert, stable. tiles [3, most]: expert (-1: nothing to do), first and end in
     `order` of up to BM picks that share it.
 
-    Grid (experts,): each program counts the picks before its own. Its tiles begin at its number + first // BM, so that no program needs
-    to know the others' counts; `most` = experts + count // BM.
+    Grid (experts,): each program counts the picks before its own. Its tiles start at its number + first // BM, so no
+    program needs the counts of others; `most` = experts + count // BM.
     """
     expert = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -91,23 +95,26 @@ def sort_picks(picks, order, tiles, count, most, BM: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def beside(low, high, BW: tl.constexpr, BK: tl.constexpr):
-    """[BW, BK] of two [BW, BK // 2]: low nibbles, then high ones; every number stays in its thread."""
+def join_nibbles(low, high, BW: tl.constexpr, BK: tl.constexpr):
+    """[BW, BK] from two [BW, BK // 2]: low nibbles, then high ones. Every number stays in its thread."""
     return tl.join(low, high).permute(0, 2, 1).reshape(BW, BK)
 
 
 @triton.jit
 def turned_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps one
     x, w, scales, offsets, row, live, n,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BW, BM] fp32: rows n of w times the `live` ones of rows `row` of x, in steps of BK columns under one scale (nvfp4: any).
+    """[BW, BM] fp32: rows n of w times the `live` ones of rows `row` of x, in steps of BK columns under one scale
+    (nvfp4: any).
 
-    The weight is the left side: from sm_90 on that may come out of registers, in which it becomes floats, and the few rows of x are the
-    width of a tensor-core product, which may be 16. Scales are read a step ahead: they are too small to be copied in the background.
+    The weight is the left operand: from sm_90 on it may come from registers, where it becomes floats, and the few rows
+    of x are the width of a tensor-core product, which may be 16. Scales are read one step ahead: they are too small for
+    background copies.
     """
-    TWO: tl.constexpr = FORMAT == "int4" or FORMAT == "nvfp4"  # columns in a byte
+    TWO: tl.constexpr = FORMAT == "int4" or FORMAT == "nvfp4"  # columns per byte
     HELD: tl.constexpr = BK // 2 if TWO else BK
     WIDTH: tl.constexpr = COLS // 2 if TWO else COLS
     UNITS: tl.constexpr = BK // 32 if FORMAT == "nvfp4" else 1
@@ -140,14 +147,14 @@ def turned_sum(  # noqa: C901 - a kernel's forms, of which each compilation keep
             ahead = tl.load(ss + then, mask=(then + unit < GROUPS)[None, :], other=0.0)
         if FORMAT == "int4":
             low, high = int4_halves(q, HALF, ASM)
-            acc += tl.dot(beside(low, high, BW, BK), t.T) * s.to(tl.float32)
+            acc += tl.dot(join_nibbles(low, high, BW, BK), t.T) * s.to(tl.float32)
             if OFFSETS:
                 o = tl.load(offsets + n * GROUPS + i * BK // GROUP).to(tl.float32)[:, None] + 8.0 * s.to(tl.float32)
                 acc += o * tl.sum(t.to(tl.float32), 1)[None, :]
         elif FORMAT == "nvfp4":
             low_scale, high_scale = nvfp4_scales(s.to(tl.int32), HALF, ASM)
             low, high = nvfp4_halves(q, spread(low_scale, BW, UNITS), spread(high_scale, BW, UNITS), HALF, ASM)
-            acc = tl.dot(beside(low, high, BW, BK), t.T, acc)
+            acc = tl.dot(join_nibbles(low, high, BW, BK), t.T, acc)
         elif FORMAT == "float":
             acc = tl.dot(q, t.T, acc)
         else:
@@ -169,15 +176,15 @@ def turned_sum(  # noqa: C901 - a kernel's forms, of which each compilation keep
 @triton.jit(do_not_specialize=["most"])
 def grouped(
     x, w, scales, offsets, out, tiles, order, rows, most,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    SHARE: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr, SHARE: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [picks, rows]: row order[i] // SHARE of x times weight `expert` of those behind w, for the picks i of each tile of `sort_picks`;
-    where they are not SORTED, tiles [most] are the experts of the picks, each a tile of its own.
+    """out [picks, rows]: row order[i] // SHARE of x times weight `expert` of the contiguous weights from w on, for the
+    picks i of each tile of `sort_picks`. If not SORTED, tiles [most] are the experts of the picks, one tile each.
 
-    GATED as in `skinny`; then a tile has eight rows of gates and the eight of the same columns by turns, so that one thread has both.
-    Grid (blocks of rows, most): programs beside each other read the same rows of x.
+    GATED as in `skinny`; a tile then alternates eight rows of gates with the eight up rows of the same outputs, so that
+    one thread has both. Grid (blocks of rows, most): neighbouring programs read the same rows of x.
     """
     tile = tl.program_id(1)
     early(PDL)
@@ -196,12 +203,33 @@ def grouped(
         n = tl.minimum(r, rows - 1).to(tl.int64) + expert.to(tl.int64) * (rows * 2 if GATED else rows)
         if GATED:
             n += m // 8 % 2 * rows
-        acc = turned_sum(x, w, scales, offsets, pick // SHARE, live, n, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, BM, BW, BK, STAGES, ASM)
+        acc = turned_sum(
+            x,
+            w,
+            scales,
+            offsets,
+            pick // SHARE,
+            live,
+            n,
+            COLS,
+            FORMAT,
+            HALF,
+            GROUPS,
+            GROUP,
+            OFFSETS,
+            BM,
+            BW,
+            BK,
+            STAGES,
+            ASM,
+        )
         if GATED:
             gate, up = tl.split(acc.reshape(BW // 16, 2, 8, BM).permute(0, 2, 3, 1))
             acc = (gate * tl.sigmoid(gate) * up).reshape(BN, BM)
             r = tl.program_id(0) * BN + tl.arange(0, BN)
-        tl.store(out + pick[None, :] * rows + r[:, None], acc.to(out.dtype.element_ty), live[None, :] & (r < rows)[:, None])
+        tl.store(
+            out + pick[None, :] * rows + r[:, None], acc.to(out.dtype.element_ty), live[None, :] & (r < rows)[:, None]
+        )
 
 
 @triton.jit
@@ -209,15 +237,18 @@ def combine(
     found, weights, shared, shares, out,
     COLS: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, COLS] += the sum over a row's picks of weight times found [T * ACTIVE, COLS], always in the same order, and
-    its share of shared [T, COLS]: grid (T, blocks of columns)."""
+    """out [T, COLS] += the weighted sum over a row's picks of found [T * ACTIVE, COLS], always in the same order, and
+    its share of shared [T, COLS]. Grid (T, blocks of columns).
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < COLS
     early(PDL)
     y = tl.load(out + row * COLS + c, mask=live, other=0.0).to(tl.float32)
     for i in tl.static_range(ACTIVE):
-        y += tl.load(weights + row * ACTIVE + i) * tl.load(found + (row * ACTIVE + i) * COLS + c, mask=live, other=0.0).to(tl.float32)
+        y += tl.load(weights + row * ACTIVE + i) * tl.load(
+            found + (row * ACTIVE + i) * COLS + c, mask=live, other=0.0
+        ).to(tl.float32)
     if SHARED:
         y += tl.load(shares + row) * tl.load(shared + row * COLS + c, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * COLS + c, y.to(out.dtype.element_ty), live)

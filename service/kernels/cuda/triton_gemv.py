@@ -1,9 +1,10 @@
-"""One row of activations times a weight, for decode at batch 1: a persistent grid that streams the weight's rows.
+"""One activation row times a weight, for decode at batch 1: a persistent grid that streams the rows of the weight.
 
-A program keeps x in registers, prepared once, and walks over groups of BR * RL rows of the weight; the words of its next group are on
-their way while it multiplies. A tile is RL rows times NB units of 16 bytes; a row has T tiles. With 8-bit and 4-bit weights x is
-fixed-point, 16 bits of the largest number of its unit, and products are integer dot products of four (dp4a): turning every weight into
-a float would cost more time than reading it. That rounding is 2^-16 of the unit's largest number, below that of a bf16 activation.
+A program keeps x in registers, prepared once, and walks over groups of BR * RL weight rows. It loads the words of the
+next group while it multiplies. A tile is RL rows times NB units of 16 bytes; a row has T tiles. With 8-bit and 4-bit
+weights x is fixed-point, 16 bits relative to the largest number of its unit, and products are integer dot products of
+four (dp4a): converting every weight to a float would take longer than reading it. The rounding is 2^-16 of the largest
+number of the unit, less than that of a bf16 activation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import (
+from .triton_primitives import (
     dot_int4,
     dot_int8,
     e2m1_floats,
@@ -43,8 +44,10 @@ def stack(t, N: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit
-def group_words(w, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr):
-    """Words [RL, NB, 4] of rows row.., BR * T of them; zeros beyond the weight."""
+def group_words(
+    w, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr
+):
+    """Words [RL, NB, 4] of rows row.., BR * T of them; zeros outside the weight."""
     unit = tl.arange(0, NB)[None, :, None]
     at = unit * 4 + tl.arange(0, 4)[None, None, :]
     t = ()
@@ -58,10 +61,12 @@ def group_words(w, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constex
 
 @triton.jit
 def group_scales(
-    s, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr,
-    SHARE: tl.constexpr,
+    s, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr,
+    GROUPS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Scales (or offsets) [RL, NB] of the same units as they are stored; SHARE units have one. Of nvfp4 both of a unit, as one number."""
+    """Scales (or offsets) [RL, NB] of the same units as stored, one per SHARE units. For nvfp4 both scales of a unit as
+    one number.
+    """
     unit = tl.arange(0, NB)[None, :]
     t = ()
     for j in tl.static_range(BR):
@@ -74,11 +79,15 @@ def group_scales(
 
 
 @triton.jit
-def unit_floats(x, norm, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
-                NORM: tl.constexpr):  # fmt: skip
-    """x of tile k: 32 / BITS columns a word as tensors [RL, NB, 4], times the norm's weight; the sum of squares [RL, NB].
+def unit_floats(
+    x, norm, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """x of tile k: 32 / BITS columns per word as tensors [RL, NB, 4], times the norm's weight; and the sum of squares
+    [RL, NB].
 
-    Word v of an int4 unit has columns 4v.. in its low nibbles and 16 + 4v.. in its high ones. x are words of two (BITS 16) or four.
+    Word v of an int4 unit has columns 4v.. in its low nibbles and 16 + 4v.. in its high ones. x are words of two (BITS
+    16) or four numbers.
     """
     unit = k * NB + tl.arange(0, NB)[None, :, None] + 0 * tl.arange(0, RL)[:, None, None]
     at = unit * (8 if BITS == 4 else 4) + tl.arange(0, 4)[None, None, :]
@@ -100,7 +109,9 @@ def unit_floats(x, norm, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UN
             if BITS == 8:
                 xs = weighted(xs, 0, n)
             else:
-                m = two(tl.load(norm + 2 * at + 8, mask=live, other=0)) + two(tl.load(norm + 2 * at + 9, mask=live, other=0))
+                m = two(tl.load(norm + 2 * at + 8, mask=live, other=0)) + two(
+                    tl.load(norm + 2 * at + 9, mask=live, other=0)
+                )
                 xs = weighted(xs, 0, n) + weighted(xs, 4, m)
     return xs, squares
 
@@ -125,7 +136,7 @@ def largest(xs, N: tl.constexpr):
 
 @triton.jit
 def unit_fixed(xs, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Floats of `unit_floats` as the fixed-point numbers that `products` wants."""
+    """The floats of `unit_floats` as the fixed-point numbers that `products` takes."""
     m = largest(xs, 32 // BITS)
     inverse = tl.broadcast_to((32512.0 / m)[:, :, None], xs[0].shape)
     scale = m * (1.0 / 32512.0)
@@ -141,7 +152,7 @@ def unit_fixed(xs, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def held_fixed(x, sums, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
-    """The same from what `fixed_point` wrote: words high and low, a scale and a sum a unit."""
+    """The same from the output of `fixed_point`: high and low words, one scale and one sum per unit."""
     unit = k * NB + tl.arange(0, NB)[None, :] + 0 * tl.arange(0, RL)[:, None]
     W: tl.constexpr = 8 if BITS == 4 else 4
     at = unit[:, :, None] * W + tl.arange(0, 4)[None, None, :]
@@ -153,7 +164,12 @@ def held_fixed(x, sums, k: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, UNI
         ready = words + (scale,)
     else:
         total = tl.load(sums + UNITS + unit, mask=unit < UNITS, other=0.0).to(tl.int32)
-        ready = words + (tl.load(x + at + 4, mask=live, other=0), tl.load(low + at + 4, mask=live, other=0), scale, total)
+        ready = words + (
+            tl.load(x + at + 4, mask=live, other=0),
+            tl.load(low + at + 4, mask=live, other=0),
+            scale,
+            total,
+        )
     return ready
 
 
@@ -175,10 +191,12 @@ def nvfp4_sums(w, s, xs, j: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB:
 
 @triton.jit
 def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps one
-    w, s, o, xs, BR: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
-    SHARE: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
+    w, s, o, xs, BR: tl.constexpr, T: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr,
+    HALF: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """BR partial sums [RL, NB] of the rows' products with x. SHARE 0: the scale is the row's, and not applied here."""
+    """BR partial sums [RL, NB] of the products of the rows with x. SHARE 0: there is one scale per row, not applied
+    here.
+    """
     out = ()
     for j in tl.static_range(BR):
         if FORMAT == "nvfp4":
@@ -205,7 +223,9 @@ def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                 else:
                     zero = x[5] * 0 if OFFSETS else x[5] * -128
                     words = w[j * T + k]
-                    q = dot_int4(words, x, tl.broadcast_to(zero[:, :, None], words.shape), RL, NB, ASM).to(tl.float32) * (x[4] * 0.0625)
+                    q = dot_int4(words, x, tl.broadcast_to(zero[:, :, None], words.shape), RL, NB, ASM).to(
+                        tl.float32
+                    ) * (x[4] * 0.0625)
                 if SHARE:
                     q *= s[j * T + k].to(tl.float32)
                 if OFFSETS:
@@ -216,9 +236,11 @@ def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
 
 
 @triton.jit
-def load_group(w, s, o, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr,
-               GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
-    """What `products` needs of the rows row..: words, scales, offsets."""
+def load_group(
+    w, s, o, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr,
+    GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """The inputs of `products` for the rows row..: words, scales, offsets."""
     words = group_words(w, row, rows, BR, RL, NB, T, UNITS)
     held = words
     more = words
@@ -231,7 +253,7 @@ def load_group(w, s, o, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.co
 
 @triton.jit
 def folded(y, FOLD: tl.constexpr):
-    """silu(y * FOLD); y itself where FOLD is 0."""
+    """silu(y * FOLD), or y if FOLD is 0."""
     if FOLD != 0.0:
         y = y * FOLD
         y = y * tl.sigmoid(y)
@@ -241,26 +263,27 @@ def folded(y, FOLD: tl.constexpr):
 @triton.jit
 def gemv(
     x, norm, w, scales, offsets, out, picks, rows, eps,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, OFFSETS: tl.constexpr,
-    BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr,
-    NORM: tl.constexpr, HELD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, PICKED: tl.constexpr,
-    SEVERAL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
+    OFFSETS: tl.constexpr, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr,
+    NORM: tl.constexpr, HELD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr,
+    PICKED: tl.constexpr, SEVERAL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows] = w [rows, COLS] times x, or out += (ADD), or silu of that times the same with the rows after `rows` (GATED); FOLD: see
-    `folded`.
+    """out [rows] = w [rows, COLS] times x, or out += it (ADD), or silu of it times the product with the rows after
+    `rows` (GATED); FOLD: see `folded`.
 
-    w: int32 words. x: words of 16-bit floats, with NORM to be normed (norm: words of fp32), or with HELD what `fixed_point` wrote, its
-    scales and sums in place of `norm`. GROUPS scales a row; SHARE units of 16 bytes under each, 0 for one a row; of nvfp4 both scales of a
-    unit as one number, and the rows' factors in place of offsets.
+    w: int32 words. x: words of 16-bit floats; with NORM they are normed first (norm: words of fp32); with HELD they are
+    the output of `fixed_point`, and `norm` its scales and sums. GROUPS scales per row; SHARE units of 16 bytes per
+    scale, 0 for one per row. nvfp4: both scales of a unit as one number, and the factors of the rows instead of
+    offsets.
 
-    PICKED: grid (programs, picks). Pick i is times weight picks[i] of several that lie one behind the other, and row i // PICKED of x; its
-    result is row i of out [picks, rows]. SEVERAL: grid (programs, rows of x), of which each gives a row of out.
+    PICKED: grid (programs, picks). Pick i uses weight picks[i] of several contiguous ones and row i // PICKED of x, and
+    writes row i of out [picks, rows]. SEVERAL: grid (programs, rows of x), one row of out each.
     """
     BITS: tl.constexpr = 16 if FORMAT == "float" else 4 if FORMAT == "int4" or FORMAT == "nvfp4" else 8
     UNITS: tl.constexpr = COLS * BITS // 128
     T: tl.constexpr = (UNITS + NB - 1) // NB
     STEP: tl.constexpr = BR * RL
-    # What e2m1 and e4m3 leave out.
+    # The factor that e2m1 and e4m3 leave out.
     ROW_UNIT: tl.constexpr = 4194304.0 if FORMAT == "nvfp4" else 1.0
     ROW_SCALE: tl.constexpr = (BITS == 8 and SHARE == 0) or FORMAT == "nvfp4"
     if PICKED:
@@ -299,15 +322,30 @@ def gemv(
     for at in range(row, rows, tl.num_programs(0) * STEP):
         then = at + tl.num_programs(0) * STEP
         a_next = load_group(w, scales, offsets, then, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS)
-        b_next = load_group(up, up_scales, up_offsets, then, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS) if GATED else a_next
+        b_next = (
+            load_group(up, up_scales, up_offsets, then, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS)
+            if GATED
+            else a_next
+        )
         r = at + tl.arange(0, BR)[None, :] * RL + tl.arange(0, RL)[:, None]
         ok = r < rows
         before = tl.load(out + r, ok, 0.0).to(tl.float32) if ADD else 0.0
         by = tl.load(row_scales + r, ok, 0.0) * (root * ROW_UNIT) if ROW_SCALE else root
-        y = tl.sum(stack(products(a[0], a[1], a[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1) * by
+        y = (
+            tl.sum(
+                stack(products(a[0], a[1], a[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1
+            )
+            * by
+        )
         if GATED:
             by = tl.load(up_row_scales + r, ok, 0.0) * (root * ROW_UNIT) if ROW_SCALE else root
-            z = tl.sum(stack(products(b[0], b[1], b[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1) * by
+            z = (
+                tl.sum(
+                    stack(products(b[0], b[1], b[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB),
+                    1,
+                )
+                * by
+            )
             y = y * tl.sigmoid(y) * z
         tl.store(out + r, (before + folded(y, FOLD)).to(out.dtype.element_ty), ok)
         a, b = a_next, b_next

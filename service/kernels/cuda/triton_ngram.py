@@ -1,13 +1,15 @@
-"""Rows of an n-gram table let into residual streams on CUDA (see NgramWeights): how far each stream agrees, and a convolution over time."""
+"""Rows of an n-gram table added to residual streams on CUDA (see NgramWeights): a gate per stream, and a convolution
+over time.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
-# A score's root has no slope below it.
+# Below it the root of a score has no slope.
 SMALLEST = tl.constexpr(1e-6)
 
 
@@ -16,8 +18,8 @@ def gate_streams(
     keys, values, streams, key_norm, query_norm, gates, key_eps, query_eps, conv_eps,
     STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """gates fp32 [T, STREAMS, 2]: what of the values [T, HIDDEN] goes into each stream, by how far its key [T, STREAMS, HIDDEN] and the
-    stream agree, both normed; and what the result is multiplied by to be normed. Grid (T, STREAMS).
+    """gates fp32 [T, STREAMS, 2]: the share of the values [T, HIDDEN] for each stream, from the agreement of its key
+    [T, STREAMS, HIDDEN] with the stream, both normed; and the factor that norms the result. Grid (T, STREAMS).
     """
     t = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
@@ -33,7 +35,7 @@ def gate_streams(
     scale = tl.rsqrt(tl.sum(k * k) / HIDDEN + key_eps) * tl.rsqrt(tl.sum(q * q) / HIDDEN + query_eps) / HIDDEN**0.5
     score = tl.sum(k * of_key * (q * of_query)) * scale
     root = tl.sqrt(tl.maximum(tl.abs(score), SMALLEST))
-    root = tl.where(score > 0, root, tl.where(score < 0, -root, score))  # 0 stays 0, and what is no number shows
+    root = tl.where(score > 0, root, tl.where(score < 0, -root, score))  # 0 stays 0, and NaN stays NaN
     gate = tl.sigmoid(root)
     p = gates + (t * STREAMS + stream) * 2
     tl.store(p, gate)
@@ -42,29 +44,31 @@ def gate_streams(
 
 @triton.jit
 def gated_row(values, gates, row, live, c, STREAMS: tl.constexpr, HIDDEN: tl.constexpr):
-    """What goes into channels c of all streams of a row, and what it is multiplied by to be normed; 0 if not `live`."""
+    """What is added to channels c of all streams of a row, and the factor that norms it; 0 if not `live`."""
     p = gates + (row * STREAMS + c // HIDDEN) * 2
     v = tl.load(values + row * HIDDEN + c % HIDDEN, mask=live, other=0.0).to(tl.float32)
     return v * tl.load(p, mask=live, other=0.0), tl.load(p + 1, mask=live, other=0.0)
 
 
 @triton.jit
-def let_in_rows(
+def add_ngram_rows(
     values, gates, norm, taps, windows, source, target, streams,
-    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr, TRAIL: tl.constexpr,
-    PDL: tl.constexpr,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """streams [T, STREAMS HIDDEN] += the gated values and silu of their convolution, K taps APART tokens apart, of what is normed.
+    """streams [T, STREAMS HIDDEN] += the gated values and silu of their convolution over normed rows, K taps APART
+    tokens apart.
 
-    It is behind windows [slots, (K - 1) APART, STREAMS HIDDEN], one a row, which go on. TRAIL: the rows are of one sequence; each stands
-    behind the window of slot source[0] and the rows before it. Grid (T, blocks of channels).
+    The convolution follows windows [slots, (K - 1) APART, STREAMS HIDDEN], one per row, which shift. VERIFY: the rows
+    belong to one sequence; each follows the window of slot source[0] and the rows before it. Grid (T, blocks of
+    channels).
     """
     WIDE: tl.constexpr = STREAMS * HIDDEN
     KEPT: tl.constexpr = (K - 1) * APART
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < WIDE
-    gone = t if TRAIL else t * 0
+    gone = t if VERIFY else t * 0
     # No other kernel of a pass writes windows.
     old = windows + tl.load(source + (t - gone)) * (KEPT * WIDE) + c
     new = windows + tl.load(target + t) * (KEPT * WIDE) + c
@@ -75,7 +79,7 @@ def let_in_rows(
     early(PDL)
     added, scale = gated_row(values, gates, t, live, c, STREAMS, HIDDEN)
     latest = added * scale * weight
-    if TRAIL:
+    if VERIFY:
         seen = ()
         for i in tl.static_range(KEPT):
             row = t + i - KEPT

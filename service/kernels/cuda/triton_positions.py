@@ -1,4 +1,6 @@
-"""Attention whose heads are turned in part, or that looks at chosen places only: heads on their way into the cache, and decode from it."""
+"""Attention with partial rotary embedding, output gates, or key blocks that an indexer selects: heads into the cache,
+and decode from it.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +8,45 @@ import triton
 import triton.language as tl
 
 from .triton_attend import split_size
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
-def part_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates behind each head's queries: grid (T, blocks)."""
+def split_gates(
+    projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates after the queries of each head.
+    Grid (T, blocks).
+    """
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
-    place = tl.where(c < HEADS * D, c // D * (2 * D) + c % D, c + HEADS * D)
+    column = tl.where(c < HEADS * D, c // D * (2 * D) + c % D, c + HEADS * D)
     early(PDL)
-    x = tl.load(projected + t * (WIDTH + HEADS * D) + place, mask=c < WIDTH, other=0.0)
+    x = tl.load(projected + t * (WIDTH + HEADS * D) + column, mask=c < WIDTH, other=0.0)
     tl.store(qkv + t * WIDTH + c, x, c < WIDTH)
 
 
 @triton.jit
-def close_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `part_gates`: grid (T, blocks)."""
+def apply_gates(
+    projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `split_gates`. Grid (T, blocks)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < HEADS * D
     early(PDL)
-    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(
+        tl.float32
+    )
     p = mixed + t * (HEADS * D) + c
     y = tl.load(p, mask=live, other=0.0).to(tl.float32) * tl.sigmoid(z)
     tl.store(p, y.to(mixed.dtype.element_ty), live)
 
 
 @triton.jit
-def normed_turned(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr):
-    """RMS norm of one head [DP], and rotary of its first 2 HALF numbers."""
+def norm_rotate(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr):
+    """RMS norm of one head [DP], and rotary embedding of its first 2 HALF numbers."""
     d = tl.arange(0, DP)
     other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
     x = tl.load(p + d, mask=d < D, other=0.0).to(tl.float32)
@@ -50,13 +60,14 @@ def normed_turned(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "turns"])
-def place_turned(
+def store_rotated(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables, ahead,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries normed a head and turned in place; keys likewise, and values, into the cache. Grid (T, HEADS + 2 KV), one warp each.
+    """Norm and rotate queries in place, norm and rotate keys into the cache, copy values into it. Grid (T, HEADS + 2
+    KV), one warp each.
 
-    The tables of rows lie `ahead` apart, 0 where all are of one sequence.
+    The block tables of two rows are `ahead` apart, 0 if all rows belong to one sequence.
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -67,28 +78,29 @@ def place_turned(
     block = tl.load(tables + t * ahead + pos // 32).to(tl.int64)
     early(PDL)
     if head < HEADS:
-        x = normed_turned(p, q_norm, q_eps, cos, sin, turn, D, D, HALF)
+        x = norm_rotate(p, q_norm, q_eps, cos, sin, turn, D, D, HALF)
         tl.debug_barrier()  # what is written here was read there
         tl.store(p + d, x.to(qkv.dtype.element_ty))
     else:
         at = (block * KV + (head - HEADS) % KV) * (32 * D) + (pos % 32) * D + d
         if head < HEADS + KV:
-            x = normed_turned(p, k_norm, k_eps, cos, sin, turn, D, D, HALF)
+            x = norm_rotate(p, k_norm, k_eps, cos, sin, turn, D, D, HALF)
             tl.store(keys + at, x.to(keys.dtype.element_ty))
         else:
             tl.store(values + at, tl.load(p + d))
 
 
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "lengths"])
-def attend_places(
+def attend_positions(
     qkv, keys, values, positions, tables, ahead, chosen, lengths, parts, tops, sums, out,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, RATIO: tl.constexpr, MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, RATIO: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose queries are turned already, and whose keys and values are in the cache: grid (T, KV, SPLITS), see `attend_step`.
+    """Attention of rows whose queries are rotated, and whose keys and values are in the cache. Grid (T, KV, SPLITS),
+    see `attend_step`.
 
-    RATIO 0: each attends to all places up to its own. Else to the stretches of RATIO tokens in chosen [T, MOST], in order, and to the
-    tokens behind the last whole stretch, lengths [T] in all.
+    RATIO 0: each row attends to all positions up to its own. Otherwise it attends to the key blocks of RATIO tokens in
+    chosen [T, MOST], in order, and to the tokens after the last full key block, lengths [T] tokens in total.
     """
     G: tl.constexpr = HEADS // KV
     b = tl.program_id(0).to(tl.int64)
@@ -103,7 +115,9 @@ def attend_places(
     size = split_size(count, SPLITS)
     active = tl.maximum(tl.cdiv(count, size), 1)
     if split < active:
-        q = tl.load(qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0)
+        q = tl.load(
+            qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0
+        )
         q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(keys.dtype.element_ty)
         m = tl.full([16], -1e30, tl.float32)
         weight_sum = tl.zeros([16], tl.float32)
@@ -116,8 +130,8 @@ def attend_places(
             if RATIO:
                 tail = (pos + 1) % RATIO
                 inside = n < count - tail
-                stretch = tl.load(chosen + b * MOST + n // RATIO, mask=live & inside, other=0)
-                token = tl.where(inside, stretch * RATIO + n % RATIO, pos + 1 - count + n)
+                key_block = tl.load(chosen + b * MOST + n // RATIO, mask=live & inside, other=0)
+                token = tl.where(inside, key_block * RATIO + n % RATIO, pos + 1 - count + n)
             block = tl.load(table + token // 32, mask=live, other=0).to(tl.int64)
             p = ((block * KV + kv) * (32 * D) + (token % 32) * D)[:, None] + d[None, :]
             k = tl.load(keys + p, mask=live[:, None], other=0.0)
@@ -141,15 +155,17 @@ def attend_places(
 
 @triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions", "turns", "first_turns"])
 def pool_keys(
-    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, turns, first_turns, tables, ahead, source, target,
-    count, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
-    TRAIL: tl.constexpr, FIRSTS: tl.constexpr, PDL: tl.constexpr,
+    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, turns, first_turns, tables,
+    ahead, source, target, count, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    RATIO: tl.constexpr, CHUNK: tl.constexpr, VERIFY: tl.constexpr, FIRSTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What an indexer keeps of rows (see IndexedRows), and queries fp32 [T, HEADS, DIM] normed and turned: grid (T, HEADS + 1), one warp.
+    """Update what an indexer keeps of rows (see IndexerOperands); queries fp32 [T, HEADS, DIM] are normed and rotated.
+    Grid (T, HEADS + 1), one warp each.
 
-    The last program of a row sees to its key: where its stretch is full, the mean of its raw keys goes into `pooled`, normed and turned to
-    the place of its first token; else it waits in the tails. CHUNK: all rows are of one sequence, whose tail goes from slot source[0] to
-    slot target[0], or with TRAIL behind each row to a slot target[t] of its own. FIRSTS: first_turns [T] say how first tokens are turned.
+    The last program of a row handles its key. If its key block is full, the mean of the raw keys goes into `pooled`,
+    normed and rotated to the position of the first token; otherwise the raw key goes into the tails. CHUNK: all rows
+    belong to one sequence, whose tail goes from slot source[0] to slot target[0], or with VERIFY after each row to slot
+    target[t]. FIRSTS: first_turns [T] are the rotary rows of the first tokens, else they follow from turns [T].
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -159,15 +175,15 @@ def pool_keys(
     W: tl.constexpr = (HEADS + 1) * DIM
     early(PDL)
     if head < HEADS:
-        x = normed_turned(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, tl.load(turns + t), DIM, DP, HALF)
+        x = norm_rotate(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, tl.load(turns + t), DIM, DP, HALF)
         tl.store(queries + (t * HEADS + head) * DIM + d, x, live)
     else:
         own = indexed + HEADS * DIM + d
         sequence = t * 0 if CHUNK else t
         begin = tl.load(positions) if CHUNK else pos
-        last = tl.load(positions + count - 1) if CHUNK and not TRAIL else pos
+        last = tl.load(positions + count - 1) if CHUNK and not VERIFY else pos
         old = tails + tl.load(source + sequence) * ((RATIO - 1) * DIM) + d
-        new = tails + tl.load(target + (t if TRAIL else sequence)) * ((RATIO - 1) * DIM) + d
+        new = tails + tl.load(target + (t if VERIFY else sequence)) * ((RATIO - 1) * DIM) + d
         if pos % RATIO == RATIO - 1:
             total = tl.zeros([DP], tl.float32)
             for i in tl.static_range(RATIO):
@@ -178,16 +194,16 @@ def pool_keys(
                     x += tl.load(old + i * DIM, mask=live & (here == 0), other=0.0)
                 total += x
             total /= RATIO
-            room = queries + count * (HEADS * DIM) + t * DIM
-            tl.store(room + d, total, live)
-            tl.debug_barrier()  # the partners of rotary are read from there
+            mean = queries + count * (HEADS * DIM) + t * DIM
+            tl.store(mean + d, total, live)
+            tl.debug_barrier()  # the partners of the rotation are read from there
             first = pos - (RATIO - 1)
             turn = tl.load(first_turns + t) if FIRSTS else tl.load(turns + t) - (RATIO - 1)
-            x = normed_turned(room, k_norm, k_eps, cos, sin, turn, DIM, DP, HALF)
+            x = norm_rotate(mean, k_norm, k_eps, cos, sin, turn, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
-        # One program alone reads the old tail and then writes the new one, so that both may lie in one slot.
-        if TRAIL or pos == tl.minimum(begin // RATIO * RATIO + RATIO - 1, last):
+        # One program reads the old tail and then writes the new one, so both may lie in one slot.
+        if VERIFY or pos == tl.minimum(begin // RATIO * RATIO + RATIO - 1, last):
             base = (last + 1) // RATIO * RATIO
             for i in tl.static_range(RATIO - 1):
                 token = base + i
@@ -198,11 +214,14 @@ def pool_keys(
 
 
 @triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
-def score_stretches(
+def score_key_blocks(
     queries, pooled, positions, tables, ahead, scores, width,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """scores fp32 [T, width] of the full stretches that a row sees: the sum over heads of what is above 0. Grid (T, blocks of them)."""
+    """scores fp32 [T, width] of the full key blocks that a row sees: the sum over heads of the positive products. Grid
+    (T, blocks of them).
+    """
     t = tl.program_id(0).to(tl.int64)
     early(PDL)
     full = (tl.load(positions + t) + 1) // RATIO
@@ -222,12 +241,21 @@ def score_stretches(
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def choose_stretches(
-    scores, positions, chosen, lengths, width, MOST: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def choose_key_blocks(
+    scores,
+    positions,
+    chosen,
+    lengths,
+    width,
+    MOST: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """chosen [T, MOST]: the best stretches of each row in order, of equal ones the first; lengths [T]: tokens attended to. Grid (T,).
+    """chosen [T, MOST]: the best key blocks of each row in order, the first of equal ones; lengths [T]: tokens attended
+    to. Grid (T,).
 
-    The least score that is chosen is found bit by bit: scores are not negative, so that their bits are in their order.
+    The lowest selected score is found bit by bit: scores are not negative, so their bits have the same order.
     """
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)

@@ -1,11 +1,11 @@
-"""Kernels over rows of activations: embedding, norms, fixed-point numbers, the gate, heads on their way into the cache."""
+"""Kernels over activation rows: embedding, norms, fixed-point numbers, the SwiGLU gate, heads into the cache."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_parts import (
+from .triton_primitives import (
     e2m1,
     e4m3,
     early,
@@ -18,7 +18,9 @@ from .triton_parts import (
 
 @triton.jit
 def embed(ids, table, scales, out, COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, COLS] = rows `ids` of the table [vocab, COLS]; GROUPS 0: it holds floats, else int8 with so many scales a row."""
+    """out [T, COLS] = rows `ids` of the table [vocab, COLS]. GROUPS 0: it holds floats; otherwise int8 with GROUPS
+    scales per row.
+    """
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(ids + row)
@@ -43,14 +45,17 @@ def rms_norm(x, weight, out, eps, COLS: tl.constexpr, BLOCK: tl.constexpr, PDL: 
 @triton.jit
 def fixed_point(
     x, norm, words, sums, eps,
-    COLS: tl.constexpr, UNIT_WORDS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    COLS: tl.constexpr, UNIT_WORDS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row x, normed, as fixed-point numbers for a `gemv` with HELD: words high and low, a scale and a sum for each unit.
+    """One row x, normed, as fixed-point numbers for `gemv` with HELD: high and low words, one scale and one sum per
+    unit.
 
-    x: 64-bit words of four floats, norm: of two fp32. UNIT_WORDS: 8 for int4, 4 for int8. ROOM: a power of two of units, at least all.
+    x: 64-bit words of four floats; norm: words of two fp32. UNIT_WORDS: 8 for int4, 4 for int8. PADDED: a power of two,
+    at least the number of units.
     """
     UNITS: tl.constexpr = COLS // (4 * UNIT_WORDS)
-    unit = tl.arange(0, ROOM)
+    unit = tl.arange(0, PADDED)
     at = unit[:, None] * UNIT_WORDS + tl.arange(0, UNIT_WORDS)[None, :]
     live = (unit < UNITS)[:, None] & (at >= 0)
     n = two(tl.load(norm + 2 * at, mask=live, other=0)) + two(tl.load(norm + 2 * at + 1, mask=live, other=0))
@@ -71,9 +76,12 @@ def fixed_point(
 @triton.jit
 def widen(
     w, scales, offsets, out,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, COLS] = a quantized weight's numbers; w: its bytes (int8 signed, others not). Of nvfp4 see `gemv`."""
+    """out [rows, COLS] = the numbers of a quantized weight; w: its bytes (int8 signed, others unsigned). For nvfp4 see
+    `gemv`.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < COLS
@@ -110,21 +118,22 @@ def silu_mul(both, out, COLS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_heads(
+def store_heads(
     qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROOM: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one sequence: queries normed a head and rotated in place; keys likewise, and values, into the paged cache.
+    """Rows of one sequence: norm and rotate queries in place, norm and rotate keys into the paged cache, copy values
+    into it.
 
-    qkv [T, (HEADS + 2 KV) D]; keys, values [blocks, KV, 32, D]; ROOM: a power of two of heads, at least HEADS + 2 KV.
+    qkv [T, (HEADS + 2 KV) D]; keys, values [blocks, KV, 32, D]; PADDED: a power of two, at least HEADS + 2 KV.
     """
     H: tl.constexpr = D // 2
     row = tl.program_id(0)
     pos = tl.load(positions + row)
-    head = tl.arange(0, ROOM)[:, None]
+    head = tl.arange(0, PADDED)[:, None]
     h = tl.arange(0, H)[None, :]
     key = head >= HEADS
-    turned = head < HEADS + KV
+    rotated = head < HEADS + KV
     live = (head < HEADS + 2 * KV) & (h >= 0)
     p = qkv + row.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D + h
     low = tl.load(p, mask=live, other=0.0).to(tl.float32)
@@ -135,13 +144,13 @@ def place_heads(
     turn = tl.load(turns + row)
     c = tl.load(cos + turn * H + h)
     s = tl.load(sin + turn * H + h)
-    low = tl.where(turned, a * c - b * s, low).to(qkv.dtype.element_ty)
-    high = tl.where(turned, b * c + a * s, high).to(qkv.dtype.element_ty)
+    low = tl.where(rotated, a * c - b * s, low).to(qkv.dtype.element_ty)
+    high = tl.where(rotated, b * c + a * s, high).to(qkv.dtype.element_ty)
     tl.store(p, low, live & (head < HEADS))
     tl.store(p + H, high, live & (head < HEADS))
     block = tl.load(tables + pos // 32).to(tl.int64) * (KV * 32 * D) + (pos % 32) * D
     at = block + ((head - HEADS) % KV) * (32 * D) + h
-    tl.store(keys + at, low, live & key & turned)
-    tl.store(keys + at + H, high, live & key & turned)
-    tl.store(values + at, low, live & ~turned)
-    tl.store(values + at + H, high, live & ~turned)
+    tl.store(keys + at, low, live & key & rotated)
+    tl.store(keys + at + H, high, live & key & rotated)
+    tl.store(values + at, low, live & ~rotated)
+    tl.store(values + at + H, high, live & ~rotated)

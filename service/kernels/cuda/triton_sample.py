@@ -1,8 +1,8 @@
-"""The choice of the next tokens on the device, from 16-bit scores, without a look at them by the host; see engine/sampler for its meaning.
+"""Samples the next tokens on the device from 16-bit scores, without the host; engine/sampler defines the meaning.
 
-A 16-bit score has 65,536 possible values, so how many tokens have each says all about order and chances: top_k, top_p, min_p and the draw
-are computed from those counts, nothing is sorted. Tokens of one score stand in the order of their ids. Sums are fp64 and always added in
-the same order.
+A 16-bit score has 65,536 possible values, so the number of tokens per value gives order and probabilities. top_k,
+top_p, min_p and the draw are computed from these counts without sorting. Tokens of equal score are ordered by id. Sums
+are fp64, always in the same order.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
-# Rows of a plan [PLAN_ROWS, batch] int32: what a step is told of each of its rows.
-TOKEN: tl.constexpr = tl.constexpr(0)  # the token to feed, -1: what the row SOURCE of the step before chose
+# Rows of a plan [PLAN_ROWS, batch] int32: the inputs of a step per sequence.
+TOKEN: tl.constexpr = tl.constexpr(0)  # the token to feed; -1: what row SOURCE of the step before chose
 SOURCE: tl.constexpr = tl.constexpr(1)
 POSITION: tl.constexpr = tl.constexpr(2)
-MODE: tl.constexpr = tl.constexpr(3)  # 0: the likeliest; 1: a draw from all; 2: a draw from what top_k, top_p and min_p leave
-LIMIT: tl.constexpr = tl.constexpr(4)  # ids below it may be chosen
+MODE: tl.constexpr = tl.constexpr(3)  # 0: greedy; 1: draw from all; 2: draw after top_k, top_p, min_p
+LIMIT: tl.constexpr = tl.constexpr(4)  # only ids below it may be chosen
 TOP_K: tl.constexpr = tl.constexpr(5)  # at most LIMIT
 TEMPERATURE: tl.constexpr = tl.constexpr(6)  # this and the next three are fp32
 TOP_P: tl.constexpr = tl.constexpr(7)
 MIN_P: tl.constexpr = tl.constexpr(8)
-UNIFORM: tl.constexpr = tl.constexpr(9)  # the draw in [0, 1): this and a smaller number to be added
+UNIFORM: tl.constexpr = tl.constexpr(9)  # the draw in [0, 1): this plus a smaller number
 VALUES: tl.constexpr = tl.constexpr(65536)
 
 
@@ -50,7 +50,7 @@ def floats_of(bits, HALF: tl.constexpr):
 
 @triton.jit
 def ranks_of(bits):
-    """The bits of 16-bit floats as numbers 0 to 65,535 in the floats' order."""
+    """The bits of 16-bit floats as numbers from 0 to 65,535 in the order of the floats."""
     u = bits & 0xFFFF
     return tl.where(u >= 0x8000, 0xFFFF - u, u + 0x8000)
 
@@ -62,9 +62,9 @@ def bits_of(rank):
 
 
 @triton.jit(do_not_specialize=["batch"])
-def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
-    """ids and positions of a step's rows."""
-    b = tl.arange(0, ROOM)
+def feed(plan, chosen, ids, positions, batch, PADDED: tl.constexpr):
+    """ids and positions of the rows of a step."""
+    b = tl.arange(0, PADDED)
     live = b < batch
     token = tl.load(plan + TOKEN * batch + b, live, 0)
     source = tl.load(plan + SOURCE * batch + b, live, 0)
@@ -75,11 +75,11 @@ def feed(plan, chosen, ids, positions, batch, ROOM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch"])
 def likeliest(
-    scores, plan, peaks, places, broken, seen, chosen, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    scores, plan, peaks, indices, broken, seen, chosen, vocab, batch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """chosen [batch]: the token of the best score (bits [batch, vocab] int16), the first of several; -1 where a score is no number or the
-    best is infinite. Leaves `seen` 0.
+    """chosen [batch]: the token of the best score (bits [batch, vocab] int16), the first of equal ones; -1 if a score
+    is NaN or the best is infinite. Resets `seen` to 0.
     """
     b = tl.program_id(0)
     block = tl.program_id(1)
@@ -91,14 +91,14 @@ def likeliest(
     x = tl.where(live & (x == x), x, float("-inf"))
     peak = tl.max(x)
     tl.store(peaks + b * BLOCKS + block, peak)
-    tl.store(places + b * BLOCKS + block, tl.min(tl.where(x == peak, i, vocab)))
+    tl.store(indices + b * BLOCKS + block, tl.min(tl.where(x == peak, i, vocab)))
     tl.store(broken + b * BLOCKS + block, nan)
     tl.debug_barrier()
     last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
     if last:
-        o = tl.arange(0, ROOM)
+        o = tl.arange(0, PADDED)
         tops = tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf"))
-        firsts = tl.load(places + b * BLOCKS + o, mask=o < BLOCKS, other=0)
+        firsts = tl.load(indices + b * BLOCKS + o, mask=o < BLOCKS, other=0)
         bad = tl.sum(tl.load(broken + b * BLOCKS + o, mask=o < BLOCKS, other=0))
         best = tl.max(tops)
         token = tl.min(tl.where((tops == best) & (o < BLOCKS), firsts, vocab))
@@ -111,9 +111,10 @@ def survey(
     scores, plan, peaks, masses, broken, counts, vocab, batch,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each block of scores: the largest, the sum of exp((score - largest) / temperature), how many are no numbers.
+    """Per block of scores: the largest, the sum of exp((score - largest) / temperature), and the count of NaN.
 
-    scores: the bits [batch, vocab] int16. Where a row draws from a part, counts [batch, VALUES] has each rank's tokens (0 before).
+    scores: the bits [batch, vocab] int16. If a row draws from a part, counts [batch, VALUES] gets the tokens per rank
+    (0 before).
     """
     b = tl.program_id(0)
     block = tl.program_id(1)
@@ -134,9 +135,11 @@ def survey(
 
 
 @triton.jit
-def shares(counts, b, top, done, best, t, HALF: tl.constexpr, ROOM: tl.constexpr):
-    """How many tokens the ROOM ranks below `top` have, from the highest, and each one's share exp((score - best) / t), fp64."""
-    rank = top - done - tl.arange(0, ROOM)
+def shares(counts, b, top, done, best, t, HALF: tl.constexpr, PADDED: tl.constexpr):
+    """The number of tokens of the PADDED ranks below `top`, from the highest, and the share exp((score - best) / t) of
+    each, fp64.
+    """
+    rank = top - done - tl.arange(0, PADDED)
     there = rank >= 0
     n = tl.load(counts + b * VALUES + rank, mask=there, other=0)
     x = floats_of(bits_of(tl.maximum(rank, 0)), HALF)
@@ -145,7 +148,7 @@ def shares(counts, b, top, done, best, t, HALF: tl.constexpr, ROOM: tl.constexpr
 
 @triton.jit
 def kept_of(n, share, seen, before, k, edge, least):
-    """How many tokens of each rank top_k, top_p and min_p leave, with `seen` tokens of sum `before` above them."""
+    """How many tokens of each rank top_k, top_p and min_p keep, with `seen` tokens of sum `before` above them."""
     left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
     mass = left.to(tl.float64) * share
     above = before + tl.cumsum(mass, 0) - mass
@@ -156,10 +159,11 @@ def kept_of(n, share, seen, before, k, edge, least):
 
 
 @triton.jit
-def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.constexpr, ROOM: tl.constexpr):
-    """(rank, place among the tokens of that rank) of a draw u in [0, 1) from the likeliest tokens.
+def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.constexpr, PADDED: tl.constexpr):
+    """(rank, index among the tokens of that rank) of a draw u in [0, 1) from the likeliest tokens.
 
-    top: the highest rank that has a token, of score `best`. whole: the sum of all shares, or a number < 0: of the k first.
+    top: the highest rank that has a token, of score `best`. whole: the sum of all shares; negative: sum those of the
+    first k.
     """
     total = whole
     if whole < 0:
@@ -167,65 +171,68 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
         done = 0
         seen = 0
         while (seen < k) & (done <= top):
-            n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+            n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
             left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
             total += tl.sum(left.to(tl.float64) * share)
             seen += tl.sum(n)
-            done += ROOM
+            done += PADDED
     edge = tl.where(p < 1.0, total * p, float("inf")).to(tl.float64)
     mass = total * 0
     above = total * 0
     done = 0
     seen = 0
     while (seen < k) & (done <= top) & (above < edge):
-        n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+        n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
         kept, left = kept_of(n, share, seen, above, k, edge, least)
         mass += tl.sum(kept.to(tl.float64) * share)
         above += tl.sum(left.to(tl.float64) * share)
         seen += tl.sum(n)
-        done += ROOM
+        done += PADDED
     aim = mass * u
     rank = top
-    place = 0
+    index = 0
     found = 0
     mass = total * 0
     above = total * 0
     done = 0
     seen = 0
     while (found == 0) & (seen < k) & (done <= top) & (above < edge):
-        n, share = shares(counts, b, top, done, best, t, HALF, ROOM)
+        n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
         kept, left = kept_of(n, share, seen, above, k, edge, least)
         part = kept.to(tl.float64) * share
         until = mass + tl.cumsum(part, 0)
-        # What was kept last stays the answer should rounding leave the aim behind it.
-        j = tl.arange(0, ROOM)
-        hit = tl.min(tl.where((until > aim) & (kept > 0), j, ROOM))
-        at = tl.where(hit < ROOM, hit, tl.max(tl.where(kept > 0, j, -1)))
+        # If rounding puts the aim after the end, the last kept token is the answer.
+        j = tl.arange(0, PADDED)
+        hit = tl.min(tl.where((until > aim) & (kept > 0), j, PADDED))
+        at = tl.where(hit < PADDED, hit, tl.max(tl.where(kept > 0, j, -1)))
         mine = j == at
-        inside = (aim - tl.sum(tl.where(mine, until - part, 0.0))) / tl.maximum(tl.sum(tl.where(mine, share, 0.0)), 1e-300)
+        inside = (aim - tl.sum(tl.where(mine, until - part, 0.0))) / tl.maximum(
+            tl.sum(tl.where(mine, share, 0.0)), 1e-300
+        )
         n_kept = tl.sum(tl.where(mine, kept, 0))
         if at >= 0:
             rank = top - done - at
-            place = tl.minimum(tl.maximum(tl.floor(inside).to(tl.int32), 0), n_kept - 1)
-        found = (hit < ROOM).to(tl.int32)
+            index = tl.minimum(tl.maximum(tl.floor(inside).to(tl.int32), 0), n_kept - 1)
+        found = (hit < PADDED).to(tl.int32)
         mass += tl.sum(part)
         above += tl.sum(left.to(tl.float64) * share)
         seen += tl.sum(n)
-        done += ROOM
-    return rank, place
+        done += PADDED
+    return rank, index
 
 
 @triton.jit(do_not_specialize=["batch"])
 def decide(
     plan, peaks, masses, broken, counts, goals, rests, batch,
-    BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `find` looks for in each row: goals [2, batch] = a rank and the place among its tokens (mode 0 and 2), or a block and the rest
-    of the draw within it (mode 1, the rest in rests [batch]); a rank of -1 where a score is no number or the best is infinite.
+    """What `find` looks for in each row: goals [2, batch] = a rank and the index among its tokens (modes 0 and 2), or a
+    block and the rest of the draw within it (mode 1, the rest in rests [batch]). The rank is -1 if a score is NaN or
+    the best is infinite.
     """
     b = tl.program_id(0)
     early(PDL)
-    i = tl.arange(0, ROOM)
+    i = tl.arange(0, PADDED)
     peak = tl.load(peaks + b * BLOCKS + i, mask=i < BLOCKS, other=float("-inf"))
     best = tl.max(peak)
     bad = (tl.sum(tl.load(broken + b * BLOCKS + i, mask=i < BLOCKS, other=0)) > 0) | (tl.abs(best) == float("inf"))
@@ -234,18 +241,20 @@ def decide(
     else:
         top = ranks_of(best.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32))
     rank = top
-    place = 0
+    index = 0
     mode = planned(plan, MODE, b, batch)
     if (mode > 0) & (bad == 0):
         t = planned_float(plan, TEMPERATURE, b, batch)
-        u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(tl.float64)
+        u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(
+            tl.float64
+        )
         mass = tl.load(masses + b * BLOCKS + i, mask=i < BLOCKS, other=0.0).to(tl.float64)
         mass = tl.where(i < BLOCKS, mass * tl.exp((peak - best) / t).to(tl.float64), 0.0)
         whole = tl.sum(mass)
         if mode == 1:
             until = tl.cumsum(mass, 0)
-            hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, ROOM))
-            rank = tl.where(hit < ROOM, hit, tl.max(tl.where(mass > 0, i, 0)))
+            hit = tl.min(tl.where((until > u * whole) & (mass > 0), i, PADDED))
+            rank = tl.where(hit < PADDED, hit, tl.max(tl.where(mass > 0, i, 0)))
             mine = i == rank
             rest = u * whole - tl.sum(tl.where(mine, until - mass, 0.0))
             tl.store(rests + b, rest / tl.sum(tl.where(mine, tl.exp((peak - best) / t), 0.0)).to(tl.float64))
@@ -255,19 +264,19 @@ def decide(
                 whole = whole * 0 - 1
             p = planned_float(plan, TOP_P, b, batch).to(tl.float64)
             least = planned_float(plan, MIN_P, b, batch).to(tl.float64)
-            rank, place = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
+            rank, index = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
     tl.store(goals + b, tl.where(bad, -1, rank))
-    tl.store(goals + batch + b, place)
+    tl.store(goals + batch + b, index)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def find(
     scores, plan, peaks, counts, goals, rests, matches, seen, chosen, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """chosen [batch]: the token that is meant by each row's goal, -1 where there is none. Leaves `counts` and `seen` 0.
+    """chosen [batch]: the token that the goal of each row names, -1 if there is none. Resets `counts` and `seen` to 0.
 
-    Each program counts its block's tokens of the rank; the last one of a row to come sees which block has the one that is meant.
+    Each program counts the tokens of the rank in its block. The last one of a row finds the block with the goal.
     """
     b = tl.program_id(0)
     block = tl.program_id(1)
@@ -292,18 +301,20 @@ def find(
             i = rank * BLOCK + j
             t = planned_float(plan, TEMPERATURE, b, batch)
             x = floats_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32), HALF)
-            e = tl.where(i < limit, tl.exp((x - tl.load(peaks + b * BLOCKS + rank, mask=rank >= 0, other=0.0)) / t), 0.0).to(tl.float64)
+            e = tl.where(
+                i < limit, tl.exp((x - tl.load(peaks + b * BLOCKS + rank, mask=rank >= 0, other=0.0)) / t), 0.0
+            ).to(tl.float64)
             hit = tl.min(tl.where((tl.cumsum(e, 0) > tl.load(rests + b)) & (e > 0), j, BLOCK))
             token = rank * BLOCK + tl.where(hit < BLOCK, hit, tl.max(tl.where(e > 0, j, 0)))
         else:
-            place = tl.load(goals + batch + b)
-            o = tl.arange(0, ROOM)
+            index = tl.load(goals + batch + b)
+            o = tl.arange(0, PADDED)
             n = tl.load(matches + b * BLOCKS + o, mask=o < BLOCKS, other=0)
             until = tl.cumsum(n, 0)
-            mine = tl.min(tl.where(until > place, o, BLOCKS - 1))
-            place -= tl.sum(tl.where(o == mine, until - n, 0))
+            mine = tl.min(tl.where(until > index, o, BLOCKS - 1))
+            index -= tl.sum(tl.where(o == mine, until - n, 0))
             i = mine * BLOCK + j
             ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
             match = ((ranks == rank) & (i < limit)).to(tl.int32)
-            token = mine * BLOCK + tl.min(tl.where((tl.cumsum(match, 0) == place + 1) & (match > 0), j, BLOCK - 1))
+            token = mine * BLOCK + tl.min(tl.where((tl.cumsum(match, 0) == index + 1) & (match > 0), j, BLOCK - 1))
         tl.store(chosen + b, tl.where(rank < 0, -1, token))

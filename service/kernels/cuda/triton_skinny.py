@@ -1,6 +1,6 @@
-"""A few rows of activations times a weight, 2 to 16 of them: tensor-core tiles with the rows of x filled up to 16.
+"""2 to 16 activation rows times a weight: tensor-core tiles with the rows of x padded to 16.
 
-Weights are turned into the activations' type on their way through registers, exactly: int8 and nibbles have few enough bits.
+Weights become the activation type in registers, exactly: int8 and nibbles have few enough bits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .triton_gemv import folded
-from .triton_parts import e2m1, e4m3, early
+from .triton_primitives import e2m1, e4m3, early
 
 
 @triton.jit
@@ -82,7 +82,9 @@ def int4_halves(b, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def fp8_halves(b, HALF: tl.constexpr):
-    """float8_e4m3fn (as bytes) as 16-bit floats, divided by 256: shifted into a half they lack 8 of its exponent's bias."""
+    """float8_e4m3fn (as bytes) as 16-bit floats divided by 256: shifted into a half they lack
+    8 of its exponent bias.
+    """
     w = b.to(tl.int16)
     half = (((w & 128) << 8) | ((w & 127) << 7)).to(tl.float16, bitcast=True)
     return half.to(tl.float32).to(tl.bfloat16) if HALF == "bf16" else half
@@ -90,10 +92,11 @@ def fp8_halves(b, HALF: tl.constexpr):
 
 @triton.jit
 def nvfp4_scales(both, HALF: tl.constexpr, ASM: tl.constexpr):
-    """What `nvfp4_halves` takes of scales: those of a unit's low and of its high nibbles, `both` in one number."""
+    """The scales for `nvfp4_halves`: those of the low and of the high nibbles of a unit, `both` in one number."""
     low, high = e4m3(both & 255), e4m3((both >> 8) & 255)
     if ASM and HALF == "bf16":
-        # 2^126 makes up for the exponent's bias that nibbles lack as bf16; e4m3 is 2^8 short, and stays so: 448 * 2^126 is no bf16.
+        # 2^126 makes up for the exponent bias that nibbles lack as bf16. e4m3 lacks 2^8 and keeps that: 448 * 2^126 is
+        # no bf16.
         scales = (low * 8.507059173023462e37).to(tl.bfloat16), (high * 8.507059173023462e37).to(tl.bfloat16)
     else:
         scales = low * 4194304.0, high * 4194304.0
@@ -102,9 +105,11 @@ def nvfp4_scales(both, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def nvfp4_halves(q, low_scale, high_scale, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Low and high nibbles times their scales (`nvfp4_scales`), exactly: both have few bits. With inline PTX for bf16 divided by 256."""
+    """Low and high nibbles times their scales (`nvfp4_scales`), exactly: both have few bits. With inline PTX for bf16
+    divided by 256.
+    """
     if ASM and HALF == "bf16":
-        # A nibble is a sign, two bits of exponent and one of mantissa: shifted to where a bf16 has its own.
+        # A nibble is a sign, two exponent bits and one mantissa bit, shifted to where a bf16 has its own.
         low, high = tl.inline_asm_elementwise(
             """{
             .reg .b32 p, q, m, z;
@@ -145,7 +150,7 @@ def nvfp4_halves(q, low_scale, high_scale, HALF: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def spread(s, BN: tl.constexpr, UNITS: tl.constexpr):
-    """[BN, UNITS * 16] of [BN, UNITS]: a number of a unit for each of its 16 bytes."""
+    """[BN, UNITS * 16] from [BN, UNITS]: the number of a unit for each of its 16 bytes."""
     return tl.broadcast_to(s[:, :, None], (BN, UNITS, 16)).reshape(BN, UNITS * 16)
 
 
@@ -153,24 +158,26 @@ def spread(s, BN: tl.constexpr, UNITS: tl.constexpr):
 def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps one
 
     x, w, scales, offsets, b, live, n, part,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] fp32: rows b of x times rows n of w, over the PER steps of BK columns that are this part's."""
+    """[BM, BN] fp32: rows b of x times rows n of w, over the PER steps of BK columns of this part."""
     acc = tl.zeros([BM, BN], tl.float32)
     row = b.to(tl.int64)[:, None] * COLS
     held = n.to(tl.int64)
     if FORMAT == "float" and BN >= 64:
-        # The weight as the left side of the product: from sm_90 on it goes from shared memory into the tensor cores without registers.
-        turned = tl.zeros([BN, BM], tl.float32)
+        # The weight is the left operand of the product: from sm_90 on it goes from shared memory into the tensor cores
+        # without registers.
+        transposed = tl.zeros([BN, BM], tl.float32)
         k = tl.arange(0, BK)
         for i in tl.range(PER, num_stages=STAGES):
             at = (part * PER + i) * BK
             t = tl.load(x + row + at + k[None, :], mask=live & (at + k < COLS)[None, :], other=0.0)
             q = tl.load(w + held[:, None] * COLS + at + k[None, :], mask=(at + k < COLS)[None, :], other=0)
-            turned = tl.dot(q, t.T, turned)
-        acc = turned.T
-    elif FORMAT == "int4" or FORMAT == "nvfp4":  # two columns in a byte
+            transposed = tl.dot(q, t.T, transposed)
+        acc = transposed.T
+    elif FORMAT == "int4" or FORMAT == "nvfp4":  # two columns per byte
         bytes_ = tl.arange(0, BK // 2)
         col = (bytes_ // 16) * 32 + bytes_ % 16
         for i in tl.range(PER, num_stages=STAGES):
@@ -183,7 +190,9 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                 unit = at // 32 + tl.arange(0, BK // 32)[None, :]
                 both = tl.load(scales + held[:, None] * GROUPS + unit, mask=unit < GROUPS, other=0)
                 low_scale, high_scale = nvfp4_scales(both.to(tl.int32), HALF, ASM)
-                low, high = nvfp4_halves(q, spread(low_scale, BN, BK // 32), spread(high_scale, BN, BK // 32), HALF, ASM)
+                low, high = nvfp4_halves(
+                    q, spread(low_scale, BN, BK // 32), spread(high_scale, BN, BK // 32), HALF, ASM
+                )
                 acc = tl.dot(low_x, low.T, acc)
                 acc = tl.dot(high_x, high.T, acc)
             else:
@@ -193,7 +202,10 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                 d = tl.dot(high_x, high.T, d)
                 acc += d * s[None, :]
                 if OFFSETS:
-                    o = tl.load(offsets + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32) + 8.0 * s
+                    o = (
+                        tl.load(offsets + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32)
+                        + 8.0 * s
+                    )
                     total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
                     acc += total[:, None] * o[None, :]
         if FORMAT == "nvfp4":
@@ -223,14 +235,16 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
 @triton.jit(do_not_specialize=["count"])
 def skinny(
     x, w, scales, offsets, out, parts, rows, count,
-    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    COLS: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     ADD: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [count, rows] = x [count, COLS] @ w [rows, COLS]^T, count <= 16; or out += it (ADD); or silu of it times the same with the
-    rows after `rows` (GATED); FOLD: see `folded`. A step of BK columns lies under one scale, but for nvfp4.
+    """out [count, rows] = x [count, COLS] @ w [rows, COLS]^T, count <= 16; or out += it (ADD); or silu of it times the
+    product with the rows after `rows` (GATED); FOLD: see `folded`. A step of BK columns lies under one scale, except
+    for nvfp4.
 
-    With SPLIT > 1 so many programs share a row of weights; each leaves its sum in `parts` [SPLIT, 16, rows] for `add_parts`.
+    With SPLIT > 1, SPLIT programs share a row of weights. Each leaves its sum in `parts` [SPLIT, 16, rows] for
+    `add_parts`.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -240,10 +254,52 @@ def skinny(
     b = tl.arange(0, 16)
     live = (b < count)[:, None]
     early(PDL)
-    acc = tile_sum(x, w, scales, offsets, b, live, n, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, 16, BN, BK, PER, STAGES, ASM)
+    acc = tile_sum(
+        x,
+        w,
+        scales,
+        offsets,
+        b,
+        live,
+        n,
+        part,
+        COLS,
+        FORMAT,
+        HALF,
+        GROUPS,
+        GROUP,
+        OFFSETS,
+        16,
+        BN,
+        BK,
+        PER,
+        STAGES,
+        ASM,
+    )
     if GATED:
         n += rows
-        up = tile_sum(x, w, scales, offsets, b, live, n, part, COLS, FORMAT, HALF, GROUPS, GROUP, OFFSETS, 16, BN, BK, PER, STAGES, ASM)
+        up = tile_sum(
+            x,
+            w,
+            scales,
+            offsets,
+            b,
+            live,
+            n,
+            part,
+            COLS,
+            FORMAT,
+            HALF,
+            GROUPS,
+            GROUP,
+            OFFSETS,
+            16,
+            BN,
+            BK,
+            PER,
+            STAGES,
+            ASM,
+        )
         acc = acc * tl.sigmoid(acc) * up
     o = b[:, None] * rows + r[None, :]
     ok = live & (r < rows)[None, :]
@@ -260,7 +316,9 @@ def skinny(
 def add_parts(
     parts, out, rows, SPLIT: tl.constexpr, ADD: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """out [count, rows] = the sum of parts [SPLIT, 16, rows], always in the same order, or out += it: grid (count, blocks of rows)."""
+    """out [count, rows] = the sum of parts [SPLIT, 16, rows], always in the same order, or out += it. Grid (count,
+    blocks of rows).
+    """
     b = tl.program_id(0)
     r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o = b * rows + r

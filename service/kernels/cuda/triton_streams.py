@@ -1,22 +1,23 @@
-"""Joints of residual streams on CUDA: what a layer reads of them, and what it found let in again."""
+"""Hyper-connections on CUDA: what a layer reads of the residual streams, and the injection of what it found."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit
 def norm_streams(
     streams, norm, inject, normed, parts, weights, found, eps,
-    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, WAITING: tl.constexpr, PDL: tl.constexpr,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, WAITING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """normed [T, STREAMS HIDDEN]: each stream normed for itself. Grid (T, STREAMS).
 
-    WAITING: before that streams += weights [T, STREAMS] * found [T, HIDDEN]. INJECT: parts fp32 [T, STREAMS, STREAMS] = what each stream
-    adds to the products with inject [STREAMS, STREAMS HIDDEN].
+    WAITING: first streams += weights [T, STREAMS] * found [T, HIDDEN]. INJECT: parts fp32 [T, STREAMS, STREAMS] = what
+    each stream adds to the products with inject [STREAMS, STREAMS HIDDEN].
     """
     t = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
@@ -46,10 +47,12 @@ def norm_streams(
 @triton.jit
 def mix_streams(
     mixed, normed, parts, read, weights, found,
-    STREAMS: tl.constexpr, ROOM: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
+    STREAMS: tl.constexpr, PADDED: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, INJECT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HIDDEN] = the mean over streams of sigmoid(mixed) * normed [T, STREAMS HIDDEN]; with INJECT also weights [T, STREAMS] =
-    2 sigmoid(the sum of `parts` / STREAMS), and found [T, HIDDEN] = 0. Grid (T, blocks of HIDDEN); ROOM: a power of two of streams.
+    """read [T, HIDDEN] = the mean over streams of sigmoid(mixed) * normed [T, STREAMS HIDDEN]. With INJECT also weights
+    [T, STREAMS] = 2 sigmoid(the sum of `parts` / STREAMS), and found [T, HIDDEN] = 0. Grid (T, blocks of HIDDEN);
+    PADDED: a power of two, at least STREAMS.
     """
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,16 +67,22 @@ def mix_streams(
     if INJECT:
         tl.store(found + t * HIDDEN + c, (y * 0.0).to(found.dtype.element_ty), live)
         if tl.program_id(1) == 0:
-            into = tl.arange(0, ROOM)
-            total = tl.zeros([ROOM], tl.float32)
+            into = tl.arange(0, PADDED)
+            total = tl.zeros([PADDED], tl.float32)
             for stream in tl.static_range(STREAMS):
                 total += tl.load(parts + (t * STREAMS + stream) * STREAMS + into, mask=into < STREAMS, other=0.0)
-            tl.store(weights + t * STREAMS + into, (2.0 * tl.sigmoid(total / STREAMS)).to(weights.dtype.element_ty), into < STREAMS)
+            tl.store(
+                weights + t * STREAMS + into,
+                (2.0 * tl.sigmoid(total / STREAMS)).to(weights.dtype.element_ty),
+                into < STREAMS,
+            )
 
 
 @triton.jit
-def inject_found(streams, weights, found, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """streams [T, STREAMS, HIDDEN] += weights [T, STREAMS] * found [T, HIDDEN]: grid (T, blocks of HIDDEN)."""
+def inject_found(
+    streams, weights, found, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """streams [T, STREAMS, HIDDEN] += weights [T, STREAMS] * found [T, HIDDEN]. Grid (T, blocks of HIDDEN)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < HIDDEN

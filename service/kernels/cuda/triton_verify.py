@@ -1,4 +1,6 @@
-"""The gated delta rule on CUDA for a few rows of one sequence, which leave a state behind each of them (see triton_delta)."""
+"""The gated delta rule on CUDA for a few rows of one sequence, with a stored state after each of them (see
+triton_delta).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,20 @@ import triton
 import triton.language as tl
 
 from .triton_delta import advanced, gated_answer, gates_of, row_of
-from .triton_parts import early
+from .triton_primitives import early
 
 
 @triton.jit(do_not_specialize=["count"])
-def trail_states(
+def verify_states(
     seen, rates, decay, bias, states, source, target, answers, count,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, BE: tl.constexpr, FUSED: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, BE: tl.constexpr,
+    FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `step_states` the rows of one sequence one behind the other, from the state of slot source[0]; the one behind row i is left in
-    slot target[i]. answers fp32 [count, H R E]: for `gate_answers`.
+    """Like `step_states` for the rows of one sequence in order, from the state of slot source[0]. The state after row i
+    goes to slot target[i]. answers fp32 [count, H R E]: for `gate_answers`.
 
-    Grid (blocks of BE values, H * R): a warp holds so much of a head's state that it need not wait for others. What the next row has is
-    read while a row is worked on.
+    Grid (blocks of BE values, H * R): a warp holds enough of a head's state that it need not wait for others. It loads
+    the next row while it works on one.
     """
     j = tl.program_id(1)
     d = tl.arange(0, DP)
@@ -35,7 +37,9 @@ def trail_states(
     for _row in range(count):
         more = b + 1 < count
         next_slot = tl.load(target + b + 1, mask=more, other=0)
-        next_g, next_beta, next_q, next_k, next_v = row_of(seen, rates, decay, bias, b + 1, j, e, more, H, R, D, E, DP, FUSED)
+        next_g, next_beta, next_q, next_k, next_v = row_of(
+            seen, rates, decay, bias, b + 1, j, e, more, H, R, D, E, DP, FUSED
+        )
         s, y = advanced(s, g, beta, q, k, v, D)
         tl.store(states + slot * (H * R * D * E) + at, s, inside)
         tl.store(answers + b * (H * R * E) + j * E + e, y, e < E)
@@ -47,10 +51,10 @@ def trail_states(
 @triton.jit
 def gate_answers(
     answers, projected, norm, eps, out,
-    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FUSED: tl.constexpr,
-    SIGMOID: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    FUSED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H R E]: what `trail_states` answered, normed a head and gated. Grid (T, H * R)."""
+    """out [T, H R E]: the answers of `verify_states`, normed per head and gated. Grid (T, H * R)."""
     b = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
     e = tl.arange(0, EP)

@@ -1,1 +1,1 @@
-"""Where slabs come from: one small file a kind of memory, behind one protocol."""
+"""Where slabs come from: one file per kind of memory, behind one protocol."""

@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ...errors import MemoryFull
-from .protocol import Part, Returned
+from .protocol import Returned, SlabView
 
 _CHUNK = 64 << 20
 
 
 def _host_cache_emptier() -> Callable[[], object] | None:
-    """torch's own way to drop its cache of pinned host blocks: public from 2.13 on (2.11 on an H200 lacked it), private before."""
+    """torch's way to drop its cache of pinned host blocks: public from 2.13 on (2.11 on an H200 lacked it), private
+    before.
+    """
     public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     return public or getattr(torch._C, "_host_emptyCache", None)
 
 
 def empty_caches(device: torch.device) -> None:
-    """Hand what torch keeps for later back to the driver, on both sides: pinned host blocks are bytes of the pool too."""
+    """Return torch's cached memory to the driver, on device and host: pinned host blocks are bytes of the pool too."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     empty_host = _host_cache_emptier()
@@ -28,19 +30,19 @@ def empty_caches(device: torch.device) -> None:
 
 
 class DeviceSlab:
-    """A block on a device as a uint8 tensor. It goes back only as a whole, and not before the last tensor on it has died: a stale view
-    shows as a shortfall of the release, never as a wrong address.
+    """A block on a device as a uint8 tensor. It goes back only as a whole, after the last tensor on it has died: a
+    stale view shows as a shortfall of the release, never as a wrong address.
     """
 
     def __init__(self, block: torch.Tensor) -> None:
         self.nbytes = block.numel()
         self._block: torch.Tensor | None = block
 
-    def part(self, offset: int, nbytes: int) -> Part:
-        return Part(self._open_block()[offset : offset + nbytes], None)
+    def view(self, offset: int, nbytes: int) -> SlabView:
+        return SlabView(self._open_block()[offset : offset + nbytes], None)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Nothing to bring in: a device block is backed when it is made."""
+        """Nothing to do: a device block has its pages from the start."""
 
     def advise(self, advice: str, offset: int, nbytes: int) -> bool:
         return False
@@ -59,7 +61,7 @@ class DeviceSlab:
         self._open_block()[offset : offset + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def checksum(self, offset: int, nbytes: int) -> int:
-        """Sum of bytes weighted by their place, modulo 2^64; in chunks, so that it needs little beside the block."""
+        """Sum of bytes weighted by their offset, modulo 2^64; in chunks, so that it needs little extra memory."""
         total, block = 0, self._open_block()
         for start in range(offset, offset + nbytes, _CHUNK):
             chunk = block[start : min(start + _CHUNK, offset + nbytes)].to(torch.int64)
@@ -68,7 +70,7 @@ class DeviceSlab:
         return total % (1 << 64)
 
     def give_back(self, offset: int, nbytes: int) -> Returned:
-        """A part cannot go back alone; its bytes wait in the slab for the next lease."""
+        """A part cannot go back alone. Its bytes stay in the slab for the next lease."""
         return Returned(0, 0)
 
     def _open_block(self) -> torch.Tensor:
@@ -78,24 +80,28 @@ class DeviceSlab:
 
 
 class CudaSlab(DeviceSlab):
-    """One block of torch's."""
+    """One block of torch's allocator."""
 
     def __init__(self, nbytes: int, device: torch.device, integrated: bool) -> None:
         try:
             super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError as error:
             first = str(error).splitlines()[0]
-            raise MemoryFull(f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less") from error
+            raise MemoryFull(
+                f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less"
+            ) from error
         self._device = device
         self._integrated = integrated
 
     def close(self) -> Returned:
-        """Drop the block, empty torch's caches and measure what torch can give away more of: what the driver has free, and what torch
-        then still keeps unused. On an integrated GPU, where page cache moves the driver's figure, the second alone.
+        """Drop the block, empty torch's caches, and measure how much more torch can give away: the driver's free memory
+        plus torch's unused memory. On an integrated GPU, where the page cache moves the driver's figure, the second
+        alone.
 
-        Torch keeps what shares a piece of memory with somebody else's block: CUDA's own pool (cudaMallocAsync, ComfyUI's choice) gives
-        the driver whole chunks of 32 MiB only, torch's puts blocks below 10 MiB into pieces of 20 MiB. On an H200 27 to 59 MiB of a
-        model's 2,370 MiB were in such chunks and came back with the next block; who takes memory through torch has them at once.
+        torch keeps memory that shares an allocation with another block: CUDA's own pool (cudaMallocAsync, ComfyUI's
+        choice) returns whole chunks of 32 MiB only, and torch's allocator puts blocks below 10 MiB into pieces of 20
+        MiB. On an H200 27 to 59 MiB of a model's 2,370 MiB were in such chunks and came back with the next block. Any
+        user of torch can have them at once.
         """
         if self._block is None:
             return Returned(0, 0)
@@ -126,7 +132,9 @@ class CudaBackend:
         self._device = torch.device(device)
 
     def open(self, nbytes: int, *, whole: bool) -> CudaSlab:
-        return CudaSlab(nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0)))
+        return CudaSlab(
+            nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0))
+        )
 
     def capabilities(self) -> Mapping[str, bool]:
         available = torch.cuda.is_available()

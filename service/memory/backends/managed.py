@@ -1,8 +1,9 @@
-"""Managed device memory, whose pages the driver moves between card and host. Optional: needs cuda-bindings, and [memory] managed = true.
+"""Managed device memory, whose pages the driver moves between card and host. Optional: needs cuda-bindings, and
+[memory] managed = true.
 
-On a card with memory of its own it allows to set idle pages aside in the host's memory; a page that the card then touches comes back
-over the bus, right but slow. On one memory it buys nothing. Asking a card for more than it has free can hang it, so no slab is ever
-larger than that.
+On a card with its own memory, idle pages can be moved to host memory. A page that the card then touches comes back over
+the bus, correct but slow. On unified memory it gains nothing. Asking a card for more than it has free can hang it, so
+no slab is ever larger than that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...errors import MemoryFull, RequestError
 from .cuda import DeviceSlab, empty_caches
 from .protocol import Returned
 
-# What a machine may be able to do, by the names of the runtime's device attributes.
+# Abilities of a machine, by the names of the runtime's device attributes.
 ATTRIBUTES = (
     "ManagedMemory",
     "ConcurrentManagedAccess",
@@ -28,7 +29,8 @@ ATTRIBUTES = (
     "DirectManagedMemAccessFromHost",
     "Integrated",
 )
-# Advice that lasts -> (the runtime's name, whether it is about the host). "willneed" and "aside" move pages once, to the card and away.
+# Lasting advice -> (the runtime's name, whether it is about the host). "willneed" and "aside" move pages once, to the
+# card and to the host.
 LASTING: Mapping[str, tuple[str, bool]] = MappingProxyType(
     {
         "read_mostly": ("ReadMostly", False),
@@ -39,7 +41,7 @@ LASTING: Mapping[str, tuple[str, bool]] = MappingProxyType(
     }
 )
 MOVES = ("willneed", "aside")
-# Pages are moved in whole pieces of the card's own page size, so that a neighbour's are left where they are.
+# Pages move in whole pieces of the card's page size, so that those of a neighbour stay in place.
 PIECE = 2 << 20
 _INSTALL = 'pip install "cuda-bindings>=13" into the environment of Onedesk'
 
@@ -52,11 +54,11 @@ class Runtime(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """What the card has free, torch's caches emptied before."""
+        """Free bytes of the card after emptying torch's caches."""
         ...
 
     def allocate(self, nbytes: int) -> int:
-        """Managed memory; returns its address."""
+        """Allocate managed memory. Returns its address."""
         ...
 
     def release(self, address: int) -> None:
@@ -72,7 +74,7 @@ class Runtime(Protocol):
         ...
 
     def move(self, address: int, nbytes: int, *, to_host: bool) -> None:
-        """Move pages, and wait until they are there."""
+        """Move pages, and wait for the end of the move."""
         ...
 
 
@@ -82,7 +84,7 @@ class Allocation:
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
         self.nbytes = nbytes
         self.address = runtime.allocate(nbytes)
-        weakref.finalize(self, runtime.release, self.address).atexit = False  # the driver frees all when the process ends
+        weakref.finalize(self, runtime.release, self.address).atexit = False  # the driver frees everything at exit
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class Allocation:
 class ManagedSlab(DeviceSlab):
     """One managed allocation, all of it on the card when it is opened.
 
-    `resident` counts the pieces that were not set aside since; what the driver moves by itself it cannot know.
+    `resident` counts the pieces that were not moved to the host. What the driver moves by itself it cannot know.
     """
 
     def __init__(self, nbytes: int, runtime: Runtime) -> None:
@@ -105,13 +107,15 @@ class ManagedSlab(DeviceSlab):
         runtime.move(self._address, nbytes, to_host=False)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Bring the pieces that this part touches to the card."""
+        """Move the pieces of this part to the card."""
         first, last = offset // PIECE, -(-(offset + nbytes) // PIECE)
         if self._aside.intersection(range(first, last)):
             self._move(first, last, to_host=False)
 
     def advise(self, advice: str, offset: int, nbytes: int) -> bool:
-        """One of MOVES or LASTING, for the whole pieces inside this part; what lasts is undone when the part goes back."""
+        """One of MOVES or LASTING, for the whole pieces inside this part. Lasting advice is undone when the part goes
+        back.
+        """
         self._open_block()
         first, last = self._whole_pieces(offset, nbytes)
         if advice not in MOVES and advice not in LASTING:
@@ -119,7 +123,7 @@ class ManagedSlab(DeviceSlab):
         if first >= last:
             return True
         if advice in MOVES:
-            if "read_mostly" in self._given:  # such pages are copied, not moved: the card would keep its own
+            if "read_mostly" in self._given:  # such pages are copied, not moved
                 self._runtime.advise(*self._span(first, last), "read_mostly", on=False)
             self._move(first, last, to_host=advice == "aside")
         else:
@@ -138,14 +142,14 @@ class ManagedSlab(DeviceSlab):
         return nbytes - sum(min(offset + nbytes, (piece + 1) * PIECE) - max(offset, piece * PIECE) for piece in pieces)
 
     def give_back(self, offset: int, nbytes: int) -> Returned:
-        """A part cannot go back alone; its advice is undone."""
+        """A part cannot go back alone. Its advice is undone."""
         first, last = self._whole_pieces(offset, nbytes)
         if first < last:
             self._undo(first, last)
         return Returned(0, 0)
 
     def close(self) -> Returned:
-        """Undo all advice, drop the memory, and measure what the card has more of."""
+        """Undo all advice, drop the memory, and measure how much more the card has free."""
         if self._block is None:
             return Returned(0, 0)
         self._undo(0, -(-self.nbytes // PIECE))
@@ -163,7 +167,7 @@ class ManagedSlab(DeviceSlab):
         self._aside = self._aside.union(pieces) if to_host else self._aside.difference(pieces)
 
     def _whole_pieces(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """The pieces inside a part, the slab's last one also if it is shorter: from the first to before the last."""
+        """The pieces inside a part, including a shorter last one of the slab: from the first to before the last."""
         end = offset + nbytes
         return -(-offset // PIECE), -(-end // PIECE) if end == self.nbytes else end // PIECE
 
@@ -173,7 +177,9 @@ class ManagedSlab(DeviceSlab):
 
 
 class ManagedBackend:
-    """Managed memory of one card. With `oversubscribe` the slabs that were opened first are set aside when the card lacks room."""
+    """Managed memory of one card. With `oversubscribe` the oldest slabs are moved to the host when the card lacks
+    memory.
+    """
 
     name = "cuda managed"
     residency = "device"
@@ -182,32 +188,39 @@ class ManagedBackend:
     alignment = 512
 
     def __init__(self, device: str, *, oversubscribe: bool = False, runtime: Runtime | None = None) -> None:
-        """Raises RequestError where cuda-bindings is missing, or the card cannot do it."""
+        """Raises RequestError if cuda-bindings is missing, or the card does not support it."""
         self._runtime = runtime or CudaRuntime(torch.device(device))
         self._oversubscribe = oversubscribe
         self._slabs: list[weakref.ref[ManagedSlab]] = []
         if not self._runtime.attribute("ConcurrentManagedAccess"):
-            raise RequestError(f"{device} or its driver cannot move managed memory on advice; take managed = true out of [memory]")
+            raise RequestError(
+                f"{device} or its driver cannot move managed memory on advice; take managed = true out of [memory]"
+            )
 
     @property
     def movable(self) -> int:
-        """Bytes that `open` would set aside in the host's memory to make room."""
+        """Bytes that `open` could move to host memory."""
         return sum(slab.resident(0, slab.nbytes) for slab in self._open_slabs()) if self._oversubscribe else 0
 
     def open(self, nbytes: int, *, whole: bool) -> ManagedSlab:
-        """Raises MemoryFull if the card has less free, with oversubscribe after other slabs were set aside."""
+        """Raises MemoryFull if the card has less free; with oversubscribe after moving other slabs."""
         lacking = nbytes - self._runtime.free_bytes()
         if lacking > 0 and self._oversubscribe:
             self._set_aside(lacking)
             lacking = nbytes - self._runtime.free_bytes()
         if lacking > 0:
-            raise MemoryFull(f"{nbytes} bytes of managed memory are {lacking} more than the card has free; release a model or choose less")
+            raise MemoryFull(
+                f"{nbytes} bytes of managed memory are {lacking} more than the card has free; "
+                "release a model or choose less"
+            )
         slab = ManagedSlab(nbytes, self._runtime)
         self._slabs = [*(ref for ref in self._slabs if ref() is not None), weakref.ref(slab)]
         return slab
 
     def capabilities(self) -> Mapping[str, bool]:
-        return {name: bool(self._runtime.attribute(name)) for name in ATTRIBUTES} | {"oversubscribe": self._oversubscribe}
+        return {name: bool(self._runtime.attribute(name)) for name in ATTRIBUTES} | {
+            "oversubscribe": self._oversubscribe
+        }
 
     def _open_slabs(self) -> list[ManagedSlab]:
         return [slab for ref in self._slabs if (slab := ref()) is not None]
@@ -236,7 +249,9 @@ class CudaRuntime:
         self._index = device.index or 0
 
     def attribute(self, name: str) -> int:
-        return int(self._ask("cudaDeviceGetAttribute", getattr(self._cuda.cudaDeviceAttr, f"cudaDevAttr{name}"), self._index))
+        return int(
+            self._ask("cudaDeviceGetAttribute", getattr(self._cuda.cudaDeviceAttr, f"cudaDevAttr{name}"), self._index)
+        )
 
     def free_bytes(self) -> int:
         empty_caches(self._device)
@@ -264,10 +279,10 @@ class CudaRuntime:
             self._ask("cudaStreamSynchronize", 0)
 
     def _place(self, host: bool) -> Any:
-        place, kinds = self._cuda.cudaMemLocation(), self._cuda.cudaMemLocationType
-        place.type = kinds.cudaMemLocationTypeHost if host else kinds.cudaMemLocationTypeDevice
-        place.id = 0 if host else self._index
-        return place
+        location, kinds = self._cuda.cudaMemLocation(), self._cuda.cudaMemLocationType
+        location.type = kinds.cudaMemLocationTypeHost if host else kinds.cudaMemLocationTypeDevice
+        location.id = 0 if host else self._index
+        return location
 
     def _ask(self, call: str, *arguments: Any) -> Any:
         error, *values = getattr(self._cuda, call)(*arguments)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...errors import MemoryFull
-from .protocol import Part, Returned
+from .protocol import Returned, SlabView
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
@@ -33,7 +33,7 @@ ADVICE: Mapping[str, int] = {
     "populate_read": 22,
     "populate_write": 23,
 }
-# One call over a whole large lease would hold the process's map lock for seconds; other threads get in between slices.
+# One call over a whole large lease would hold the process's map lock for seconds. Other threads get in between slices.
 _SLICE = 256 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 for _name in ("madvise", "mincore", "mlock", "munlock"):
@@ -41,20 +41,25 @@ for _name in ("madvise", "mincore", "mlock", "munlock"):
 
 
 def advise(address: int, nbytes: int, advice: str) -> bool:
-    """Advise the kernel about the whole pages inside [address, address + nbytes), slice by slice; False if it does not take it."""
+    """Advise the kernel about the whole pages inside [address, address + nbytes), slice by
+    slice. False if it refuses.
+    """
     first = -(-address // PAGE) * PAGE
     last = (address + nbytes) // PAGE * PAGE
     return all(_madvise(start, min(_SLICE, last - start), ADVICE[advice]) for start in range(first, last, _SLICE))
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Bytes of the pages touched by [address, address + nbytes) that are in memory, at most `nbytes`; by mincore."""
+    """Bytes in memory of the pages touched by [address, address + nbytes), at most `nbytes`; by mincore."""
     first = address // PAGE * PAGE
     found = 0
     for start in range(first, address + nbytes, _SLICE):
         pages = -(-min(_SLICE, address + nbytes - start) // PAGE)
         vector = np.empty(pages, dtype=np.uint8)
-        if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), ctypes.c_void_p(vector.ctypes.data)) == 0:
+        if (
+            _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), ctypes.c_void_p(vector.ctypes.data))
+            == 0
+        ):
             found += int(np.count_nonzero(vector & 1)) * PAGE
     return min(nbytes, found)
 
@@ -69,18 +74,23 @@ def _madvise(start: int, nbytes: int, advice: int) -> bool:
 class MappedSlab:
     """One private anonymous mapping, its start aligned to a huge page if `huge`.
 
-    A part that is given back loses its pages at once (MADV_DONTNEED); its addresses stay mapped until the last tensor on the slab
-    dies. So a stale view reads zeros and never ends the process; what it writes is on pages that no lease counts.
+    A part that is given back loses its pages at once (MADV_DONTNEED). Its addresses stay mapped until the last tensor
+    on the slab dies. So a stale view reads zeros and never ends the process; what it writes is on pages that no lease
+    counts.
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.nbytes = nbytes
         slack = HUGE_PAGE if huge else 0
         try:
-            mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mapping = mmap.mmap(
+                -1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         except (OSError, OverflowError, ValueError) as error:
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            raise MemoryFull(f"the system refused to map {nbytes} bytes of memory: {reason}; release a model or choose less") from error
+            raise MemoryFull(
+                f"the system refused to map {nbytes} bytes of memory: {reason}; release a model or choose less"
+            ) from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         shift = -start % HUGE_PAGE if huge else 0
         self._address = start + shift
@@ -89,14 +99,14 @@ class MappedSlab:
         self._locked = False
         advise(self._address, nbytes, "hugepage" if huge else "nohugepage")
 
-    def part(self, offset: int, nbytes: int) -> Part:
-        """Return the part with a storage of its own: a weak reference to it tells when the last view has died."""
+    def view(self, offset: int, nbytes: int) -> SlabView:
+        """The part with a storage of its own: a weak reference to it shows when the last view has died."""
         part = self._open_view()[offset : offset + nbytes]
         life = weakref.ref(part)
-        return Part(torch.frombuffer(part, dtype=torch.uint8), lambda: life() is not None)
+        return SlabView(torch.frombuffer(part, dtype=torch.uint8), lambda: life() is not None)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Fault every page in. Kernels before 5.14 have no MADV_POPULATE_WRITE: there each page is touched."""
+        """Fault every page in. Kernels before 5.14 have no MADV_POPULATE_WRITE; there each page is touched."""
         view = self._open_view()
         if not advise(self._address + offset, nbytes, "populate_write"):
             for start in range(offset, offset + nbytes, PAGE):
@@ -106,7 +116,7 @@ class MappedSlab:
         return advise(self._address + offset, nbytes, advice)
 
     def lock(self, offset: int, nbytes: int) -> bool:
-        """mlock; False where RLIMIT_MEMLOCK is too small."""
+        """mlock. False if RLIMIT_MEMLOCK is too small."""
         locked = _libc.mlock(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(nbytes)) == 0
         self._locked = self._locked or locked
         return locked
@@ -124,7 +134,7 @@ class MappedSlab:
         return zlib.crc32(self._open_view()[offset : offset + nbytes])
 
     def give_back(self, offset: int, nbytes: int) -> Returned:
-        """Drop the whole pages inside the part; a page that it shares with a neighbour is neither asked for nor counted."""
+        """Drop the whole pages inside the part. A page shared with a neighbour is neither requested nor counted."""
         first = -(-(self._address + offset) // PAGE) * PAGE
         length = (self._address + offset + nbytes) // PAGE * PAGE - first
         if length <= 0:
@@ -152,7 +162,7 @@ class MappedSlab:
 
 
 class MappedBackend:
-    """Anonymous host memory. Opening a slab takes addresses only; its pages are taken when they are touched."""
+    """Anonymous host memory. Opening a slab takes addresses only; pages are taken on first touch."""
 
     name = "mmap"
     residency = "host"
@@ -162,7 +172,7 @@ class MappedBackend:
     movable = 0
 
     def open(self, nbytes: int, *, whole: bool) -> MappedSlab:
-        """Open a slab. Huge pages only for a slab of one lease: giving a part of a huge page back would return nothing."""
+        """Open a slab. Huge pages only for a slab of one lease: returning a part of a huge page would free nothing."""
         return MappedSlab(nbytes, huge=whole and nbytes >= HUGE_PAGE)
 
     def capabilities(self) -> Mapping[str, bool]:

@@ -1,4 +1,4 @@
-"""What a backend is: it opens slabs, says what this machine can do, and measures what it gives back."""
+"""The protocol of backends: they open slabs, say what this machine can do, and measure what they give back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a slab as [nbytes] uint8. `alive` says whether any tensor still lives on it; None where that cannot be known."""
+class SlabView:
+    """A part of a slab as [nbytes] uint8. `alive` returns whether any tensor on it is alive, None if that cannot be
+    known.
+    """
 
     tensor: torch.Tensor
     alive: Callable[[], bool] | None
@@ -20,38 +22,42 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Bytes that were in memory before and could go back (`asked`), and of those the bytes that are gone after (`measured`)."""
+    """Bytes that were in memory before and could go back (`asked`), and how many of those are
+    gone after (`measured`).
+    """
 
     asked: int
     measured: int
 
 
 class Slab(Protocol):
-    """A run of bytes on one memory. Offsets and lengths are bytes from its start; all calls may come from any thread."""
+    """A contiguous range of bytes in one memory. Offsets and lengths are bytes from its
+    start. Any thread may call it.
+    """
 
     @property
     def nbytes(self) -> int:
-        """The slab's whole length."""
+        """Length of the slab."""
         ...
 
-    def part(self, offset: int, nbytes: int) -> Part:
-        """Return that part as a tensor; it stays readable for as long as it or any view of it lives."""
+    def view(self, offset: int, nbytes: int) -> SlabView:
+        """The part as a tensor. It stays readable as long as it or any view of it is alive."""
         ...
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Bring every page of that part in now, writable, so that later touches do not fault."""
+        """Fault every page of the part in, writable, so that later accesses do not fault."""
         ...
 
     def advise(self, advice: str, offset: int, nbytes: int) -> bool:
-        """Give one of the advices that `capabilities` names; False if this memory or kernel does not take it."""
+        """Give one of the advices that `capabilities` names. False if this memory or kernel refuses it."""
         ...
 
     def lock(self, offset: int, nbytes: int) -> bool:
-        """Keep that part from being paged out; False if the system does not allow it."""
+        """Lock the part in memory. False if the system does not allow it."""
         ...
 
     def resident(self, offset: int, nbytes: int) -> int:
-        """Bytes of that part that are in memory at this moment, as exactly as this kind of memory can say."""
+        """Bytes of the part that are in memory now, as exactly as this kind of memory can tell."""
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -63,15 +69,15 @@ class Slab(Protocol):
         ...
 
     def checksum(self, offset: int, nbytes: int) -> int:
-        """A number that changes when a byte of that part changes."""
+        """A number that changes when a byte of the part changes."""
         ...
 
     def give_back(self, offset: int, nbytes: int) -> Returned:
-        """Give the bytes of that part back and reset its advice. The content is lost; views of it stay readable."""
+        """Return the bytes of the part and reset its advice. The content is lost; views stay readable."""
         ...
 
     def close(self) -> Returned:
-        """Give the whole slab back. Views that still live stay readable."""
+        """Return the whole slab. Live views stay readable."""
         ...
 
 
@@ -88,26 +94,26 @@ class Backend(Protocol):
 
     @property
     def commits(self) -> bool:
-        """Whether opening a slab takes its bytes at once (device blocks) or each page when it is touched (mmap)."""
+        """Whether opening a slab takes its bytes at once (device blocks) or page by page on first touch (mmap)."""
         ...
 
     @property
     def page(self) -> int:
-        """Bytes of the smallest part that can be given back on its own; 0 if only whole slabs can."""
+        """Bytes of the smallest part that can be returned alone; 0 if only whole slabs can."""
         ...
 
     @property
     def alignment(self) -> int:
-        """What the start of every slab is aligned to, in bytes."""
+        """Alignment in bytes of the start of every slab."""
         ...
 
     @property
     def movable(self) -> int:
-        """Bytes of its slabs that `open` would move into the host's memory where the device lacks room; 0 if it never does."""
+        """Bytes of its slabs that `open` would move to host memory if the device lacks memory; 0 if it never does."""
         ...
 
     def open(self, nbytes: int, *, whole: bool) -> Slab:
-        """Open a slab; `whole` means that one lease will have all of it. Raises MemoryFull if the system refuses."""
+        """Open a slab. `whole`: one lease will have all of it. Raises MemoryFull if the system refuses."""
         ...
 
     def capabilities(self) -> Mapping[str, bool]:

@@ -16,14 +16,15 @@ import psutil
 import pytest
 import torch
 from kept_kernels import keep_kernels
-from onedesk.service.bench import peer, shapes
+from onedesk.service.bench import shapes
+from onedesk.service.bench import transformers_subject as peer
 from onedesk.service.bench.ceiling import read_ceiling
-from onedesk.service.bench.files import Residency, evict, read_whole
 from onedesk.service.bench.kinds import kind_table
-from onedesk.service.bench.probe import PeakWatch
-from onedesk.service.bench.run import Plan, files_of_load, measure
-from onedesk.service.bench.subject import Task
-from onedesk.service.bench.worker import Worker
+from onedesk.service.bench.measuring_child import MeasuringChild
+from onedesk.service.bench.page_cache import Residency, evict, read_whole
+from onedesk.service.bench.peak_watch import PeakWatch
+from onedesk.service.bench.run import BenchPlan, files_of_load, measure
+from onedesk.service.bench.subject import SubjectSpec
 from onedesk.service.cli import command as cli
 from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(kind: str, model: Path, tmp_path: Path, **changes) -> dict:
     keep_kernels(tmp_path / "cache")
-    plan = Plan(kind, str(model), device="cpu", tokens=6, prompt=20, cycles=2, **changes)
+    plan = BenchPlan(kind, str(model), device="cpu", tokens=6, prompt=20, cycles=2, **changes)
     return measure(plan, Config(tree=tmp_path), ModelRoots([]))
 
 
@@ -107,7 +108,7 @@ def test_load_has_cold_and_warm_rows_beside_the_raw_read(model, tmp_path):
 def test_a_load_of_a_converted_model_is_held_against_what_was_made_of_it(tmp_path):
     """Evicting the checkpoint would leave its other form in the page cache, and the raw read would be of twice the bytes."""
     model = write_tiny_qwen3(tmp_path / "tiny", dtype="bfloat16", tokenizer=False)
-    config, plan, checkpoint = Config(tree=tmp_path), Plan("load", str(model), quant="int8", device="cpu"), open_checkpoint(model)
+    config, plan, checkpoint = Config(tree=tmp_path), BenchPlan("load", str(model), quant="int8", device="cpu"), open_checkpoint(model)
     assert files_of_load(plan, checkpoint, config.cache) == dict.fromkeys(checkpoint.files, checkpoint.weight_bytes)
     keep_kernels(config.cache)
     made = quantize_model(str(model), "int8", None, True, config)
@@ -118,7 +119,7 @@ def test_a_load_of_a_converted_model_is_held_against_what_was_made_of_it(tmp_pat
 
 def test_a_measurement_that_cannot_fit_the_context_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="takes 272 tokens of context and tiny allows 256"):
-        measure(Plan("decode", str(model), device="cpu", tokens=256, prompt=16), Config(tree=tmp_path), ModelRoots([]))
+        measure(BenchPlan("decode", str(model), device="cpu", tokens=256, prompt=16), Config(tree=tmp_path), ModelRoots([]))
 
 
 @pytest.mark.parametrize("options", [["decode", "--batch", "9"], ["decode", "--batch", "0"], ["prefill", "--batch", "2"]])
@@ -140,20 +141,20 @@ def test_the_command_prints_the_document_and_can_make_a_table_of_it(model, tmp_p
 
 def test_an_unknown_model_names_the_shapes(tmp_path):
     with pytest.raises(ModelError, match=r"no model 'lost'.*qwen3-0\.6b, qwen3-1\.7b"):
-        measure(Plan("decode", "lost"), Config(tree=tmp_path), ModelRoots([]))
+        measure(BenchPlan("decode", "lost"), Config(tree=tmp_path), ModelRoots([]))
 
 
-def task(model: Path, tmp_path: Path) -> Task:
-    return Task(model, "cpu", "none", 64, tmp_path, {}, ())
+def task(model: Path, tmp_path: Path) -> SubjectSpec:
+    return SubjectSpec(model, "cpu", "none", 64, tmp_path, {}, ())
 
 
 def test_a_worker_raises_the_childs_own_error(tmp_path):
-    with Worker("onedesk", task(tmp_path / "lost", tmp_path)) as worker, pytest.raises(FileError, match="does not exist"):
+    with MeasuringChild("onedesk", task(tmp_path / "lost", tmp_path)) as worker, pytest.raises(FileError, match="does not exist"):
         worker.ask("load")
 
 
 def test_a_worker_that_died_is_told(model, tmp_path):
-    with Worker("onedesk", task(model, tmp_path)) as worker:
+    with MeasuringChild("onedesk", task(model, tmp_path)) as worker:
         os.kill(worker.pid, 9)
         with pytest.raises(PeerError, match="the measuring process of onedesk ended, status -9"):
             worker.ask("load")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-from onedesk.service.bench import llama
+from onedesk.service.bench import llama_cpp_subject as llama
 from onedesk.service.bench.ceiling import MIB, read_ceiling
-from onedesk.service.bench.gguf import (
+from onedesk.service.bench.llama_cpp_subject import LlamaCpp
+from onedesk.service.bench.random_gguf import (
     ALIGNMENT,
     BF16,
     F32,
@@ -20,9 +21,8 @@ from onedesk.service.bench.gguf import (
     Blocks,
     random_gguf,
 )
-from onedesk.service.bench.llama import LlamaCpp
 from onedesk.service.bench.shapes import SHAPES
-from onedesk.service.bench.subject import Task
+from onedesk.service.bench.subject import SubjectSpec
 from onedesk.service.errors import FileError, PeerError
 
 SMALL = dict(SHAPES["qwen3-toy"]) | {"vocab_size": 300, "num_hidden_layers": 2}
@@ -101,10 +101,10 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "find_spec", lambda _: None)
     with pytest.raises(PeerError, match="pip install"):
-        LlamaCpp(Task(tmp_path, "cpu", "none", 64, tmp_path, {}, ()))
+        LlamaCpp(SubjectSpec(tmp_path, "cpu", "none", 64, tmp_path, {}, ()))
     monkeypatch.setattr(llama, "find_spec", lambda _: object())
     with pytest.raises(PeerError, match="CPU only"):
-        LlamaCpp(Task(tmp_path, "cuda", "none", 64, tmp_path, {}, ()))
+        LlamaCpp(SubjectSpec(tmp_path, "cuda", "none", 64, tmp_path, {}, ()))
 
 
 def test_the_compiled_reader_reads(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paged keys and values against plain lists of rows, through random writes, forks, cuts, reuse and eviction."""
+"""Paged keys and values against plain lists of rows, through random writes, forks, truncations, reuse and eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from onedesk.service.cache.paged import KVShape, PagedKV, SequenceKV, blocks_for
 from onedesk.service.errors import MemoryFull, RequestError
-from onedesk.service.kernels.forward_batch import BLOCK, Rows
+from onedesk.service.kernels.forward_batch import BLOCK, PrefillChunk
 from onedesk.service.kernels.reference import write_rows
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -34,12 +34,13 @@ def pages() -> Iterator[PagedKV]:
 
 
 def put(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:
-    """Write a row a value behind the sequence, which must have room for them; it is not advanced."""
+    """Write one row per value after the sequence, which must have blocks for them. Does not advance it."""
     positions = torch.arange(sequence.length, sequence.length + len(values), dtype=torch.int32)
-    rows = Rows(positions, torch.tensor([sequence.table], dtype=torch.int32), sequence.length, sequence.length + len(values))
+    tables = torch.tensor([sequence.table], dtype=torch.int32)
+    chunk = PrefillChunk(positions, tables, sequence.length + len(values), start=sequence.length)
     for layer in range(SHAPE.layers):
         k = (torch.tensor(values)[:, None, None] + layer / 8).expand(-1, SHAPE.heads, SHAPE.head_dim)
-        write_rows(k, -k, pages.keys[layer], pages.values[layer], rows)
+        write_rows(k, -k, pages.keys[layer], pages.values[layer], chunk)
 
 
 def write(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:
@@ -49,7 +50,7 @@ def write(pages: PagedKV, sequence: SequenceKV, values: list[float]) -> None:
 
 
 def rows_of(pages: PagedKV, blocks: list[int], length: int) -> list[float]:
-    """The values that were written; all layers and heads, keys and values must tell the same."""
+    """The written values. All layers and heads, keys and values must agree."""
     found = []
     for layer in range(SHAPE.layers):
         parts = (pages.keys[layer][blocks] - layer / 8, -pages.values[layer][blocks] - layer / 8)
@@ -60,22 +61,22 @@ def rows_of(pages: PagedKV, blocks: list[int], length: int) -> list[float]:
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Sequences beside lists of what was written to them, kept blocks beside their content."""
+    """Sequences with lists of what was written to them, and cached blocks with their content."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lease = POOL.lease("test", "kv", SHAPE.nbytes(CONTEXT, SEQUENCES))
         self.pages = PagedKV(self.lease, SHAPE, CONTEXT, SEQUENCES)
-        self.pages.keeper = self
+        self.pages.evictor = self
         self.rows: dict[SequenceKV, list[float]] = {}
         self.kept: dict[int, list[float]] = {}
         self.next = 1.0
 
     def evict(self) -> None:
-        """As Keeper."""
+        """As BlockEvictor."""
         block = next(block for block in self.kept if not self.pages.users(block))
         del self.kept[block]
-        self.pages.unkeep(block)
+        self.pages.uncache_block(block)
 
     def some(self, number: int) -> SequenceKV:
         return list(self.rows)[number % len(self.rows)]
@@ -87,7 +88,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(1, CONTEXT), reuse=st.booleans(), number=st.integers(0, 9))
     def open(self, capacity: int, reuse: bool, number: int) -> None:
-        # A prefix of one block, whichever was kept: that its rows began another sequence means nothing here.
+        # A prefix of one block, whichever was cached; here it does not matter that its rows started another sequence.
         shared = [list(self.kept)[number % len(self.kept)]] if reuse and self.kept and capacity >= BLOCK else []
         if not self.pages.fits(capacity, shared):
             with pytest.raises(MemoryFull, match=rf"a sequence of {capacity} tokens needs"):
@@ -116,13 +117,13 @@ class PagesMachine(RuleBasedStateMachine):
     def truncate(self, number: int, less: int) -> None:
         sequence = self.some(number)
         length = max(0, sequence.length - less)
-        before = (sequence.length, list(sequence.table), sequence.promise, self.pages.available)
+        before = (sequence.length, list(sequence.table), sequence.reservation, self.pages.available)
         alone = not any(self.pages.is_shared(block) for block in sequence.table)
         try:
             sequence.truncate(length)
         except MemoryFull:
             assert not alone
-            assert before == (sequence.length, sequence.table, sequence.promise, self.pages.available)
+            assert before == (sequence.length, sequence.table, sequence.reservation, self.pages.available)
             return
         del self.rows[sequence][length:]
 
@@ -158,13 +159,13 @@ class PagesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rows)
     @rule(number=st.integers(0, 99), at=st.integers(0, 2), less=st.integers(0, BLOCK - 1))
-    def keep(self, number: int, at: int, less: int) -> None:
-        """Keep a full block; with `less`, the sequence is cut in it and written on."""
+    def cache_block(self, number: int, at: int, less: int) -> None:
+        """Cache a full block; with `less`, the sequence is truncated inside it and written again."""
         sequence = self.some(number)
         end = (at + 1) * BLOCK
         if sequence.length < end or sequence.table[at] in self.kept:
             return
-        self.pages.keep(sequence.table[at])
+        self.pages.cache_block(sequence.table[at])
         self.kept[sequence.table[at]] = self.rows[sequence][at * BLOCK : end]
         if less:
             self.truncate(number, sequence.length - end + less)
@@ -172,10 +173,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99))
-    def unkeep(self, number: int) -> None:
+    def uncache_block(self, number: int) -> None:
         block = list(self.kept)[number % len(self.kept)]
         del self.kept[block]
-        self.pages.unkeep(block)
+        self.pages.uncache_block(block)
 
     @invariant()
     def everything_is_where_it_was_written(self) -> None:
@@ -191,7 +192,7 @@ class PagesMachine(RuleBasedStateMachine):
         for sequence in self.rows:
             sequence.close()
         for block in self.kept:
-            self.pages.unkeep(block)
+            self.pages.uncache_block(block)
         assert self.pages.available == self.pages.blocks
         POOL.verify()
         self.lease.release()
@@ -224,13 +225,13 @@ def test_a_fork_copies_one_block_and_only_when_it_must(pages: PagedKV, monkeypat
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_others_see_is_copied_before_it_is_written_anew(pages: PagedKV, kept: bool) -> None:
+def test_shared_block_is_copied_before_write(pages: PagedKV, kept: bool) -> None:
     parent = pages.open(CONTEXT)
     past = [float(i) for i in range(2 * BLOCK)]
     write(pages, parent, past)
     child = None if kept else parent.fork()
     if kept:
-        pages.keep(parent.table[1])
+        pages.cache_block(parent.table[1])
     seen = list(parent.table)
     parent.truncate(BLOCK + 7)
     write(pages, parent, [-1.0])
@@ -241,7 +242,7 @@ def test_what_others_see_is_copied_before_it_is_written_anew(pages: PagedKV, kep
         sequence.close()
 
 
-def test_a_cut_that_would_need_more_than_there_is_changes_nothing(pages: PagedKV) -> None:
+def test_failed_truncate_changes_nothing(pages: PagedKV) -> None:
     parent = pages.open(2 * BLOCK)
     write(pages, parent, [1.0] * 2 * BLOCK)
     forks = [parent.fork(CONTEXT) for _ in range(7)]
@@ -256,11 +257,13 @@ def test_a_cut_that_would_need_more_than_there_is_changes_nothing(pages: PagedKV
     assert rows_of(pages, forks[0].table, CONTEXT) == [1.0] * 2 * BLOCK + [2.0] * BLOCK
 
 
-def test_a_promise_holds_however_many_ask(pages: PagedKV) -> None:
+def test_reservations_hold(pages: PagedKV) -> None:
     first = pages.open(CONTEXT)
     others = [pages.open(CONTEXT) for _ in range(SEQUENCES - 1)]
     assert (pages.available, pages.fits(1)) == (0, False)
-    with pytest.raises(MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 can be had"):
+    with pytest.raises(
+        MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 are available"
+    ):
         pages.open(1)
     with pytest.raises(MemoryFull, match="a fork needs 3 more"):
         first.fork()
@@ -276,14 +279,14 @@ def test_a_promise_holds_however_many_ask(pages: PagedKV) -> None:
     assert pages.open(CONTEXT).nbytes() * SEQUENCES == SHAPE.nbytes(CONTEXT, SEQUENCES)
 
 
-def test_what_makes_no_sense_is_our_bug(pages: PagedKV) -> None:
+def test_misuse_raises_value_error(pages: PagedKV) -> None:
     sequence = pages.open(2)
     with pytest.raises(ValueError, match="cannot truncate 0 tokens to 1"):
         sequence.truncate(1)
     with pytest.raises(ValueError, match="1 tokens are not in 0 blocks"):
         sequence.advance(1)
     with pytest.raises(ValueError, match="block 0 with 0 users cannot be kept"):
-        pages.keep(0)
+        pages.cache_block(0)
     with pytest.raises(ValueError, match="1 shared blocks hold more than 2 tokens"):
         pages.open(2, [0])
     with pytest.raises(RequestError, match=rf"longer than the context of {CONTEXT}"):

@@ -173,7 +173,7 @@ def test_names_are_found_whoever_published_them_and_however_packed():
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types that are not 4"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000"),
         ({"ple_layer_ids": [True]}, "ple_layer_ids = "),
-        ({"ngram_vocab_size_base": 2**31 - 1, "heads_per_ngram": 2**20}, "n-gram tables"),
+        ({"ngram_vocab_size_base": 2**31 - 1, "heads_per_ngram": 2**20}, "the rows must divide the width, at most 256"),
     ],
 )
 def test_a_config_that_says_nonsense_is_refused_by_its_key(changes: dict[str, object], told: str):

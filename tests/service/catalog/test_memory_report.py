@@ -10,7 +10,7 @@ from onedesk.service.api import OpenModel
 from onedesk.service.catalog.memory_report import abilities, memory_report, memory_table
 from onedesk.service.config import Config
 from onedesk.service.core import Request
-from onedesk.service.memory.backends.choose import Described
+from onedesk.service.memory.backends.choose_backend import BackendReport
 from onedesk.service.registry import REGISTRY
 from tiny_qwen3 import write_tiny_qwen3
 
@@ -47,8 +47,8 @@ def test_what_each_kind_of_memory_can_do_is_told(model):
     assert (host["name"], host["residency"], host["missing"]) == ("mmap", "host", "")
     assert host["can"]["mincore"] is host["can"]["dontneed"] is True
     assert "dontneed" in memory_table(report).splitlines()[-1]
-    assert abilities(Described("x", "device", {"a": True, "b": False, "c": False})) == "a; not b, c"
-    assert abilities(Described("x", "device", {}, "install it")) == "not used: install it"
+    assert abilities(BackendReport("x", "device", {"a": True, "b": False, "c": False})) == "a; not b, c"
+    assert abilities(BackendReport("x", "device", {}, "install it")) == "not used: install it"
 
 
 def test_after_giving_way_nothing_is_leased(model):

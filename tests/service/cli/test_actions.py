@@ -183,6 +183,6 @@ def test_help_tells_of_every_option_and_of_the_default_of_each_that_has_a_value(
     told = {(name, action.dest): action.help or "" for name, action in options}
     assert [key for key, text in told.items() if not text] == []
     free = {"model", "prompt", "ids", "best_of", "beams", "system", "stop", "text_file", "kind", "idea", "config", "proc", "check", "plan"}
-    free |= {"memory", "images", "against", "uds", "roots"}
+    free |= {"memory", "images", "against", "uds", "roots", "name", "local", "files"}
     valued = {(name, action.dest) for name, action in options if action.nargs != 0 and action.dest not in free}
     assert [key for key in valued if "default" not in told[key]] == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel, open_model
-from onedesk.service.cache.hybrid import HybridKV
+from onedesk.service.cache.hybrid_kv import HybridKV
 from onedesk.service.core import Request, Result, Sampling
 from onedesk.service.engine import speculate
 from onedesk.service.engine.speculate import PassCosts

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel, open_model
-from onedesk.service.cache.hybrid import HybridKV
+from onedesk.service.cache.hybrid_kv import HybridKV
 from onedesk.service.cache.paged import SequenceKV
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import session as session_module
@@ -158,7 +158,7 @@ def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runn
             runner.check(kv, new := list(ids_of(1 + amount % FEW_ROWS, amount)))
             for token in new[: amount // FEW_ROWS]:  # none, some, all
                 kv.advance(1)
-                kv.keep_border(written=True)
+                kv.keep_checkpoint(written=True)
                 known.append(token)
             if amount % 2:
                 kv.truncate(len(known))
@@ -186,7 +186,7 @@ def states_of(runner: Runner, kv: SequenceKV) -> list[torch.Tensor]:
     """Copies of all that a sequence leaves in constant size."""
     states = runner.kv.states
     assert states is not None
-    return [part[kv.slots[0]].clone() for layer in range(len(states.shape.layers)) for part in states.parts(layer)]
+    return [part[kv.slots[0]].clone() for layer in range(len(states.shape.layers)) for part in states.of_layer(layer)]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -223,9 +223,9 @@ def test_guesses_are_no_longer_than_there_are_states_for(runner: Runner) -> None
     others = [runner.kv.open(8) for _ in range(MAX_BATCH + KEPT_STATES - 3)]
     with runner.kv.open(CONTEXT) as kv:
         read(runner, kv, ids_of(9))
-        assert kv.undoable == 2
+        assert kv.verifiable == 2
         runner.check(kv, [5, 6])
-        assert (kv.undoable, runner.kv.openable) == (2, 0)
+        assert (kv.verifiable, runner.kv.openable) == (2, 0)
         kv.advance(1)
         assert kv.truncate(kv.length) == 10
         assert runner.kv.openable == 2
@@ -274,7 +274,7 @@ def test_the_stated_need_is_what_is_carved(
     session = open_session("test", blueprint, Opening(pool, tmp_path))
     session.settle()
     asked = (blueprint.widths.shape, context, torch.float32, blueprint.widths.columns)
-    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace(*asked))
+    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace_spec(*asked))
     weights, kv, scratch = session.leases
     assert (weights.free < 256, kv.free < 256, 0 <= scratch.free - unused < 256) == (True, True, True)
     pages = session.runner.kv

@@ -17,12 +17,12 @@ class Shelf:
         self.kept: set[int] = set()
         self.used: dict[int, int] = {}
 
-    def keep(self, block: int, /) -> None:
+    def cache_block(self, block: int, /) -> None:
         assert self.used.get(block), "an unused block was kept"
         assert block not in self.kept
         self.kept.add(block)
 
-    def unkeep(self, block: int, /) -> None:
+    def uncache_block(self, block: int, /) -> None:
         self.kept.remove(block)
 
     def users(self, block: int, /) -> int:

@@ -187,7 +187,7 @@ def test_the_stated_need_is_what_is_carved(
     session = start(folder, tmp_path, context, sequences, pool)
     widths = draw_blueprint(open_checkpoint(folder), CPU, context).widths
     asked = (widths.shape, context, torch.float32, widths.columns)
-    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace(*asked))
+    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace_spec(*asked))
     weights, kv, scratch = session.leases
     assert (weights.free < 256, kv.free < 256, 0 <= scratch.free - unused < 256) == (True, True, True)
     with session.runner.kv.open(context) as sequence:

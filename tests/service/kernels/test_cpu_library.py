@@ -1,4 +1,4 @@
-"""The compiled kernels are built once, whole, and where they cannot be the plain path runs and says why."""
+"""The compiled kernels are built once and completely. If they cannot be built, plain torch runs and says why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ long attention_width(void) { return 8; }
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache, and one small source in place of the kernels': what is tested is the building."""
+    """A cache, and one small source instead of the kernels: these tests are about the build."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "tiny.c").write_text(TINY)
@@ -56,7 +56,7 @@ def test_a_changed_source_is_compiled_anew(small: Path) -> None:
     assert len(list(small.iterdir())) == 2
 
 
-def test_a_library_of_other_sources_goes_once_nobody_loaded_it_for_long(small: Path) -> None:
+def test_unused_old_library_is_removed(small: Path) -> None:
     assert compile_library(small)[0] is not None
     first = built_in(small)
     loaded, lately, kept = small / "kernels-loaded.so", small / "kernels-lately.so", small / "service.token"
@@ -84,7 +84,7 @@ def test_a_full_disk_is_told_before_anything_is_compiled(
     assert type(kernels) is ReferenceKernels
     assert caplog.messages == [
         "the CPU runs plain torch, slower, without compiled kernels: building them takes 1 MiB in the cache folder, "
-        "whose disk has 300 KiB; free 724 KiB there"
+        "but its disk has 300 KiB; free 724 KiB there"
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_library_is_built_anew(small: Path, damage: str, caplog: pytes
     assert built.read_bytes() == content
 
 
-def test_a_damaged_library_that_cannot_be_built_anew_is_not_loaded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_library_is_not_loaded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = compiling.shutil.which("cc")
     assert compile_library(small)[0] is not None
     built = built_in(small)
@@ -135,7 +135,7 @@ def test_a_damaged_library_that_cannot_be_built_anew_is_not_loaded(small: Path, 
     assert "no C compiler" in why_not
 
 
-def test_what_was_built_once_is_used_where_no_compiler_is_found(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_library_is_used_without_compiler(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_library(small)[0] is not None
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     library, why_not = compile_library(small)
@@ -161,7 +161,7 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert built_in(tmp_path / "cache").suffix == ".so"
 
 
-def test_without_a_compiler_the_plain_path_runs_and_says_why(
+def test_without_compiler_runs_plain_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
@@ -172,7 +172,9 @@ def test_without_a_compiler_the_plain_path_runs_and_says_why(
     assert "no C compiler" in caplog.text
 
 
-def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_a_compiler_the_instructions_are_named(
+    library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("onedesk.service.kernels.choose.compile_library", lambda *_: (library, ""))
     kernels = choose_kernels(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert isinstance(kernels, CpuKernels)
@@ -181,7 +183,7 @@ def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch
 
 
 @pytest.mark.parametrize("quoted", [b"/tmp", b"/M\xfcll", "/内存".encode()], ids=["ASCII", "Latin-1", "UTF-8"])
-def test_a_compiler_that_fails_is_quoted_in_whatever_encoding(
+def test_compiler_error_is_quoted_in_any_encoding(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quoted: bytes
 ) -> None:
     broken = tmp_path / "cc"
@@ -196,9 +198,14 @@ def test_a_compiler_that_fails_is_quoted_in_whatever_encoding(
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("no program", "the C compiler does not run: Exec format error"), ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9")],
+    [
+        ("no program", "the C compiler does not run: Exec format error"),
+        ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9"),
+    ],
 )
-def test_a_compiler_that_does_not_run_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str) -> None:
+def test_a_compiler_that_does_not_run_is_told(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str
+) -> None:
     broken = tmp_path / "cc"
     broken.write_text(content)
     broken.chmod(0o755)
@@ -217,7 +224,7 @@ def test_a_source_that_is_refused_is_told_without_paths(small: Path, tmp_path: P
     assert str(tmp_path) not in why_not
 
 
-def test_a_cache_that_takes_nothing_is_told_without_its_path(tmp_path: Path) -> None:
+def test_unwritable_cache_message_has_no_path(tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"a file, no folder")
     library, why_not = compile_library(tmp_path / "cache")
     assert library is None

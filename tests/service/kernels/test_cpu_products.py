@@ -1,4 +1,4 @@
-"""The CPU's products, of any format and size, lie within their stated bound of the exact ones, and are the same bits however computed."""
+"""CPU products of any format and size stay within their stated bound, with the same bits in any batching."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EPS = 1e-6
 
 
 def random_weight(name: str, rows: int, cols: int, generator: torch.Generator) -> Weight:
-    """Every number that the format can hold may come; some groups are all zeros."""
+    """Every number that the format can hold may occur; some groups are all zeros."""
     if name in FLOATS:
         return torch.randn(rows, cols, generator=generator).to(FLOATS[name])
     held = QUANTIZED[name]
@@ -63,7 +63,9 @@ def random_weight(name: str, rows: int, cols: int, generator: torch.Generator) -
         bits = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
         bits[(bits & 127) == 127] = 0  # the two NaNs
         return QuantizedWeight(held, rows, cols, bits.view(torch.float8_e4m3fn), scales)
-    return QuantizedWeight(held, rows, cols, torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8), scales)
+    return QuantizedWeight(
+        held, rows, cols, torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8), scales
+    )
 
 
 def random_rows(kind: str, count: int, cols: int, generator: torch.Generator) -> torch.Tensor:
@@ -81,7 +83,7 @@ def random_rows(kind: str, count: int, cols: int, generator: torch.Generator) ->
 
 @dataclass
 class Exact:
-    """x W^T in fp64, and how far from it each result may be."""
+    """x W^T in fp64, and the bound of each result."""
 
     values: torch.Tensor
     bound: torch.Tensor
@@ -90,11 +92,11 @@ class Exact:
 def exact(x: torch.Tensor, weight: Weight) -> Exact:
     wide, stored = x.double(), dequantize(weight).double() if isinstance(weight, QuantizedWeight) else weight.double()
     size = wide.abs() @ stored.abs().t()
-    # an fp32 sum in at least 4 lanes, each step of which rounds by 2^-24 of what is there
+    # an fp32 sum in at least 4 lanes, each step of which rounds by 2^-24
     rounding = (x.shape[1] / 4 + 8) * 2**-24
     bound = rounding * size + 1e-30
     if isinstance(weight, QuantizedWeight) and weight.format.name in ("int8", "int4", "nvfp4"):
-        if weight.format.name == "int4":  # nibbles are summed before their zero is taken off
+        if weight.format.name == "int4":  # nibbles are summed before their zero is subtracted
             shift = weight.offsets if weight.offsets is not None else -8 * weight.scales
             bound += rounding * wide.abs() @ spread(shift, weight).abs().t()
         span = (
@@ -108,7 +110,11 @@ def exact(x: torch.Tensor, weight: Weight) -> Exact:
         )
         for from_ in range(0, weight.cols, span):
             largest = wide[:, from_ : from_ + span].abs().amax(1, keepdim=True)
-            bound += largest / (65278 if weight.format.name == "nvfp4" else 65534) * stored[:, from_ : from_ + span].abs().sum(1)
+            bound += (
+                largest
+                / (65278 if weight.format.name == "nvfp4" else 65534)
+                * stored[:, from_ : from_ + span].abs().sum(1)
+            )
     return Exact(wide @ stored.t(), bound)
 
 
@@ -122,7 +128,7 @@ def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
 
 
 def extreme(kind: str, rows: int, cols: int) -> tuple[QuantizedWeight, torch.Tensor]:
-    """An NVFP4 weight and an x [cols] whose whole numbers, digits or scales are as large, or as far apart, as they can be."""
+    """An NVFP4 weight and an x [cols] whose integers, digits or scales are as large, or as far apart, as possible."""
     x, column = torch.ones(cols), torch.arange(cols)
     data = torch.full((rows, NVFP4.row_bytes(cols)), 0x77 if kind != "least" else 0xFF, dtype=torch.uint8)  # 6 or -6
     bits = torch.full((rows, NVFP4.groups(cols)), 126, dtype=torch.uint8)  # 448
@@ -135,7 +141,9 @@ def extreme(kind: str, rows: int, cols: int) -> tuple[QuantizedWeight, torch.Ten
         bits[:, 1::2] = 1  # 2^-9
         bits[:, 2::4] = 0
         data.view(rows, -1, 16)[:, :, :] = 0x71
-    return QuantizedWeight(NVFP4, rows, cols, data, bits.view(torch.float8_e4m3fn), None, torch.full((rows, 1), 0.25)), x
+    return QuantizedWeight(
+        NVFP4, rows, cols, data, bits.view(torch.float8_e4m3fn), None, torch.full((rows, 1), 0.25)
+    ), x
 
 
 @pytest.mark.parametrize("cols", [16, 40, 256, 608])
@@ -161,10 +169,15 @@ def test_nvfp4_at_its_extremes_lies_within_its_bound(library: ctypes.CDLL, kind:
     kind=st.sampled_from(["normal", "zeros", "one huge value", "wide range", "tiny"]),
     seed=st.integers(0, 999),
 )
-def test_products_lie_within_their_bound(library: ctypes.CDLL, name: str, count: int, rows: int, cols: int, kind: str, seed: int) -> None:
+def test_products_lie_within_their_bound(
+    library: ctypes.CDLL, name: str, count: int, rows: int, cols: int, kind: str, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, x = random_weight(name, 2 * rows, cols, generator), random_rows(kind, count, cols, generator)
-    norm, residual = NormWeight(torch.rand(cols, generator=generator) + 0.5, EPS), torch.randn(count, 2 * rows, generator=generator)
+    norm, residual = (
+        NormWeight(torch.rand(cols, generator=generator) + 0.5, EPS),
+        torch.randn(count, 2 * rows, generator=generator),
+    )
     found: list[list[torch.Tensor]] = []
     for threads in (1, 2):
         kernels = CpuKernels(library, threads)
@@ -181,18 +194,29 @@ def test_products_lie_within_their_bound(library: ctypes.CDLL, name: str, count:
     linear, norm_linear, added, gated = found[0]
     product, after_norm = exact(x, weight), exact(normed(x, norm).float(), weight)
     assert bool(((linear - product.values).abs() <= product.bound).all())
-    assert bool(((norm_linear - after_norm.values).abs() <= after_norm.bound * 1.01 + 1e-6 * after_norm.values.abs()).all())
-    assert bool(((added - residual - product.values).abs() <= product.bound + 2e-7 * (residual.abs() + product.values.abs())).all())
+    assert bool(
+        ((norm_linear - after_norm.values).abs() <= after_norm.bound * 1.01 + 1e-6 * after_norm.values.abs()).all()
+    )
+    assert bool(
+        (
+            (added - residual - product.values).abs() <= product.bound + 2e-7 * (residual.abs() + product.values.abs())
+        ).all()
+    )
     gate, up = after_norm.values.chunk(2, -1)
     gate_bound, up_bound = after_norm.bound.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
     # silu's slope is at most 1.1, and |silu(g)| <= |g|
-    bound = 1.2 * (gate_bound * (up.abs() + up_bound) + gate.abs() * up_bound) + 2e-6 * wanted.abs() + 1e-6 * (gate * up).abs() + 1e-37
+    bound = (
+        1.2 * (gate_bound * (up.abs() + up_bound) + gate.abs() * up_bound)
+        + 2e-6 * wanted.abs()
+        + 1e-6 * (gate * up).abs()
+        + 1e-37
+    )
     assert bool(((gated - wanted).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_gives_the_same_bits_alone_and_among_others(library: ctypes.CDLL, name: str) -> None:
+def test_row_has_same_bits_alone_and_in_batch(library: ctypes.CDLL, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, x = random_weight(name, 70, 300, generator), torch.randn(8, 300, generator=generator)
     kernels = CpuKernels(library, 2)
@@ -248,16 +272,23 @@ def test_what_the_c_has_not_runs_in_plain_torch(library: ctypes.CDLL) -> None:
 
 
 def test_the_reserved_room_is_enough(library: ctypes.CDLL) -> None:
-    """Whatever a network of these widths asks for lies in what `workspace` said: nothing is taken later."""
-    shapes = ((3072, HeadShape(16, 8, 128)), (100, HeadShape(4, 2, 16)), (12288, HeadShape(32, 8, 128)), (64, HeadShape(64, 1, 256)))
+    """Everything that a network of these widths needs fits in what `workspace_spec` states.
+    Nothing is allocated later.
+    """
+    shapes = (
+        (3072, HeadShape(16, 8, 128)),
+        (100, HeadShape(4, 2, 16)),
+        (12288, HeadShape(32, 8, 128)),
+        (64, HeadShape(64, 1, 256)),
+    )
     for columns, heads in shapes:
         kernels = CpuKernels(library)
-        (shape, dtype), *_ = CpuKernels.workspace(heads, 512, torch.float32, columns)
-        room = torch.empty(shape, dtype=dtype)
-        kernels.reserve([room])
+        (shape, dtype), *_ = CpuKernels.workspace_spec(heads, 512, torch.float32, columns)
+        buffer = torch.empty(shape, dtype=dtype)
+        kernels.reserve([buffer])
         for name in FORMATS:
             weight = random_weight(name, 2, columns, torch.Generator().manual_seed(5))
             for count in (1, 8, 300):
                 kernels.linear(torch.zeros(count, columns), weight, torch.empty(count, 2))
         kernels._calls.scratch(0, kernels._native.attention_scratch(heads.heads, heads.kv_heads, heads.head_dim))
-        assert kernels._calls._room is room
+        assert kernels._calls._workspace is buffer

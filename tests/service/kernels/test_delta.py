@@ -1,4 +1,4 @@
-"""The gated delta rule: chunks against steps against its formula in fp64, and the compiled step against the parts in plain torch."""
+"""The gated delta rule: chunks against steps against its formula in fp64, and the compiled step against plain torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 import pytest
 import torch
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
-from onedesk.service.kernels.delta import (
+from onedesk.service.kernels.delta_rule import (
     CHUNK,
     DeltaHeads,
-    DeltaStep,
+    DeltaOperands,
     convolve_chunk,
     convolve_step,
     delta_chunk,
@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def token_by_token(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule as it is written down, one head and token after another, in fp64."""
+    """The rule as published, one head and token after another, in fp64."""
     state, out = state.double().clone(), torch.zeros(v.shape, dtype=torch.float64)
     for t in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -61,7 +61,7 @@ def test_chunks_and_steps_follow_the_formula(count: int, forgetting: float) -> N
 
 
 @pytest.mark.parametrize(("taps", "apart"), [(4, 1), (2, 1), (4, 3)])
-def test_a_convolution_goes_on_where_the_chunk_before_ended(taps: int, apart: int) -> None:
+def test_convolution_continues_across_chunks(taps: int, apart: int) -> None:
     x, window, weight = numbers(20, 5), numbers((taps - 1) * apart, 5), numbers(taps, 5)
     seen = torch.cat((window, x))
     wanted = sum(weight[tap] * seen[tap * apart : tap * apart + 20] for tap in range(taps))
@@ -77,8 +77,8 @@ def test_a_convolution_goes_on_where_the_chunk_before_ended(taps: int, apart: in
     torch.testing.assert_close(windows[0], left)
 
 
-def parts_of(heads: DeltaHeads, step: DeltaStep) -> torch.Tensor:
-    """The step of its parts in plain torch, on copies; the states that it writes are written."""
+def parts_of(heads: DeltaHeads, step: DeltaOperands) -> torch.Tensor:
+    """A step of the small operations in plain torch, on copies; it writes the states."""
     rows = step.projected.shape[0]
     each = heads.group * heads.value_dim
     if heads.fused:
@@ -118,14 +118,14 @@ def test_the_compiled_step_is_that_of_its_parts(
     )
     windows, states = numbers(slots, 3, channels), numbers(slots, key_heads, group, key_dim, value_dim)
     kernels = CpuKernels(library, threads=2)
-    # Into the same slots, and into others: those of a chunk that may be given up.
+    # Into the same slots, and into others, as for a chunk that may be stopped.
     for target in (torch.arange(1, rows + 1), torch.arange(rows + 1, 2 * rows + 1)):
         places = Slots(torch.arange(1, rows + 1), target)
         copied, out = [part.clone() for part in (windows, states)], torch.full((rows, values), float("nan"))
         projected, rates = numbers(rows, channels + values, seed=3), numbers(rows, 2 * key_heads * group, seed=4) * 3
-        step = DeltaStep(projected, rates, *copied, places, out)
+        step = DeltaOperands(projected, rates, *copied, places, out)
         assert kernels.delta_step(heads, step)
-        wanted = parts_of(heads, DeltaStep(projected, rates, windows, states, places, out))
+        wanted = parts_of(heads, DeltaOperands(projected, rates, windows, states, places, out))
         torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(copied[0], windows)
         torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
@@ -133,9 +133,9 @@ def test_the_compiled_step_is_that_of_its_parts(
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("fused", [False, True])
-def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctypes.CDLL, rows: int, fused: bool) -> None:
+def test_verify_rows_continue_from_previous_row(library: ctypes.CDLL, rows: int, fused: bool) -> None:
     heads = DeltaHeads(
-        *(2, 2, 32, 80, fused, "silu"),  # values are no multiple of the columns that are brought on together
+        *(2, 2, 32, 80, fused, "silu"),  # values are no multiple of the column block
         taps=numbers(4, 448),
         decay=-numbers(2, 2).exp(),
         bias=numbers(2, 2, seed=1),
@@ -145,19 +145,25 @@ def test_rows_of_one_sequence_go_on_from_what_the_row_before_left(library: ctype
     places = Slots(torch.tensor(order[:rows]), torch.tensor(order[1 : rows + 1]))
     projected, rates = numbers(rows, 768, seed=3), numbers(rows, 8, seed=4)
     copied, out = [part.clone() for part in (windows, states)], torch.empty(rows, 320)
-    assert CpuKernels(library, threads=2).delta_step(heads, DeltaStep(projected, rates, *copied, places, out, trail=True))
+    assert CpuKernels(library, threads=2).delta_step(
+        heads, DeltaOperands(projected, rates, *copied, places, out, verify=True)
+    )
     for row in range(rows):
         one = slice(row, row + 1)
-        step = DeltaStep(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
+        step = DeltaOperands(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
         torch.testing.assert_close(out[one], parts_of(heads, step), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(copied[0], windows)
     torch.testing.assert_close(copied[1], states, rtol=1e-4, atol=1e-5)
 
 
-def test_heads_that_the_compiled_step_does_not_take_are_left_to_its_parts(library: ctypes.CDLL) -> None:
-    heads = DeltaHeads(1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS))
+def test_unsupported_delta_heads_fall_back(library: ctypes.CDLL) -> None:
+    heads = DeltaHeads(
+        1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS)
+    )
     places = Slots(torch.tensor([0]), torch.tensor([0]))
-    step = DeltaStep(numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16))
+    step = DeltaOperands(
+        numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16)
+    )
     assert not CpuKernels(library).delta_step(heads, step)
     assert not ReferenceKernels().delta_step(heads, step)
 
@@ -172,5 +178,6 @@ def test_norms_of_rows_are_those_of_the_reference(library: ctypes.CDLL, shape: t
     torch.testing.assert_close(kernels.rms_norm(x, norm, x), wanted, rtol=1e-5, atol=1e-6)
     wide = numbers(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
     torch.testing.assert_close(
-        kernels.rms_norm(wide, norm, torch.empty_like(wide)), ReferenceKernels().rms_norm(wide, norm, torch.empty_like(wide))
+        kernels.rms_norm(wide, norm, torch.empty_like(wide)),
+        ReferenceKernels().rms_norm(wide, norm, torch.empty_like(wide)),
     )

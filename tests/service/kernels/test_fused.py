@@ -1,4 +1,4 @@
-"""The Triton kernels agree with plain arithmetic, by their interpreter; which of them a device gets, and why it gets none."""
+"""The Triton kernels match plain arithmetic in the interpreter; which kernels a device gets, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interpreted import results
 from onedesk.service.kernels.choose import cuda_kernels, fused_or_not
 from onedesk.service.kernels.cuda import cuda_products
 from onedesk.service.kernels.cuda.cuda_fused import FusedCudaKernels
-from onedesk.service.kernels.cuda.cuda_plan import Device, Shape
+from onedesk.service.kernels.cuda.cuda_plan import GpuDevice, WeightShape
 from onedesk.service.kernels.cuda.sdpa_kernels import CudaKernels
 
 
@@ -29,13 +29,15 @@ def test_every_kernel_is_within_its_bound(found: dict[str, Any]):
 def test_every_kernel_of_a_layer_is_within_its_bound():
     layers = results("layers")
     assert not {form: row for form, row in layers.items() if not row["error"] <= row["bound"]}
-    kinds = {"experts", "delta", "streams", "ngrams", "attend", "part_gates", "close_gates", "attend_indexed"}
+    kinds = {"experts", "delta", "streams", "ngrams", "attend", "split_gates", "apply_gates", "attend_indexed"}
     assert {form.partition(" ")[0].rstrip(",") for form in layers} == kinds
 
 
 def test_all_kernels_and_formats_were_compared(found: dict[str, Any]):
     kinds = [("linear", "fp8")]
-    kinds += [(k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")]
+    kinds += [
+        (k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")
+    ]
     for kernel, held in kinds:
         for rows in (1, 3, 20):
             assert any(form.startswith(f"{kernel} {held} ") and form.endswith(f"rows {rows}") for form in found)
@@ -68,13 +70,15 @@ def test_without_triton_plain_torch_says_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_product_has_programs_for_its_rows_and_not_for_the_room_of_its_result(rows: int, monkeypatch: pytest.MonkeyPatch):
-    """Scores of experts lie at the front of a larger room: once all of it was computed, 13 ms a step in place of 5."""
+def test_product_launches_programs_for_its_rows_only(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Scores of experts lie at the front of a larger buffer. Computing all of it once took 13
+    ms per step instead of 5.
+    """
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(cuda_products, "on_grid", lambda _, grid: grids.append(grid) or (lambda *_, **__: None))
-    kernels = FusedCudaKernels(torch.float16, Device(2, 100_000, 1 << 20, early=False))
-    weight, room = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(512)
+    kernels = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 1 << 20, early=False))
+    weight, buffer = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(512)
     shape = kernels.shape(weight)
-    assert isinstance(shape, Shape)
-    kernels.few(torch.zeros(rows, 64, dtype=torch.float16), weight, shape, room)
+    assert isinstance(shape, WeightShape)
+    kernels.few_rows(torch.zeros(rows, 64, dtype=torch.float16), weight, shape, buffer)
     assert [grid[1:] for grid in grids] == [(rows,) if rows > 1 else ()]

@@ -1,4 +1,4 @@
-"""Attention to chosen stretches in one call is its operations in plain torch; equal scores are chosen as torch's topk does."""
+"""Attention to selected key blocks in one call matches plain torch; equal scores are selected as torch's topk does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from onedesk.service.cache.recurrent import RecurrentStates, StateShape
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.kernels.forward_batch import (
     BLOCK,
+    DecodeBatch,
     HeadShape,
     NormWeight,
+    PrefillChunk,
     RotaryTable,
-    Rows,
     Slots,
 )
 from onedesk.service.kernels.operands import AttentionHeads, Indexer
@@ -38,7 +39,9 @@ def pool() -> Pool:
 class Sequences:
     """A layer and the cache of up to three sequences, run by kernels of either kind over the same numbers."""
 
-    def __init__(self, lease: Lease, kernels: ReferenceKernels, ratio: int, budget: int, seed: int, coarse: bool) -> None:
+    def __init__(
+        self, lease: Lease, kernels: ReferenceKernels, ratio: int, budget: int, seed: int, coarse: bool
+    ) -> None:
         self.kernels, self.generator = kernels, torch.Generator().manual_seed(seed)
         self.coarse = coarse
         size = (BLOCKS, HEADS.kv_heads, BLOCK, HEADS.head_dim)
@@ -68,18 +71,23 @@ class Sequences:
         return found.round().clamp(-1, 1) if self.coarse else found
 
     def step(self, sequences: list[int], chunk: int, aside: bool) -> torch.Tensor:
-        """One token of each of `sequences`, or `chunk` of the first of them; `aside`: their states go to other slots."""
+        """One token of each of `sequences`, or `chunk` of the first; `aside`: their states go to other slots."""
         count = chunk or len(sequences)
         chosen = sequences[:1] if chunk else sequences
-        places = [self.lengths[sequences[0]] + i for i in range(chunk)] if chunk else [self.lengths[which] for which in sequences]
+        places = (
+            [self.lengths[sequences[0]] + i for i in range(chunk)]
+            if chunk
+            else [self.lengths[which] for which in sequences]
+        )
         targets = [self.slots[which] + (3 if aside and self.slots[which] < 4 else 0) for which in chosen]
         slots = Slots(torch.tensor([self.slots[which] for which in chosen]), torch.tensor(targets))
-        rows = Rows(torch.tensor(places).int(), self.tables[chosen], places[0] if chunk else None, max(places) + 1, slots)
+        where = torch.tensor(places).int(), self.tables[chosen], max(places) + 1, slots
+        batch = PrefillChunk(*where, start=places[0]) if chunk else DecodeBatch(*where)
         views = {"indexed": torch.empty(count, 3 * DIM)}
         source = self.numbers(count, HIDDEN)
         qkv, mixed = self.numbers(count, HEADS.qkv), torch.full((count, HEADS.queries), float("nan"))
         project = lambda norm, weight, out: torch.mm(source, weight.t(), out=out)  # noqa: E731
-        at = SimpleNamespace(kernels=self.kernels, cache=self.cache, rows=rows, views=views, project=project)
+        at = SimpleNamespace(kernels=self.kernels, cache=self.cache, batch=batch, views=views, project=project)
         self.layer._attend(at, qkv, mixed)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
         for which, target in zip(chosen, targets, strict=True):
             self.slots[which] = target
@@ -88,9 +96,9 @@ class Sequences:
 
     @property
     def left(self) -> list[torch.Tensor]:
-        """What all steps have left behind."""
+        """What all steps have stored."""
         ratio = self.layer.indexer.ratio
-        tails = self.states.parts(0)[0]
+        tails = self.states.of_layer(0)[0]
         raw = [tails[slot, : length % ratio] for slot, length in zip(self.slots, self.lengths, strict=True)]
         return [self.cache.keys[0], self.cache.values[0], self.cache.pooled[0], *raw]
 
@@ -101,23 +109,25 @@ STEP = st.tuples(st.permutations([0, 1, 2]), st.integers(1, 3), st.sampled_from(
 @settings(max_examples=40, deadline=None)
 @given(
     ratio=st.sampled_from([2, 4, 16]),
-    stretches=st.integers(1, 4),
+    key_blocks=st.integers(1, 4),
     coarse=st.booleans(),
     steps=st.lists(STEP, min_size=1, max_size=8),
     seed=st.integers(0, 99),
 )
-def test_it_is_its_operations(
+def test_indexed_attention_matches_reference(
     library: ctypes.CDLL,
     pool: Pool,
     ratio: int,
-    stretches: int,
+    key_blocks: int,
     coarse: bool,
     steps: list[tuple[list[int], int, int, bool]],
     seed: int,
 ) -> None:
     compiled = CpuKernels(library, threads=1 + seed % 2)
     lease = pool.lease("test", "scratch", 1 << 20)
-    ours, plain = (Sequences(lease, which, ratio, ratio * stretches, seed, coarse) for which in (compiled, ReferenceKernels()))
+    ours, plain = (
+        Sequences(lease, which, ratio, ratio * key_blocks, seed, coarse) for which in (compiled, ReferenceKernels())
+    )
     for order, count, chunk, aside in [([0, 1, 2], 1, 61, False), *steps]:
         if max(ours.lengths) + chunk >= 8 * BLOCK:
             continue
@@ -138,8 +148,16 @@ def selected(library: ctypes.CDLL, scores: torch.Tensor, k: int) -> list[int]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(count=st.integers(1, 700), part=st.floats(0, 1), kinds=st.integers(1, 9), seed=st.integers(0, 999), fault=st.booleans())
-def test_equal_scores_are_chosen_as_torch_does(library: ctypes.CDLL, count: int, part: float, kinds: int, seed: int, fault: bool) -> None:
+@given(
+    count=st.integers(1, 700),
+    part=st.floats(0, 1),
+    kinds=st.integers(1, 9),
+    seed=st.integers(0, 999),
+    fault=st.booleans(),
+)
+def test_equal_scores_are_chosen_as_torch_does(
+    library: ctypes.CDLL, count: int, part: float, kinds: int, seed: int, fault: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, kinds, (count,), generator=generator).float()
     if seed % 3 == 0:

@@ -1,4 +1,4 @@
-"""The plain reference is what its formulas say, and what runs on CUDA agrees with it."""
+"""The reference matches its formulas, and torch's fused CUDA attention matches the reference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_attention_agrees(tokens: int, past: int, kv_heads: int, group: int, hal
     dim, length = 2 * half, past + tokens
     q = torch.randn(tokens, kv_heads * group, dim, generator=generator)
     k, v = (torch.randn(kv_heads, length, dim, generator=generator) for _ in range(2))
-    # One query at a time over what it may see, heads one by one: no masks, no grouping.
+    # One query at a time over what it may see, one head at a time: no masks, no grouping.
     wanted = torch.empty_like(q)
     for t in range(tokens):
         for h in range(kv_heads * group):
@@ -66,7 +66,7 @@ def test_norm_and_gate_are_their_formulas() -> None:
 
 @pytest.mark.parametrize(("tokens", "past"), [(1, 0), (1, 9), (7, 0), (7, 5)])
 def test_the_fused_attention_is_the_references(tokens: int, past: int) -> None:
-    """What runs on CUDA, with its masks and grouping, computed here on the CPU."""
+    """CUDA attention with its masks and grouping, computed on the CPU."""
     generator = torch.Generator().manual_seed(tokens + past)
     q = torch.randn(tokens, 6, 16, generator=generator)
     k, v = (torch.randn(2, past + tokens, 16, generator=generator) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The compiled way to int8 and int4: to the bit what the plain one gives, and the same refusals."""
+"""Compiled quantization to int8 and int4 gives the bits and the refusals of the plain one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from onedesk.service.errors import ModelError
 from onedesk.service.kernels.cpu.compile import compile_library
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.quant.formats import FP8_ROWS, INT8, int4, title, weight_of
-from onedesk.service.quant.quantize import quantize, quantize_into
+from onedesk.service.quant.quantize_weights import quantize, quantize_into
 from onedesk.service.quant.weight import Format, QuantizedWeight
 
-FORMATS = [INT8, int4(), int4(32), int4(64), int4(symmetric=False), int4(32, symmetric=False), Format("int8", 8, 128, True)]
+FORMATS = [
+    INT8,
+    int4(),
+    int4(32),
+    int4(64),
+    int4(symmetric=False),
+    int4(32, symmetric=False),
+    Format("int8", 8, 128, True),
+]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -40,7 +48,15 @@ def empty(held: Format, rows: int, cols: int) -> QuantizedWeight:
     room=st.integers(0, 700),
 )
 def test_it_is_the_plain_way_to_the_bit(
-    kernels: CpuKernels, held: Format, dtype: torch.dtype, rows: int, cols: int, power: int, zeros: int, seed: int, room: int
+    kernels: CpuKernels,
+    held: Format,
+    dtype: torch.dtype,
+    rows: int,
+    cols: int,
+    power: int,
+    zeros: int,
+    seed: int,
+    room: int,
 ) -> None:
     values = (torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 10.0**power).to(dtype)
     values[0, :zeros] = 0
@@ -53,7 +69,7 @@ def test_it_is_the_plain_way_to_the_bit(
 
 @pytest.mark.parametrize("held", FORMATS, ids=title)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
-def test_what_cannot_be_held_is_refused_with_the_same_words(kernels: CpuKernels, held: Format, bad: float) -> None:
+def test_unrepresentable_weights_are_refused_alike(kernels: CpuKernels, held: Format, bad: float) -> None:
     values = torch.ones(4, 160)
     values[2, 150] = bad
     if bad == 1e30 and held.bits == 8:
@@ -67,7 +83,7 @@ def test_what_cannot_be_held_is_refused_with_the_same_words(kernels: CpuKernels,
     assert said[0] == said[1]
 
 
-def test_what_the_compiled_way_has_nothing_for_goes_the_plain_way(kernels: CpuKernels) -> None:
+def test_unsupported_packing_falls_back(kernels: CpuKernels) -> None:
     assert not kernels.quantize(empty(INT8, 2, 40), torch.randn(2, 40).double(), torch.empty(0))
     assert not kernels.quantize(empty(INT8, 2, 40), torch.randn(40, 2).t(), torch.empty(0))
     assert not kernels.quantize(empty(FP8_ROWS, 2, 40), torch.randn(2, 40), torch.empty(0))

@@ -204,6 +204,8 @@ def test_a_link_to_a_folder_elsewhere_says_what_to_write_into_the_settings(tmp_p
     with pytest.raises(FileError, match="leaves the model folders; add the folder that its target lies in to roots under") as caught:
         roots.resolve("Linked")
     assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(FileError, match="the model 'Linked' cannot be opened: it is a link to"):
+        roots.find("Linked")
     named = ModelRoots([root, target.parent])
     assert [entry.name for entry in named.list()] == ["Linked"]
     assert named.refused_links() == []
@@ -262,7 +264,7 @@ def test_a_folder_of_language_models_in_a_root_is_a_root(root: Path, parent: str
     if parent == "LLM":
         assert roots.resolve("LLM/Qwen3-4B") == folder
     make_model(root / "Qwen3-4B")
-    assert [entry.name for entry in roots.list()] == ["Qwen3-4B", "Qwen/Qwen3-8B", "Qwen3-4B [LLM]"]
+    assert [entry.name for entry in roots.list()] == ["Qwen3-4B", "Qwen/Qwen3-8B", f"Qwen3-4B [{Path(parent).name}]"]
 
 
 def test_symlinks_in_a_circle_end(root: Path) -> None:

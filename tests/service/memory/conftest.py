@@ -17,7 +17,9 @@ from onedesk.service.memory.truth import read_truth
 
 @pytest.fixture
 def make_pool() -> Callable[..., Pool]:
-    """Make a pool of at most 256 MiB on this machine's real memory, with 4 MiB slabs; keyword arguments change its settings."""
+    """Make a pool of at most 256 MiB on this machine's real memory, with 4 MiB slabs. Keyword arguments change its
+    settings.
+    """
 
     def make(**settings: object) -> Pool:
         chosen = {"limit_bytes": 256 * MIB, "floor": 64 * MIB, "initial_slab": 4 * MIB, "own_slab": MIB, **settings}
@@ -35,7 +37,7 @@ def large() -> Path:
 
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the compiled kernels are kept, once for all tests."""
+    """The folder of compiled kernels, shared by all tests."""
     cache = tmp_path_factory.mktemp("kernels")
     keep_kernels(cache)
     return cache

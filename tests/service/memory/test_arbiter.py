@@ -1,4 +1,4 @@
-"""Giving way on a real pool: the order, who is never asked, policies that are due, neighbours, one loader at a time."""
+"""Eviction on a real pool: the order, who is never asked, due policies, neighbours, one load at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from onedesk.service.memory.truth import Truth, read_truth
 
 
 class Owner:
-    """Holds one lease, returns it when asked, and writes down that it was asked."""
+    """Holds one lease, returns it when asked, and records the request."""
 
     def __init__(
-        self, pool: Pool, asked: list[str], name: str, kind: Kind = "weights", policy: Policy = STAY, *, cold: bool = False
+        self,
+        pool: Pool,
+        asked: list[str],
+        name: str,
+        kind: Kind = "weights",
+        policy: Policy = STAY,
+        *,
+        cold: bool = False,
     ) -> None:
         self.name, self.asked = name, asked
         self.lease: Lease = pool.lease(name, kind, 40 * MIB)
@@ -36,7 +43,7 @@ def pool(make_pool: Callable[..., Pool]) -> Pool:
     return make_pool(kept_back=0.0)
 
 
-def test_owners_give_way_in_order_and_no_more_than_needed(pool: Pool):
+def test_eviction_in_order_and_no_more_than_needed(pool: Pool):
     asked: list[str] = []
     Owner(pool, asked, "weights")
     Owner(pool, asked, "kv", "kv")
@@ -72,7 +79,7 @@ def test_a_lease_in_use_is_never_asked(pool: Pool):
     assert asked == ["writing"]
 
 
-def test_an_owner_that_turned_busy_keeps_its_bytes_and_the_next_is_asked(pool: Pool):
+def test_busy_owner_is_skipped(pool: Pool):
     asked: list[str] = []
     busy = pool.lease("busy", "scratch", 40 * MIB)
     Owner(pool, asked, "idle")
@@ -96,7 +103,7 @@ def test_a_lease_that_was_not_offered_stays(pool: Pool):
     assert pool.used() == 100 * MIB
 
 
-def test_check_counts_those_who_would_give_way_but_asks_nobody(pool: Pool):
+def test_check_counts_evictable_without_evicting(pool: Pool):
     asked: list[str] = []
     for name in ("a", "b", "c", "d"):
         Owner(pool, asked, name)
@@ -120,7 +127,7 @@ def test_ttl_and_phase_are_due(pool: Pool):
 
 
 class ImageSide:
-    """Stands where ComfyUI will: holds bytes outside the pool and frees them when asked."""
+    """Stands in for ComfyUI: holds bytes outside the pool and frees them when asked."""
 
     def __init__(self, held: int) -> None:
         self.held, self.asked = held, []
@@ -202,7 +209,7 @@ def test_waiting_for_the_turn_can_be_cancelled(pool: Pool):
         assert pool.loading
 
 
-def test_a_new_load_waits_while_the_watch_says_slow_but_not_for_ever(pool: Pool, monkeypatch: pytest.MonkeyPatch):
+def test_load_waits_while_slow_but_not_forever(pool: Pool, monkeypatch: pytest.MonkeyPatch):
     answers = [True, True, False]
     pool.slow = lambda: answers.pop(0)
     with pool.loads("first"):
@@ -226,7 +233,7 @@ def test_a_new_load_waits_while_the_watch_says_slow_but_not_for_ever(pool: Pool,
     assert not pool.loading
 
 
-def test_what_another_process_was_promised_is_not_leased(pool: Pool):
+def test_bytes_promised_to_other_process_are_not_leased(pool: Pool):
     before = pool.room()
     promised = 64 * GIB
     pool.arbiter.add_promise(lambda: promised)

@@ -1,4 +1,4 @@
-"""The arena against its written invariants: by hypothesis, by a long random walk, and by hand."""
+"""The arena against its stated invariants: with hypothesis, with a long random walk, and by hand."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_slabs_are_never_joined():
     arena.check()
 
 
-def test_fragmentation_counts_the_holes_that_are_too_small():
+def test_fragmentation_counts_small_holes():
     arena = Arena(64)
     assert arena.fragmentation() == 0
     arena.add_slab(20 * 64)

@@ -62,7 +62,7 @@ def test_the_floor_binds_when_it_is_the_tighter_one():
     assert make_budget(TRUTH, MemorySettings(limit=0.10, floor=6 * GIB)).limit == GIB
 
 
-def test_a_machine_with_less_than_the_floor_has_a_budget_of_nothing():
+def test_less_than_floor_gives_empty_budget():
     assert make_budget(replace(TRUTH, available=256 * MIB), MemorySettings()) == Budget(0, 0, 512 * MIB)
 
 
@@ -120,7 +120,7 @@ def test_settings_that_no_machine_can_meet_are_refused(settings: dict[str, objec
         ),
     ],
 )
-def test_settings_that_this_machine_cannot_meet_are_refused_with_figures(settings: MemorySettings, words: tuple[str, ...]):
+def test_unmeetable_settings_are_refused_with_figures(settings: MemorySettings, words: tuple[str, ...]):
     with pytest.raises(RequestError) as caught:
         make_budget(TRUTH, settings)
     for word in words:
@@ -196,7 +196,7 @@ def test_a_refusal_names_the_weights_that_fit():
 
 
 @pytest.mark.parametrize(("tokens", "told"), [(63, False), (64, True)])
-def test_a_context_too_short_to_ask_anything_is_not_offered(tokens: int, told: bool):
+def test_too_short_context_is_not_offered(tokens: int, told: bool):
     need = Need(weights=GIB, kv=4096 * MIB, context=4096)
     most = -(-(GIB + tokens * MIB) * 12 // 10)
     words = refusal(need, replace(ROOM, budget=most, machine=most, yielding=0, neighbours=0))

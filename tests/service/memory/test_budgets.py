@@ -1,4 +1,6 @@
-"""Budgets that cannot be: refused with their figures, by the registry and by the command, before anything is taken."""
+"""Impossible budgets are refused with their figures, by the registry and by the command,
+before anything is allocated.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ GIB = 1 << 30
 SIZE = r"[0-9.]+ (B|KiB|MiB|GiB)"
 BAD = {
     "nothing": ("limit = 0", r"memory limit is 0%; use 10% to 95%"),
-    "nothing, in bytes": ("limit_bytes = 0", r"memory limit_bytes is 0; use a whole number of bytes from 1, or leave it out"),
+    "nothing, in bytes": (
+        "limit_bytes = 0",
+        r"memory limit_bytes is 0; use a whole number of bytes from 1, or leave it out",
+    ),
     "over all": ("limit = 1.5", r"memory limit is 150%; use 10% to 95%"),
     "over all, in bytes": (
         f"limit_bytes = {TOTAL + GIB}",
@@ -57,7 +62,7 @@ def config_of(tmp_path: Path, line: str) -> Path:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_the_registry_refuses_it_with_its_figures_and_works_after_a_correction(registry, folder, tmp_path, name):
+def test_registry_refuses_bad_budget_until_corrected(registry, folder, tmp_path, name):
     line, message = BAD[name]
     registry.configure(load_config(config_of(tmp_path, line)))
     with pytest.raises(RequestError, match=f"^{message}$"):
@@ -84,15 +89,19 @@ def test_the_command_refuses_it_with_the_same_words(folder, tmp_path, capsys, co
     assert REGISTRY.models() == []
 
 
-@pytest.mark.parametrize("line", ['limit = "half"', "limit = true", 'floor = "much"', "floor = -1", "limit = nan", "lmit = 0.5"])
-def test_a_value_of_the_wrong_kind_or_a_typing_error_is_refused_by_name(tmp_path, line):
+@pytest.mark.parametrize(
+    "line", ['limit = "half"', "limit = true", 'floor = "much"', "floor = -1", "limit = nan", "lmit = 0.5"]
+)
+def test_wrong_value_or_unknown_key_is_refused_by_name(tmp_path, line):
     with pytest.raises(FileError, match=line.split()[0]):
         load_config(config_of(tmp_path, line))
 
 
-def test_a_limit_that_leaves_no_room_for_the_model_refuses_the_model_not_the_budget(registry, folder):
+def test_tight_limit_refuses_model_not_budget(registry, folder):
     registry.configure(Config(memory={"limit_bytes": 1 << 20, "floor": 0}))
-    with pytest.raises(MemoryFull, match=r"tiny needs .* \(weights .*, KV .*, scratch .*\), but .* can be had: limit 1 MiB"):
+    with pytest.raises(
+        MemoryFull, match=r"tiny needs .* \(weights .*, KV .*, scratch .*\), but .* can be had: limit 1 MiB"
+    ):
         registry.open(folder, context=64, device="cpu")
     assert registry.pool("cpu").used() == 0
 
@@ -106,7 +115,7 @@ def test_a_context_that_fits_is_named_and_fits(registry, folder):
     assert registry.open(folder, context=int(named[1]), device="cpu").loaded
 
 
-def test_a_budget_for_less_than_is_available_leaves_the_rest(registry):
+def test_budget_leaves_the_rest(registry):
     registry.configure(Config(memory={"limit_bytes": 2 * GIB, "kept_back": 0.1}))
     budget = registry.pool("cpu").budget
     assert (budget.limit, budget.kept_back, budget.spendable) == (2 * GIB, int(0.2 * GIB), 2 * GIB - int(0.2 * GIB))

@@ -1,4 +1,4 @@
-"""A real memory limit, made by the test as root: the figures are right, and a full pool is not killed."""
+"""A real memory limit, set by the test as root: the figures are right, and a full pool is not killed."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ class Cgroup:
         return int(rows["oom_kill"])
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a Python script in the group, from before its first import on; 120 s at most."""
-        enter = f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        """Run a Python script in the group, from before its first import on, for at most 120 s."""
+        enter = (
+            f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        )
         command = [sys.executable, "-c", enter + script, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -98,17 +100,22 @@ _numbers = count()
 
 @pytest.fixture
 def memory_cgroup() -> Iterator[Cgroup]:
-    """A real memory control group, v1 or v2, empty again when the test ends. Needs root and a memory controller, and says so."""
+    """A real memory control group, v1 or v2, empty again when the test ends. Needs root and a memory controller, and
+    says so.
+    """
     name = f"onedesk-test-{os.getpid()}-{next(_numbers)}"
     folder, version, reason = _make_group(name)
     if folder is None:
-        pytest.fail(f"this test sets a real memory limit and needs root and a memory controller under {_ROOT}: {reason}", pytrace=False)
+        pytest.fail(
+            f"this test sets a real memory limit and needs root and a memory controller under {_ROOT}: {reason}",
+            pytrace=False,
+        )
     yield Cgroup(folder, version)
     _remove_group(folder)
 
 
 def _remove_group(folder: Path) -> None:
-    """The kernel lets go of a group a moment after its last process ended."""
+    """The kernel releases a group a moment after its last process ended."""
     for _ in range(50):
         try:
             folder.rmdir()
@@ -147,7 +154,7 @@ def answer(group: Cgroup, script: str) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_a_pool_fills_its_budget_inside_a_real_limit_and_lives(memory_cgroup: Cgroup):
+def test_pool_fills_budget_inside_cgroup_limit(memory_cgroup: Cgroup):
     limit = 1024 * MIB
     memory_cgroup.limit_file.write_text(str(limit))
     found = answer(memory_cgroup, FILL)
@@ -164,8 +171,8 @@ def test_a_pool_fills_its_budget_inside_a_real_limit_and_lives(memory_cgroup: Cg
     assert "limit" in found["full"]
 
 
-def test_a_hopeless_limit_is_refused_with_figures_before_anything_is_taken(memory_cgroup: Cgroup):
-    limit = 500 * MIB  # python and torch take a part of it, and the default floor is 512 MiB
+def test_hopeless_limit_is_refused_before_allocation(memory_cgroup: Cgroup):
+    limit = 500 * MIB  # Python and torch take a part of it, and the default floor is 512 MiB
     memory_cgroup.limit_file.write_text(str(limit))
     found = answer(memory_cgroup, REFUSE)
     assert memory_cgroup.kills() == 0
@@ -180,8 +187,8 @@ def test_a_hopeless_limit_is_refused_with_figures_before_anything_is_taken(memor
     assert "0 B can be leased" in lease
 
 
-def test_the_group_of_a_process_is_read_from_its_own_proc(memory_cgroup: Cgroup):
-    """The same reader, on this process: no limit of the test's group applies to it."""
+def test_cgroup_is_read_from_own_proc(memory_cgroup: Cgroup):
+    """The same reader on this process: no limit of the test's group applies to it."""
     memory_cgroup.limit_file.write_text(str(700 * MIB))
     ours = read_cgroup(Path("/proc"), Path("/sys/fs/cgroup"))
     assert ours is None or ours.limit != 700 * MIB
@@ -207,7 +214,9 @@ def test_usage_above_the_limit_is_no_headroom():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "garbage\n", "0::/../../etc\n", "5:memory\n", "5:memory:/\n0::/\n", "5:cpuset,memory:/a/b\n"], ids=range(6)
+    "text",
+    ["", "garbage\n", "0::/../../etc\n", "5:memory\n", "5:memory:/\n0::/\n", "5:cpuset,memory:/a/b\n"],
+    ids=range(6),
 )
 def test_odd_membership_files_mean_no_limit(tmp_path: Path, text: str):
     (tmp_path / "proc" / "self").mkdir(parents=True)

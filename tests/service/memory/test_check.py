@@ -1,4 +1,4 @@
-"""`onedesk doctor --check`: five equal runs pass; whatever is made to differ is named, layer or lease."""
+"""`onedesk doctor --check`: five equal runs pass; a difference names the layer or the lease."""
 
 from __future__ import annotations
 
@@ -45,7 +45,17 @@ def test_a_sound_model_passes_every_check(tmp_path):
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
-    command = [sys.executable, "-m", "onedesk.service", "doctor", "--check", str(model), "--config", str(config), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "onedesk.service",
+        "doctor",
+        "--check",
+        str(model),
+        "--config",
+        str(config),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
     assert (done.returncode, document["ok"]) == (0, True), document
@@ -53,7 +63,7 @@ def test_a_sound_model_passes_every_check(tmp_path):
     assert {check["status"] for check in document["checks"]} == {"ok"}
 
 
-def test_a_model_that_cannot_be_opened_is_one_failure_with_its_reason(tmp_path):
+def test_unopenable_model_is_one_failure(tmp_path):
     command = [sys.executable, "-m", "onedesk.service", "doctor", "--check", str(tmp_path / "none"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
@@ -63,10 +73,12 @@ def test_a_model_that_cannot_be_opened_is_one_failure_with_its_reason(tmp_path):
 
 
 def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spoil) -> None:
-    """Let `spoil(gate and up weight, result)` run at every gate of that layer from the n-th on, counted from 1."""
+    """Run `spoil(gate and up weight, result)` at every gate of that layer from the n-th on, counted from 1."""
     right, calls = CpuKernels.norm_gate_up, {"n": 0}
 
-    def wrong(self: CpuKernels, x: torch.Tensor, norm: object, gate_up: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
+    def wrong(
+        self: CpuKernels, x: torch.Tensor, norm: object, gate_up: torch.Tensor, *buffers: torch.Tensor
+    ) -> torch.Tensor:
         gated = right(self, x, norm, gate_up, *buffers)  # type: ignore[arg-type]
         first = calls.setdefault(id(gate_up), len(calls) - 1)
         if first == layer:
@@ -76,7 +88,9 @@ def patch_after(monkeypatch: pytest.MonkeyPatch, layer: int, from_call: int, spo
         return gated
 
     monkeypatch.setattr(CpuKernels, "norm_gate_up", wrong)
-    monkeypatch.setattr(CpuKernels, "stretch", ReferenceKernels.stretch)  # a recorded step would not call it again
+    monkeypatch.setattr(
+        CpuKernels, "run_captured", ReferenceKernels.run_captured
+    )  # a recorded step would not call it again
 
 
 def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypatch):
@@ -87,7 +101,7 @@ def test_a_layer_that_computes_otherwise_once_is_named(model, tmp_path, monkeypa
     assert "states" in failures(found)
 
 
-def test_a_weight_that_is_overwritten_is_named_with_its_layer(model, tmp_path, monkeypatch):
+def test_overwritten_weight_is_named_with_layer(model, tmp_path, monkeypatch):
     patch_after(monkeypatch, 1, 40, lambda weight, _: weight[3, 5:6].add_(0.5))
     found = checks(model, tmp_path)
     assert found["weights"].detail.startswith("model.layers.1.mlp.gate_proj.weight changed while it wrote")
@@ -95,7 +109,7 @@ def test_a_weight_that_is_overwritten_is_named_with_its_layer(model, tmp_path, m
     assert {"weights", "states"} <= set(failures(found))
 
 
-def test_a_writer_outside_its_lease_is_named_with_the_lease(model, tmp_path, monkeypatch):
+def test_write_outside_lease_names_the_lease(model, tmp_path, monkeypatch):
     right = Runner.decode
 
     def wrong(self: Runner, *arguments: Any) -> torch.Tensor:
@@ -109,7 +123,7 @@ def test_a_writer_outside_its_lease_is_named_with_the_lease(model, tmp_path, mon
     assert found["guard zones"].detail.startswith("run 1: the guard zone after tiny's kv lease was overwritten")
 
 
-def test_a_file_that_gives_other_bytes_when_it_is_read_anew_is_named(model, tmp_path, monkeypatch):
+def test_file_with_changing_bytes_is_named(model, tmp_path, monkeypatch):
     file = model / "model.safetensors"
     place = open_checkpoint(model).tensors["model.layers.3.self_attn.o_proj.weight"]
     times = file.stat()

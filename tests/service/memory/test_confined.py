@@ -1,4 +1,4 @@
-"""Random choices inside a real memory limit: nothing is killed, and every refusal has figures that were right."""
+"""Random choices inside a real memory limit: nothing is killed, and every refusal has correct figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kept_kernels import keep_kernels
 from onedesk.lab.confined import (
     LIMITS,
     MODELS,
-    Case,
-    Outcome,
+    ConfinedCase,
+    ConfinedOutcome,
     checkpoint_of,
     faults_of,
     random_cases,
@@ -44,7 +44,7 @@ def in_group(group: MemoryGroup, script: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", join + script], capture_output=True, text=True, check=False)
 
 
-def test_the_limit_is_real_and_the_group_sees_what_is_killed(group):
+def test_group_limit_is_real(group):
     done = in_group(group, "b = bytearray(400 << 20)\nprint(len(b))")
     assert (done.returncode, done.stdout) == (-9, "")
     assert group.kills == 1
@@ -63,11 +63,13 @@ def test_the_truth_of_a_confined_process_is_its_groups(group):
     assert 150 * MIB < int(available) < 300 * MIB
 
 
-def test_random_choices_work_or_are_refused_rightly_and_nothing_is_killed(tmp_path):
+def test_random_choices_work_or_are_refused(tmp_path):
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
     command = [sys.executable, "-m", "onedesk.lab.confined", "--count", str(COUNT), "--seed", "4", "--models", SMALL]
-    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False
+    )
     document = json.loads(done.stdout)
     assert "error" not in document, document
     assert (document["kills"], document["wrong"]) == (0, [])
@@ -77,7 +79,7 @@ def test_random_choices_work_or_are_refused_rightly_and_nothing_is_killed(tmp_pa
         assert any(name.startswith(what) for name in document["became"]), document["became"]
 
 
-def test_cases_are_the_same_for_one_seed_and_spread_from_hopeless_to_ample():
+def test_random_cases_are_deterministic_and_spread():
     cases = random_cases(200, 3, list(MODELS))
     assert cases == random_cases(200, 3, list(MODELS)) != random_cases(200, 4, list(MODELS))
     weights = [int(case.model) * 1e6 for case in cases]
@@ -91,8 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint_of("8", tmp_path_factory.mktemp("cache"))
 
 
-CASE = Case("8", 512 * MIB, 256, 64 * MIB, 64 * MIB, True)
-RIGHT = Outcome(True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, True, 0, None)
+CASE = ConfinedCase("8", 512 * MIB, 256, 64 * MIB, 64 * MIB, True)
+RIGHT = ConfinedOutcome(
+    True, "", 7_605_760, 1_048_576, 9 * MIB, 500 * MIB, 500 * MIB, 300 * MIB, 0, "drawn", 300 * MIB, True, True, 0, None
+)
 
 
 @pytest.mark.parametrize(

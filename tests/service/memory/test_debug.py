@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from onedesk.service.memory.budget import KIB, MIB
-from onedesk.service.memory.guard import plan_layout
+from onedesk.service.memory.guard_zones import plan_layout
 from onedesk.service.memory.lease import LeaseDamagedError
 from onedesk.service.memory.pool import Pool
 
@@ -22,8 +22,8 @@ def pool(make_pool: Callable[..., Pool]) -> Iterator[Pool]:
 
 def raw(lease: object, before: int, after: int) -> torch.Tensor:
     """The bytes around a lease, which a faulty kernel could write to."""
-    place = lease.place  # type: ignore[attr-defined]
-    return place.slab.part(place.start - before, before + lease.nbytes + after).tensor  # type: ignore[attr-defined]
+    placement = lease.placement  # type: ignore[attr-defined]
+    return placement.slab.view(placement.start - before, before + lease.nbytes + after).tensor  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 10_000, 2 * MIB + 100])
@@ -50,7 +50,7 @@ def test_a_write_past_either_end_is_named(pool: Pool, nbytes: int, zone: str, ca
 
 def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
     first, second = (pool.lease(f"session {number}", "kv", 64 * KIB) for number in (1, 2))
-    starts = sorted((lease.place.start, lease.place.start + lease.nbytes) for lease in (first, second))
+    starts = sorted((lease.placement.start, lease.placement.start + lease.nbytes) for lease in (first, second))
     assert starts[1][0] - starts[0][1] >= 2 * 16
     first.tensor.fill_(1)
     second.tensor.fill_(2)
@@ -59,7 +59,7 @@ def test_two_sessions_are_kept_apart_by_two_zones(pool: Pool):
     second.release()
 
 
-def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(pool: Pool, caplog: pytest.LogCaptureFixture):
+def test_changed_sealed_lease_is_named_again_at_return(pool: Pool, caplog: pytest.LogCaptureFixture):
     lease = pool.lease("writer", "weights", 3 * MIB)
     weights = lease.carve((512, 512), torch.float32)
     weights.fill_(1.5)
@@ -80,10 +80,10 @@ def test_a_sealed_lease_that_changes_is_named_and_told_once_more_at_its_return(p
     assert pool.counters().damaged == 2
 
 
-def test_without_debug_mode_there_are_no_zones_and_no_seals(make_pool: Callable[..., Pool]):
+def test_no_guard_zones_without_debug_mode(make_pool: Callable[..., Pool]):
     pool = make_pool()
     lease = pool.lease("writer", "weights", 64 * KIB)
-    assert lease.place.layout.guard == 0
+    assert lease.placement.layout.guard == 0
     lease.seal()
     lease.tensor.fill_(3)
     assert not lease.sealed_content_changed()

@@ -1,4 +1,4 @@
-"""Slabs that hold their bytes from the moment they are opened, as device memory does; played by host memory."""
+"""Slabs that hold their bytes from the moment they are opened, like device memory; simulated with host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onedesk.service.memory.slabs import SlabStore
 
 
 class DeviceLike(MappedBackend):
-    """What the store decides by is `commits` alone."""
+    """The store decides by `commits` alone."""
 
     commits = True
 
@@ -23,24 +23,24 @@ def store() -> SlabStore:
 
 
 @pytest.mark.parametrize(("asked", "held"), [(14 * MIB, 16 * MIB), (1000, 2 * MIB), (31 * MIB, 32 * MIB)])
-def test_a_small_lease_takes_no_more_of_the_device_than_a_page_beside_it(store: SlabStore, asked: int, held: int):
-    store.take(asked, 256, GIB)
+def test_small_lease_takes_at_most_one_extra_page(store: SlabStore, asked: int, held: int):
+    store.allocate(asked, 256, GIB)
     assert store.held == held
 
 
 def test_small_leases_share_a_slab_while_it_has_room(store: SlabStore):
-    first, second = store.take(1000, 256, GIB), store.take(MIB, 256, GIB)
+    first, second = store.allocate(1000, 256, GIB), store.take(MIB, 256, GIB)
     assert first.slab is second.slab
     assert store.held == 2 * MIB
 
 
 def test_a_large_lease_holds_exactly_its_bytes(store: SlabStore):
-    store.take(100 * MIB + 512, 256, GIB)
+    store.allocate(100 * MIB + 512, 256, GIB)
     assert store.held == 100 * MIB + 512
 
 
-def test_the_last_bytes_of_the_limit_can_be_leased_without_a_whole_page(store: SlabStore):
-    store.take(MIB, 256, MIB + MIB // 2)
+def test_last_bytes_of_limit_can_be_leased(store: SlabStore):
+    store.allocate(MIB, 256, MIB + MIB // 2)
     assert store.held == MIB + MIB // 2
     with pytest.raises(MemoryFull, match="512 KiB are left of the limit"):
-        store.take(MIB, 256, MIB // 2)
+        store.allocate(MIB, 256, MIB // 2)

@@ -1,4 +1,4 @@
-"""SIGTERM while a model loads, while a prompt is read, while bytes are returned: the process ends in 2 s, and nothing stale is left."""
+"""SIGTERM during load, prefill and release: the process ends within 2 s, and nothing stale is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from onedesk.service.work_folder import work_folder
 from tiny_qwen3 import write_tiny_qwen3
 
 SECONDS = 2.0
-# Renders a template first, so that there is a child too, then does what is asked, slowly enough to be met in it.
+# Renders a template first, so that there is a child process too, then does the task slowly enough to be interrupted in
+# it.
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -65,7 +66,7 @@ def start(stage: str, tiny: Path, large: Path, cache: Path) -> subprocess.Popen[
 
 
 def text_of(tiny: Path, large: Path, cache: Path) -> str:
-    """What a new start writes."""
+    """The text that a new start generates."""
     with start("none", tiny, large, cache) as process:
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0
@@ -73,7 +74,7 @@ def text_of(tiny: Path, large: Path, cache: Path) -> str:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it still runs; one that has ended and was not yet asked for its status does not."""
+    """Whether it still runs. A process that has ended but was not waited for does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -84,8 +85,8 @@ def contents(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_an_end_in_any_stage_is_quick_and_leaves_nothing_stale(tiny, large, kernel_cache):
-    """Each start is the next one after an end, and writes the same text first."""
+def test_interrupt_in_any_stage_leaves_nothing(tiny, large, kernel_cache):
+    """Each start follows an interrupted one, and generates the same text first."""
     wanted = text_of(tiny, large, kernel_cache)
     cached, shared = contents(kernel_cache), contents(Path("/dev/shm"))
     for stage in ("load", "prefill", "release"):
@@ -108,8 +109,8 @@ def test_an_end_in_any_stage_is_quick_and_leaves_nothing_stale(tiny, large, kern
     assert text_of(tiny, large, kernel_cache) == wanted
 
 
-def test_a_compilation_that_was_cut_off_is_cleared_away_by_the_next_start(tmp_path):
-    """One source that is soon compiled; the first time by a compiler that does not end."""
+def test_interrupted_compilation_is_cleaned_up(tmp_path):
+    """One source that compiles quickly; the first time the compiler does not end."""
     cache, sources, slow = (tmp_path / name for name in ("cache", "sources", "bin"))
     for folder in (sources, slow):
         folder.mkdir()
@@ -134,7 +135,7 @@ def test_a_compilation_that_was_cut_off_is_cleared_away_by_the_next_start(tmp_pa
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_the_folder_of_a_process_that_lives_is_left_alone(tmp_path):
+def test_folder_of_live_process_is_kept(tmp_path):
     with work_folder(tmp_path, "name") as mine, work_folder(tmp_path, "name") as other:
         assert mine.is_dir()
         assert other.is_dir()

@@ -1,4 +1,4 @@
-"""Bytes that a process of ours holds: counted once, asked to give way in the same order, and measured by the machine."""
+"""Bytes of a child process: counted once, evicted in the same order, and measured by the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from onedesk.service.errors import MemoryFull
 from onedesk.service.memory.budget import GIB, MIB, MemorySettings
-from onedesk.service.memory.external_lease import Entrusted
+from onedesk.service.memory.external_lease import ExternalLease
 from onedesk.service.memory.lease import LeaseBusyError, LeaseReturnedError, Released
 from onedesk.service.memory.policy import PINNED, Policy
 from onedesk.service.memory.pool import Pool
@@ -20,22 +20,24 @@ LIMIT = 256 * MIB
 
 
 class Machine:
-    """1 GiB of memory, of which processes take and give back what a test says."""
+    """1 GiB of memory, which simulated processes take and return."""
 
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
         self.taken: dict[str, int] = {}
         self._real = read_truth()
-        self.pool = Pool("cpu", MemorySettings(limit_bytes=LIMIT, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB), self.truth)
+        self.pool = Pool(
+            "cpu", MemorySettings(limit_bytes=LIMIT, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB), self.truth
+        )
 
     def truth(self):
         available = GIB - sum(self.taken.values())
         return replace(self._real, total=2 * GIB, available=available, host_available=available, rule="MemAvailable")
 
-    def start(self, name: str, nbytes: int, *, takes: int | None = None) -> Entrusted:
-        entrusted = self.pool.entrust(name, nbytes, lambda: self.taken.get(name, 0), exact=self.exact)
+    def start(self, name: str, nbytes: int, *, takes: int | None = None) -> ExternalLease:
+        lease = self.pool.lease_external(name, nbytes, lambda: self.taken.get(name, 0), exact=self.exact)
         self.taken[name] = nbytes if takes is None else takes
-        return entrusted
+        return lease
 
     def end(self, name: str) -> None:
         self.taken[name] = 0
@@ -44,26 +46,28 @@ class Machine:
 def test_its_bytes_are_counted_once():
     machine = Machine()
     before = machine.pool.room()
-    entrusted = machine.pool.entrust("peer", 100 * MIB, lambda: machine.taken.get("peer", 0), exact=False)
+    lease = machine.pool.lease_external("peer", 100 * MIB, lambda: machine.taken.get("peer", 0), exact=False)
     promised = machine.pool.room()
     machine.taken["peer"] = 60 * MIB
     half = machine.pool.room()
     assert before.budget - promised.budget == before.machine - promised.machine == 100 * MIB
     assert (half.budget, half.machine) == (promised.budget, promised.machine)
-    assert entrusted.held() == 60 * MIB
-    assert [(info.owner, info.nbytes, info.residency) for info in machine.pool.leases()] == [("peer", 100 * MIB, "process")]
+    assert lease.held() == 60 * MIB
+    assert [(info.owner, info.nbytes, info.residency) for info in machine.pool.leases()] == [
+        ("peer", 100 * MIB, "process")
+    ]
     assert machine.pool.holders() == []
 
 
 def test_a_release_is_measured_by_the_machine():
     machine = Machine()
-    entrusted = machine.start("peer", 100 * MIB)
-    released = entrusted.release(lambda: machine.end("peer"))
+    lease = machine.start("peer", 100 * MIB)
+    released = lease.release(lambda: machine.end("peer"))
     assert (released.asked, released.measured, released.available_delta) == (100 * MIB, 100 * MIB, 100 * MIB)
     assert machine.pool.used() == 0
     assert machine.pool.counters().shortfalls == 0
     with pytest.raises(LeaseReturnedError, match="start it again"):
-        entrusted.release(lambda: None)
+        lease.release(lambda: None)
 
 
 def test_a_process_that_keeps_its_bytes_is_a_shortfall(monkeypatch, caplog):
@@ -75,69 +79,69 @@ def test_a_process_that_keeps_its_bytes_is_a_shortfall(monkeypatch, caplog):
     assert "peer's process returned 60 MiB of 100 MiB (60 %)" in caplog.text
 
 
-def test_where_its_pages_are_counted_other_processes_move_nothing():
+def test_exact_lease_ignores_other_processes():
     machine = Machine(exact=True)
-    entrusted = machine.start("peer", 100 * MIB, takes=80 * MIB)
+    lease = machine.start("peer", 100 * MIB, takes=80 * MIB)
 
     def end() -> None:
         machine.taken.update(peer=10 * MIB, somebody=500 * MIB)
 
-    released = entrusted.release(end)
+    released = lease.release(end)
     assert (released.asked, released.measured, released.available_delta) == (80 * MIB, 70 * MIB, -430 * MIB)
 
 
-def test_one_that_is_lost_is_no_longer_counted_even_at_work():
+def test_ended_process_is_no_longer_counted():
     machine = Machine()
-    entrusted = machine.start("peer", 100 * MIB)
-    with entrusted.using():
-        entrusted.lost()
-        entrusted.lost()
+    lease = machine.start("peer", 100 * MIB)
+    with lease.using():
+        lease.process_ended()
+        lease.process_ended()
         assert machine.pool.used() == 0
     with pytest.raises(LeaseReturnedError):
-        entrusted.release(lambda: None)
+        lease.release(lambda: None)
 
 
 def test_nothing_is_released_where_the_end_fails():
     machine = Machine()
-    entrusted = machine.start("peer", 100 * MIB)
+    lease = machine.start("peer", 100 * MIB)
 
     def fail() -> None:
         raise MemoryFull("does not stop")
 
     with pytest.raises(MemoryFull, match="does not stop"):
-        entrusted.release(fail)
-    assert not entrusted.released
+        lease.release(fail)
+    assert not lease.released
     assert machine.pool.used() == 100 * MIB
 
 
-def test_it_gives_way_when_a_lease_needs_the_room_but_never_at_work():
+def test_external_lease_is_evicted_only_when_idle():
     machine = Machine()
-    entrusted = machine.start("peer", 200 * MIB)
-    entrusted.offer(lambda: [entrusted.release(lambda: machine.end("peer"))])
-    with entrusted.using(), pytest.raises(MemoryFull, match="100 MiB"):
+    peer = machine.start("peer", 200 * MIB)
+    peer.offer(lambda: [peer.release(lambda: machine.end("peer"))])
+    with peer.using(), pytest.raises(MemoryFull, match="100 MiB"):
         machine.pool.lease("model", "weights", 100 * MIB)
-    with entrusted.using(), pytest.raises(LeaseBusyError, match="is at work"):
-        entrusted.release(lambda: None)
+    with peer.using(), pytest.raises(LeaseBusyError, match="is at work"):
+        peer.release(lambda: None)
     lease = machine.pool.lease("model", "weights", 100 * MIB)
-    assert entrusted.released
+    assert peer.released
     lease.release()
 
 
-def test_one_process_makes_another_give_way_and_a_pinned_one_stays():
+def test_external_lease_evicts_others_but_not_pinned():
     machine = Machine()
     first = machine.start("first", 200 * MIB)
     first.offer(lambda: [first.release(lambda: machine.end("first"))], policy=PINNED)
     with pytest.raises(MemoryFull, match="memory for its process"):
-        machine.pool.entrust("second", 100 * MIB, lambda: 0, exact=False)
+        machine.pool.lease_external("second", 100 * MIB, lambda: 0, exact=False)
     first.offer(lambda: [first.release(lambda: machine.end("first"))])
-    machine.pool.entrust("second", 100 * MIB, lambda: 0, exact=False)
+    machine.pool.lease_external("second", 100 * MIB, lambda: 0, exact=False)
     assert first.released
 
 
 def test_its_time_runs_out():
     machine = Machine()
-    entrusted = machine.start("peer", 100 * MIB)
-    entrusted.offer(lambda: [entrusted.release(lambda: machine.end("peer"))], policy=Policy("ttl", 0.0))
+    lease = machine.start("peer", 100 * MIB)
+    lease.offer(lambda: [lease.release(lambda: machine.end("peer"))], policy=Policy("ttl", 0.0))
     assert [released.owner for released in machine.pool.arbiter.release_due()] == ["peer"]
 
 
@@ -147,7 +151,7 @@ class Household(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.machine = Machine()
-        self.processes: dict[str, Entrusted] = {}
+        self.processes: dict[str, ExternalLease] = {}
         self.leases = []
         self.count = 0
 
@@ -188,7 +192,9 @@ class Household(RuleBasedStateMachine):
         alive = [one for one in self.processes.values() if not one.released]
         assert pool.used() == sum(one.nbytes for one in alive) + sum(lease.nbytes for lease in self.leases)
         assert pool.used() <= LIMIT
-        assert sorted(info.owner for info in pool.leases() if info.residency == "process") == sorted(one.owner for one in alive)
+        assert sorted(info.owner for info in pool.leases() if info.residency == "process") == sorted(
+            one.owner for one in alive
+        )
         pool.verify()
 
     def teardown(self) -> None:

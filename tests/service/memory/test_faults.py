@@ -1,4 +1,6 @@
-"""Faults of leases, threads, files and disks while a model works: each has its error, nothing is kept, and the handle works again."""
+"""Faults of leases, threads, files and disks while a model works: each has its error, nothing leaks, and the handle
+works again.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 8 KiB."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(mount)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(mount)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
-        pytest.fail(f"this test needs a small file system and cannot mount one: {made.stderr.strip()}; run it as root", pytrace=False)
+        pytest.fail(
+            f"this test needs a small file system and cannot mount one: {made.stderr.strip()}; run it as root",
+            pytrace=False,
+        )
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
@@ -77,7 +84,7 @@ def test_a_lease_is_returned_once(model, pool):
     assert write(model).ids == wanted
 
 
-def test_a_foreign_thread_cannot_return_a_lease_while_a_text_is_written(model, pool):
+def test_lease_in_use_cannot_be_returned_by_other_thread(model, pool):
     wanted = write(model).ids
     refused: list[type[Exception]] = []
 
@@ -107,8 +114,8 @@ def test_a_foreign_thread_cannot_return_a_lease_while_a_text_is_written(model, p
     pool.verify()
 
 
-def test_a_file_that_ends_while_it_is_read_costs_no_byte_and_no_thread(model, pool, folder):
-    """The reader dies in the middle: the file is cut behind the header's back, its time set back."""
+def test_truncated_file_leaks_nothing(model, pool, folder):
+    """The reader fails in the middle: the file is truncated after its header was read, with its time restored."""
     file = folder / "model.safetensors"
     whole, before = file.read_bytes(), file.stat()
     wanted = write(model).ids
@@ -126,8 +133,8 @@ def test_a_file_that_ends_while_it_is_read_costs_no_byte_and_no_thread(model, po
     pool.verify()
 
 
-def test_a_reader_that_dies_in_the_middle_of_a_chunk_is_told(model, pool, folder):
-    """The same size and time, but the bytes are gone when they are asked for: cut while the readers run."""
+def test_reader_failure_in_chunk_is_reported(model, pool, folder):
+    """The same size and time, but the bytes are gone when they are read: truncated while the readers run."""
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     asked: list[int] = []
@@ -144,7 +151,7 @@ def test_a_reader_that_dies_in_the_middle_of_a_chunk_is_told(model, pool, folder
     file.write_bytes(whole)
 
 
-def test_a_device_that_cannot_read_is_told_with_the_place():
+def test_read_error_is_reported_with_offset():
     """The kernel's own EIO: this file has bytes nowhere near its start."""
     path = Path("/proc/self/mem")
     with open_regular(path, "model.safetensors") as (_, source):
@@ -155,8 +162,8 @@ def test_a_device_that_cannot_read_is_told_with_the_place():
     assert readers() == []
 
 
-def test_without_room_for_the_compiled_kernel_plain_torch_writes(folder, pool, small_disk, tmp_path, monkeypatch, caplog):
-    """One source in place of the kernels', which take ten seconds to find out: the compiler has no room for what it makes of it."""
+def test_full_disk_falls_back_to_plain_torch(folder, pool, small_disk, tmp_path, monkeypatch, caplog):
+    """One source instead of all, which take ten seconds to fail: the compiler has no disk space for its output."""
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "large.c").write_text("char room[65536] = {1};\n")
     monkeypatch.setattr(compile, "FOLDER", tmp_path / "sources")
@@ -170,13 +177,13 @@ def test_without_room_for_the_compiled_kernel_plain_torch_writes(folder, pool, s
     assert pool.used() == 0
 
 
-def test_without_room_for_a_random_checkpoint_nothing_is_left_of_it(small_disk):
+def test_full_disk_leaves_no_random_checkpoint(small_disk):
     with pytest.raises(FileError, match=r"needs [0-9,]+ bytes and the disk of the cache has [0-9,]+ free"):
         random_checkpoint("qwen3-toy", small_disk)
     assert [path.name for path in (small_disk / "bench").iterdir()] == []
 
 
-def test_a_checkpoint_that_lost_its_shard_between_two_uses_is_refused_and_works_again(model, pool, folder):
+def test_missing_shard_is_refused_until_restored(model, pool, folder):
     wanted = write(model).ids
     model.give_way()
     file = folder / "model.safetensors"

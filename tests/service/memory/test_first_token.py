@@ -1,4 +1,4 @@
-"""`onedesk bench ttft`: the cases, what they count, and that reading and computing really run beside each other."""
+"""`onedesk bench ttft`: its cases, what they count, and that loading and prefill overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kept_kernels import keep_kernels
 from onedesk.service.bench.first_token import first_token_table
 from onedesk.service.bench.kinds import measure_kind
-from onedesk.service.bench.run import Plan
+from onedesk.service.bench.run import BenchPlan
 from onedesk.service.cli import command as cli
 from onedesk.service.config import Config
 from onedesk.service.errors import RequestError
@@ -20,7 +20,9 @@ from tiny_qwen3 import write_tiny_qwen3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny", hidden=256, intermediate=1024, context=256, tokenizer=False)
+    return write_tiny_qwen3(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=256, intermediate=1024, context=256, tokenizer=False
+    )
 
 
 def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):
@@ -69,6 +71,6 @@ def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):
     assert f"{document['overlap_share']:.2f} of the time without" in first_token_table(document)
 
 
-def test_a_prompt_that_the_model_does_not_take_is_refused_with_both_numbers(model, tmp_path):
+def test_too_long_prompt_is_refused_with_both_numbers(model, tmp_path):
     with pytest.raises(RequestError, match="takes 257 tokens of context and tiny allows 256"):
-        measure_kind(Plan("ttft", str(model), device="cpu", prompt=256), Config(tree=tmp_path), ModelRoots([]))
+        measure_kind(BenchPlan("ttft", str(model), device="cpu", prompt=256), Config(tree=tmp_path), ModelRoots([]))

@@ -34,10 +34,17 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
         "--tokens",
         "4",
     ]
-    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False
+    )
     document = json.loads(done.stdout)
     assert done.returncode == 0, document
-    assert (document["kind"], document["cycles"], document["different_texts"], document["shortfalls"]) == ("handover", CYCLES, 0, 0)
+    assert (document["kind"], document["cycles"], document["different_texts"], document["shortfalls"]) == (
+        "handover",
+        CYCLES,
+        0,
+        0,
+    )
     assert document["drift_bytes"] <= 8 * MIB
     assert document["drift_kept"] == {"threads": 0, "open files": 0, "children": 0}
     assert [row["step"] for row in document["rows"]] == ["give way", "close"]
@@ -49,9 +56,9 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
     assert "texts that differ: 0" in handover_table(document)
 
 
-def test_own_bytes_are_what_this_process_takes_and_returns():
+def test_own_bytes_follow_allocations():
     before = own_bytes()
-    taken = mmap.mmap(-1, 64 * MIB)  # from the system, not from a heap that other tests have left roomy
+    taken = mmap.mmap(-1, 64 * MIB)  # from the system, not from a heap with free space of other tests
     taken.write(b"x" * (64 * MIB))
     assert own_bytes() - before >= 63 * MIB
     taken.close()

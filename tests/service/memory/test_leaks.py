@@ -1,4 +1,4 @@
-"""The leak report: a clean engine has none; whatever is made to grow is named by its stage."""
+"""The leak report: a clean engine has no leaks; an artificial leak is named by its stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ USES = 9
 def model(tmp_path: Path) -> Iterator[OpenModel]:
     pool = Pool("cpu", MemorySettings(floor=0), read_truth)
     opened = open_model(
-        write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=128, device="cpu", kernel_cache=tmp_path / "cache"
+        write_tiny_qwen3(tmp_path / "tiny", tokenizer=False),
+        pool=pool,
+        context=128,
+        device="cpu",
+        kernel_cache=tmp_path / "cache",
     )
     yield opened
     opened.close()
@@ -41,14 +45,14 @@ def write(model: OpenModel, times: int, after: Callable[[], object] = lambda: No
 
 
 def fresh(nbytes: int) -> mmap.mmap:
-    """Touched bytes that come from the system, not from a heap that other tests have left roomy."""
+    """Touched bytes from the system, not from a heap with free space of other tests."""
     pages = mmap.mmap(-1, nbytes)
     pages.write(b"x" * nbytes)
     return pages
 
 
 def keep_more(monkeypatch: pytest.MonkeyPatch, where: type, method: str, nbytes: int) -> list[mmap.mmap]:
-    """Let every call of `method` leave `nbytes` behind."""
+    """Let every call of `method` leak `nbytes`."""
     kept: list[mmap.mmap] = []
     right = getattr(where, method)
 
@@ -68,7 +72,7 @@ def test_a_clean_engine_has_no_stage_that_grows(model):
     assert report.grew is None, report
 
 
-def test_prefill_has_an_account_of_its_own_once_the_model_is_loaded(model):
+def test_prefill_is_counted_apart_after_load(model):
     write(model, USES)
     assert set(model.leak_report().stages) == {"prefill", "decode", "between"}
     assert model.leak_report().grew is None
@@ -89,7 +93,7 @@ def test_a_leak_in_prefill_is_named(model, monkeypatch):
     assert model.leak_report().grew == "prefill"
 
 
-def test_what_a_load_makes_and_a_release_leaves_is_named_load(model, monkeypatch):
+def test_leak_of_load_is_named_load(model, monkeypatch):
     keep_more(monkeypatch, RotaryTable, "nbytes", MIB)
     write(model, USES, model.give_way)
     assert model.leak_report().grew == "load"
@@ -104,7 +108,7 @@ def test_growth_between_the_uses_is_the_hosts(model):
 
 
 def test_a_model_that_comes_and_goes_is_no_leak(model):
-    """The host draws between two uses and frees it again; the weights themselves are leases and never counted."""
+    """The host draws between two uses and frees it again. The weights themselves are leases and never counted."""
     write(model, USES, lambda: torch.ones(8 * MIB).sum())
     assert model.leak_report().grew is None
     assert model.leak_report().outside > 0

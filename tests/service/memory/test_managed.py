@@ -1,4 +1,6 @@
-"""Managed memory over a played runtime of CUDA: where pages are, which advice is given and undone, and what a card may never be asked."""
+"""Managed memory over a simulated CUDA runtime: where pages are, which advice is set and unset, and what a card must
+never be asked.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from onedesk.service.errors import MemoryFull, RequestError
-from onedesk.service.memory.backends import choose
+from onedesk.service.memory.backends import choose_backend
 from onedesk.service.memory.backends.managed import (
     ATTRIBUTES,
     LASTING,
@@ -27,7 +29,7 @@ CARD = 64 * MIB
 
 
 class PlayedRuntime:
-    """A card of CARD bytes whose pages are host memory; knows of each piece where it is and which advice it has."""
+    """A card of CARD bytes whose pages are host memory. It knows the location and the advice of each piece."""
 
     def __init__(self, **attributes: int) -> None:
         self.attributes = dict.fromkeys(ATTRIBUTES, 1) | {"Integrated": 0} | attributes
@@ -74,7 +76,7 @@ class PlayedRuntime:
         self.most_on_card = max(self.most_on_card, sum(self.on_card.values()))
 
     def given(self) -> set[str]:
-        """Every advice that holds anywhere."""
+        """Every advice in effect anywhere."""
         return {name for (_, name), on in self.advice.items() if on}
 
 
@@ -88,7 +90,7 @@ def backend(runtime: PlayedRuntime) -> ManagedBackend:
     return ManagedBackend("cuda", runtime=runtime)
 
 
-def test_a_slab_is_on_the_card_from_its_opening_and_comes_back_whole(runtime: PlayedRuntime, backend: ManagedBackend):
+def test_managed_slab_starts_on_card_and_returns_whole(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(10 * MIB + 512, whole=True)
     assert slab.resident(0, slab.nbytes) == slab.nbytes == CARD - runtime.free_bytes()
     slab.write(5, b"abc")
@@ -101,13 +103,13 @@ def test_a_slab_is_on_the_card_from_its_opening_and_comes_back_whole(runtime: Pl
     assert (runtime.free_bytes(), runtime.buffers) == (CARD, {})
     assert (slab.close().asked, slab.resident(0, 512)) == (0, 0)
     with pytest.raises(MemoryFull, match="given back"):
-        slab.part(0, 1)
+        slab.view(0, 1)
 
 
-def test_a_view_that_still_lives_is_a_shortfall_and_never_a_wrong_address(runtime: PlayedRuntime, backend: ManagedBackend):
+def test_live_view_is_a_shortfall(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(4 * MIB, whole=True)
     slab.write(0, b"x")
-    view = slab.part(0, 4).tensor
+    view = slab.view(0, 4).tensor
     assert slab.close().measured == 0
     assert view[0].item() == ord("x")
     del view
@@ -132,7 +134,7 @@ def test_the_advice_of_a_part_ends_with_that_part(runtime: PlayedRuntime, backen
     assert runtime.given() == set()
 
 
-def test_pages_that_may_be_read_in_two_places_are_moved_and_not_copied(runtime: PlayedRuntime, backend: ManagedBackend):
+def test_read_mostly_pages_are_moved_not_copied(runtime: PlayedRuntime, backend: ManagedBackend):
     slab = backend.open(8 * MIB, whole=True)
     slab.advise("read_mostly", 0, 8 * MIB)
     slab.advise("aside", 0, 4 * MIB)
@@ -146,7 +148,11 @@ def test_an_advice_that_does_not_exist_is_not_taken(runtime: PlayedRuntime, back
     assert runtime.given() == set()
 
 
-@given(parts=st.lists(st.tuples(st.sampled_from(["aside", "willneed", "populate"]), st.integers(0, 9 * MIB), st.integers(1, 9 * MIB))))
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(["aside", "willneed", "populate"]), st.integers(0, 9 * MIB), st.integers(1, 9 * MIB))
+    )
+)
 def test_what_is_resident_is_what_the_card_holds(parts: list[tuple[str, int, int]]):
     runtime = PlayedRuntime()
     slab = ManagedSlab(9 * MIB, runtime)
@@ -166,14 +172,14 @@ def test_what_is_resident_is_what_the_card_holds(parts: list[tuple[str, int, int
     assert (returned.asked, returned.measured) == (on_card, on_card)
 
 
-def test_more_than_the_card_has_free_is_refused_before_it_is_asked_for(backend: ManagedBackend):
+def test_request_above_free_memory_is_refused_first(backend: ManagedBackend):
     first = backend.open(CARD - 4 * MIB, whole=True)
     with pytest.raises(MemoryFull, match="4194304 more than the card has free"):
         backend.open(8 * MIB, whole=True)
     assert (backend.movable, first.resident(0, first.nbytes)) == (0, first.nbytes)
 
 
-def test_oversubscribing_sets_the_oldest_aside_and_still_never_asks_for_more_than_is_free(runtime: PlayedRuntime):
+def test_oversubscription_moves_oldest_slabs_to_host(runtime: PlayedRuntime):
     backend = ManagedBackend("cuda", oversubscribe=True, runtime=runtime)
     first, second = backend.open(40 * MIB, whole=True), backend.open(20 * MIB, whole=True)
     assert backend.movable == 60 * MIB
@@ -188,42 +194,46 @@ def test_oversubscribing_sets_the_oldest_aside_and_still_never_asks_for_more_tha
     assert backend.movable == sum(slab.resident(0, slab.nbytes) for slab in (second, third))
 
 
-def test_a_card_that_cannot_move_pages_on_advice_is_refused():
+def test_card_without_managed_access_is_refused():
     with pytest.raises(RequestError, match="cannot move managed memory on advice"):
         ManagedBackend("cuda", runtime=PlayedRuntime(ConcurrentManagedAccess=0))
 
 
 def test_it_says_what_the_machine_can_do():
     found = ManagedBackend("cuda", runtime=PlayedRuntime(PageableMemoryAccess=0)).capabilities()
-    assert (found["ConcurrentManagedAccess"], found["PageableMemoryAccess"], found["oversubscribe"]) == (True, False, False)
+    assert (found["ConcurrentManagedAccess"], found["PageableMemoryAccess"], found["oversubscribe"]) == (
+        True,
+        False,
+        False,
+    )
     assert set(ATTRIBUTES) <= set(found)
 
 
-def test_without_cuda_bindings_the_message_names_the_package(monkeypatch: pytest.MonkeyPatch):
+def test_missing_cuda_bindings_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(RequestError, match='pip install "cuda-bindings>=13" into the environment of Onedesk'):
         ManagedBackend("cuda")
 
 
-def test_a_pool_of_managed_memory_leases_through_it_and_counts_what_it_may_set_aside(
-    runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch
-):
+def test_pool_counts_movable_managed_memory(runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch):
     def truth() -> Truth:
         host = read_truth("cpu")
         free = runtime.free_bytes()
         return Truth(CARD, free, free, False, 0, 0, None, host.host_available, 0, None, "device")
 
     monkeypatch.setattr(
-        choose, "ManagedBackend", lambda device, oversubscribe: ManagedBackend(device, oversubscribe=oversubscribe, runtime=runtime)
+        choose_backend,
+        "ManagedBackend",
+        lambda device, oversubscribe: ManagedBackend(device, oversubscribe=oversubscribe, runtime=runtime),
     )
     settings = MemorySettings(limit=0.95, kept_back=0.0, floor=0, own_slab=MIB, managed=True, oversubscribe=True)
     pool = Pool("cuda", settings, truth)
     weights = pool.lease("writer", "weights", 40 * MIB)
     assert (pool.residency, pool.backend.name) == ("device", "cuda managed")
-    foreign = runtime.allocate(20 * MIB)  # somebody else takes the card
+    foreign = runtime.allocate(20 * MIB)  # another process takes the card
     runtime.move(foreign, 20 * MIB, to_host=False)
     pool.lease("writer", "kv", 12 * MIB)
-    assert weights.resident() == 0  # set aside, not returned
+    assert weights.resident() == 0  # moved to the host, not returned
     assert weights.release().asked == 0
     pool.verify()
 

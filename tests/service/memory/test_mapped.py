@@ -35,9 +35,9 @@ def maps_of(address: int) -> str:
     return ""
 
 
-def test_a_slab_is_private_anonymous_and_takes_nothing_until_touched():
+def test_slab_takes_no_pages_until_touched():
     slab = MappedBackend().open(64 * MIB, whole=True)
-    tensor = slab.part(0, slab.nbytes).tensor
+    tensor = slab.view(0, slab.nbytes).tensor
     line = maps_of(tensor.data_ptr())
     assert line.split()[1] == "rw-p"
     assert line.split()[4] == "0"
@@ -49,7 +49,7 @@ def test_a_slab_is_private_anonymous_and_takes_nothing_until_touched():
 
 def test_residency_is_exact_by_the_page():
     slab = MappedBackend().open(16 * MIB, whole=False)
-    tensor = slab.part(0, slab.nbytes).tensor
+    tensor = slab.view(0, slab.nbytes).tensor
     for page in (0, 7, 8, 4095):
         tensor[page * PAGE + 5] = 1
     assert slab.resident(0, slab.nbytes) == 4 * PAGE
@@ -60,7 +60,7 @@ def test_residency_is_exact_by_the_page():
 
 def test_populate_means_no_fault_later():
     slab = MappedBackend().open(32 * MIB, whole=True)
-    tensor = slab.part(0, slab.nbytes).tensor
+    tensor = slab.view(0, slab.nbytes).tensor
     slab.populate(0, slab.nbytes)
     tensor[:64].fill_(1)
     before = read_faults()
@@ -81,7 +81,7 @@ def test_giving_back_returns_the_processs_memory():
 
 def test_a_part_goes_back_and_its_neighbours_stay():
     slab = MappedBackend().open(8 * MIB, whole=False)
-    tensor = slab.part(0, slab.nbytes).tensor
+    tensor = slab.view(0, slab.nbytes).tensor
     tensor.fill_(9)
     returned = slab.give_back(MIB + 100, 2 * MIB)
     assert returned.asked == returned.measured == 2 * MIB - PAGE
@@ -93,7 +93,7 @@ def test_a_part_goes_back_and_its_neighbours_stay():
 
 def test_views_outlive_the_slab_and_read_zeros():
     slab = MappedSlab(4 * MIB, huge=True)
-    part = slab.part(MIB, 2 * MIB)
+    part = slab.view(MIB, 2 * MIB)
     view = part.tensor[:4000].view(torch.float32).view(10, 100)
     view.fill_(2.5)
     address = view.data_ptr()
@@ -113,7 +113,7 @@ def test_views_outlive_the_slab_and_read_zeros():
 
 def test_the_life_of_a_part_is_known():
     slab = MappedSlab(MIB, huge=False)
-    part = slab.part(0, PAGE)
+    part = slab.view(0, PAGE)
     view = part.tensor.view(torch.int32)[3:5].detach()
     alive = part.alive
     assert alive is not None
@@ -128,10 +128,10 @@ def test_a_closed_slab_gives_no_more_parts():
     slab.close()
     assert slab.close().asked == 0
     with pytest.raises(MemoryFull, match="given back"):
-        slab.part(0, 10)
+        slab.view(0, 10)
 
 
-def test_every_advice_is_reported_as_this_kernel_takes_it():
+def test_capabilities_match_the_kernel():
     found = MappedBackend().capabilities()
     assert set(found) == {*ADVICE, "mincore", "mlock"}
     assert found["normal"]
@@ -152,10 +152,10 @@ def test_locked_pages_are_given_back_too():
     assert returned.asked == returned.measured == 4 * PAGE
 
 
-def test_pages_that_a_stranger_locked_are_measured_as_not_returned():
+def test_foreign_locked_pages_count_as_not_returned():
     slab = MappedSlab(4 * PAGE, huge=False)
     slab.populate(0, 4 * PAGE)
-    tensor = slab.part(0, 4 * PAGE).tensor
+    tensor = slab.view(0, 4 * PAGE).tensor
     assert ctypes.CDLL(None).mlock(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(4 * PAGE)) == 0
     returned = slab.close()
     assert (returned.asked, returned.measured) == (4 * PAGE, 0)

@@ -1,4 +1,4 @@
-"""Policies as data: what may give way, in which order, and what is due."""
+"""Policies as data: what may be evicted, in which order, and what is due."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onedesk.service.memory.policy import (
     Kind,
     Policy,
     due,
-    order_of_giving_way,
+    eviction_order,
 )
 
 
@@ -49,7 +49,7 @@ def test_the_designs_order():
         Holder("pinned", "weights", policy=PINNED, idle=1000),
     ]
     order = ["scratch", "old prefix", "young prefix", "state", "idle kv", "old weights", "young weights"]
-    assert names(order_of_giving_way(holders)) == order
+    assert names(eviction_order(holders)) == order
 
 
 HOLDERS = st.builds(
@@ -65,11 +65,13 @@ HOLDERS = st.builds(
 
 @given(st.lists(HOLDERS, max_size=12))
 def test_no_busy_or_pinned_holder_is_ever_asked(holders: list[Holder]):
-    order = order_of_giving_way(holders)
+    order = eviction_order(holders)
     assert not any(holder.in_use or holder.policy is PINNED for holder in order)
     assert len(order) == sum(not holder.in_use and holder.policy is not PINNED for holder in holders)
     ranks = {"scratch": 0, "kv": 2, "state": 2, "weights": 3, "table": 3}
-    keyed = [(1 if holder.cold and holder.kind in ("kv", "state") else ranks[holder.kind], -holder.idle) for holder in order]
+    keyed = [
+        (1 if holder.cold and holder.kind in ("kv", "state") else ranks[holder.kind], -holder.idle) for holder in order
+    ]
     assert all(first <= second for first, second in pairwise(keyed))
 
 
@@ -89,14 +91,21 @@ def test_what_is_due():
 
 @pytest.mark.parametrize(
     ("policy", "text"),
-    [(STAY, "stay"), (PHASE, "phase"), (PINNED, "pinned"), (Policy("ttl", 300), "ttl 300"), (Policy("ttl", 0.5), "ttl 0.5")],
+    [
+        (STAY, "stay"),
+        (PHASE, "phase"),
+        (PINNED, "pinned"),
+        (Policy("ttl", 300), "ttl 300"),
+        (Policy("ttl", 0.5), "ttl 0.5"),
+    ],
 )
 def test_policies_are_written_for_people(policy: Policy, text: str):
     assert str(policy) == text
 
 
 @pytest.mark.parametrize(
-    ("name", "seconds"), [("ttl", None), ("ttl", -1), ("ttl", math.nan), ("ttl", True), ("stay", 5.0), ("pinned", 0.0), ("later", None)]
+    ("name", "seconds"),
+    [("ttl", None), ("ttl", -1), ("ttl", math.nan), ("ttl", True), ("stay", 5.0), ("pinned", 0.0), ("later", None)],
 )
 def test_wrong_policy_values_are_refused(name: str, seconds: float | None):
     with pytest.raises(RequestError, match="memory policy"):

@@ -1,4 +1,6 @@
-"""The pool over this machine's real memory: leasing, carving, returning, refusing, and views that outlive their lease."""
+"""The pool over this machine's real memory: leasing, carving, returning, refusing, and views
+that outlive their lease.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def test_what_was_never_touched_cannot_come_back(pool: Pool):
     assert pool.counters().shortfalls == 0
 
 
-def test_small_leases_share_a_slab_and_large_ones_have_their_own(pool: Pool):
+def test_small_leases_share_a_slab(pool: Pool):
     small = [pool.lease("a", "state", 10_000) for _ in range(5)]
     assert pool.held() == 4 * MIB
     large = pool.lease("a", "weights", 2 * MIB)
@@ -125,7 +127,12 @@ def test_carving(pool: Pool):
 @pytest.mark.parametrize(
     ("shape", "align", "error", "words"),
     [
-        ((1025,), 256, MemoryFull, "writer's kv lease of 4096 bytes has 4096 left, but 4100 are needed for shape (1025,)"),
+        (
+            (1025,),
+            256,
+            MemoryFull,
+            "writer's kv lease of 4096 bytes has 4096 left, but 4100 are needed for shape (1025,)",
+        ),
         ((1 << 62, 4), 256, MemoryFull, "are needed"),
         ((-1,), 256, MemoryFull, "are needed"),
         ((1,), 48, RequestError, "carve alignment is 48; use a power of two"),
@@ -188,7 +195,7 @@ def test_a_lease_in_use_is_not_returned(pool: Pool):
     assert lease.release().measured == 2 * MIB
 
 
-def test_views_of_a_returned_lease_read_zeros_and_alias_nobody(pool: Pool):
+def test_views_of_returned_lease_read_zeros(pool: Pool):
     lease = pool.lease("old", "kv", 100_000)
     view = lease.carve((1000,), torch.float32)
     view.fill_(3)
@@ -204,7 +211,7 @@ def test_views_of_a_returned_lease_read_zeros_and_alias_nobody(pool: Pool):
     del view
     gc.collect()
     again = pool.lease("newest", "kv", 100_000)
-    assert again.tensor.data_ptr() == where  # the place is free again, now that the last view has died
+    assert again.tensor.data_ptr() == where  # the block is free again: the last view has died
     for lease in [*newer, again]:
         lease.release()
 
@@ -221,7 +228,7 @@ def test_a_view_of_a_large_lease_outlives_it(pool: Pool):
 
 
 def test_a_shortfall_is_a_warning_with_the_owners_name(pool: Pool, caplog: pytest.LogCaptureFixture):
-    """Pages that a stranger locks cannot be dropped: the measure says so."""
+    """Pages locked by another user cannot be dropped, and the measure shows it."""
     lease = pool.lease("greedy writer", "kv", 16 * KIB)
     lease.populate()
     libc, address = ctypes.CDLL(None), lease.tensor.data_ptr()
@@ -296,7 +303,7 @@ def test_the_budget_is_never_exceeded(pool: Pool):
     assert pool.counters().refusals == 1
 
 
-def test_a_need_that_does_not_fit_is_refused_before_anything_is_leased(pool: Pool):
+def test_oversized_need_is_refused_before_leasing(pool: Pool):
     pool.check("small", Need(weights=100 * MIB, kv=50 * MIB))
     with pytest.raises(MemoryFull) as caught:
         pool.check("large", Need(weights=150 * MIB, kv=100 * MIB, scratch=MIB, context=4096))
@@ -307,7 +314,7 @@ def test_a_need_that_does_not_fit_is_refused_before_anything_is_leased(pool: Poo
 
 
 def poor_truth(available: int) -> Truth:
-    """A machine of 16 GiB that has `available` bytes left."""
+    """A machine of 16 GiB with `available` bytes left."""
     return Truth(
         total=16 * GIB,
         available=available,
@@ -323,8 +330,8 @@ def poor_truth(available: int) -> Truth:
     )
 
 
-def test_what_the_machine_lacks_is_refused_though_the_budget_has_it():
-    """Others took the memory after the pool was made: the budget still says yes, the truth says no."""
+def test_machine_shortage_is_refused_within_budget():
+    """Others took the memory after the pool was made: the budget would allow it, the machine does not."""
     readings = iter([poor_truth(8 * GIB)])
     pool = Pool("cpu", MemorySettings(limit=0.5), lambda: next(readings, poor_truth(600 * MIB)))
     assert pool.room().budget > 3 * GIB
@@ -338,13 +345,13 @@ def test_what_the_machine_lacks_is_refused_though_the_budget_has_it():
 
 
 def test_untouched_leases_are_promised():
-    """Pages that were never touched still count as available; the pool takes them off, until they are touched."""
+    """Untouched pages still count as available. The pool subtracts them until they are touched."""
     pool = Pool("cpu", MemorySettings(), lambda: poor_truth(8 * GIB))
     before = pool.room().machine
     lease = pool.lease("a", "kv", 64 * MIB)
     assert pool.room().machine == before - 64 * MIB
     lease.populate()
-    assert pool.room().machine == before  # this truth stands still; a real one has fallen by now
+    assert pool.room().machine == before  # this reading is constant; a real one has fallen by now
     lease.release()
     assert pool.room().machine == before
 
@@ -377,7 +384,10 @@ def test_many_cycles_leave_the_process_as_it_was(make_pool: MakePool):
     pool = make_pool()
 
     def cycle() -> None:
-        leases = [pool.lease("writer", kind, nbytes) for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))]
+        leases = [
+            pool.lease("writer", kind, nbytes)
+            for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))
+        ]
         for lease in leases:
             lease.carve((lease.nbytes,), torch.uint8).fill_(1)
         for lease in leases:

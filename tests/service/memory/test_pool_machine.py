@@ -16,19 +16,28 @@ from onedesk.service.memory.truth import read_truth
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Leases of random sizes are filled, kept, used, returned, and their stale views written: no lease ever sees another's bytes."""
+    """Leases of random sizes are filled, kept, used and returned, and stale views are written: no lease ever sees
+    another's bytes.
+    """
 
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        chosen = MemorySettings(limit_bytes=64 * MIB, floor=64 * MIB, initial_slab=256 * KIB, own_slab=128 * KIB, debug=True)
+        chosen = MemorySettings(
+            limit_bytes=64 * MIB, floor=64 * MIB, initial_slab=256 * KIB, own_slab=128 * KIB, debug=True
+        )
         self.pool = Pool("cpu", chosen, read_truth)
         self.marks = count(1)
         self.live: dict[object, int] = {}
         self.stale: list[torch.Tensor] = []
 
-    @rule(target=leases, nbytes=st.integers(1, 400 * KIB), kind=st.sampled_from(KINDS), align=st.sampled_from([64, 256, 4096]))
+    @rule(
+        target=leases,
+        nbytes=st.integers(1, 400 * KIB),
+        kind=st.sampled_from(KINDS),
+        align=st.sampled_from([64, 256, 4096]),
+    )
     def lease(self, nbytes: int, kind: str, align: int) -> object:
         lease = self.pool.lease("owner", kind, nbytes, align=align)  # type: ignore[arg-type]
         mark = next(self.marks) % 250 + 1

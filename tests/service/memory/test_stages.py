@@ -1,4 +1,6 @@
-"""What every generation says of its stages: seconds, bytes, faults, allocations, allocator time, share of a measured ceiling."""
+"""The figures per stage of every generation: seconds, bytes, faults, allocations, allocator time, share of the measured
+bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def write(model: OpenModel, tokens: int = 5) -> Result:
     return [event.result for event in model.generate(Request(ids=(5, 6, 7, 8), max_tokens=tokens)) if event.result][-1]
 
 
-def test_a_first_generation_counts_load_prefetch_prefill_decode_and_sample(model):
+def test_first_generation_counts_every_stage(model):
     stages = write(model).stages
     assert set(stages) == {"load", "prefetch", "prefill", "decode", "sample"}
     checkpoint = sum(tensor.elements * 4 for tensor in (t.destination for t in model._blueprint.plan.tensors))
@@ -54,14 +56,14 @@ def test_a_first_generation_counts_load_prefetch_prefill_decode_and_sample(model
     assert all(stage.major_faults >= 0 and stage.minor_faults >= 0 for stage in stages.values())
 
 
-def test_the_readers_faults_belong_to_the_load_not_to_the_prompt(model):
+def test_reader_faults_belong_to_the_load(model):
     stages = write(model).stages
     pages = model.need.weights // mmap.PAGESIZE
     assert stages["load"].minor_faults >= 0.95 * pages
     assert stages["prefill"].minor_faults < 0.5 * pages
 
 
-def test_a_generation_tells_what_the_return_before_it_cost_once(model):
+def test_generation_reports_previous_return_once(model):
     write(model)
     measured = sum(released.measured for released in model.give_way())
     stages = write(model).stages
@@ -75,7 +77,7 @@ def test_a_loaded_model_counts_no_load(model):
     assert set(write(model).stages) == {"prefill", "decode", "sample"}
 
 
-def test_a_share_is_given_of_a_ceiling_that_was_measured_and_of_no_other(folder, tmp_path):
+def test_share_needs_a_measured_bandwidth(folder, tmp_path):
     unknown = opened_in(folder, tmp_path)
     assert all(stage.bandwidth_share is None for stage in write(unknown).stages.values())
     unknown.close()
@@ -88,23 +90,24 @@ def test_a_share_is_given_of_a_ceiling_that_was_measured_and_of_no_other(folder,
     assert [name for name, stage in stages.items() if stage.bandwidth_share is not None] == ["decode"]
 
 
-def test_an_embedding_that_is_no_head_is_not_counted_as_read(tmp_path):
+def test_untied_embedding_is_not_counted_as_read(tmp_path):
     tied, apart = (
-        opened_in(write_tiny_qwen3(tmp_path / name, tied=name == "tied", tokenizer=False), tmp_path) for name in ("tied", "apart")
+        opened_in(write_tiny_qwen3(tmp_path / name, tied=name == "tied", tokenizer=False), tmp_path)
+        for name in ("tied", "apart")
     )
     assert tied._blueprint.pass_bytes == apart._blueprint.pass_bytes
     assert apart._blueprint.plan.nbytes - tied._blueprint.plan.nbytes == 512 * 64 * 4
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"cpu": "fast"}', '{"cpu": NaN}', "\xff"])
-def test_a_broken_ceiling_file_is_no_ceiling_and_is_replaced(tmp_path, content):
+def test_broken_bandwidth_file_is_replaced(tmp_path, content):
     (tmp_path / FILE).write_text(content, encoding="latin-1")
     assert known_ceiling(tmp_path, "cpu") is None
     keep_ceiling(tmp_path, "cpu", 7e9)
     assert known_ceiling(tmp_path, "cpu") == 7e9
 
 
-def test_a_cache_that_cannot_be_written_only_loses_the_ceiling(tmp_path):
+def test_unwritable_cache_only_loses_bandwidth(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     keep_ceiling(tmp_path / "file", "cpu", 7e9)
     assert known_ceiling(tmp_path / "file", "cpu") is None
@@ -113,7 +116,11 @@ def test_a_cache_that_cannot_be_written_only_loses_the_ceiling(tmp_path):
 def test_the_log_has_the_stages_at_debug_level(model, caplog):
     with caplog.at_level(logging.DEBUG, logger="onedesk.service.api"):
         result = write(model)
-    lines = [record.getMessage() for record in caplog.records if record.name == "onedesk.service.api" and "prefill" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "onedesk.service.api" and "prefill" in record.getMessage()
+    ]
     assert len(lines) == 1
     assert lines[0].startswith(f"small, {result.finish}: load ")
     for name in result.stages:

@@ -1,4 +1,4 @@
-"""Thermal flags from copied kernel files and from a program that answers as nvidia-smi does."""
+"""Thermal flags from copied kernel files and from a program that answers like nvidia-smi."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def smi(folder: Path, answer: str, code: int = 0) -> tuple[str, ...]:
     program = folder / "smi.py"
     asked = "--query-gpu=temperature.gpu,clocks_event_reasons.active"
     said = answer.encode(errors="surrogateescape")
-    program.write_text(f"import sys\nassert {asked!r} in sys.argv\nsys.stdout.buffer.write({said!r})\nsys.exit({code})\n")
+    program.write_text(
+        f"import sys\nassert {asked!r} in sys.argv\nsys.stdout.buffer.write({said!r})\nsys.exit({code})\n"
+    )
     return sys.executable, str(program)
 
 
@@ -50,7 +52,12 @@ def smi(folder: Path, answer: str, code: int = 0) -> tuple[str, ...]:
                 90.0,
                 tuple(
                     f"GPU 0: {words}"
-                    for words in ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+                    for words in (
+                        "hardware slowdown",
+                        "software thermal slowdown",
+                        "hardware thermal slowdown",
+                        "power brake",
+                    )
                 ),
             ),
         ),

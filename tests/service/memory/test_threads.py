@@ -1,4 +1,4 @@
-"""The pool from several threads at once, and a foreign thread that wants a lease in use."""
+"""The pool from several threads at once, and another thread that wants a lease in use."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_one_lease_is_returned_by_one_thread_only(make_pool: MakePool):
     assert pool.used() == 0
 
 
-def test_a_foreign_thread_cannot_return_a_lease_in_mid_generation(make_pool: MakePool):
+def test_lease_cannot_be_returned_in_mid_generation(make_pool: MakePool):
     pool = make_pool()
     lease = pool.lease("writer", "weights", 2 * MIB)
     lease.tensor.fill_(4)
@@ -114,18 +114,18 @@ def test_a_foreign_thread_cannot_return_a_lease_in_mid_generation(make_pool: Mak
 
 
 def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch):
-    """Whoever counts resident bytes meanwhile, such as another model's leak report, must not leave a model returned by half."""
+    """Counting resident bytes meanwhile, as another model's leak report does, must not leave a model half returned."""
     pool = make_pool()
     lease = pool.lease("writer", "scratch", 2 * MIB)
     lease.tensor.fill_(1)
-    slab_type = type(lease.place.slab)
+    slab_type = type(lease.placement.slab)
     resident, looking, asked = slab_type.resident, threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> int:
         if threading.current_thread().name.startswith("look"):
             looking.set()
             assert asked.wait(30)
-            time.sleep(0.05)  # long enough for the return to meet the look
+            time.sleep(0.05)  # long enough for the return to meet the count
         return resident(*arguments)
 
     def give_back() -> int:
@@ -142,8 +142,8 @@ def test_a_look_at_a_lease_never_stops_its_return(make_pool: MakePool, monkeypat
     assert pool.used() == 0
 
 
-def test_two_owners_that_give_way_to_each_other_do_not_lock(make_pool: MakePool):
-    """Each thread's lease makes the other's owner give way; whoever comes second is served by the first's return."""
+def test_mutual_eviction_does_not_deadlock(make_pool: MakePool):
+    """Each thread's lease evicts the other's. The second one is served by the return of the first."""
     pool = make_pool(limit_bytes=64 * MIB, kept_back=0.0)
 
     def alternate(number: int) -> int:

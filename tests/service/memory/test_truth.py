@@ -46,7 +46,7 @@ def test_spark_counts_what_the_page_cache_hides():
     assert budget.spendable > 24 * GIB
 
 
-def test_spark_without_asking_the_device_gives_the_same_plan():
+def test_spark_plan_needs_no_device():
     figures = DeviceFigures(integrated=True, free=2936012 * KIB, total=127611699 * KIB, reserved=0, allocated=0)
     alone, asked = replay("spark"), replay("spark", "cuda:0", figures)
     assert alone.available == asked.available
@@ -74,7 +74,7 @@ def test_jetson_without_psi_and_with_cgroup_v1_unlimited():
     assert make_budget(truth, MemorySettings()).limit == int(46 * GIB * 0.70)
 
 
-def test_discrete_gpu_is_its_own_memory_and_torchs_cache_counts():
+def test_discrete_gpu_counts_torch_cache():
     figures = DeviceFigures(integrated=False, free=14 * GIB, total=24 * GIB, reserved=8 * GIB, allocated=5 * GIB)
     truth = replay("discrete", "cuda:1", figures)
     assert truth.available == 14 * GIB + 3 * GIB
@@ -94,7 +94,7 @@ def test_container_v1_limit_below_what_the_host_has():
     assert make_budget(truth, MemorySettings()).limit == int(12 * GIB * 0.70)
 
 
-def test_container_v2_takes_the_tightest_ancestor_and_memory_high():
+def test_container_v2_uses_tightest_ancestor():
     truth = replay("container_v2")
     assert truth.cgroup_limit == 8 * GIB
     assert truth.available == 8 * GIB - 6 * GIB + 1 * GIB
@@ -118,7 +118,7 @@ def test_a_discrete_gpu_is_not_bound_by_the_container():
     assert replay("container_v2", "cuda", figures).available == 20 * GIB
 
 
-def test_a_kernel_without_memavailable_counts_free_and_cache(tmp_path: Path):
+def test_without_memavailable_counts_free_and_cache(tmp_path: Path):
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nBuffers: 50 kB\nShmem: 40 kB\n")
     truth = read_truth(proc=tmp_path, cgroup=tmp_path)
     assert truth.available == 410 * KIB

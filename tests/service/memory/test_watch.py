@@ -15,7 +15,7 @@ from onedesk.service.memory.lease import Released
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.thermal import Thermal
 from onedesk.service.memory.truth import Truth, read_truth
-from onedesk.service.memory.watch import Alarm, Gauge, Rules, Watch, rules_for
+from onedesk.service.memory.watch import Alarm, Gauge, MemoryWatch, Rules, rules_for
 
 SPARK = Truth(
     total=int(121.7 * GIB),
@@ -43,7 +43,7 @@ def feed(readings: list[Truth], period: float = 1.0, rules: Rules | None = None)
     return [gauge.feed(number * period, truth) for number, truth in enumerate(readings)]
 
 
-def test_the_thresholds_are_the_ones_that_worked_and_scale_down():
+def test_thresholds_scale_down():
     assert rules_for(int(121.7 * GIB)) == rules_for(512 * GIB) == Rules(low=6 * GIB, free_low=2 * GIB, gate=10 * GIB)
     small = rules_for(16 * GIB)
     assert small.low == pytest.approx(16 * GIB * 6 / 121.7, rel=1e-6)
@@ -63,7 +63,7 @@ def test_a_short_dip_is_no_alarm():
 
 
 def test_a_full_page_cache_is_no_alarm():
-    """MemFree alone says nothing: an ungated rule killed healthy loads."""
+    """MemFree alone means nothing: a rule without the gate killed healthy loads."""
     assert feed([left(52, free=0.5)] * 10) == [None] * 10
 
 
@@ -73,7 +73,7 @@ def test_little_free_while_little_is_available_is_one():
     assert "1.9 GiB free and 9.9 GiB available" in alarm.reason
 
 
-def test_a_fall_that_ends_at_nothing_is_one_before_the_level_is_low():
+def test_steep_fall_alarms_before_low_level():
     """34 to 12.7 GiB in 1.5 s was seen on a Spark."""
     alarms = feed([left(34), left(26.9), left(19.8), left(12.7)], period=0.5)
     assert [alarm is not None for alarm in alarms] == [False, False, False, True]
@@ -85,7 +85,7 @@ def test_a_load_that_ends_in_time_is_no_alarm():
     assert feed([left(60 - 1.25 * number) for number in range(30)], period=0.25) == [None] * 30
 
 
-def test_pressure_counts_late_and_only_while_little_is_available():
+def test_pressure_alarms_only_when_memory_is_low():
     assert feed([left(30, psi=60)]) == [None]
     (alarm,) = feed([left(9, psi=35)])
     assert alarm is not None
@@ -93,15 +93,17 @@ def test_pressure_counts_late_and_only_while_little_is_available():
 
 
 def test_a_discrete_gpu_is_judged_by_its_own_memory():
-    truth = replace(left(20, free=20), integrated=False, device_free=int(0.4 * GIB), available=int(0.4 * GIB), total=24 * GIB)
+    truth = replace(
+        left(20, free=20), integrated=False, device_free=int(0.4 * GIB), available=int(0.4 * GIB), total=24 * GIB
+    )
     alarms = feed([truth] * 5, rules=rules_for(24 * GIB))
     assert alarms[4] is not None
 
 
-def watch_of(readings: list[Truth], **options: object) -> tuple[Watch, list[int]]:
+def watch_of(readings: list[Truth], **options: object) -> tuple[MemoryWatch, list[int]]:
     shrunk: list[int] = []
     source = iter(readings)
-    watch = Watch(lambda: next(source), shrunk.append, MemorySettings(), **options)  # type: ignore[arg-type]
+    watch = MemoryWatch(lambda: next(source), shrunk.append, MemorySettings(), **options)  # type: ignore[arg-type]
     return watch, shrunk
 
 
@@ -139,10 +141,10 @@ def test_heat_slows_admission_and_frees_nothing(caplog: pytest.LogCaptureFixture
     assert shrunk == []
 
 
-def test_the_thread_looks_often_while_loading_and_seldom_otherwise():
+def test_watch_polls_more_often_while_loading():
     loading = threading.Event()
     settings = MemorySettings(poll_loading=0.02, poll=60)
-    watch = Watch(read_truth, lambda _: None, settings, loading=loading.is_set)
+    watch = MemoryWatch(read_truth, lambda _: None, settings, loading=loading.is_set)
     with watch:
         assert wait_for(lambda: watch.looks == 1)
         time.sleep(0.2)
@@ -152,7 +154,7 @@ def test_the_thread_looks_often_while_loading_and_seldom_otherwise():
     assert not watch.running
 
 
-def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callable[..., Pool]):
+def test_watch_shrinks_a_real_pool(make_pool: Callable[..., Pool]):
     pool = make_pool(kept_back=0.0)
     released: list[Released] = []
     lease = pool.lease("idle", "weights", 8 * MIB)
@@ -167,7 +169,13 @@ def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callabl
         released.extend(pool.make_room(lacking))
 
     ticks: list[int] = []
-    with Watch(truth, shrink, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: ticks.append(1), rules=rules_for(SPARK.total)):
+    with MemoryWatch(
+        truth,
+        shrink,
+        MemorySettings(poll=0.02, poll_loading=0.02),
+        tick=lambda: ticks.append(1),
+        rules=rules_for(SPARK.total),
+    ):
         assert wait_for(lambda: len(ticks) > 3)
         assert released == []
         short.set()
@@ -175,7 +183,7 @@ def test_the_thread_shrinks_a_real_pool_and_runs_its_policies(make_pool: Callabl
     assert (released[0].owner, released[0].measured) == ("idle", 8 * MIB)
 
 
-def test_an_unreadable_truth_is_logged_and_looked_at_again(caplog: pytest.LogCaptureFixture):
+def test_unreadable_truth_is_logged_and_retried(caplog: pytest.LogCaptureFixture):
     failures = iter([FileError("meminfo cannot be read"), OSError(5, "Input/output error")])
 
     def truth() -> Truth:
@@ -183,7 +191,7 @@ def test_an_unreadable_truth_is_logged_and_looked_at_again(caplog: pytest.LogCap
             raise error
         return left(50)
 
-    watch = Watch(truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02))
+    watch = MemoryWatch(truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02))
     with caplog.at_level(logging.WARNING), watch:
         assert wait_for(lambda: watch.looks >= 4)
     assert "could not look at memory: meminfo cannot be read" in caplog.text
@@ -192,18 +200,18 @@ def test_an_unreadable_truth_is_logged_and_looked_at_again(caplog: pytest.LogCap
 
 
 def test_it_stops_from_anywhere_and_twice():
-    watch = Watch(read_truth, lambda _: None, MemorySettings(poll=60, poll_loading=60)).start()
+    watch = MemoryWatch(read_truth, lambda _: None, MemorySettings(poll=60, poll_loading=60)).start()
     assert watch.running
     watch.stop()
     watch.stop()
     assert not watch.running
-    own = Watch(read_truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: own.stop())
+    own = MemoryWatch(read_truth, lambda _: None, MemorySettings(poll=0.02, poll_loading=0.02), tick=lambda: own.stop())
     own.start()
     assert wait_for(lambda: not own.running)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Wait until `condition` holds; False if it does not in time."""
+    """Wait until `condition` holds. False if it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

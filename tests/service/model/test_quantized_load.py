@@ -21,7 +21,7 @@ from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.model.arrival import WeightArrival
 from onedesk.service.quant.formats import INT8, int4
-from onedesk.service.quant.quantize import quantize
+from onedesk.service.quant.quantize_weights import quantize
 from onedesk.service.quant.weight import QuantizedWeight, Weight
 from published import CASES, write_published
 from safetensors.torch import load_file, save_file

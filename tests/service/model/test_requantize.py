@@ -19,7 +19,7 @@ from onedesk.service.model.arrival import WeightArrival
 from onedesk.service.model.converted import WEIGHTS
 from onedesk.service.model.weights import WeightPlan
 from onedesk.service.quant.formats import CHOICES, INT8
-from onedesk.service.quant.quantize import quantize
+from onedesk.service.quant.quantize_weights import quantize
 from onedesk.service.quant.weight import QuantizedWeight, dequantize
 from published import CASES, MIXED_KINDS, MODELOPT, mixed_layers, write_mixed, write_published
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
-from onedesk.service.kernels.forward_batch import Rows
+from onedesk.service.kernels.forward_batch import ForwardBatch
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -76,7 +76,7 @@ class Pair:
             found += [runner.network.logits(row[None], runner.scratch)[0].clone() for row in state]
         return torch.stack(found)
 
-    def turned(self, rows: Rows, positions: PicturePositions, first: int, last: int) -> Rows:
+    def turned(self, rows: ForwardBatch, positions: PicturePositions, first: int, last: int) -> ForwardBatch:
         rotary = self.rotary
         stretch = self.config.indexer.ratio if self.config.indexer else 1
         turns = turns_of(positions, first, last, rotary.positions, stretch)
@@ -92,7 +92,7 @@ class Pair:
         """Scores after one more token, by a decode step."""
         runner = self.session.runner
         longest = runner.buffers.fill([kv], [token])
-        rows = runner.buffers._rows[1]
+        rows = runner.buffers._steps[1]
         rows.turns = torch.tensor([longest - 1 + delta], dtype=torch.int32)
         rows.longest = longest
         state = runner.network.forward(torch.tensor([token]), replace(rows), runner.kv, runner.scratch)

@@ -1,4 +1,6 @@
-"""Scales that no quantizer writes are refused with their tensor and place; blocks of zeros under a scale of 0 are as they should be."""
+"""Scales that no quantizer writes are refused with their tensor and index; blocks of zeros under a scale of 0 are
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from published import CASES, change_tensors, write_published
 
 BY_NAME = {case.name: case for case in CASES}
 UP = "model.layers.1.mlp.up_proj."
-OVER_ZERO = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+OVER_ZERO = (
+    r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,7 +38,7 @@ OVER_ZERO = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other th
     zeros=st.floats(0, 1),
     seed=st.integers(0, 999),
 )
-def test_the_first_group_that_its_scale_makes_nothing_of_is_found(
+def test_first_zeroed_group_is_found(
     monkeypatch_module: pytest.MonkeyPatch, held: object, rows: int, cols: int, zeros: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +84,7 @@ def load(folder: Path) -> None:
 
 
 def first(suffix: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
-    """The first number of a scale becomes this one."""
+    """Replace the first number of a scale."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         scales = tensors[UP + suffix].float()
@@ -95,7 +99,7 @@ SMALL = [("modelopt-nvfp4", "weight_scale"), ("modelopt-nvfp4", "weight_scale_2"
 
 
 @pytest.mark.parametrize(("name", "suffix"), [*SCALES, *SMALL])
-def test_a_scale_of_zero_over_other_numbers_is_named_with_its_place(tmp_path: Path, name: str, suffix: str) -> None:
+def test_zero_scale_over_numbers_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
     change_tensors(folder, first(suffix, 0.0))
     with pytest.raises(ModelError, match=OVER_ZERO):
@@ -107,13 +111,14 @@ def test_a_scale_below_zero_is_named_with_its_place(tmp_path: Path, name: str, s
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
     change_tensors(folder, first(suffix, -0.5))
     with pytest.raises(
-        ModelError, match=rf"tensor .*up_proj\.{suffix} has a scale below zero at \[0.*\] \(-0\.5\); the checkpoint is damaged"
+        ModelError,
+        match=rf"tensor .*up_proj\.{suffix} has a scale below zero at \[0.*\] \(-0\.5\); the checkpoint is damaged",
     ):
         load(folder)
 
 
 @pytest.mark.parametrize(("name", "suffix"), SCALES[:2])
-def test_zeros_under_a_scale_of_zero_are_as_they_should_be(tmp_path: Path, name: str, suffix: str) -> None:
+def test_zeros_under_zero_scale_are_accepted(tmp_path: Path, name: str, suffix: str) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
 
     def change(tensors: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP8: every number means what its bits mean, and products with them are those of their meaning."""
+"""NVFP4 and MXFP8: every number means what its bits mean, and products match the dequantized weight."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from onedesk.service.quant.formats import (
     NVFP4,
     aligned_bytes,
     bits_a_weight,
-    pieces,
     title,
     weight_of,
+    weight_tensors,
 )
 from onedesk.service.quant.microscaled import Mxfp8, Nvfp4
 from onedesk.service.quant.packings import Packing
@@ -30,7 +30,7 @@ SHAPES = [(5, 16), (3, 48), (4, 80), (2, 176), (6, 512)]
 
 
 def taken(packing: Packing, rows: int, cols: int, stored: dict[str, torch.Tensor], step: int = 2) -> QuantizedWeight:
-    """The weight of stored tensors, taken `step` rows at a time."""
+    """The weight of stored tensors, converted `step` rows at a time."""
     layout = packing.layout(rows, cols)
     weight = weight_of(layout.held, rows, cols, lambda shape, dtype: torch.empty(shape, dtype=dtype))
     for part in layout.parts:
@@ -46,7 +46,7 @@ def taken(packing: Packing, rows: int, cols: int, stored: dict[str, torch.Tensor
 
 
 def meant(nibbles: int) -> float:
-    """E2M1 by its bits: sign, exponent with bias 1, mantissa."""
+    """E2M1 from its bits: sign, exponent with bias 1, mantissa."""
     sign, exponent, mantissa = nibbles >> 3, nibbles >> 1 & 3, nibbles & 1
     value = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
     return math.copysign(value, -1 if sign else 1)
@@ -63,7 +63,9 @@ def test_the_sixteen_numbers_are_those_of_their_bits():
     divides=st.booleans(),
     step=st.integers(1, 6),
 )
-def test_nvfp4_means_number_times_scale_times_factor(shape: tuple[int, int], seed: int, divides: bool, step: int) -> None:
+def test_nvfp4_means_number_times_scale_times_factor(
+    shape: tuple[int, int], seed: int, divides: bool, step: int
+) -> None:
     stored, wanted = nvfp4(divides=divides)(*shape, torch.Generator().manual_seed(seed))
     packing = Nvfp4("t", "weight_packed", "weight_global_scale", True) if divides else Nvfp4("t")
     weight = taken(packing, *shape, stored, step)
@@ -86,22 +88,27 @@ def test_mxfp8_means_number_times_a_power_of_two(shape: tuple[int, int], seed: i
 
 @pytest.mark.parametrize("exponent", [0, 1, 127, 254])
 def test_every_power_of_two_is_held_the_smallest_too(exponent: int):
-    stored = {"weight": torch.ones(1, 32).to(torch.float8_e4m3fn), "weight_scale": torch.full((1, 1), exponent, dtype=torch.uint8)}
+    stored = {
+        "weight": torch.ones(1, 32).to(torch.float8_e4m3fn),
+        "weight_scale": torch.full((1, 1), exponent, dtype=torch.uint8),
+    }
     assert dequantize(taken(Mxfp8("t"), 1, 32, stored))[0, 0].item() == 2.0 ** (exponent - 127)
 
 
 def test_what_they_take_in_memory():
     assert title(NVFP4) == "nvfp4"
     assert title(MXFP8) == "fp8"
-    assert bits_a_weight(NVFP4, 2560) == pytest.approx(4.5, abs=0.02)  # 32 bits a row for the matrix's factor
+    assert bits_a_weight(NVFP4, 2560) == pytest.approx(4.5, abs=0.02)  # 32 bits per row for the factor of the matrix
     assert bits_a_weight(MXFP8, 2560) == 9.0
-    assert [piece.name for piece in pieces(NVFP4, 640, 2560)] == ["data", "scales", "factors"]
+    assert [piece.name for piece in weight_tensors(NVFP4, 640, 2560)] == ["data", "scales", "factors"]
     assert aligned_bytes(NVFP4, 640, 2560, 256) == 640 * 2560 // 2 + 640 * 160 + 640 * 4
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_products_are_those_of_the_meaning(tokens: int) -> None:
-    """Both are compiled: MXFP8 is FP8 with groups of 32; NVFP4 meets activations of 15 bits in a few rows, and fp32 in many."""
+    """Both are compiled. MXFP8 is FP8 with groups of 32. NVFP4 meets activations of 15 bits in a few rows, and fp32 in
+    many.
+    """
     generator = torch.Generator().manual_seed(tokens)
     library, why_not = compile_library(load_config(None).cache)
     assert library is not None, why_not
@@ -122,10 +129,10 @@ def test_products_are_those_of_the_meaning(tokens: int) -> None:
     assert (kernels.plain, kernels.compiled) == (0, 2)
 
 
-def test_requantizing_to_int8_would_cost_less_than_the_format_itself_did() -> None:
-    """What `onedesk quantize` makes of it: a factor a row adds 0.7 % to the squared error that rounding to NVFP4 made."""
+def test_requantizing_to_int8_loses_less_than_nvfp4() -> None:
+    """The result of `onedesk quantize`: a factor per row adds 0.7 % to the squared error of rounding to NVFP4."""
     from onedesk.service.quant.formats import INT8
-    from onedesk.service.quant.quantize import quantize
+    from onedesk.service.quant.quantize_weights import quantize
 
     generator = torch.Generator().manual_seed(0)
     original = torch.randn(256, 2048, generator=generator)

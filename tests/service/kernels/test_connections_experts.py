@@ -1,4 +1,4 @@
-"""Joints of residual streams and sparse experts in one compiled call each, against their operations in plain torch."""
+"""Hyper-connections and sparse experts in one compiled call each, against plain torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
-from onedesk.service.kernels.forward_batch import FEW_ROWS, NormWeight, Rows
-from onedesk.service.kernels.operands import ExpertRows, ExpertWeights, JointRows, SharedWeights, StreamJoint
+from onedesk.service.kernels.forward_batch import FEW_ROWS, DecodeBatch, NormWeight
+from onedesk.service.kernels.operands import (
+    ConnectionOperands,
+    ExpertOperands,
+    ExpertWeights,
+    HyperConnection,
+    SharedWeights,
+)
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -19,12 +25,12 @@ from onedesk.service.model.layers import Pass, Scratch, Widths
 from onedesk.service.model.shape import ExpertShape
 from onedesk.service.model.streams import GatedResidual
 from onedesk.service.quant.formats import INT8, NVFP4, int4
-from onedesk.service.quant.quantize import quantize
+from onedesk.service.quant.quantize_weights import quantize
 from onedesk.service.quant.weight import Format, QuantizedWeight, Weight
 
 EPS = 1e-6
 FORMATS = ["float32", "bfloat16", "int8", "int4", "nvfp4"]
-# Integer formats meet activations of 15 bits: 1 / 65534 of a span's largest, summed over the columns.
+# Integer formats meet activations of 15 bits: 1 / 65534 of the largest of a span, summed over the columns.
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 1e-3, "int4": 1e-3, "nvfp4": 1e-3}
 
 
@@ -35,38 +41,46 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def weight(name: str, rows: int, cols: int, seed: int = 0) -> Weight:
     values = numbers(rows, cols, seed=seed) * cols**-0.5
     if name == "nvfp4":
-        data = torch.randint(0, 256, (rows, NVFP4.row_bytes(cols)), generator=torch.Generator().manual_seed(seed + rows), dtype=torch.uint8)
+        data = torch.randint(
+            0,
+            256,
+            (rows, NVFP4.row_bytes(cols)),
+            generator=torch.Generator().manual_seed(seed + rows),
+            dtype=torch.uint8,
+        )
         scales = torch.rand(rows, NVFP4.groups(cols)).add_(0.5).to(torch.float8_e4m3fn)
         return QuantizedWeight(NVFP4, rows, cols, data, scales, None, torch.full((rows, 1), 0.3 * cols**-0.5))
     held = {"int8": INT8, "int4": int4(32), "int8-g16": Format("int8", 8, 16, True)}
     return quantize(values, held[name]) if name in held else values.to(getattr(torch, name))
 
 
-def joint_of(name: str, hidden: int, *, inject: bool, count: int = 3, rank: int = 21) -> StreamJoint:
+def connection_of(name: str, hidden: int, *, inject: bool, count: int = 3, rank: int = 21) -> HyperConnection:
     wide = count * hidden
     norm = NormWeight(numbers(count, hidden).abs() + 0.5, EPS)
     matrices = weight(name, rank, wide), weight(name, wide, rank)
-    return StreamJoint(count, norm, *matrices, weight("float32", count, wide, seed=2) if inject else None)
+    return HyperConnection(count, norm, *matrices, weight("float32", count, wide, seed=2) if inject else None)
 
 
-def rows_of(streams: torch.Tensor, joint: StreamJoint) -> JointRows:
-    count, hidden = len(streams), streams.shape[1] // joint.count
+def rows_of(streams: torch.Tensor, connection: HyperConnection) -> ConnectionOperands:
+    count, hidden = len(streams), streams.shape[1] // connection.count
     wide = (count, streams.shape[1])
-    widths = (wide, (count, joint.down.shape[0]), wide, (count, hidden), (count, joint.count))
-    return JointRows(streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden))
+    widths = (wide, (count, connection.down.shape[0]), wide, (count, hidden), (count, connection.count))
+    return ConnectionOperands(
+        streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("inject", [False, True])
 def test_a_joint_at_once_is_its_operations(library: ctypes.CDLL, name: str, inject: bool) -> None:
-    joint, kernels = joint_of(name, 48, inject=inject), CpuKernels(library, threads=2)
+    connection, kernels = connection_of(name, 48, inject=inject), CpuKernels(library, threads=2)
     streams = numbers(FEW_ROWS, 3 * 48)
-    wanted = GatedResidual(joint).read(rows_of(streams, joint), ReferenceKernels())
-    whole = rows_of(streams, joint)
-    assert kernels.read_streams(joint, whole)
+    wanted = GatedResidual(connection).read(rows_of(streams, connection), ReferenceKernels())
+    whole = rows_of(streams, connection)
+    assert kernels.read_connection(connection, whole)
     for count in (FEW_ROWS, 5, 1):
-        found = rows_of(streams[:count], joint)
-        assert kernels.read_streams(joint, found)
+        found = rows_of(streams[:count], connection)
+        assert kernels.read_connection(connection, found)
         torch.testing.assert_close(found.read, wanted.read[:count], rtol=BOUNDS[name], atol=BOUNDS[name])
         assert torch.equal(found.read, whole.read[:count]), "not the bits of the batch"
         if inject:
@@ -81,24 +95,28 @@ def test_a_joint_at_once_is_its_operations(library: ctypes.CDLL, name: str, inje
             assert found.found.eq(1).all()
 
 
-def test_a_joint_that_is_not_compiled_is_left_to_its_operations_and_told_of_once(
+def test_uncompiled_connection_falls_back_and_is_logged_once(
     library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels, reference = CpuKernels(library), ReferenceKernels()
-    joints = [joint_of("float32", 40, inject=True), joint_of("float32", 24, inject=True)]
+    connections = [connection_of("float32", 40, inject=True), connection_of("float32", 24, inject=True)]
     with caplog.at_level("INFO"):
-        for joint in joints * 2:
-            streams = numbers(2, 3 * joint.norm.weight.shape[1])
-            assert not kernels.read_streams(joint, rows_of(streams, joint))
-            found, wanted = (GatedResidual(joint).read(rows_of(streams, joint), which) for which in (kernels, reference))
+        for connection in connections * 2:
+            streams = numbers(2, 3 * connection.norm.weight.shape[1])
+            assert not kernels.read_connection(connection, rows_of(streams, connection))
+            found, wanted = (
+                GatedResidual(connection).read(rows_of(streams, connection), which) for which in (kernels, reference)
+            )
             torch.testing.assert_close(found.read, wanted.read)
             for at, which in ((found, kernels), (wanted, reference)):
                 at.found.fill_(0.5)
                 which.inject(at)
             torch.testing.assert_close(found.streams, wanted.streams)
-    assert len([record for record in caplog.records if "StreamJoint" in record.getMessage()]) == 1
-    joint = joint_of("float32", 48, inject=True)
-    assert not kernels.read_streams(joint, rows_of(numbers(FEW_ROWS + 1, 144), joint)), "more rows than a product of few"
+    assert len([record for record in caplog.records if "HyperConnection" in record.getMessage()]) == 1
+    connection = connection_of("float32", 48, inject=True)
+    assert not kernels.read_connection(connection, rows_of(numbers(FEW_ROWS + 1, 144), connection)), (
+        "more rows than a product of few"
+    )
 
 
 HIDDEN, WIDTH = 64, 32
@@ -106,14 +124,18 @@ HIDDEN, WIDTH = 64, 32
 
 def experts_of(name: str, count: int, active: int, *, normalized: bool = True, shared: bool = True) -> ExpertWeights:
     parts = [(weight(name, 2 * WIDTH, HIDDEN, seed=i), weight(name, HIDDEN, WIDTH, seed=i)) for i in range(count)]
-    beside = SharedWeights(weight("float32", 1, HIDDEN), weight(name, 96, HIDDEN, seed=70), weight(name, HIDDEN, 48, seed=71))
+    beside = SharedWeights(
+        weight("float32", 1, HIDDEN), weight(name, 96, HIDDEN, seed=70), weight(name, HIDDEN, 48, seed=71)
+    )
     router = weight("bfloat16", count, HIDDEN, seed=72)
-    return ExpertWeights(active, normalized, router, [up for up, _ in parts], [down for _, down in parts], beside if shared else None)
+    return ExpertWeights(
+        active, normalized, router, [up for up, _ in parts], [down for _, down in parts], beside if shared else None
+    )
 
 
 @pytest.fixture
 def scratch() -> Iterator[Scratch]:
-    widths = Widths(HIDDEN, 2, 1, 16, 0, 32, ExpertShape(8, 3, WIDTH, shared=48, normalized=True).rooms(HIDDEN))
+    widths = Widths(HIDDEN, 2, 1, 16, 0, 32, ExpertShape(8, 3, WIDTH, shared=48, normalized=True).buffers(HIDDEN))
     pool = Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu"))
     lease = pool.lease("test", "scratch", Scratch.nbytes(widths, FEW_ROWS + 2, 1, torch.float32))
     yield Scratch(lease, widths, FEW_ROWS + 2, 1, torch.float32)
@@ -123,8 +145,8 @@ def scratch() -> Iterator[Scratch]:
 def through(experts: ExpertWeights, x: torch.Tensor, kernels: ReferenceKernels, scratch: Scratch) -> torch.Tensor:
     """What the layer adds to rows of 1."""
     out, count = torch.ones_like(x), len(x)
-    rows = Rows(torch.zeros(count, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), None, 1)
-    at = Pass(torch.zeros(count, dtype=torch.int64), rows, None, scratch, scratch.rows(count), kernels, x, out)  # pyright: ignore
+    batch = DecodeBatch(torch.zeros(count, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), 1)
+    at = Pass(torch.zeros(count, dtype=torch.int64), batch, None, scratch, scratch.rows(count), kernels, x, out)  # pyright: ignore
     Experts(None, experts).run(at)
     return out
 
@@ -142,10 +164,12 @@ def test_experts_at_once_are_their_operations(
     assert (kernels.compiled, kernels.plain) == (1, 0)
     for row in (x[:1], x[3:4], x[2:7]):
         first = int(torch.nonzero((x == row[0]).all(1))[0])
-        assert torch.equal(through(experts, row, kernels, scratch), whole[first : first + len(row)]), "not the bits of the batch"
+        assert torch.equal(through(experts, row, kernels, scratch), whole[first : first + len(row)]), (
+            "not the bits of the batch"
+        )
 
 
-def test_scores_that_are_no_numbers_choose_somebody_and_show(library: ctypes.CDLL, scratch: Scratch) -> None:
+def test_nan_scores_select_an_expert_and_propagate(library: ctypes.CDLL, scratch: Scratch) -> None:
     experts, x = experts_of("float32", 8, 3), numbers(2, HIDDEN)
     x[0, 0] = float("nan")
     found = through(experts, x, CpuKernels(library), scratch)
@@ -153,27 +177,31 @@ def test_scores_that_are_no_numbers_choose_somebody_and_show(library: ctypes.CDL
     torch.testing.assert_close(found[1:], through(experts, x[1:], ReferenceKernels(), scratch), rtol=1e-5, atol=1e-5)
 
 
-def test_experts_of_equal_likelihood_are_taken_from_the_first(library: ctypes.CDLL, scratch: Scratch) -> None:
+def test_equal_experts_are_selected_in_order(library: ctypes.CDLL, scratch: Scratch) -> None:
     experts, x = experts_of("float32", 8, 3), numbers(1, HIDDEN)
     assert isinstance(experts.router, torch.Tensor)
     experts.router.zero_()
     first = ExpertWeights(3, True, experts.router[:3], experts.gate_up[:3], experts.down[:3], experts.shared)
     kernels = CpuKernels(library)
-    out, room = torch.ones_like(x), numbers(1, 3)
+    out, buffer = torch.ones_like(x), numbers(1, 3)
     views = scratch.rows(1)
     spare = views["routed"], views["expert_gated"], views["shared_gate"], views["shared_gated"], x
-    assert kernels.run_experts(first, ExpertRows(x, out, room, *spare))
+    assert kernels.run_experts(first, ExpertOperands(x, out, buffer, *spare))
     torch.testing.assert_close(through(experts, x, kernels, scratch), out)
 
 
-def test_experts_in_a_format_that_is_not_compiled_run_operation_by_operation(
+def test_uncompiled_expert_format_falls_back(
     library: ctypes.CDLL, scratch: Scratch, caplog: pytest.LogCaptureFixture
 ) -> None:
     experts, x, kernels = experts_of("float32", 8, 3), numbers(2, HIDDEN), CpuKernels(library)
     experts.gate_up = [weight("int8-g16", 2 * WIDTH, HIDDEN, seed=i) for i in range(8)]
     with caplog.at_level("INFO"):
         for _ in range(2):
-            torch.testing.assert_close(through(experts, x, kernels, scratch), through(experts, x, ReferenceKernels(), scratch))
+            torch.testing.assert_close(
+                through(experts, x, kernels, scratch), through(experts, x, ReferenceKernels(), scratch)
+            )
     assert len([record for record in caplog.records if "ExpertWeights" in record.getMessage()]) == 1
     many = numbers(FEW_ROWS + 1, HIDDEN)
-    torch.testing.assert_close(through(experts, many, kernels, scratch), through(experts, many, ReferenceKernels(), scratch))
+    torch.testing.assert_close(
+        through(experts, many, kernels, scratch), through(experts, many, ReferenceKernels(), scratch)
+    )

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from .subject import DecodeSample, FirstToken, Prefix, Task
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
 
 
 class Transformers:
     """See Subject. Weights as stored, eager attention, its own growing cache, greedy by argmax without its generation loop."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SubjectSpec) -> None:
         if find_spec("transformers") is None:
             raise PeerError('transformers is not installed here; pip install "transformers==5.24.0", or leave --against out')
         # A text model needs no torchvision, and one without its compiled operators would stop the import.
@@ -63,7 +63,7 @@ class Transformers:
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
-        raise PeerError("only Onedesk is measured behind a prompt that was kept")
+        raise PeerError("only Onedesk has a prefix cache to measure")
 
     def _step(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         """The next tokens [rows, 1] and the cache; reading them waits for the device, as every engine must before it shows them."""

@@ -1,4 +1,4 @@
-"""A child process that holds one engine and measures what it is told: a JSON object a line in, one a line out."""
+"""A child process that holds one engine and measures on request: one JSON object per line in, one per line out."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any, Literal
 
 from .. import errors
 from ..errors import OnedeskError, PeerError
-from .probe import PeakWatch, status_bytes
-from .subject import Subject, Task
+from .peak_watch import PeakWatch, status_bytes
+from .subject import Subject, SubjectSpec
 
 Engine = Literal["onedesk", "transformers", "llama.cpp"]
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that the kernel sends when the parent dies
 
 
-class Worker:
+class MeasuringChild:
     """The parent's side of a measuring child. A context manager; leaving it ends the child, by its process id."""
 
-    def __init__(self, engine: Engine, task: Task) -> None:
+    def __init__(self, engine: Engine, task: SubjectSpec) -> None:
         self.engine: Engine = engine
         setup = asdict(task) | {"engine": engine, "model": str(task.model), "cache": str(task.cache)}
         command = [sys.executable, "-m", __name__, json.dumps(setup)]
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving; a pipe that nobody reads would stop a talkative child
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving; a full pipe would stop the child
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True)
 
     def ask(self, what: str, **arguments: Any) -> dict[str, Any]:
@@ -60,9 +60,9 @@ class Worker:
     def _last_words(self) -> str:
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return said[-1] if said else "it said nothing"
+        return said[-1] if said else "no output"
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> MeasuringChild:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,7 +79,7 @@ def _error_class(name: str) -> type[OnedeskError]:
 # What follows runs in the child.
 
 
-class _Desk:
+class _Requests:
     """The requests that a parent may make of a subject."""
 
     def __init__(self, subject: Subject, files: list[Path]) -> None:
@@ -121,16 +121,16 @@ class _Desk:
 def _make_subject(setup: Mapping[str, Any]) -> Subject:
     values: dict[str, Any] = {key: value for key, value in setup.items() if key != "engine"}
     values |= {"model": Path(values["model"]), "cache": Path(values["cache"]), "end_tokens": tuple(values["end_tokens"])}
-    task = Task(**values)
+    task = SubjectSpec(**values)
     if setup["engine"] == "transformers":
-        from .peer import Transformers
+        from .transformers_subject import Transformers
 
         return Transformers(task)
     if setup["engine"] == "llama.cpp":
-        from .llama import LlamaCpp
+        from .llama_cpp_subject import LlamaCpp
 
         return LlamaCpp(task)
-    from .ours import Onedesk
+    from .onedesk_subject import Onedesk
 
     return Onedesk(task)
 
@@ -144,17 +144,21 @@ def _serve(setup: Mapping[str, Any]) -> None:
     """Answer each line until standard input ends. What libraries print goes to stderr, never between the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    desk: _Desk | None = None
+    requests: _Requests | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         what = asked.pop("do")
         try:
-            desk = desk or _Desk(_make_subject(setup), _checkpoint_files(Path(setup["model"])))
-            deeds: dict[str, Callable[..., dict[str, Any]]] = {
-                "load": desk.load, "unload": desk.unload, "prefill": desk.prefill, "decode": desk.decode, "first_token": desk.first_token,
-                "prefix": desk.prefix,
-            }  # fmt: skip
-            answer = deeds[what](**asked)
+            requests = requests or _Requests(_make_subject(setup), _checkpoint_files(Path(setup["model"])))
+            actions: dict[str, Callable[..., dict[str, Any]]] = {
+                "load": requests.load,
+                "unload": requests.unload,
+                "prefill": requests.prefill,
+                "decode": requests.decode,
+                "first_token": requests.first_token,
+                "prefix": requests.prefix,
+            }
+            answer = actions[what](**asked)
         except (OnedeskError, OSError, RuntimeError, ValueError) as error:
             answer = {"error": {"type": type(error).__name__, "message": str(error)}}
         answers.write(json.dumps(answer) + "\n")
@@ -162,7 +166,7 @@ def _serve(setup: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it and ends this child
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _serve(json.loads(sys.argv[1]))

@@ -15,20 +15,20 @@ from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.pool import Pool
 from ..memory.truth import read_truth
-from .subject import DecodeSample, FirstToken, Prefix, Task
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
 
 NEVER = -1e9  # added to the score of an end token
 
 
 def lead_tokens(prompt: int, batch: int) -> int:
-    """Tokens that the first of `batch` rows may write before the last has read its prompt: one a chunk."""
+    """Tokens that the first sequence of a batch may decode before the last has read its prompt: one per chunk."""
     return (batch - 1) * (-(-prompt // CHUNK) + 1)
 
 
 class Onedesk:
     """See Subject."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SubjectSpec) -> None:
         values: dict[str, Any] = dict(task.memory)
         self._task = task
         self._pool = Pool(task.device, MemorySettings(**values), lambda: read_truth(task.device))
@@ -68,7 +68,7 @@ class Onedesk:
         return times[0] - started
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
-        """Rows begin one after the other, so the first ones are asked for more; what counts is the time in which all write."""
+        """Sequences begin one after the other, so the first get more tokens; only the time in which all decode counts."""
         written = tokens + lead_tokens(len(prompts[0]), len(prompts))
         seen, times = set(), []
         result: Result | None = None
@@ -85,7 +85,7 @@ class Onedesk:
         return DecodeSample(steps, times[steps * len(prompts)] - times[0], stage.major_faults, stage.allocations)
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
-        """First tokens behind `ids` and a tail, a different one each time: all of it read, then kept from the one before."""
+        """First tokens after `ids` and a tail, a different tail each time: all of it read, then with the prefix cached."""
         read = self._first((*ids, *tails[0]))[0]
         self._first((*ids, *tails[1]), keep=True)
         kept, result = self._first((*ids, *tails[2]), keep=True)
@@ -115,7 +115,7 @@ class Onedesk:
         return self._model
 
     def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False) -> Request:
-        """Greedy. A prompt that was kept (unless that is what is measured) or tokens that were guessed would count as if they had been
+        """Greedy. A cached prefix (unless that is what is measured) and accepted draft tokens would count as if they had been
         read."""
         greedy = Sampling(temperature=0.0, logit_bias=dict.fromkeys(self._task.end_tokens, NEVER))
         return Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=keep, speculation=False)

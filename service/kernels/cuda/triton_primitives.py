@@ -1,7 +1,7 @@
-"""What the Triton kernels share: numbers packed in words, fixed-point activations, waiting for the launch before.
+"""What the Triton kernels share: numbers packed in words, fixed-point activations, waiting for the previous launch.
 
-Only `cuda_fused` imports the triton_* modules, and only once Triton is known to be there. `ASM` turns inline PTX on; without it the same
-arithmetic is done in plain Triton, so that its interpreter can check it without a GPU.
+Only `cuda_fused` imports the triton_* modules, once Triton is known to be installed. `ASM` enables inline PTX. Without
+it plain Triton does the same arithmetic, so that its interpreter can check it without a GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def early(PDL: tl.constexpr):
-    """Let the next kernel of the stream begin to load its weights, then wait until the one before has written everything.
+    """Let the next kernel of the stream start to load its weights, then wait until the previous one has written
+    everything.
 
-    Programmatic dependent launch (sm_90 on). Before this call a kernel may only read what no kernel of the pass writes.
+    Programmatic dependent launch (from sm_90 on). Before this call a kernel may only read what no kernel of the pass
+    writes.
     """
     if PDL:
         gdc_launch_dependents()
@@ -60,9 +62,11 @@ def byte(word, i: tl.constexpr):
 
 @triton.jit
 def fixed(x, inverse, ASM: tl.constexpr):
-    """round(x[i] * inverse), i < 4, |.| <= 32512, as 256 * high + low: a word of four signed highs and one of four unsigned lows."""
+    """round(x[i] * inverse), i < 4, |.| <= 32512, as 256 * high + low: a word of four signed highs and one of four
+    unsigned lows.
+    """
     if ASM:
-        # Added to 1.5 * 2^23 the rounded number stands in the low bits.
+        # Added to 1.5 * 2^23, the rounded number is in the low bits.
         high, low = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, p, q;
@@ -162,8 +166,8 @@ def dot_int8(w, high, low, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr
 def dot_int4(w, x, zero, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr):
     """[RL, NB]: 16 * (sums over 32 columns of nibbles times fixed-point x) + zero; words [RL, NB, 4].
 
-    x: (high, low) of the columns in low nibbles, then (high, low) of those in high nibbles. High nibbles are taken where they stand, so
-    they count 16 times, and the low ones are multiplied by 16 at the end.
+    x: (high, low) of the columns in low nibbles, then (high, low) of those in high nibbles. High nibbles are used in
+    place, so they count 16 times, and the low ones are multiplied by 16 at the end.
     """
     if ASM:
         sums = tl.inline_asm_elementwise(
@@ -209,14 +213,18 @@ def dot_int4(w, x, zero, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr):
         sums = w * 0
         for i in tl.static_range(4):
             b = byte(w, i)
-            sums += (b & 15) * (256 * signed_byte(x[0], i) + byte(x[1], i)) + (b >> 4) * (256 * signed_byte(x[2], i) + byte(x[3], i))
+            sums += (b & 15) * (256 * signed_byte(x[0], i) + byte(x[1], i)) + (b >> 4) * (
+                256 * signed_byte(x[2], i) + byte(x[3], i)
+            )
         total = tl.sum(sums, 2) * 16 + first(zero, RL, NB)
     return total
 
 
 @triton.jit
 def fp8_floats(w):
-    """The four float8_e4m3fn of a word, each divided by 256, as fp32: shifted into a half they lack 8 of its exponent's bias."""
+    """The four float8_e4m3fn of a word as fp32, each divided by 256: shifted into a half they lack 8 of its exponent
+    bias.
+    """
     out = ()
     for i in tl.static_range(4):
         b = byte(w, i)
@@ -227,14 +235,16 @@ def fp8_floats(w):
 
 @triton.jit
 def e4m3(b):
-    """float8_e4m3fn, as numbers from 0 to 255, divided by 256 (see fp8_floats), as fp32."""
+    """float8_e4m3fn, given as numbers from 0 to 255, as fp32 divided by 256 (see fp8_floats)."""
     w = b.to(tl.int16)
     return (((w & 128) << 8) | ((w & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def e2m1(n):
-    """Nibbles of nvfp4, as numbers from 0 to 15, divided by 2^14 as fp32: shifted into a half they lack 14 of its exponent's bias."""
+    """Nibbles of nvfp4, given as numbers from 0 to 15, as fp32 divided by 2^14: shifted into a half they lack 14 of its
+    exponent bias.
+    """
     w = n.to(tl.int16)
     return (((w & 8) << 12) | ((w & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32)
 

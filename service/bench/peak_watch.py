@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from .files import Residency
+from .page_cache import Residency
 
 STATUS = Path("/proc/self/status")
 SAMPLE_SECONDS = 0.005

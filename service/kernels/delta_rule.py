@@ -1,7 +1,8 @@
 """The gated delta rule in plain torch: whole chunks at once for prompts, one step for decode. All numbers are fp32.
 
-A head's state S [key_dim, value_dim] takes a token in by S <- e^g S; S <- S + k (beta (v - S^T k))^T, and answers with S^T q (Yang et al.
-2024, "Gated Delta Networks"). Shapes: T tokens or B rows, H key heads, R value heads that share one, D and E the widths of key and value.
+The state S [key_dim, value_dim] of a head takes in a token by S <- e^g S; S <- S + k (beta (v - S^T k))^T, and answers
+with S^T q (Yang et al. 2024, "Gated Delta Networks"). Shapes: T tokens or B rows, H key heads, R value heads per key
+head, D and E the widths of key and value.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from .forward_batch import NormWeight, Slots
 
-# Tokens that are solved for at once: the triangular system is quadratic in it, what is done per chunk shrinks with it.
+# Tokens solved together. The triangular system grows with its square, the work per chunk shrinks with it.
 CHUNK = 64
 UNIT_EPS = 1e-6
 
@@ -23,8 +24,9 @@ UNIT_EPS = 1e-6
 class DeltaHeads:
     """What a gated delta net has between its projections.
 
-    taps fp32 [K, channels]; decay (negative) and bias fp32 [H, R]; norm of the answers [E], and what their gates go through. `fused`: a
-    projected row has for each key head its queries, keys, values and gates, and of the rates beta and speed; else all heads of each.
+    taps fp32 [K, channels]; decay (negative) and bias fp32 [H, R]; norm of the answers [E], and the activation of their
+    gates. `fused`: a projected row holds queries, keys, values and gates per key head, and the rates beta and speed per
+    key head. Otherwise it holds all heads of each in turn.
     """
 
     key_heads: int
@@ -48,15 +50,16 @@ class DeltaHeads:
 
     @property
     def channels(self) -> int:
-        """What the convolution sees: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
 @dataclass(slots=True)
-class DeltaStep:
+class DeltaOperands:
     """Decode of B rows: projected [B, channels + values] and rates [B, 2 * H * R] give out [B, H * R * E].
 
-    windows [slots, K - 1, channels] and states [slots, H, R, D, E] fp32 are read and written where `slots` says. `trail`: see Rows.
+    windows [slots, K - 1, channels] and states [slots, H, R, D, E], fp32, are read and written where `slots` says.
+    `verify`: see VerifyPass.
     """
 
     projected: torch.Tensor
@@ -65,7 +68,7 @@ class DeltaStep:
     states: torch.Tensor
     slots: Slots
     out: torch.Tensor
-    trail: bool = False
+    verify: bool = False
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -73,10 +76,13 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def convolve_chunk(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, apart: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu of the causal convolution of every channel: x [T, C] behind window [(K - 1) * apart, C], taps [K, C] so many tokens apart.
+def convolve_chunk(
+    x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, apart: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu of the causal convolution of every channel: x [T, C] after window [(K - 1) * apart, C], taps [K, C] `apart`
+    tokens apart.
 
-    Returns [T, C], and the window behind the chunk.
+    Returns [T, C] and the window after the chunk.
     """
     count, seen = x.shape[0], torch.cat((window, x))
     out = seen[:count] * taps[0]
@@ -85,8 +91,10 @@ def convolve_chunk(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, ap
     return F.silu(out, inplace=True), seen[count:]
 
 
-def convolve_step(x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, apart: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """As convolve_chunk for the next token of B sequences: x [B, C], windows [B, (K - 1) * apart, C]."""
+def convolve_step(
+    x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, apart: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like convolve_chunk for the next token of B sequences: x [B, C], windows [B, (K - 1) * apart, C]."""
     seen = torch.cat((windows, x[:, None]), dim=1)
     return F.silu((seen[:, ::apart] * taps).sum(1), inplace=True), seen[:, 1:]
 
@@ -94,10 +102,10 @@ def convolve_step(x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, ap
 def delta_chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """The tokens of one sequence, time linear in T: q, k [T, H, D], v [T, H, R, E], decay (g) and beta [T, H, R].
+    """The tokens of one sequence in time linear in T: q, k [T, H, D], v [T, H, R, E], decay (g) and beta [T, H, R].
 
-    state [H, R, D, E] is changed in place; returns [T, H, R, E]. Within a chunk the corrections d_t = beta_t (v_t - S_t^T k_t) depend on
-    earlier ones of the chunk only through a triangular system, which is solved for all tokens of a chunk together.
+    Changes state [H, R, D, E] in place; returns [T, H, R, E]. Within a chunk the corrections d_t = beta_t (v_t - S_t^T
+    k_t) depend on earlier ones only through a triangular system, which is solved for all tokens of the chunk at once.
     """
     out = torch.empty_like(v)
     for first in range(0, q.shape[0], CHUNK):
@@ -107,7 +115,9 @@ def delta_chunk(
         total = decay[piece].cumsum(0).permute(1, 2, 0)
         count = total.shape[-1]
         later = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
-        left = (total[..., :, None] - total[..., None, :]).masked_fill_(later, float("-inf")).exp_()  # what is left of s at t
+        left = (
+            (total[..., :, None] - total[..., None, :]).masked_fill_(later, float("-inf")).exp_()
+        )  # share of s left at t
         since = total.exp()[..., None]
         system = (keys @ keys.transpose(-1, -2)) * left * rate
         wanted = rate * (values - since * (keys @ state))
@@ -125,7 +135,7 @@ def delta_step(
 ) -> torch.Tensor:
     """The next token of B sequences: q, k [B, H, D], v [B, H, R, E], decay (g) and beta [B, H, R].
 
-    states [B, H, R, D, E] are changed in place; returns [B, H, R, E].
+    Changes states [B, H, R, D, E] in place; returns [B, H, R, E].
     """
     keys = k[:, :, None]
     states.mul_(decay.exp()[..., None, None])

@@ -74,7 +74,7 @@ def random_gguf(config: Mapping[str, Any], name: str, quant: str, cache: Path) -
                 _write(file, config, name, weights, table)
             part.replace(target)
     except OSError as error:
-        raise FileError(f"cannot write the random GGUF file of {name} into the cache: {error.strerror}; free some room there") from error
+        raise FileError(f"cannot write the random GGUF file of {name} into the cache: {error.strerror}; free disk space there") from error
     return target
 
 

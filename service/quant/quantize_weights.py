@@ -1,7 +1,8 @@
-"""From floating weights to int8 and int4, by rounding to the nearest.
+"""Quantizes floating weights to int8 and int4, by rounding to the nearest.
 
-A symmetric int4 group takes its scale from its extreme: the weight of the largest magnitude becomes -8, so that all 16 values are used. On
-the demo writer that is 24 % less divergence than extreme / 7; see lab/notebook.md, also for the search of a clip range.
+A symmetric int4 group takes its scale from its extreme: the weight of the largest magnitude becomes -8, so that all 16
+values are used. On the demo writer that gives 24 % less divergence than extreme / 7. lab/notebook.md
+also has the search for a clip range.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ from ..errors import ModelError
 from .formats import INT4_LARGEST, title, weight_of
 from .weight import BLOCK_COLUMNS, ZERO_NIBBLE, Format, QuantizedWeight, pack_nibbles
 
-# fp32 elements worked on at once. Below 32,768 torch keeps to the calling thread on the CPU (readers are threads already), and to its L2.
+# fp32 elements per tile. Below 32,768 torch stays on the calling thread on the CPU (readers are threads already), and
+# in its L2.
 TILE_CPU = (1 << 15) - 1
 TILE_DEVICE = 1 << 20
 
 
-# Quantizes into a weight where it has a faster way for it, and says whether it did; see kernels' `quantize`.
+# Quantizes into a weight in a faster way, or returns False; see kernels' `quantize`.
 Quantizer: TypeAlias = Callable[[QuantizedWeight, torch.Tensor, torch.Tensor], bool]
 
 
 def tile_elements(device: torch.device) -> int:
-    """fp32 elements of the work buffer that suits `device`."""
+    """fp32 elements of the work buffer on `device`."""
     return TILE_CPU if device.type == "cpu" else TILE_DEVICE
 
 
 def padded_columns(held: Format, cols: int) -> int:
-    """Columns of a row while it is worked on: whole groups."""
+    """Columns of a row in whole groups."""
     unit = held.group or (BLOCK_COLUMNS if held.bits == 4 else 1)
     return -(-cols // unit) * unit
 
 
 def quantize(values: torch.Tensor, held: Format, name: str = "the weight") -> QuantizedWeight:
-    """A new quantized weight of `values` [rows, cols] of any floating type, on their device. Raises ModelError as `quantize_into`."""
+    """A new quantized weight from `values` [rows, cols] of any floating type, on their device. Raises ModelError like
+    `quantize_into`.
+    """
     rows, cols = values.shape
     weight = weight_of(held, rows, cols, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=values.device))
     quantize_into(weight, values, name)
@@ -44,12 +48,16 @@ def quantize(values: torch.Tensor, held: Format, name: str = "the weight") -> Qu
 
 
 def quantize_into(
-    target: QuantizedWeight, values: torch.Tensor, name: str, work: torch.Tensor | None = None, faster: Quantizer | None = None
+    target: QuantizedWeight,
+    values: torch.Tensor,
+    name: str,
+    work: torch.Tensor | None = None,
+    faster: Quantizer | None = None,
 ) -> None:
-    """Quantize `values` [rows, cols] of any floating type into `target`, by `faster` if that can.
+    """Quantize `values` [rows, cols] of any floating type into `target`, with `faster` if it can.
 
-    `work` is a flat fp32 buffer on their device that holds at least one row of whole groups; without one it is made.
-    Raises ModelError, naming the tensor, for NaN, infinities, and magnitudes that the format's scales cannot hold.
+    `work` is a flat fp32 buffer on their device for at least one row of whole groups; None allocates one. Raises
+    ModelError, naming the tensor, for NaN, infinities, and magnitudes beyond the format's scales.
     """
     rows, padded = values.shape[0], padded_columns(target.format, target.cols)
     if work is None or work.numel() < padded:
@@ -61,7 +69,9 @@ def quantize_into(
 
 
 def _quantize_tiles(target: QuantizedWeight, values: torch.Tensor, work: torch.Tensor, padded: int) -> None:
-    """The groups' extremes first, then the numbers, tile by tile; leaves scales that are not finite for what cannot be held."""
+    """First the extremes of the groups, then the numbers, tile by tile. Leaves non-finite scales for numbers that do
+    not fit.
+    """
     rows = values.shape[0]
     step = max(1, work.numel() // padded)
     tiles = [(row, min(rows, row + step)) for row in range(0, rows, step)]
@@ -73,7 +83,11 @@ def _quantize_tiles(target: QuantizedWeight, values: torch.Tensor, work: torch.T
         torch.amax(grouped, 2, out=high[start:stop])
         torch.amin(grouped, 2, out=low[start:stop])
     inverse = _scales_of(target, high, low)
-    whole = torch.empty((step, target.cols), dtype=torch.int8, device=values.device) if target.format.bits == 4 else target.data
+    whole = (
+        torch.empty((step, target.cols), dtype=torch.int8, device=values.device)
+        if target.format.bits == 4
+        else target.data
+    )
     for start, stop in tiles:
         grouped = _widened(values[start:stop], wide[: stop - start], high.shape[1])
         if target.offsets is not None:
@@ -83,7 +97,9 @@ def _quantize_tiles(target: QuantizedWeight, values: torch.Tensor, work: torch.T
 
 
 def _widened(values: torch.Tensor, wide: torch.Tensor, groups: int) -> torch.Tensor:
-    """`values` in fp32 in `wide`, [rows, groups, columns]; columns that fill the last group up repeat the last one: no extreme moves."""
+    """`values` in fp32 in `wide`, [rows, groups, columns]. The last group is padded with its last column, which moves
+    no extreme.
+    """
     cols = values.shape[1]
     if cols == wide.shape[1]:
         wide.copy_(values)
@@ -94,9 +110,10 @@ def _widened(values: torch.Tensor, wide: torch.Tensor, groups: int) -> torch.Ten
 
 
 def _scales_of(target: QuantizedWeight, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Set scales and offsets from the groups' extremes; returns 1 / scale, or 0 for a group that is zero or too small for one.
+    """Set scales and offsets from the extremes of the groups. Returns 1 / scale, or 0 for a group that is zero or too
+    small for a scale.
 
-    With offsets `low` becomes what was stored of it.
+    With offsets, `low` becomes the stored offset.
     """
     if target.format.name == "int8":
         scales = torch.maximum(high, -low).div_(127)
@@ -112,11 +129,14 @@ def _scales_of(target: QuantizedWeight, high: torch.Tensor, low: torch.Tensor) -
 
 
 def _numbers(data: torch.Tensor, target: QuantizedWeight, scaled: torch.Tensor, whole: torch.Tensor) -> None:
-    """Store weights that were divided by their scales, fp32 [rows, columns of whole groups], in `data`; they are used up, as `whole` is."""
+    """Store weights divided by their scales, fp32 [rows, columns of whole groups], in `data`. Overwrites them and
+    `whole`.
+    """
     if target.format.name == "int8":
         data.copy_(scaled[:, : target.cols].round_())
         return
-    # + 0.5: the conversion cuts off, and everything is positive here. To int8, not uint8: torch converts to it four times as fast.
+    # + 0.5 because the conversion truncates, and everything is positive here. To int8, not uint8: torch converts to it
+    # four times as fast.
     scaled.add_(0.5 if target.offsets is not None else ZERO_NIBBLE + 0.5).clamp_(0, 15)
     nibbles = whole[: scaled.shape[0]].copy_(scaled[:, : target.cols])
     pack_nibbles(nibbles.view(torch.uint8), data)
@@ -134,6 +154,6 @@ def _why_not(values: torch.Tensor, held: Format, name: str) -> str:
         return f"{name} has weights that are NaN or infinite; it is damaged: get the checkpoint again"
     largest = values.abs().max().item()
     return (
-        f"{name} has a weight of magnitude {largest:g}; the scales of {title(held)} are 16-bit floats, with which a weight may be at most "
-        f"{INT4_LARGEST:,}: use int8, whose scales are 32-bit, or none"
+        f"{name} has a weight of magnitude {largest:g}; the scales of {title(held)} are 16-bit floats, "
+        f"with which a weight may be at most {INT4_LARGEST:,}: use int8, whose scales are 32-bit, or none"
     )

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from .gguf import random_gguf
-from .subject import DecodeSample, FirstToken, Prefix, Task
+from .random_gguf import random_gguf
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
 
 BATCH = 512
 
@@ -22,7 +22,7 @@ BATCH = 512
 class LlamaCpp:
     """See Subject. Random weights of the model's shape in the format nearest to our quantization; as many threads as we use; greedy."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SubjectSpec) -> None:
         if find_spec("llama_cpp") is None:
             raise PeerError('llama.cpp is not installed here; pip install "llama-cpp-python>=0.3.36", or leave --against out')
         if task.device != "cpu":
@@ -31,7 +31,7 @@ class LlamaCpp:
         self._task = task
         self._file = random_gguf(config, task.model.name, task.quant, task.cache)
         self._vocab = int(config["vocab_size"])
-        # Its own threads do the work: torch's would wait for the next product in a loop, on the same cores.
+        # llama.cpp's own threads do the work: idle torch threads would spin on the same cores.
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self._native: Any = None
@@ -48,7 +48,7 @@ class LlamaCpp:
         wanted.n_gpu_layers = 0
         self._model = native.llama_model_load_from_file(str(self._file).encode(), wanted)
         if not self._model:
-            raise PeerError(f"llama.cpp could not load {self._file.name}; delete it, so that it is written anew")
+            raise PeerError(f"llama.cpp could not load {self._file.name}; delete it, so that it is written again")
         asked = native.llama_context_default_params()
         asked.n_ctx = self._task.context * self._task.sequences
         asked.n_batch = asked.n_ubatch = BATCH
@@ -90,7 +90,7 @@ class LlamaCpp:
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
-        raise PeerError("only Onedesk is measured behind a prompt that was kept")
+        raise PeerError("only Onedesk has a prefix cache to measure")
 
     def device_peak(self) -> int | None:
         return None
@@ -99,7 +99,7 @@ class LlamaCpp:
         self._native.llama_memory_clear(self._native.llama_get_memory(self._context), True)
 
     def _read(self, row: int, ids: Sequence[int]) -> int:
-        """The prompt of a row, BATCH tokens at a time; returns the token behind it."""
+        """Prefill one sequence, BATCH tokens at a time; returns the token after it."""
         token = -1
         for at in range(0, len(ids), BATCH):
             part = ids[at : at + BATCH]
@@ -108,20 +108,20 @@ class LlamaCpp:
             token = found[0] if found else -1
         return token
 
-    def _run(self, places: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """One pass over (token, position, row, scores wanted); the likeliest token behind each place whose scores are wanted."""
+    def _run(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+        """One pass over (token, position, row, scores wanted); the most likely token after each row whose scores are wanted."""
         batch = self._batch
-        batch.n_tokens = len(places)
-        for i, (token, position, row, wanted) in enumerate(places):
+        batch.n_tokens = len(rows)
+        for i, (token, position, row, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
             batch.seq_id[i][0] = row
         status = self._native.llama_decode(self._context, batch)
         if status:
-            raise PeerError(f"llama.cpp refused a pass of {len(places)} tokens, status {status}; ask for fewer")
-        return [self._likeliest(i) for i, (*_, wanted) in enumerate(places) if wanted]
+            raise PeerError(f"llama.cpp refused a pass of {len(rows)} tokens, status {status}; ask for fewer")
+        return [self._likeliest(i) for i, (*_, wanted) in enumerate(rows) if wanted]
 
-    def _likeliest(self, place: int) -> int:
-        address = ctypes.cast(self._native.llama_get_logits_ith(self._context, place), ctypes.POINTER(ctypes.c_float * self._vocab))
+    def _likeliest(self, index: int) -> int:
+        address = ctypes.cast(self._native.llama_get_logits_ith(self._context, index), ctypes.POINTER(ctypes.c_float * self._vocab))
         scores = torch.frombuffer(address.contents, dtype=torch.float32)
         scores[list(self._task.end_tokens)] = -torch.inf
         return int(scores.argmax())

@@ -1,4 +1,6 @@
-"""Sequences with recurrent states through random reading, writing, forks, snapshots and cuts: each state is that of its own tokens."""
+"""Sequences with recurrent states through random reads, writes, forks, snapshots and truncations: each state is that of
+its own tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from onedesk.service.cache.hybrid import HybridKV, HybridSequence
+from onedesk.service.cache.hybrid_kv import HybridKV, HybridSequence
 from onedesk.service.cache.paged import KVShape, SequenceKV, Snapshot
 from onedesk.service.cache.recurrent import RecurrentStates, StateShape
 from onedesk.service.engine.prefix import PrefixIndex
@@ -35,8 +37,8 @@ def make() -> HybridKV:
     return HybridKV(kv, SHAPE, RecurrentStates(kv, STATES), CONTEXT, 3)
 
 
-def told(ids: list[int]) -> int:
-    """What a state is behind `ids`: exact in fp32."""
+def state_of(ids: list[int]) -> int:
+    """The exact state after `ids` in fp32."""
     value = 0
     for token in ids:
         value = (value * 31 + token + 1) % KEY
@@ -51,13 +53,15 @@ class Text:
 
 
 class HybridMachine(RuleBasedStateMachine):
-    """Passes are played: they read a sequence's state where it says, and write what it is behind their tokens where it says."""
+    """Simulates passes: they read the state of a sequence from its slot and write the state after their tokens to its
+    slot.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.pages = make()
         self.index = PrefixIndex(self.pages)
-        self.pages.keeper = self.index
+        self.pages.evictor = self.index
         self.texts: list[Text] = []
 
     def play(self, texts: list[Text], ids: list[list[int]]) -> None:
@@ -65,20 +69,24 @@ class HybridMachine(RuleBasedStateMachine):
         self.move([text.ids for text in texts], ids, torch.tensor([text.kv.slots for text in texts]))
 
     def move(self, pasts: list[list[int]], ids: list[list[int]], slots: torch.Tensor) -> None:
-        """States behind `pasts` become those behind the ids that follow, in every layer; slots [S, 2]: from which and to which."""
+        """Replace the states after `pasts` by those after the ids that follow, in every layer; slots [S, 2]: source and
+        target.
+        """
         states = self.pages.states
         assert states is not None
         for layer in range(len(STATES.layers)):
             pieces = states.read(layer, slots[:, 0])
             for row, (past, new) in enumerate(zip(pasts, ids, strict=True)):
                 for number, piece in enumerate(pieces):
-                    assert piece[row].unique().tolist() == [told(past) + layer + number if past else 0], "another's state"
-                    piece[row] = told(past + new) + layer + number
+                    assert piece[row].unique().tolist() == [state_of(past) + layer + number if past else 0], (
+                        "another's state"
+                    )
+                    piece[row] = state_of(past + new) + layer + number
             states.write(layer, slots[:, 1], pieces)
 
     @rule(prompt=st.sampled_from((0, 1)), length=st.integers(1, CONTEXT - 40))
     def read(self, prompt: int, length: int) -> None:
-        """Prompts begin alike, for one of two beginnings."""
+        """Prompts start with one of two prefixes."""
         ids = [prompt] * (length - 1) + [length % 3]
         shared = self.pages.usable(self.index.match(ids))
         if not self.pages.fits(CONTEXT, shared):
@@ -86,11 +94,11 @@ class HybridMachine(RuleBasedStateMachine):
         text = Text(self.pages.open(CONTEXT, shared), ids[: len(shared) * BLOCK])
         assert text.kv.length == len(text.ids)
         self.texts.append(text)
-        for border in (len(ids) // BLOCK * BLOCK, len(ids)):
-            new = ids[len(text.ids) : border]
+        for checkpoint in (len(ids) // BLOCK * BLOCK, len(ids)):
+            new = ids[len(text.ids) : checkpoint]
             if new:
                 self.chunk(text, new)
-                text.kv.keep_border()
+                text.kv.keep_checkpoint()
 
     def chunk(self, text: Text, new: list[int]) -> None:
         text.kv.ensure(len(new), undo=True)
@@ -101,7 +109,7 @@ class HybridMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), count=st.integers(1, 20))
     def give_up(self, data: st.DataObject, count: int) -> None:
-        """A chunk that is stopped after it wrote: the sequence is as it was."""
+        """A chunk that is stopped after it wrote leaves the sequence as it was."""
         text = data.draw(st.sampled_from(self.texts))
         if text.kv.length + count <= CONTEXT:
             text.kv.ensure(count, undo=True)
@@ -109,29 +117,29 @@ class HybridMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), count=st.integers(1, 8), drop=st.booleans())
-    def go_on_inside(self, data: st.DataObject, count: int, drop: bool) -> None:
-        """A pass that leaves a state behind each row, of which any beginning may count."""
+    def verify(self, data: st.DataObject, count: int, drop: bool) -> None:
+        """A verify pass that stores a state after each row, of which any prefix may be accepted."""
         text = data.draw(st.sampled_from(self.texts))
-        kv, states, count = text.kv, self.pages.states, min(count, text.kv.undoable)
+        kv, states, count = text.kv, self.pages.states, min(count, text.kv.verifiable)
         if not count or states is None:
             return
         new = [count + row for row in range(count)]
-        kv.ensure(count, each=True)
-        for row, (source, target) in enumerate(kv.trail):
+        kv.ensure(count, verify=True)
+        for row, (source, target) in enumerate(kv.verify_slots):
             self.move([text.ids + new[:row]], [new[row : row + 1]], torch.tensor([[source, target]]))
         for kept in data.draw(st.lists(st.integers(0, count), max_size=3)):
             piece, new = new[:kept], new[kept:]
             kv.advance(len(piece))
             text.ids += piece
-            kv.keep_border(written=True)
+            kv.keep_checkpoint(written=True)
         if drop:
             assert kv.truncate(kv.length) == len(text.ids)
-            assert len(kv.trail) == 0
+            assert len(kv.verify_slots) == 0
 
     @precondition(lambda self: self.texts)
     @rule(token=st.integers(0, 9))
     def step(self, token: int) -> None:
-        """A decode step of all sequences that have room."""
+        """A decode step of all sequences below their capacity."""
         texts = [text for text in self.texts if text.kv.length < CONTEXT][:3]
         if not texts:
             return
@@ -141,7 +149,7 @@ class HybridMachine(RuleBasedStateMachine):
         for text in texts:
             text.kv.advance(1)
             text.ids.append(token)
-            text.kv.keep_border(written=True)
+            text.kv.keep_checkpoint(written=True)
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -191,7 +199,9 @@ class HybridMachine(RuleBasedStateMachine):
         except MemoryFull:
             return
         assert reached <= wanted
-        assert reached >= max((snapshot.length for snapshot, _ in text.snapshots if snapshot.length <= wanted), default=0)
+        assert reached >= max(
+            (snapshot.length for snapshot, _ in text.snapshots if snapshot.length <= wanted), default=0
+        )
         text.ids = text.ids[:reached]
         self.drop_snapshots(text)
 
@@ -217,58 +227,58 @@ class HybridMachine(RuleBasedStateMachine):
         self.index.clear()
         self.pages.check()
         assert self.pages.openable == STATES.slots - 1
-        assert self.pages.borders == 0
+        assert self.pages.checkpoints == 0
 
 
 HybridMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestHybrid = HybridMachine.TestCase
 
 
-def test_a_later_prompt_goes_on_behind_the_last_border_that_is_kept() -> None:
+def test_prompt_continues_from_last_checkpoint() -> None:
     pages = make()
     index = PrefixIndex(pages)
-    pages.keeper = index
+    pages.evictor = index
     ids = [5] * (2 * BLOCK + 3)
     with pages.open(CONTEXT) as sequence:
         sequence.ensure(2 * BLOCK, undo=True)
         sequence.advance(2 * BLOCK)
-        sequence.keep_border()
+        sequence.keep_checkpoint()
         sequence.ensure(3, undo=True)
         sequence.advance(3)
         index.insert(ids, sequence.table[:2])
     known = index.match(ids)
     assert len(known) == 2
     assert list(pages.usable(known)) == known
-    # Without the state at its end a beginning is of no use, and nothing is kept between borders.
+    # A prefix without the state at its end is of no use, and nothing is kept between checkpoints.
     assert pages.usable(index.match(ids[: BLOCK + 9])) == []
-    pages.forget_border(known[1])
+    pages.drop_checkpoint(known[1])
     assert pages.usable(known) == []
-    # Who read it again hands its state over to the blocks that are known.
+    # A sequence that read it again hands its state to the known blocks.
     with pages.open(CONTEXT) as sequence:
         sequence.ensure(2 * BLOCK, undo=True)
         sequence.advance(2 * BLOCK)
-        sequence.keep_border()
+        sequence.keep_checkpoint()
         index.insert(ids[: 2 * BLOCK], sequence.table)
     assert list(pages.usable(index.match(ids))) == known
     pages.check()
 
 
-def test_borders_give_way_to_sequences_the_longest_unused_first() -> None:
+def test_least_recently_used_checkpoint_is_dropped_first() -> None:
     pages = make()
     with pages.open(CONTEXT) as first:
         for _ in range(4):
             first.ensure(BLOCK, undo=True)
             first.advance(BLOCK)
-            first.keep_border()
-        assert pages.borders == 4
+            first.keep_checkpoint()
+        assert pages.checkpoints == 4
         others = [pages.open(1) for _ in range(4)]
-        assert (pages.borders, pages.openable) == (2, 2)
-        assert [pages.border(block) is not None for block in first.table] == [False, False, True, True]
+        assert (pages.checkpoints, pages.openable) == (2, 2)
+        assert [pages.checkpoint(block) is not None for block in first.table] == [False, False, True, True]
         others += [pages.open(1) for _ in range(2)]
-        assert (pages.borders, pages.openable, pages.fits(1)) == (0, 0, False)
+        assert (pages.checkpoints, pages.openable, pages.fits(1)) == (0, 0, False)
         with pytest.raises(MemoryFull, match="all 7 recurrent states of the session are in use"):
             pages.open(1)
-        first.keep_border()  # no room: nothing is kept
+        first.keep_checkpoint()  # no free slot: nothing is kept
         pages.check()
         for other in others:
             other.close()
@@ -282,8 +292,8 @@ def test_of_what_decode_wrote_the_last_border_stays() -> None:
         for _ in range(3 * BLOCK + 5):
             sequence.ensure(1)
             sequence.advance(1)
-            sequence.keep_border(written=True)
-        assert [pages.border(block) is not None for block in sequence.table] == [False, False, True, False]
+            sequence.keep_checkpoint(written=True)
+        assert [pages.checkpoint(block) is not None for block in sequence.table] == [False, False, True, False]
         assert sequence.truncate(3 * BLOCK + 1) == 3 * BLOCK
         assert sequence.truncate(BLOCK) == 0
         assert sequence.nbytes() == (CONTEXT // BLOCK) * BLOCK * SHAPE.token_bytes + 2 * (3 + 4) * 4

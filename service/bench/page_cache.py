@@ -28,10 +28,10 @@ def evict(files: Sequence[Path]) -> None:
 
 
 def read_whole(files: Sequence[Path], *, readers: int = READERS, fresh: bool = False) -> float:
-    """Seconds to read every byte once, with `readers` threads: the raw speed that a load is held against.
+    """Seconds to read every byte once, with `readers` threads: the raw speed that a load is compared with.
 
-    Into one small buffer a reader, over and over; or with `fresh` into new memory of the files' size, as who keeps the bytes must: the
-    system clears each page before it is written.
+    Each reader fills one small buffer again and again. With `fresh` it fills new memory of the files' size, as a load does: the system
+    clears each page before it is written.
     """
     started = time.perf_counter()
     for path in files:
@@ -40,7 +40,7 @@ def read_whole(files: Sequence[Path], *, readers: int = READERS, fresh: bool = F
             size = os.fstat(fd).st_size
             share = -(-size // readers) or 1
             slab = MappedBackend().open(size, whole=True) if fresh else None
-            memory = None if slab is None else slab.part(0, size).tensor.numpy().data
+            memory = None if slab is None else slab.view(0, size).tensor.numpy().data
             with ThreadPoolExecutor(readers) as threads:
                 list(threads.map(lambda at: _read_part(fd, at, min(size, at + share), memory), range(0, size, share)))  # noqa: B023
         finally:
@@ -51,8 +51,8 @@ def read_whole(files: Sequence[Path], *, readers: int = READERS, fresh: bool = F
 def _read_part(fd: int, at: int, end: int, memory: memoryview | None) -> None:
     target = memoryview(bytearray(BLOCK)) if memory is None else memory
     while at < end:
-        length, place = min(BLOCK, end - at), 0 if memory is None else at
-        got = os.preadv(fd, [target[place : place + length]], at)
+        length, offset = min(BLOCK, end - at), 0 if memory is None else at
+        got = os.preadv(fd, [target[offset : offset + length]], at)
         if not got:
             return
         at += got
@@ -85,7 +85,7 @@ class Residency:
         pages = 0
         for start, size, vector in self._maps:
             if self._libc.mincore(start, size, vector):
-                raise OSError(ctypes.get_errno(), "mincore refused to tell the file's residency")
+                raise OSError(ctypes.get_errno(), "mincore did not report the file's residency")
             pages += bytes(vector).translate(_LOWEST_BIT).count(1)
         return pages * mmap.PAGESIZE
 

@@ -1,0 +1,96 @@
+"""The hubs that a pull asks, in order, with one session each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from yarl import URL
+
+from ..config import Config
+from ..errors import FileError, PeerError, RequestError
+from ..loader.files import short
+from . import huggingface, modelscope
+from .limits import Limits
+from .local_files import LocalFiles, cached_snapshot
+from .names import Wanted, endpoints
+from .plan import read_small
+from .remote import RemoteFile, Report, Snapshot
+from .web import Web
+
+SMALL_LIMIT = 32 << 20  # bytes of a configuration or an index of shards
+_OFF = ("", "0", "false", "no", "off")
+
+
+class Hubs:
+    """The hubs that a pull asks, in order, and the local files it may use. An asynchronous context manager."""
+
+    def __init__(self, limits: Limits, report: Report, environment: Mapping[str, str], local: LocalFiles | None = None) -> None:
+        self.local = local
+        self.offline = environment.get("HF_HUB_OFFLINE", "").lower() not in _OFF
+        self._environment = environment
+        self._limits = limits
+        self._report = report
+        self._stack = AsyncExitStack()
+        self._webs: list[Web] = []
+        self._known: dict[tuple[str, str | None], Snapshot] = {}
+
+    async def __aenter__(self) -> Hubs:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)
+
+    async def open(self, config: Config, wanted: Wanted, source: str | None) -> None:
+        """Open a session for each hub. Raises RequestError, FileError."""
+        if self.offline:
+            return
+        for endpoint in endpoints(config, wanted, source, self._environment):
+            self._webs.append(await self._stack.enter_async_context(Web(endpoint, self._limits, self._report)))
+
+    async def snapshot(self, repo: str, revision: str | None) -> Snapshot:
+        """The repository from the first hub that can be reached, else from a local cache.
+
+        Raises PeerError, ModelError, RequestError.
+        """
+        if (repo, revision) not in self._known:
+            self._known[repo, revision] = await self._ask(repo, revision)
+        return self._known[repo, revision]
+
+    async def _ask(self, repo: str, revision: str | None) -> Snapshot:
+        failure: PeerError | RequestError = RequestError("HF_HUB_OFFLINE is set, so no hub is asked; unset it for this command")
+        for web in self._webs:
+            read = modelscope.read_snapshot if web.endpoint.hub == "modelscope" else huggingface.read_snapshot
+            try:
+                return await read(web, repo, revision)
+            except PeerError as error:
+                # Another hub only where this one did not answer at all: there the name may be somebody else's.
+                if web.answered:
+                    raise
+                failure = error
+                self._report({"event": "fallback", "host": web.endpoint.url.host, "reason": str(error)})
+        cached = None if self.local is None else cached_snapshot(self.local.root, repo, revision)
+        if cached is None:
+            raise failure
+        return cached
+
+    def web(self, snapshot: Snapshot) -> Web | None:
+        """The session of the hub that a snapshot is from; None for one of a local cache."""
+        return next((web for web in self._webs if web.answered and web.endpoint.url == snapshot.endpoint), None)
+
+    async def read(self, snapshot: Snapshot, file: RemoteFile) -> bytes:
+        """The checked content of a small file. Raises FileError, PeerError."""
+        found = None if self.local is None else self.local.content(file, SMALL_LIMIT)
+        if found is not None:
+            return found
+        web = self.web(snapshot)
+        if web is None:
+            raise FileError(f"{short(file.path)} of {snapshot.repo} is not in the folder of --import, and no hub can be asked")
+        return await read_small(web, file_address(snapshot, file.path), file, SMALL_LIMIT)
+
+
+def file_address(snapshot: Snapshot, path: str) -> URL:
+    """Where a file is fetched from."""
+    module = modelscope if snapshot.hub == "modelscope" else huggingface
+    return module.file_url(snapshot.endpoint, snapshot.repo, snapshot.revision, path)
