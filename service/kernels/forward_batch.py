@@ -175,12 +175,10 @@ class RotaryTable:
         """One row per position, and `rows` more for passes with pictures, whose positions have three axes: `turn_axes`."""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), turns_per_position(dim, theta, yarn))
         scale = 1.0 if yarn is None else yarn.attention
-        tables = []
-        for values in (angles.cos(), angles.sin()):
-            tables.append(lease.carve((positions + rows, values.shape[1]), torch.float32))
-            tables[-1][:positions].copy_(values.mul_(scale))
-        device = tables[0].device
-        return cls(*tables, torch.tensor(axes, dtype=torch.int64, device=device) if rows else None, positions)
+        cos, sin = (lease.carve((positions + rows, angles.shape[1]), torch.float32) for _ in range(2))
+        for table, values in ((cos, angles.cos()), (sin, angles.sin())):
+            table[:positions].copy_(values.mul_(scale))
+        return cls(cos, sin, torch.tensor(axes, dtype=torch.int64, device=cos.device) if rows else None, positions)
 
     @staticmethod
     def nbytes(positions: int, dim: int, rows: int = 0) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..loader.header import TensorInfo
-from ..quant.quantize import Quantizer, quantize_into
+from ..quant.quantize_weights import Quantizer, quantize_into
 from ..quant.weight import Format, QuantizedWeight, Weight
 from .reading import Reading, Settle
 from .spec import Source

@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Any
 
 from ..errors import ModelError
-from .spec import ConfigReader
+from .spec import LARGEST, LAYERS, ConfigReader
 
 # What checkpoints call the tensors of the tower.
 PREFIXES = ("model.visual.", "visual.")
@@ -112,11 +112,12 @@ def read_tower_shape(config: Mapping[str, Any], kind: str) -> TowerShape:
 class _Within(ConfigReader):
     """The reader of vision_config; messages name the whole path."""
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(f"vision_config.{key}")
-        if isinstance(value, list) and len(set(value)) == 1:  # a size for each dimension
-            return ConfigReader({f"vision_config.{key}": value[0]}).integer(f"vision_config.{key}", default)
-        return super().integer(f"vision_config.{key}", default)
+    def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
+        name = f"vision_config.{key}"
+        value = self._config.get(name)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):  # one for each dimension
+            return ConfigReader({name: value[0]}).integer(name, default, most=most)
+        return super().integer(name, default, most=most)
 
     def numbers(self, key: str) -> tuple[int, ...]:
         return super().numbers(f"vision_config.{key}")
@@ -126,7 +127,8 @@ class _Within(ConfigReader):
 
 
 def _tower(read: _Within, kind: str) -> TowerShape:
-    depth, hidden, heads = (read.integer(key) for key in ("depth", "hidden_size", "num_heads"))
+    depth = read.integer("depth", most=LAYERS)
+    hidden, heads = read.integer("hidden_size"), read.integer("num_heads")
     merge, patch = read.integer("spatial_merge_size", 2), read.integer("patch_size")
     if hidden % heads or hidden // heads % 4:
         raise ModelError(
