@@ -201,7 +201,7 @@ def _written(address: Address, body: Mapping[str, Any]) -> str:
 def _quiet_size(address: Address, child: Child, models: Sequence[str]) -> int:
     """Bytes of the service once it has given everything back that it can; what a client that vanished left at work ends first."""
     until = time.monotonic() + _SILENCE
-    while ask(address, "POST", "/memory/sleep", {}, seconds=_SILENCE).get("busy") and time.monotonic() < until:
+    while ask(address, "POST", "/memory/sleep", {"wake": "manual"}, seconds=_SILENCE).get("busy") and time.monotonic() < until:
         time.sleep(_LOOK)
     # A reading counts as now for a quarter of a second.
     time.sleep(0.3)

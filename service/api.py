@@ -250,7 +250,7 @@ class OpenModel:
         if failed is not None:
             raise failed
 
-    def prepared(self, request: Request, cancel: CancelCheck | None = None) -> Prepared:
+    def prepared(self, request: Request, *, cancel: CancelCheck | None = None) -> Prepared:
         """`request` checked, for `serve`. Raises RequestError, ModelError, Cancelled."""
         with Named("preparing a request"):
             return prepare(request, self._blueprint, self.language, cancel, self.reader)

@@ -195,6 +195,8 @@ class Request:
     """What is asked of a model: a conversation, a raw text without a template (`prompt`), or raw token ids. Exactly one of them.
 
     `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
+    `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use all of it, or half where the
+    answer follows a schema.
     `repetition_stop` None means on, except for raw ids.
 
     `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be alone.
@@ -215,6 +217,7 @@ class Request:
     ids: tuple[int, ...] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 512
+    total_tokens: int | None = None
     stop: tuple[str, ...] = ()
     thinking: Thinking = "auto"
     thinking_budget: int | None = None
@@ -245,6 +248,7 @@ class Request:
         if self.max_tokens is None:
             raise RequestError(Field("max_tokens"), " is None; use a whole number from 1")
         _check_whole("max_tokens", self.max_tokens, 1, WHOLE_LIMIT)
+        _check_whole("total_tokens", self.total_tokens, 1, WHOLE_LIMIT)
         _check_whole("thinking_budget", self.thinking_budget, 0, WHOLE_LIMIT)
         if self.thinking not in ("on", "off", "auto"):
             raise RequestError(Field("thinking"), f" is {shown(self.thinking)}; use on, off or auto")

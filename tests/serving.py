@@ -120,8 +120,8 @@ class Server:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, dict(response.headers), json.loads(raw) if is_json else raw.decode()
 
-    def open_stream(self, body: Mapping[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
-        """A raw connection on which a chat has been asked for, nothing of its answer read yet."""
+    def open_stream(self, body: Mapping[str, Any], *, receive_buffer: int | None = None, cut: bool = False) -> socket.socket:
+        """A raw connection on which a chat has been asked for, nothing of its answer read yet. `cut`: all but the last byte was sent."""
         data = json.dumps({"messages": [{"role": "user", "content": "go on"}], "stream": True, **body}).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nAuthorization: Bearer {self.token}\r\n"
@@ -132,7 +132,7 @@ class Server:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         made.settimeout(60)
         made.connect(("127.0.0.1", self.port))
-        made.sendall(head.encode() + data)
+        made.sendall(head.encode() + (data[:-1] if cut else data))
         return made
 
     def figure(self, name: str) -> float:

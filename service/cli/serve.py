@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 1.0  # for models and engines to be closed, after everything that uses them has ended
 # Seconds after which a thread gives Python to another that waits for it; Python's own 5 ms are two tokens of a GPU.
 TURN = 0.0005
 
@@ -60,11 +61,20 @@ class Plan:
 def serve(args: argparse.Namespace) -> int:
     """Run the service until SIGTERM or SIGINT; returns 0."""
     from ..peers.note import only_one
+    from ..server.safe_log import make_log_safe
 
     plan = _plan(args)
     sys.setswitchinterval(TURN)
+    make_log_safe(plan.token)
     with only_one(plan.config.cache):
-        asyncio.run(_run(plan))
+        ended = asyncio.run(_run(plan))
+    if not ended:
+        # A thread is in work that cannot be stopped, and Python would wait for it. What was to be kept is kept, and children end with us.
+        log.warning("some work did not end in time; the service ends without it")
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 
@@ -109,7 +119,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
-async def _run(plan: Plan) -> None:
+async def _run(plan: Plan) -> bool:
+    """Serve until a signal; whether every thread has ended."""
     from ..peers.note import noted
     from ..registry import REGISTRY
     from ..server.app import listen, make_app
@@ -117,31 +128,35 @@ async def _run(plan: Plan) -> None:
     from ..server.maintenance import renew_when_idle
     from ..server.models import Models
     from ..server.service import Service
+    from ..server.tasks import in_daemon
+    from ..server.unix_socket import remove_socket
     from ..server.unused import end_when_unused
 
     REGISTRY.configure(plan.config)
     service = Service(plan.config.service, Models(plan.config, REGISTRY, plan.choice), REGISTRY, plan.version)
     guard = Guard(plan.token, None if plan.address.uds is not None else own_names(plan.address.host))
     stopped = _listen_for_signals(service)
+    ended = False
     try:
-        runner, address = await listen(make_app(service, guard), plan.address)
+        runner, address = await listen(make_app(service, guard), plan.address, plan.config.cache)
         try:
             note = _note(plan, address)
             with noted(plan.config.cache, note):
-                service.start(service.warm_up(plan.choice.names))
-                service.start(renew_when_idle(service))
+                service.start("the first load", lambda: service.warm_up(plan.choice.names))
+                service.start("the renewal of models", lambda: renew_when_idle(service))
                 if plan.on_demand:
-                    service.start(end_when_unused(service, stopped))
+                    service.start("the look whether it is used", lambda: end_when_unused(service, stopped))
                 _say(note)
                 await stopped.wait()
                 await service.stop(plan.config.service.grace)
         finally:
             await runner.cleanup()
             if address.uds is not None:
-                address.uds.unlink(missing_ok=True)
+                remove_socket(plan.config.cache)
     finally:
-        await service.close()
-        REGISTRY.close()
+        ended = await service.close()
+        ended = await in_daemon(REGISTRY.close, CLOSE_SECONDS) and ended
+    return ended
 
 
 def _listen_for_signals(service: Service) -> asyncio.Event:
@@ -150,8 +165,7 @@ def _listen_for_signals(service: Service) -> asyncio.Event:
 
     def asked() -> None:
         if stopped.is_set():
-            for call in service.working:
-                call.stop()
+            service.stop_now()
         stopped.set()
 
     for kind in (signal.SIGTERM, signal.SIGINT):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..cache.paged import blocks_for
 from ..core import CancelCheck, Request
-from ..errors import Field, OnedeskError, RequestError
+from ..errors import Cancelled, Field, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
 from ..loader.checkpoint import CONFIG, GENERATION, end_ids
 from ..text.grammar import Grammars, Guide
@@ -40,7 +40,7 @@ def prepare(
     """
     request = request.validated()
     stop = StopStrings(request.stop, cancel)
-    ids, in_reasoning = _prompt(request, blueprint.context, language)
+    ids, in_reasoning = _prompt(request, blueprint.context, language, cancel)
     check_ids(ids, blueprint.widths.vocab)
     ids, pictures = place_pictures(request, ids, reader, blueprint.context)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
@@ -136,12 +136,14 @@ def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     return frozenset(token for token in named if token is not None)
 
 
-def _prompt(request: Request, context: int, language: Language) -> tuple[Sequence[int], bool]:
+def _prompt(request: Request, context: int, language: Language, cancel: CancelCheck | None) -> tuple[Sequence[int], bool]:
     """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
     if request.ids is not None:
         return request.ids, False
     tokenizer = language.tokenizer
-    text = request.prompt if request.prompt is not None else _rendered(request, language)
+    text = request.prompt if request.prompt is not None else _rendered(request, language, cancel)
+    if cancel is not None and cancel():
+        raise Cancelled("stopped before the prompt was tokenized")
     fewest = len(text) // (SHRINKS * tokenizer.longest)
     if fewest > context:
         raise RequestError(
@@ -152,11 +154,11 @@ def _prompt(request: Request, context: int, language: Language) -> tuple[Sequenc
     return tokenizer.encode(text), opens_reasoning(text)
 
 
-def _rendered(request: Request, language: Language) -> str:
+def _rendered(request: Request, language: Language, cancel: CancelCheck | None) -> str:
     options = dict(request.template_options)
     if request.tools:
         options["tools"] = list(request.tools)
-    return language.template.render(request.messages, thinking=request.thinking, extra=options)
+    return language.template.render(request.messages, thinking=request.thinking, extra=options, cancel=cancel)
 
 
 def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
@@ -188,6 +190,10 @@ def _limits(request: Request, room: int, eos: frozenset[int]) -> Limits:
         # The texts of a search are compared by their tokens, so one limit holds for all of them, thoughts included.
         room = min(room, request.max_tokens)
         return Limits(room, room, room, eos)
+    if request.total_tokens is not None:
+        room = min(room, request.total_tokens)
+        if budget is None and request.json_schema is None:
+            return Limits(request.max_tokens, room, room, eos)
     # Without a budget of its own reasoning may use what the answer leaves, but never more than half where the answer is cut short too.
     reasoning = room - min(request.max_tokens, room // 2) if budget is None else budget
     return Limits(request.max_tokens, reasoning, room, eos)

@@ -53,7 +53,9 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: W
     _check_askable(request, address, ours=ours)
     drawn = (seed + choice) % SEED_LIMIT
     body: dict[str, Any] = {"model": wanted.name} if wanted.name else {}
-    body |= {"stream": True, "max_tokens": request.max_tokens}
+    body |= {"stream": True} if ours else {"stream": True, "max_tokens": request.max_tokens}
+    if request.total_tokens is not None:
+        body["max_tokens"] = request.total_tokens
     body |= {"seed": drawn if ours else drawn % _FOREIGN_SEEDS, **_sampling(request)}
     if request.stop:
         body["stop"] = list(request.stop)
@@ -96,7 +98,7 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _own_options(request: Request, wanted: Wanted, policy: Policy) -> dict[str, Any]:
-    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, **told_policy(policy)}
+    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "answer_tokens": request.max_tokens, **told_policy(policy)}
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
 

@@ -65,7 +65,8 @@ def noted(cache: Path, note: Note) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if read_note(cache) == note:  # else it is another service's by now
+            path.unlink(missing_ok=True)
 
 
 def read_note(cache: Path) -> Note | None:

@@ -42,16 +42,19 @@ class Tenancy:
             _try(lease[0], "DELETE", f"/memory/leases/{lease[1]}", None)
 
     def _run(self, find: Callable[[], Address | None]) -> None:
+        failed = False
         while not self._ended.is_set():
             try:
                 address = find()
-            except OnedeskError as error:
-                log.debug("%s", error)
-                address = None
-            if address is None:
-                self._lease = None
-            else:
-                self._tell(address)
+                if address is None:
+                    self._lease = None
+                else:
+                    self._tell(address)
+                failed = False
+            except BaseException as error:  # noqa: BLE001
+                # What `find`, `held` and `free` of a host may raise is not known here, and without a heartbeat the lease is lost.
+                log.log(logging.DEBUG if failed else logging.WARNING, "no heartbeat to the local service: %r", error)
+                failed = True
             self._ended.wait(BEAT)
 
     def _tell(self, address: Address) -> None:

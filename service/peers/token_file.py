@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -25,15 +26,33 @@ def load_token(path: Path) -> str:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token(path)
+        if not os.path.lexists(path):
+            _make(path)
     except OSError as error:
         raise FileError(f"the token file {path.name} cannot be made: {error.strerror}; name another with --token-file") from error
-    token = secrets.token_urlsafe(_RANDOM_BYTES)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(token + "\n")
-    return token
+    return read_token(path)
+
+
+def _make(path: Path) -> None:
+    """Write a token, then give the file its name: a file of that name is whole, on a full disk, after a kill, and where two services start
+    at once. Raises OSError."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(_RANDOM_BYTES) + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            part.rename(path)  # a file system without hard links
+    finally:
+        part.unlink(missing_ok=True)
 
 
 _ADVICE = "delete it to have one made, or name another with --token-file"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
-import os
-import socket
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +13,19 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ..errors import FileError, RequestError
+from ..errors import OnedeskError, RequestError
+from .connections import Runner, is_cancelled, is_gone, raise_descriptor_limit, trust
 from .error_documents import SOON, ApiError, as_api_error, to_json
-from .guard import Guard
+from .guard import OPEN_ROUTES, Guard
 from .openapi import document
 from .routes import ROUTES
 from .service import BESIDE, Service
+from .unix_socket import make_socket
 
 log = logging.getLogger(__name__)
 
 KEEPALIVE_SECONDS = 75.0  # also how long half-sent headers are waited for
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 0.5  # for answers on their way, twice: to end by themselves, then to end after they were cancelled
 BACKLOG = 256
 GONE = 499  # what is counted for a client that went away
 
@@ -62,22 +63,35 @@ def _around(service: Service, guard: Guard) -> Middleware:
         service.last_request = time.monotonic()
         try:
             guard.check(request)
+            if guard.token is None or request.path not in OPEN_ROUTES:
+                trust(request)
             if service.requests > limit and request.path != "/health":
                 raise ApiError(429, f"more than {limit} requests at once; try again", code="too_many_requests", retry_after=SOON)
             response = await handler(request)
             status = response.status
             return response
-        except ConnectionError:
-            return web.Response(status=GONE)  # to nobody; what is raised here, aiohttp logs as an error with its traceback
-        except Exception as error:
-            # The edge of the service: whatever it is, the client gets a status and OpenAI's shape, and the log what is not ours.
-            failed = _from_aiohttp(error) if isinstance(error, web.HTTPException) else as_api_error(error)
-            log.debug("%s %s: %s", request.method, _route(request), failed, exc_info=True)
+        except BaseException as error:
+            # The edge of the service: whatever it is (a panic of a Rust library is no Exception), the client gets one whole answer in
+            # OpenAI's shape, and the log what is not ours.
+            if is_cancelled(request, error):
+                raise
+            failed = _from_aiohttp(error) if isinstance(error, web.HTTPException) else None
+            if is_gone(request):
+                if not isinstance(error, ConnectionError | OnedeskError) and failed is None:
+                    as_api_error(error)  # which logs it
+                return web.Response(status=GONE)  # to nobody
+            if isinstance(error, asyncio.CancelledError) and service.stopping:  # of a body that was still being read
+                failed = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
+            failed = failed or as_api_error(error)
+            log.debug("%s %s: %s", request.method, _route(request), failed)
             status = failed.status
+            if request.writer.output_size > 0:  # a stream has begun, and its end could not be written: no second answer may follow
+                raise ConnectionResetError("the stream broke off") from error
             body = to_json(failed.document())
             return web.Response(body=body, status=status, headers=failed.headers(), content_type="application/json")
         finally:
             service.requests -= 1
+            service.bodies.pop(id(request), None)
             service.figures.answered(_route(request), status)
 
     return around
@@ -98,13 +112,14 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason, code="http_error")
 
 
-async def listen(app: web.Application, address: Address) -> tuple[web.AppRunner, Address]:
-    """Serve `app`; returns the runner, to be cleaned up, and the address with the port that it got.
+async def listen(app: web.Application, address: Address, cache: Path) -> tuple[web.AppRunner, Address]:
+    """Serve `app`; returns the runner, to be cleaned up, and the address with the port that it got. `cache` is the tree's.
 
     Raises RequestError for an address that cannot be had, FileError for a unix socket that cannot be made.
     """
-    runner = web.AppRunner(
+    runner = Runner(
         app,
+        raise_descriptor_limit(),
         handle_signals=False,
         access_log=None,
         handler_cancellation=True,
@@ -114,7 +129,7 @@ async def listen(app: web.Application, address: Address) -> tuple[web.AppRunner,
     )
     await runner.setup()
     if address.uds is not None:
-        await web.SockSite(runner, _unix_socket(address.uds), backlog=BACKLOG).start()
+        await web.SockSite(runner, make_socket(address.uds, cache), backlog=BACKLOG).start()
         return runner, address
     try:
         await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
@@ -125,28 +140,3 @@ async def listen(app: web.Application, address: Address) -> tuple[web.AppRunner,
         raise RequestError(f"port {address.port} of {address.host} {what}") from error
     host, port = runner.addresses[0][:2]
     return runner, Address(str(host), int(port))
-
-
-def _unix_socket(path: Path) -> socket.socket:
-    """A socket that only this user can reach. One that a dead service left is replaced, one that answers is not."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        if path.is_socket() and not _answers(path):
-            path.unlink()
-        made.bind(str(path))
-    except OSError as error:
-        made.close()
-        raise FileError(f"the socket {path.name} cannot be made: {error.strerror or error}; name another with --uds") from error
-    finally:
-        os.umask(before)
-    return made
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-    return True

@@ -1,25 +1,31 @@
-"""Reads a JSON body, within bounds of size and time."""
+"""Reads a JSON body, within bounds of size, time and number, and without holding the event loop up."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any, NoReturn
+from typing import Any
 
 from aiohttp import web
 
+from .bounded_json import parse
 from .check import Schema, check
-from .error_documents import ApiError
+from .error_documents import SOON, ApiError
+from .service import Service
 
 BODY_LIMIT = 8 << 20  # bytes; a text for the longest context of a Qwen, 1 million tokens, has 4 to 5 MB
 PICTURE_BODY_LIMIT = 32 << 20  # of a conversation, which may hold pictures in base64
 BODY_SECONDS = 30.0
+# Bytes up to which a body is parsed and checked on the event loop, at once: 1 ms. A larger one goes to a thread.
+SMALL_BODY = 16 << 10
+# Bytes of larger bodies, of all requests that are being answered; what they become is up to ten times as much.
+BODIES_LIMIT = 64 << 20
 
 
-async def read_json(request: web.Request, schema: Schema, limit: int = BODY_LIMIT) -> dict[str, Any]:
+async def read_json(service: Service, request: web.Request, schema: Schema, limit: int = BODY_LIMIT) -> dict[str, Any]:
     """The body of `request`, an object that follows `schema`.
 
-    Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 408 after BODY_SECONDS, 400 for anything else that is wrong.
+    Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 408 after BODY_SECONDS, 429 where other requests have bodies as large,
+    400 for anything else that is wrong.
     """
     if request.content_type != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="wrong_content_type")
@@ -29,38 +35,49 @@ async def read_json(request: web.Request, schema: Schema, limit: int = BODY_LIMI
         raise _too_large(limit)
     try:
         # A body that came with its headers needs no task that waits for it.
-        raw = request.content.read_nowait() if request.content.is_eof() else await asyncio.wait_for(_read(request, limit), BODY_SECONDS)
+        at_once = request.content.is_eof()
+        raw = request.content.read_nowait() if at_once else await asyncio.wait_for(_read(service, request, limit), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body was not there after {BODY_SECONDS:g} s; send it at once", code="slow_body") from None
     except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body cannot be read: {error}", code="broken_body") from error
-    document = _parsed(raw)
-    check(document, schema)
-    return document
+        raise ApiError(400, "the body cannot be read: it is cut short, or its chunks are malformed", code="broken_body") from error
+    if len(raw) <= SMALL_BODY:
+        return _checked(raw, schema)
+    _count(service, request, len(raw))
+    return await service.parse(_checked, raw, schema)
 
 
-async def _read(request: web.Request, limit: int) -> bytes:
+async def _read(service: Service, request: web.Request, limit: int) -> bytes:
     raw = bytearray()
     async for chunk in request.content.iter_any():
         raw += chunk
         if len(raw) > limit:
             raise _too_large(limit)
+        if len(raw) > SMALL_BODY:
+            _count(service, request, len(raw))
     return bytes(raw)
 
 
-def _parsed(raw: bytes) -> Any:
+def _count(service: Service, request: web.Request, nbytes: int) -> None:
+    """Count the bytes of a larger body, until its request is answered. Raises ApiError 429 where there are too many."""
+    more = nbytes - service.bodies.get(id(request), 0)
+    if sum(service.bodies.values()) + more > BODIES_LIMIT:
+        message = f"large bodies of other requests have more than {BODIES_LIMIT - nbytes:,} bytes together; try again"
+        raise ApiError(429, message, code="too_many_requests", retry_after=SOON)
+    service.bodies[id(request)] = nbytes
+
+
+def _checked(raw: bytes, schema: Schema) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+        document = parse(raw)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    check(document, schema)
+    return document
 
 
 def _too_large(limit: int) -> ApiError:

@@ -20,7 +20,7 @@ def check(value: Any, schema: Schema, path: str = "") -> None:
     """Raise ApiError 400 that names the first field of `value` that is wrong, and what would be right.
 
     Understands type, enum, minimum, maximum, minLength, maxLength, pattern, minItems, maxItems, items, properties, required,
-    propertyNames, additionalProperties (a schema, or false) and anyOf; fields that no schema names are left alone otherwise.
+    propertyNames, maxProperties, additionalProperties (a schema, or false) and anyOf; fields that no schema names are left alone otherwise.
     """
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], path)
@@ -80,6 +80,10 @@ def _all_whole(values: list[Any], schema: Schema) -> bool:
 
 
 def _check_object(value: dict[str, Any], schema: Schema, path: str) -> None:
+    most = schema.get("maxProperties", math.inf)
+    if len(value) > most:
+        message = f"{path or 'the body'} has {len(value):,} fields; use at most {most:,}"
+        raise ApiError(400, message, code="wrong_value", param=path or None)
     properties = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in value:

@@ -11,8 +11,11 @@ from typing import Any
 from aiohttp import web
 
 from ..api import OpenModel
+from ..core import CancelCheck
+from ..errors import Cancelled
 from .body import read_json
 from .error_documents import ApiError, to_json
+from .models import Uses
 from .pending import Work
 from .requests import prompts, whole
 from .schemas import EMBEDDINGS
@@ -21,10 +24,11 @@ from .service import Service
 
 async def embeddings(service: Service, request: web.Request) -> web.StreamResponse:
     """Vectors of length 1: the last token's state behind the final norm, cut to `dimensions` where that is given."""
-    body = await read_json(request, EMBEDDINGS)
+    body = await read_json(service, request, EMBEDDINGS)
     dimensions = whole(body.get("dimensions"))
-    name, model, ids = await service.in_thread(_begin, service, body, dimensions)
-    vectors = await service.work_out(name, model, _embed(ids, dimensions))
+    with service.models.using() as uses:
+        name, model, ids = await service.prepare(body.get("model"), lambda cancel: _begin(service, body, dimensions, uses, cancel))
+        vectors = await service.work_out(name, model, _embed(ids, dimensions))
     as_base64 = body.get("encoding_format") == "base64"
     data = [{"object": "embedding", "index": at, "embedding": _written(vector, as_base64)} for at, vector in enumerate(vectors)]
     count = sum(map(len, ids))
@@ -32,16 +36,20 @@ async def embeddings(service: Service, request: web.Request) -> web.StreamRespon
     return web.Response(body=to_json(document), content_type="application/json")
 
 
-def _begin(service: Service, body: Mapping[str, Any], dimensions: int | None) -> tuple[str, OpenModel, list[list[int]]]:
+def _begin(
+    service: Service, body: Mapping[str, Any], dimensions: int | None, uses: Uses, cancel: CancelCheck
+) -> tuple[str, OpenModel, list[list[int]]]:
     """The model and the token ids of every input, checked before anything waits for its turn."""
-    name, model = service.find(body.get("model"))
+    name, model = service.find(body.get("model"), uses=uses)
     if dimensions is not None and dimensions > model.hidden_size:
         message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
         raise ApiError(400, message, code="wrong_value", param="dimensions")
-    inputs = prompts(body["input"])
-    ids = [model.encode(one) if isinstance(one, str) else [int(token) for token in one] for one in inputs]
-    for one in ids:
-        model.check_fits(one)
+    ids: list[list[int]] = []
+    for one in prompts(body["input"]):
+        if cancel():
+            raise Cancelled("stopped before the inputs were read")
+        ids.append(model.encode(one) if isinstance(one, str) else [int(token) for token in one])
+        model.check_fits(ids[-1])
     return name, model, ids
 
 

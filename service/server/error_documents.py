@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from ..errors import (
     Cancelled,
@@ -18,6 +18,8 @@ from ..errors import (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Seconds after which a client may try again where nothing better is known.
 SOON = 5
@@ -63,7 +65,24 @@ def as_api_error(error: BaseException) -> ApiError:
             param = next(iter(error.fields), None)
             return ApiError(status, str(error), code=code, param=param, retry_after=SOON if status == 503 else None)
     log.error("a request failed", exc_info=error)
+    if isinstance(error, MemoryError):
+        message = "the machine has no memory left for this request; try again when less is running"
+        return ApiError(503, message, code="memory_full", retry_after=SOON)
     return ApiError(500, "the service failed at this request; its log says more", code="internal_error")
+
+
+def contained(work: Callable[..., T], *arguments: Any) -> T:
+    """The result of `work`, for a thread: whatever it raises outside our error family is logged and raised as an ApiError.
+
+    A future or a coroutine cannot carry every exception on: StopIteration leaves who waits without an end, CancelledError looks as if the
+    client had gone, SystemExit ends the process, and a panic of a Rust library is no Exception at all.
+    """
+    try:
+        return work(*arguments)
+    except OnedeskError:
+        raise
+    except BaseException as error:
+        raise as_api_error(error) from error
 
 
 def to_json(document: Any) -> bytes:

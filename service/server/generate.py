@@ -21,21 +21,14 @@ from ..core import (
     Usage,
 )
 from ..engine.answer import Prepared
-from ..errors import OnedeskError
 from .body import PICTURE_BODY_LIMIT, read_json
+from .connections import is_cancelled, is_gone
 from .error_documents import ApiError, as_api_error, to_json
 from .frames import Frames
+from .models import Uses
 from .pending import Call
 from .requests import Ask, chat_ask, completion_ask, form_of, policy_of
-from .responses import (
-    ChatWriter,
-    CompletionWriter,
-    Document,
-    Echo,
-    Writer,
-    added,
-    usage,
-)
+from .responses import ChatWriter, CompletionWriter, Document, Echo, Writer, added, usage
 from .schemas import CHAT, COMPLETION
 from .service import TICK, Service
 from .sse import EventStream
@@ -43,49 +36,52 @@ from .sse import EventStream
 
 async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
-    body = await read_json(request, CHAT, PICTURE_BODY_LIMIT)
-    name, calls, ask = await _begin(service, body, chat_ask)
-    scored = ask.requests[0].logprobs is not None
-    tokenizer = calls[0].model.tokenizer if scored else None
-    writer = ChatWriter(name, tokenizer, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
-    writer.detail = ask.detail
-    return await _answer(service, request, ask, _Answering(name, calls, writer))
+    body = await read_json(service, request, CHAT, PICTURE_BODY_LIMIT)
+    with service.models.using() as uses:
+        name, calls, ask = await _begin(service, body, chat_ask, uses)
+        scored = ask.requests[0].logprobs is not None
+        tokenizer = calls[0].model.tokenizer if scored else None
+        writer = ChatWriter(name, tokenizer, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
+        writer.detail = ask.detail
+        return await _answer(service, request, ask, _Answering(name, calls, writer))
 
 
 async def completions(service: Service, request: web.Request) -> web.StreamResponse:
     """Go on with a text, or with token ids."""
-    body = await read_json(request, COMPLETION)
-    name, calls, ask = await _begin(service, body, completion_ask)
-    scored = ask.requests[0].logprobs is not None
-    model = calls[0].model
-    echoes = await _echoes(service, name, calls, ask) if ask.echo else {}
-    writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
-    writer.detail = ask.detail
-    answering = _Answering(name, calls, writer)
-    return await (_only_prompts(request, ask, answering) if ask.only_prompt else _answer(service, request, ask, answering))
+    body = await read_json(service, request, COMPLETION)
+    with service.models.using() as uses:
+        name, calls, ask = await _begin(service, body, completion_ask, uses)
+        scored = ask.requests[0].logprobs is not None
+        model = calls[0].model
+        echoes = await _echoes(service, name, calls, ask) if ask.echo else {}
+        writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
+        writer.detail = ask.detail
+        answering = _Answering(name, calls, writer)
+        return await (_only_prompts(request, ask, answering) if ask.only_prompt else _answer(service, request, ask, answering))
 
 
-async def _begin(service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask]) -> tuple[str, list[Call], Ask]:
-    """The model, the calls (one a prompt), what is asked, all checked. One trip to a thread: each delays the first token."""
+async def _begin(
+    service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask], uses: Uses
+) -> tuple[str, list[Call], Ask]:
+    """The model, the calls (one per prompt), what is asked, all checked. One trip to a thread: each delays the first token."""
 
-    def prepare() -> tuple[str, OpenModel, Ask, list[Prepared]]:
+    def prepare(cancel: CancelCheck) -> tuple[str, OpenModel, Ask, list[Prepared]]:
         policy = policy_of(body)
-        name, model = service.find(body.get("model"), form_of(body))
+        name, model = service.find(body.get("model"), form_of(body), uses)
         ask = ask_of(body, model.context)
-        prepared = [model.prepared(request) for request in ask.requests]
+        prepared = [model.prepared(request, cancel=cancel) for request in ask.requests]
         if policy is not None:
             model.policy = policy
         return name, model, ask, prepared
 
-    with service.coming.one():
-        name, model, ask, prepared = await service.in_thread(prepare)
+    name, model, ask, prepared = await service.prepare(body.get("model"), prepare)
     return name, [Call(model, one) for one in prepared], ask
 
 
 async def _echoes(service: Service, name: str, calls: Sequence[Call], ask: Ask) -> dict[int, Echo]:
     """Each choice's prompt; with log-probabilities it is scored first, in a turn of its own."""
     model, top = calls[0].model, ask.requests[0].logprobs
-    texts = await service.in_thread(lambda: [_prompt_text(model, one) for one in ask.requests])
+    texts = await service.prepare(name, lambda _: [_prompt_text(model, one) for one in ask.requests])
     scored: Sequence[Sequence[tuple[int, Logprobs | None]]] = [()] * len(texts)
     if top is not None:
         prompts = [call.task.ids for call in calls if isinstance(call.task, Prepared)]
@@ -182,9 +178,10 @@ async def _stream(service: Service, request: web.Request, answering: _Answering,
             await _send_all(service, answering, out)
             if include_usage:
                 await out.send([answering.writer.usage_chunk(answering.usage)])
-        except (OnedeskError, RuntimeError, MemoryError) as error:
-            # RuntimeError: what torch raises when a device fails
-            if out.response is None:
+        except BaseException as error:
+            # Before the first part the middleware answers. After it, whatever it is can only be a part too.
+            begun = request.writer.output_size > 0
+            if not begun or is_gone(request) or is_cancelled(request, error):
                 raise
             await out.fail(as_api_error(error))
         return await out.done()
@@ -193,7 +190,7 @@ async def _stream(service: Service, request: web.Request, answering: _Answering,
 async def _send_all(service: Service, answering: _Answering, out: EventStream) -> None:
     """Send what comes, and a comment where nothing does for long."""
     writer, frames = answering.writer, Frames(answering.writer)
-    told: int | None = None
+    told: tuple[int, bool] | None = None
     sent, since = 0, time.perf_counter()  # parts that were sent when it was last looked, and since when nothing was
 
     def send_now(index: int, event: Event) -> bool:
@@ -202,9 +199,9 @@ async def _send_all(service: Service, answering: _Answering, out: EventStream) -
 
     async for call, events in answering.events(service, send_now):
         place = service.place(answering.name, call) if call.entered is None else None
-        if place is not None and place != told:
-            told = place
-            await out.comment(f"waiting, place {place}")
+        if place is not None and (place, service.asleep) != told:
+            told = place, service.asleep
+            await out.comment(f"waiting, place {place}" + (", asleep until POST /v1/memory/wake" if service.asleep else ""))
             await out.send(writer.progress([(0, Event(progress=Progress("queue", place, 0)))]))
         elif not events and out.sent == sent and time.perf_counter() - since >= TICK / 2:
             await out.comment("working")

@@ -17,8 +17,8 @@ _DIGITS = 12  # more than any context has
 
 
 async def health(service: Service, request: web.Request) -> web.Response:
-    """Whether the service lives, and whether it takes work; needs no token."""
-    document = {"live": True, "ready": service.ready, "version": service.version}
+    """Whether the service lives, whether it takes work, and whether it is asleep and what wakes it; needs no token."""
+    document = {"live": True, "ready": service.ready, "version": service.version, "asleep": service.asleep, "wake": service.waking}
     return web.Response(body=to_json(document), status=200 if service.ready else 503, content_type="application/json")
 
 

@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 async def take_lease(service: Service, request: web.Request) -> web.Response:
     """Make room for another process, and count it as taken until it is given back or its heartbeat is late."""
-    body = await read_json(request, LEASE)
+    body = await read_json(service, request, LEASE)
     heartbeat = HEARTBEAT if body.get("heartbeat") is None else float(body["heartbeat"])
     tenant = Tenant(body["owner"], int(body["bytes"]), whole(body.get("held")) or 0, heartbeat, bool(body.get("gives_way")))
-    released = await service.in_thread(service.tenants.take, tenant)
+    released = await service.giving_back(service.tenants.take, tenant)
     service.figures.returned(released)
     _watch(service, tenant)
     rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in released]
@@ -32,7 +32,7 @@ async def take_lease(service: Service, request: web.Request) -> web.Response:
 
 async def tell_lease(service: Service, request: web.Request) -> web.Response:
     """A heartbeat; the answer says how many bytes the process should give back, and when to come again."""
-    body = await read_json(request, HEARTBEAT_OF_LEASE)
+    body = await read_json(service, request, HEARTBEAT_OF_LEASE)
     tenant = service.tenants.tell(request.match_info["key"], whole(body.get("held")), whole(body.get("bytes")))
     _watch(service, tenant)
     return _answer(tenant.document())
@@ -50,7 +50,9 @@ def _watch(service: Service, tenant: Tenant) -> None:
         for late in service.tenants.expire():
             log.warning("the lease of %s has ended: no heartbeat for %g s", late.owner, late.heartbeat)
 
-    asyncio.get_running_loop().call_later(tenant.heartbeat + 0.05, look)
+    if tenant.timer is not None:
+        tenant.timer.cancel()
+    tenant.timer = asyncio.get_running_loop().call_later(tenant.heartbeat + 0.05, look)
 
 
 def _answer(document: dict[str, Any]) -> web.Response:

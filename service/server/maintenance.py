@@ -61,7 +61,10 @@ async def renew_when_idle(service: Service) -> None:
         for worker in service.workers:
             for model in service.registry.models():
                 if model.name == worker.name and renewal.due(model, worker.idle_seconds):
-                    await worker.in_turn(lambda model=model, worker=worker: _renew(service, renewal, model, worker))
+                    try:
+                        await worker.in_turn(lambda model=model, worker=worker: _renew(service, renewal, model, worker))
+                    except OnedeskError as error:  # a thread raises nothing else; the next look is for the other models too
+                        log.warning("%s was not loaded anew: %s", model.name, error)
 
 
 def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker) -> None:

@@ -11,12 +11,13 @@ from aiohttp import web
 
 from ..api import OpenModel
 from ..catalog.memory_report import memory_report
+from ..core import CancelCheck
 from ..memory.pool import Released
 from .body import read_json
 from .error_documents import ApiError, to_json
 from .requests import Form, form_of, policy_of
-from .schemas import NOTHING, POLICY, RELEASE
-from .service import Service
+from .schemas import NOTHING, POLICY, RELEASE, SLEEP
+from .service import Service, Waking
 
 
 async def show_memory(service: Service, request: web.Request) -> web.Response:
@@ -27,23 +28,23 @@ async def show_memory(service: Service, request: web.Request) -> web.Response:
 
 def _report(service: Service) -> dict[str, Any]:
     report = memory_report(service.registry.config, device=service.models.choice.device, proc=None)
-    return report | {"leases": [*report["leases"], *service.tenants.rows()], "asleep": service.asleep}
+    return report | {"leases": [*report["leases"], *service.tenants.rows()], "asleep": service.asleep, "wake": service.waking}
 
 
 async def release(service: Service, request: web.Request) -> web.Response:
     """Let one owner give way, or as many as it takes for `bytes`; answers once the bytes are back, measured."""
-    body = await read_json(request, RELEASE)
+    body = await read_json(service, request, RELEASE)
     owner, nbytes = body.get("owner"), body.get("bytes")
     if (owner is None) == (nbytes is None):
         raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
     if nbytes is not None:
-        return _answer(service, *await service.in_thread(_make_room, service, int(nbytes)))
+        return _answer(service, *await service.giving_back(_make_room, service, int(nbytes)))
     form = form_of({"onedesk": body})
     if form != Form():
         _, model = await service.in_thread(service.find, str(owner), form)
-        return _answer(service, await service.in_thread(model.give_way), [model])
+        return _answer(service, await service.giving_back(model.give_way), [model])
     models = [model for model in service.registry.models() if model.name == owner]
-    return _answer(service, await service.in_thread(_release, service, str(owner)), models)
+    return _answer(service, await service.giving_back(_release, service, str(owner)), models)
 
 
 def _make_room(service: Service, nbytes: int) -> tuple[list[Released], list[OpenModel]]:
@@ -66,7 +67,7 @@ def _release(service: Service, owner: str) -> list[Released]:
 
 async def set_policy(service: Service, request: web.Request) -> web.Response:
     """When a model gives way from now on; a time that has passed already counts."""
-    own = {"onedesk": await read_json(request, POLICY)}
+    own = {"onedesk": await read_json(service, request, POLICY)}
     policy = policy_of(own)
     name, model = await service.in_thread(service.find, own["onedesk"]["owner"], form_of(own))
     if policy is not None:
@@ -75,38 +76,35 @@ async def set_policy(service: Service, request: web.Request) -> web.Response:
 
 
 async def sleep(service: Service, request: web.Request) -> web.Response:
-    """Give everything back and take on no work until `wake`: what is worked on ends first, what comes meanwhile waits for its turn."""
-    await read_json(request, NOTHING)
+    """Give everything back, after what is worked on has ended. With "wake": "request" the next request for a model wakes it; with "manual"
+    requests wait for their turn until `wake`."""
+    body = await read_json(service, request, SLEEP)
     # A client that goes away meanwhile does not leave it half asleep.
-    return await asyncio.shield(asyncio.ensure_future(_sleep(service)))
+    return await asyncio.shield(asyncio.ensure_future(_sleep(service, body.get("wake") or "request")))
 
 
-async def _sleep(service: Service) -> web.Response:
-    service.asleep = True
-    for worker in service.workers:
-        worker.line.hold()
+async def _sleep(service: Service, waking: Waking) -> web.Response:
+    service.fall_asleep(waking)
     await asyncio.gather(*(worker.idle() for worker in service.workers))
     loaded = [model for model in service.registry.models() if model.loaded]
     service.slept += [model for model in loaded if model not in service.slept]
-    return _answer(service, await service.in_thread(service.registry.release), service.registry.models())
+    return _answer(service, await service.giving_back(service.registry.release), service.registry.models())
 
 
 async def wake(service: Service, request: web.Request) -> web.Response:
     """Load what was loaded when it fell asleep, and work again."""
-    await read_json(request, NOTHING)
+    await read_json(service, request, NOTHING)
     slept, service.slept = service.slept, []
     try:
-        woken = await service.in_thread(lambda: [_load(model) for model in slept])
+        woken = await service.giving_back(lambda: [_load(model, lambda: service.aborting) for model in slept])
     finally:
-        service.asleep = False
-        for worker in service.workers:
-            worker.go_on()
+        service.wake_up()
     return web.Response(body=to_json({"woken": woken}), content_type="application/json")
 
 
-def _load(model: OpenModel) -> dict[str, Any]:
+def _load(model: OpenModel, cancel: CancelCheck) -> dict[str, Any]:
     began = time.perf_counter()
-    model.load()
+    model.load(cancel=cancel)
     return {"owner": model.name, "bytes": model.held_bytes(), "seconds": time.perf_counter() - began}
 
 

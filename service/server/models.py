@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..api import OpenModel
@@ -31,6 +34,14 @@ class Choice:
     context: int | None = None
 
 
+@dataclass(slots=True)
+class Uses:
+    """The handles that one request has found; none is closed before the request has ended."""
+
+    models: list[OpenModel] = field(default_factory=list)
+    ended: bool = False
+
+
 class Models:
     """The models of a service. Thread-safe; every method may read files."""
 
@@ -40,7 +51,9 @@ class Models:
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
         self._lock = threading.Lock()
-        self._open: dict[_Key, OpenModel] = {}  # the one that was asked for last behind all others
+        self._open: dict[_Key, OpenModel] = {}  # the one that was asked for last after all others
+        self._uses_lock = threading.Lock()  # held for a moment only: the event loop takes it
+        self._uses: Counter[OpenModel] = Counter()  # requests that have found a handle and have not ended
 
     def entries(self) -> list[ModelEntry]:
         """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
@@ -49,7 +62,27 @@ class Models:
             self._forget_stale({name for name, _, _ in self._open} - {entry.name for entry in found})
         return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
 
-    def find(self, asked: str | None, form: Form | None = None) -> tuple[str, OpenModel]:
+    @contextmanager
+    def using(self) -> Iterator[Uses]:
+        """What a request finds stays open until the block ends, however many other contexts of the model are asked for meanwhile."""
+        uses = Uses()
+        try:
+            yield uses
+        finally:
+            with self._uses_lock:
+                uses.ended = True
+                self._uses -= Counter(uses.models)
+
+    def _hold(self, opened: OpenModel, uses: Uses | None) -> None:
+        with self._uses_lock:
+            if uses is not None and not uses.ended:
+                uses.models.append(opened)
+                self._uses[opened] += 1
+
+    def _unused(self, opened: OpenModel) -> bool:
+        return not opened.loaded and not opened.busy and not self._uses[opened]
+
+    def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
         """The name and the handle for what a request asked for, which loads when it is first used. Raises as `name_of` and `open`."""
         key = self._key(asked or "", form or Form())
         opened = self._open.get(key)
@@ -58,9 +91,10 @@ class Models:
             with self._lock:
                 if self._open.get(key) is opened:
                     self._open[key] = self._open.pop(key)
+                    self._hold(opened, uses)
                     return key[0], opened
         name = self.name_of(asked)
-        return name, self.open(name, form)
+        return name, self.open(name, form, uses)
 
     def name_of(self, asked: str | None) -> str:
         """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where one must be named."""
@@ -78,7 +112,7 @@ class Models:
             raise ApiError(404, message, code="model_not_found", param="model")
         return asked
 
-    def open(self, name: str, form: Form | None = None) -> OpenModel:
+    def open(self, name: str, form: Form | None = None, uses: Uses | None = None) -> OpenModel:
         """The handle of a served name, which loads when it is first used. Raises ModelError, FileError, RequestError."""
         with self._lock:
             key = self._key(name, form or Form())
@@ -91,6 +125,7 @@ class Models:
                     raise
             self._open.pop(key, None)
             self._open[key] = opened
+            self._hold(opened, uses)
             self._forget_forms(name)
             return opened
 
@@ -114,14 +149,14 @@ class Models:
         for key in [key for key, opened in self._open.items() if key[0] in names and opened.stale]:
             opened = self._open[key]
             opened.give_way()
-            if not opened.loaded and not opened.busy:
+            if self._unused(opened):
                 self._registry.forget(self._open.pop(key))
 
     def _forget_forms(self, name: str) -> None:
-        """A client may ask for one context after the other: of forms that nobody has loaded only the latest few are kept."""
+        """A client may ask for one context after the other: of forms that are neither loaded nor used only the latest few are kept."""
         forms = [key for key in self._open if key[0] == name and key[1] is not None]
         for key in forms[:-FORMS_LIMIT]:
-            if not self._open[key].loaded and not self._open[key].busy:
+            if self._unused(self._open[key]):
                 self._registry.forget(self._open.pop(key))
 
     def document(self, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:

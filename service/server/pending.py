@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,8 @@ from typing import Any, Literal, TypeAlias
 from ..api import OpenModel
 from ..core import Event
 from ..engine.answer import Prepared
+
+log = logging.getLogger(__name__)
 
 # What a call does that is no generation, such as an embedding: in the model's thread, told how to ask whether to stop.
 Work = Callable[[OpenModel, Callable[[], bool]], Any]
@@ -86,7 +89,7 @@ class Call:
         if first:
             self.first_token = time.perf_counter()
         with self._lock:
-            if alone and self._sink is not None and not self._events and self._sink(event):
+            if alone and not self._events and self._sinks(event):
                 return ""
             self._events.append(event)
         if event.token is not None or event.progress is None:
@@ -151,9 +154,21 @@ class Call:
         """Whether there was something and the sink took all of it."""
         with self._lock:
             came = bool(self._events)
-            while self._sink is not None and self._events and self._sink(self._events[0]):
+            while self._events and self._sinks(self._events[0]):
                 self._events.popleft()
         return came and not self._events and not self._ended
+
+    def _sinks(self, event: Event) -> bool:
+        """Whether the sink, if one is lent, took the event. One that fails is not asked again: the reader meets the event next, and what
+        fails there ends its own answer, not those of the calls that are written together with it."""
+        if self._sink is None:
+            return False
+        try:
+            return self._sink(event)
+        except BaseException as error:  # noqa: BLE001
+            log.debug("an event could not be sent at once: %r", error)
+            self._sink = None
+            return False
 
     def _release(self) -> None:
         """Take the sink back, then let the reader go on: what it sends comes behind everything that the sink has sent."""

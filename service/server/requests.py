@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..core import Message, Picture, Request, Sampling, Thinking
+from ..core import CHOICES_LIMIT, Message, Picture, Request, Sampling, Thinking
 from ..errors import RequestError
 from ..memory.policy import Policy
 from ..text.tool_calls import FRAME, call_schema
 from ..vision.encode import picture_of_uri
+from .bounded_json import parse
 from .error_documents import ApiError
 
 ANY_OBJECT = '{"type":"object"}'
@@ -73,7 +74,6 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
     request = replace(
         shared,
         messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
-        max_tokens=whole(body.get("max_completion_tokens")) or shared.max_tokens,
         thinking=thinking,
         thinking_budget=whole(body.get("thinking_budget")),
         json_schema=call_schema(forced) if forced else schema,
@@ -93,8 +93,16 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
         raise ApiError(400, message, code="wrong_value", param="max_tokens")
     shared = replace(_shared(body, context), logprobs=whole(body.get("logprobs")), best_of=whole(body.get("best_of")))
     given = prompts(body["prompt"])
+    _check_choices(len(given), max(shared.n, shared.best_of or 1))
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
     return Ask(requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail")))
+
+
+def _check_choices(count: int, each: int) -> None:
+    """Raise ApiError 400 where the prompts have more choices together than one request may."""
+    if count * each > CHOICES_LIMIT:
+        message = f"{count} prompts with {each} choices each are {count * each:,}; use at most {CHOICES_LIMIT} in all"
+        raise ApiError(400, message, code="wrong_value", param="n")
 
 
 def prompts(value: Any) -> Sequence[str | Sequence[int]]:
@@ -105,8 +113,10 @@ def prompts(value: Any) -> Sequence[str | Sequence[int]]:
 
 
 def _shared(body: Mapping[str, Any], context: int) -> Request:
-    """What chat and completions have in common; without max_tokens the answer may fill the context."""
+    """What chat and completions have in common: max_tokens bounds all that is generated, as OpenAI's API has it, and
+    answer_tokens in our own object the answer without its thoughts; without either the answer may fill the context."""
     stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(
         temperature=body.get("temperature"),
         top_k=whole(body.get("top_k")),
@@ -118,10 +128,12 @@ def _shared(body: Mapping[str, Any], context: int) -> Request:
         logit_bias={int(token): bias for token, bias in (body.get("logit_bias") or {}).items()},
         seed=whole(body.get("seed")),
     )
+    total = whole(body.get("max_completion_tokens")) or whole(body.get("max_tokens"))
     return Request(
         sampling=sampling,
-        max_tokens=whole(body.get("max_tokens")) or context,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        max_tokens=whole(_own(body).get("answer_tokens")) or total or context,
+        total_tokens=total or None,
+        stop=stop,
         n=whole(body.get("n")) or 1,
         repetition_stop=_own(body).get("repetition_stop"),
     )
@@ -223,9 +235,11 @@ def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"{path}.function.arguments is not valid JSON", code="wrong_value", param=path) from error
+            arguments = parse(arguments.encode("utf-8", "surrogatepass"))
+        except RecursionError as error:
+            raise ApiError(400, f"{path}.function.arguments is nested too deeply", code="wrong_value", param=path) from error
+        except ValueError as error:
+            raise ApiError(400, f"{path}.function.arguments is not valid JSON: {error}", code="wrong_value", param=path) from error
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{path}.function.arguments is no object", code="wrong_value", param=path)
     return {"id": call.get("id") or "", "type": "function", "function": {"name": function["name"], "arguments": arguments}}

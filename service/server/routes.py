@@ -14,16 +14,7 @@ from .health import health, model, models
 from .leases import give_back_lease, take_lease, tell_lease
 from .memory import release, set_policy, show_memory, sleep, wake
 from .metrics import metrics
-from .schemas import (
-    CHAT,
-    COMPLETION,
-    EMBEDDINGS,
-    HEARTBEAT_OF_LEASE,
-    LEASE,
-    NOTHING,
-    POLICY,
-    RELEASE,
-)
+from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE, SLEEP
 from .service import Service
 
 Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +46,7 @@ ROUTES = (
     Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),
     Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
     Route("POST", "/v1/memory/policy", set_policy, "When a model gives way.", POLICY, (404, 500)),
-    Route("POST", "/v1/memory/sleep", sleep, "Give everything back and wait.", NOTHING),
+    Route("POST", "/v1/memory/sleep", sleep, "Give everything back until it is woken.", SLEEP),
     Route("POST", "/v1/memory/wake", wake, "Load again and work.", NOTHING, (500, 503)),
     Route("POST", "/v1/memory/leases", take_lease, "Room for another process.", LEASE, (503,)),
     Route("POST", "/v1/memory/leases/{key}", tell_lease, "Its heartbeat.", HEARTBEAT_OF_LEASE, (404,)),

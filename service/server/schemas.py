@@ -9,7 +9,9 @@ from ..core import CHOICES_LIMIT, LOGPROBS_LIMIT, QUANTIZATIONS
 
 NAME_LIMIT = 512
 INPUTS_LIMIT = 2048  # texts of one request for embeddings
-TOOLS_LIMIT = 256
+TOOLS_LIMIT = 256  # tools of a request, calls of a message
+MESSAGES_LIMIT, PARTS_LIMIT = 10_000, 1024  # of a conversation, of a message
+STOPS_LIMIT, BIASES_LIMIT = 10_000, 10_000
 
 
 def _optional(kind: str, **more: Any) -> dict[str, Any]:
@@ -36,6 +38,7 @@ OWN = _optional(
         "quant": _optional("string", enum=[*QUANTIZATIONS, None]),
         "policy": _optional("string", enum=["stay", "ttl", "pinned", None], description="When the model gives way from now on."),
         "ttl": _optional("number", minimum=0, maximum=7 * 86400, description="Seconds, for the policy ttl."),
+        "answer_tokens": _optional("integer", minimum=1, description="Tokens of the answer, its thoughts not counted."),
         "repetition_stop": _optional("boolean"),
         "detail": _optional("boolean", description="Streams also tell token ids, the progress of a load, and each choice's usage."),
     },
@@ -45,7 +48,7 @@ OWN = _optional(
 )
 # What chat and plain completions share.
 _SAMPLING: dict[str, Any] = {
-    "max_tokens": _optional("integer", minimum=1, description="Tokens of the answer; reasoning has its own budget."),
+    "max_tokens": _optional("integer", minimum=1, description="Tokens of all that is generated, thoughts included."),
     "temperature": _optional("number", minimum=0, description="0 is greedy; left out: the model's own default, as all of these."),
     "top_p": _optional("number", minimum=0, maximum=1),
     "top_k": _optional("integer", minimum=0),
@@ -55,11 +58,12 @@ _SAMPLING: dict[str, Any] = {
     "repetition_penalty": _optional("number", minimum=0),
     "seed": _optional("integer", minimum=0, maximum=2**64 - 1, description="Choice i of n is drawn with seed + i."),
     "n": _optional("integer", minimum=1, maximum=CHOICES_LIMIT),
-    "stop": {"anyOf": [{"type": "null"}, _TEXT, {"type": "array", "items": _TEXT}]},
+    "stop": {"anyOf": [{"type": "null"}, _TEXT, {"type": "array", "items": _TEXT, "maxItems": STOPS_LIMIT}]},
     "logit_bias": _optional(
         "object",
         propertyNames={"type": "string", "pattern": "^[0-9]{1,9}$", "examples": ["1234"]},
         additionalProperties={"type": "number"},
+        maxProperties=BIASES_LIMIT,
         description="Token ids to what is added to their scores.",
     ),
     "stream": _optional("boolean"),
@@ -102,9 +106,9 @@ _MESSAGE = {
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART}]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART, "maxItems": PARTS_LIMIT}]},
         "reasoning_content": _optional("string", description="What an assistant turn thought."),
-        "tool_calls": _optional("array", items=_TOOL_CALL),
+        "tool_calls": _optional("array", items=_TOOL_CALL, maxItems=TOOLS_LIMIT),
         "tool_call_id": _optional("string"),
     },
 }
@@ -145,7 +149,7 @@ CHAT: Mapping[str, Any] = {
     "required": ["messages"],
     "properties": {
         "model": _MODEL,
-        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MESSAGES_LIMIT},
         **_SAMPLING,
         "max_completion_tokens": _optional("integer", minimum=1, description="The same as max_tokens."),
         "logprobs": _optional("boolean"),
@@ -153,7 +157,7 @@ CHAT: Mapping[str, Any] = {
         "response_format": _RESPONSE_FORMAT,
         "tools": _optional("array", items=_TOOL, maxItems=TOOLS_LIMIT),
         "tool_choice": _TOOL_CHOICE,
-        "thinking_budget": _optional("integer", minimum=0, description="Tokens of reasoning."),
+        "thinking_budget": _optional("integer", minimum=0, description="Tokens of reasoning, within max_tokens."),
         "reasoning_effort": _optional("string", description="none turns thinking off; anything else goes to the template."),
         "chat_template_kwargs": _optional("object", description="Further variables of the chat template, such as enable_thinking."),
     },
@@ -207,6 +211,17 @@ POLICY: Mapping[str, Any] = {
 }
 
 NOTHING: Mapping[str, Any] = {"type": "object"}
+
+SLEEP: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "wake": _optional(
+            "string",
+            enum=["request", "manual", None],
+            description="What wakes it: the next request (the default), or /v1/memory/wake alone.",
+        ),
+    },
+}
 
 LEASE: Mapping[str, Any] = {
     "type": "object",

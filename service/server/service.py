@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ..api import OpenModel
 from ..config import ServiceSettings
-from ..core import Event
+from ..core import CancelCheck, Event
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
 from .concurrency import Places
-from .error_documents import SOON, ApiError
-from .models import Models
+from .error_documents import SOON, ApiError, contained
+from .models import Models, Uses
 from .pending import HESITATION, Call, Sink, Work
 from .requests import Form
 from .statistics import Figures
+from .tasks import ended, kept_up
 from .tenants import Tenants
 from .worker import Coming, Worker
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Waking: TypeAlias = Literal["request", "manual"]
 
-# Threads that check requests and render templates; each may wait for a template's child process.
-PREPARERS = 4
+# Threads that read files and gather figures, and those that give memory back, which may wait for other processes: release, sleep, leases.
+READERS, RELEASERS = 4, 4
+# For a request to be checked and its prompt to be tokenized, behind others of its model; the first also starts the template's process.
+PREPARE_SECONDS = 120.0
+PARSERS = 1  # the interpreter lock lets one at a time work anyway
+# Seconds after the grace until what is stopped has ended and its partial answer has gone out, and for the threads after that.
+_STOP_SECONDS, _END_SECONDS = 2.0, 1.0
 # Requests at once beside those that wait or are worked on: being read, refused, asked for memory or figures.
 BESIDE = 64
 # Seconds after which a stream in which nothing comes sends a comment, so that nobody on the way takes it for dead.
@@ -47,15 +55,18 @@ class Service:
         self.figures = Figures()
         self.places = Places(settings.concurrency, registry)
         self.tenants = Tenants(lambda: registry.pool(models.choice.device))
+        self.aborting = False  # whether what takes long is to end at once
         self.ready = False
         self.stopping = False
-        self.asleep = False
+        self.waking: Waking | None = None  # what wakes it while it is asleep
         self.slept: list[OpenModel] = []  # what was loaded when it fell asleep
         self.requests = 0  # HTTP requests that are being answered
         self.last_request = time.monotonic()  # when the latest one came
-        self.coming = Coming()
+        self.bodies: dict[int, int] = {}  # bytes of large bodies, by the id of their request, until it is answered
         self._workers: dict[str, Worker] = {}
-        self._threads = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
+        self._parsers = ThreadPoolExecutor(PARSERS, "onedesk-parse")
+        self._readers = ThreadPoolExecutor(READERS, "onedesk-read-files")
+        self._releasers = ThreadPoolExecutor(RELEASERS, "onedesk-release")
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # Letting in
@@ -76,12 +87,45 @@ class Service:
         return list(self._workers.values())
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do what may wait for files or processes beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        """Do what may wait for files off the event loop. Raises OnedeskError."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, contained, work, *arguments)
 
-    def find(self, asked: str | None, form: Form | None = None) -> tuple[str, OpenModel]:
+    async def parse(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Parse and check a large body off the event loop. Raises OnedeskError."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, contained, work, *arguments)
+
+    async def giving_back(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do what may wait until other owners gave memory back, in threads that nothing else needs. Raises OnedeskError."""
+        return await asyncio.get_running_loop().run_in_executor(self._releasers, contained, work, *arguments)
+
+    async def prepare(self, asked: str | None, work: Callable[[CancelCheck], T]) -> T:
+        """Check a request for a model, named as the client did, in threads of that model; `work` is told how to ask whether to stop.
+
+        Raises ApiError 404 for an unknown model, 429 where too many requests for it are being prepared, 503 where it takes longer than
+        PREPARE_SECONDS, and whatever `work` raises.
+        """
+        name = asked if asked in self._workers else await self.in_thread(self.models.name_of, asked)
+        worker, loop = self._worker(name), asyncio.get_running_loop()
+        most = self.settings.queue + self.settings.concurrency
+        if worker.preparing >= most:
+            message = f"{most} requests for this model are being prepared already; try again"
+            raise ApiError(429, message, code="queue_full", retry_after=SOON)
+        gone = threading.Event()
+        worker.preparing += 1
+        try:
+            with worker.coming.one():
+                done = loop.run_in_executor(worker.preparers, contained, work, lambda: gone.is_set() or self.aborting)
+                return await asyncio.wait_for(done, PREPARE_SECONDS)
+        except asyncio.TimeoutError:
+            message = f"the request was not prepared after {PREPARE_SECONDS:g} s: the model's template or tokenizer takes too long"
+            raise ApiError(503, message, code="deadline", retry_after=SOON) from None
+        finally:
+            worker.preparing -= 1
+            gone.set()
+
+    def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
         """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a broken one."""
-        return self.models.find(asked, form)
+        return self.models.find(asked, form, uses)
 
     @asynccontextmanager
     async def waiting_for(self, name: str, calls: Sequence[Call]) -> AsyncIterator[Sequence[Call]]:
@@ -90,6 +134,8 @@ class Service:
         Raises ApiError 429 where too many wait, 503 when the service stops.
         """
         worker = self._worker(name)
+        if self.waking == "request" and not self.stopping:
+            self.wake_up()
         self._check_room(worker, len(calls))
         for call in calls:
             worker.ask(call)
@@ -101,10 +147,28 @@ class Service:
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
-            self._workers[name] = worker = Worker(name, self.places.now, self.figures, self.coming)
+            self._workers[name] = worker = Worker(name, self.places.now, self.figures, Coming())
             if self.asleep:
                 worker.line.hold()
         return self._workers[name]
+
+    @property
+    def asleep(self) -> bool:
+        """Whether requests wait until it is woken."""
+        return self.waking is not None
+
+    def fall_asleep(self, waking: Waking) -> None:
+        """Begin no request before it is woken: by the next request, or by `wake_up` alone."""
+        self.waking = waking
+        for worker in self._workers.values():
+            worker.line.hold()
+
+    def wake_up(self) -> None:
+        """Begin with requests again; each model loads when its turn comes."""
+        self.waking = None
+        self.slept.clear()
+        for worker in self._workers.values():
+            worker.go_on()
 
     def _check_room(self, worker: Worker, count: int) -> None:
         if self.stopping:
@@ -162,9 +226,9 @@ class Service:
 
     # Background work, and the end
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something beside the requests, until it or the service ends."""
-        task = asyncio.get_running_loop().create_task(work)
+    def start(self, title: str, work: Callable[[], Awaitable[object]]) -> None:
+        """Run something besides the requests, until it or the service ends; one that fails begins again."""
+        task = asyncio.get_running_loop().create_task(kept_up(title, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -173,7 +237,7 @@ class Service:
         for name in names:
             try:
                 await self._prepare_model(name)
-            except OnedeskError as error:
+            except OnedeskError as error:  # the threads raise nothing else
                 log.error("%s cannot be loaded: %s", name, error)
         self.ready = not self.stopping
 
@@ -190,6 +254,7 @@ class Service:
     async def stop(self, seconds: float) -> None:
         """Send everybody away who waits, let what is worked on end within `seconds`, then stop it; its partial answers still go out."""
         self.ready, self.stopping = False, True
+        self.tenants.stop()
         error = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
         for worker in self._workers.values():
             for call in worker.line.clear():
@@ -197,15 +262,27 @@ class Service:
         until = time.perf_counter() + seconds
         while self.working and time.perf_counter() < until:
             await asyncio.sleep(0.02)
+        self.stop_now()
+        until = time.perf_counter() + _STOP_SECONDS
+        while self.working and time.perf_counter() < until:
+            await asyncio.sleep(0.02)
+
+    def stop_now(self) -> None:
+        """End at once what is worked on, loaded or prepared."""
+        self.aborting = True
         for call in self.working:
             call.stop()
 
-    async def close(self) -> None:
-        """End every thread and task. Nothing can be asked afterwards."""
+    async def close(self) -> bool:
+        """End every thread and task; whether they have within a second. Nothing can be asked afterwards."""
+        self.tenants.stop()
+        self.stop_now()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
-        for worker in self._workers.values():
-            await worker.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
+            await asyncio.wait(self._tasks, timeout=_END_SECONDS)
+        ends = [
+            ended([self._parsers, self._readers, self._releasers], _END_SECONDS),
+            *(worker.close(_END_SECONDS) for worker in self._workers.values()),
+        ]
+        return all(await asyncio.gather(*ends))

@@ -87,7 +87,7 @@ class EventStream:
 
     async def fail(self, error: ApiError) -> None:
         """Send an error in place of the rest."""
-        await self.send([error.document()])
+        await self._write(as_events([error.document()]))
 
     async def done(self) -> web.StreamResponse:
         """Send the last event; returns the response."""

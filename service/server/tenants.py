@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 import time
@@ -16,8 +17,9 @@ from .error_documents import ApiError
 
 HEARTBEAT = 10.0  # seconds, where none is given
 TENANTS_LIMIT = 64
-# How often somebody who waits for a tenant's bytes looks.
+# How often somebody who waits for a tenant's bytes looks, and for how long at most: a load or a release waits behind it.
 _LOOK_SECONDS = 0.05
+WAIT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class Tenant:
     key: str = field(default_factory=lambda: secrets.token_hex(8))
     beat: float = field(default_factory=time.monotonic)
     asked: int = 0
+    timer: asyncio.TimerHandle | None = None  # looks when the next heartbeat would be late
+    silent: bool = False  # was asked, and has given no sign of life since: it is not waited for again before it does
 
     @property
     def promised(self) -> int:
@@ -60,6 +64,11 @@ class Tenants:
         self._lock = threading.Lock()
         self._taking = threading.Lock()  # two who come at once must not both be promised the same bytes
         self._tenants: dict[str, Tenant] = {}
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """The service ends: nobody waits for a tenant any more."""
+        self._stopped.set()
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -110,7 +119,7 @@ class Tenants:
         """A heartbeat: what it holds now, and how much it wants in all where that has changed. Raises ApiError 404 for one that is gone."""
         with self._lock:
             tenant = self._of(key)
-            tenant.beat = time.monotonic()
+            tenant.beat, tenant.silent = time.monotonic(), False
             tenant.nbytes = tenant.nbytes if nbytes is None else nbytes
             if held is not None:
                 tenant.asked = max(0, tenant.asked - max(0, tenant.held - held))
@@ -140,7 +149,7 @@ class Tenants:
         return sum(tenant.held for tenant in self.all if tenant.gives_way)
 
     def free(self, nbytes: int) -> int:
-        """Ask tenants who give way for about `nbytes`, and wait until they have told that they gave back, for two heartbeats at most."""
+        """Ask tenants who give way for about `nbytes`, and wait for each as `ask` does."""
         freed = 0
         for tenant in self.all:
             if tenant.gives_way and freed < nbytes:
@@ -148,13 +157,20 @@ class Tenants:
         return freed
 
     def ask(self, tenant: Tenant, nbytes: int) -> int:
-        """Ask one tenant; returns what it gave back."""
+        """Ask one tenant, and wait until it has told that it gave back, for two heartbeats and WAIT_SECONDS at most; returns what it gave
+        back. One that was silent then is asked but not waited for until its next sign of life."""
         with self._lock:
-            before, tenant.asked = tenant.held, tenant.asked + nbytes
-        until = time.monotonic() + 2 * tenant.heartbeat
-        while tenant.key in self._tenants and tenant.held > before - nbytes and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-        return before - tenant.held if tenant.key in self._tenants else before
+            before, asked_at, waits = tenant.held, time.monotonic(), not tenant.silent
+            tenant.asked = min(tenant.held, tenant.asked + nbytes)
+        until = asked_at + min(2 * tenant.heartbeat, WAIT_SECONDS)
+        while waits and tenant.key in self._tenants and tenant.held > before - nbytes and time.monotonic() < until:
+            if self._stopped.wait(_LOOK_SECONDS):
+                break
+        with self._lock:
+            if tenant.key not in self._tenants:
+                return before
+            tenant.silent = tenant.beat < asked_at
+            return before - tenant.held
 
     def release(self, owner: str) -> list[Released]:
         """Ask every lease of an owner for all that it holds; what the machine has more afterwards is the measure."""

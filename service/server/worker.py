@@ -7,17 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 from ..api import OpenModel
 from ..core import Event, Progress
 from ..engine.answer import Prepared
 from ..errors import Caught
+from .error_documents import as_api_error, contained
 from .pending import Call, hand_over
 from .request_queue import Line
 from .statistics import Figures, Times
+from .tasks import ended, kept_up
 
+END_SECONDS = 60.0
+PREPARERS = 2  # one renders while the other tokenizes
 # Seconds for which a model that has nothing to do waits for requests that are just being prepared: what comes together is read in one pass,
 # and each pass more takes 13 ms of a GPU and 200 of two CPU cores. One is prepared in 1 to 2 ms.
 GATHERING = 0.02
@@ -57,17 +61,20 @@ class Worker:
 
     def __init__(self, name: str, places: Callable[[OpenModel], int], figures: Figures, coming: Coming) -> None:
         self.name = name
+        self.coming = coming
+        # Threads that check its requests and render its template. They are its own: one whose template never ends delays no other model.
+        self.preparing = 0
+        self.preparers = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
         self.line: Line[Call] = Line(hand_over)
         self.working: list[Call] = []
         self.aborting = False
         self._last_used = time.monotonic()
         self._places = places
         self._figures = figures
-        self._coming = coming
         self._thread = ThreadPoolExecutor(1, "onedesk-serve")
         self._called = asyncio.Event()
         self._came: list[Call] = []  # that have something to look at
-        self._task = asyncio.get_running_loop().create_task(self._serve())
+        self._task = asyncio.get_running_loop().create_task(kept_up(f"the queue of {name}", self._serve))
 
     @property
     def idle_seconds(self) -> float:
@@ -96,24 +103,27 @@ class Worker:
 
     async def in_turn(self, work: Callable[[], object]) -> None:
         """Do something in the thread when it has ended what it works on now."""
-        await asyncio.wrap_future(self._thread.submit(work))
+        await asyncio.wrap_future(self._thread.submit(contained, work))
 
-    async def close(self) -> None:
-        """Stop what it works on, and end the thread."""
+    async def close(self, seconds: float = END_SECONDS) -> bool:
+        """Stop what it works on, and end its threads; whether they have within `seconds`."""
         self.line.hold()
         self.aborting = True
         self._task.cancel()
         await asyncio.wait([self._task])
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        done = await ended([self.preparers, self._thread], seconds)
         for call in self.working:
             call.end()
+        return done
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
+        for call in list(self.working):  # left by a failure of this task
+            self._finish(call, as_api_error(RuntimeError("the queue of a model failed")))
         while True:
             await self._called.wait()
+            done = loop.run_in_executor(self._thread, contained, self._work)
             self._called.clear()
-            done = loop.run_in_executor(self._thread, self._work)
             await asyncio.wait([done])
             # Whatever the thread failed with belongs to the calls that it was at, and is raised to those who wait for them.
             error = done.exception()
@@ -130,7 +140,7 @@ class Worker:
             self.working.append(call)
             if isinstance(call.task, Prepared):
                 if self._places(call.model) > call.places:
-                    self._coming.wait(GATHERING)
+                    self.coming.wait(GATHERING)
                 self._write(call)
             else:
                 call.enter()
@@ -164,18 +174,19 @@ class Worker:
                 first.put(Event(progress=progress), alone=False)
                 first.wake()
 
-        for event in model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report):
-            call = numbered.get(event.request)
-            if call is None:
-                continue  # it could not be told before; the model writes on until it looks
-            with Caught("telling of an answer") as caught:
-                if event.error is None:
-                    self._tell(call, event)
-            error = event.error or caught.error
-            if error is not None:
-                self._finish(call, error)
-            if error is not None or (event.result is not None and self._told(call, event)):
-                del numbered[event.request]
+        with closing(model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report)) as events:
+            for event in events:
+                call = numbered.get(event.request)
+                if call is None:
+                    continue  # it could not be told before; the model writes on until it looks
+                with Caught("telling of an answer") as caught:
+                    if event.error is None:
+                        self._tell(call, event)
+                error = event.error or caught.error
+                if error is not None:
+                    self._finish(call, error)
+                if error is not None or (event.result is not None and self._told(call, event)):
+                    del numbered[event.request]
 
     def _tell(self, call: Call, event: Event) -> None:
         """Hand an event to who waits for it."""
@@ -216,5 +227,7 @@ class Worker:
     def _finish(self, call: Call, error: BaseException | None = None) -> None:
         self.working.remove(call)
         self._last_used = time.monotonic()
-        self._figures.finished(self.name, Times(call.made, call.entered, call.first_token, time.perf_counter()))
-        call.end(error)
+        try:
+            self._figures.finished(self.name, Times(call.made, call.entered, call.first_token, time.perf_counter()))
+        finally:
+            call.end(error)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
+from ..core import CancelCheck
 from ..errors import ModelError, RequestError
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class RenderLimits:
     start_seconds: float = 30.0  # for the process to come up, on a machine that is busy
 
 
-Why = Literal["time", "memory", "ended"]
+Why = Literal["time", "memory", "ended", "cancelled"]
 
 
 class ChildEndedError(Exception):
@@ -71,11 +72,12 @@ class JinjaProcess:
         """Process id of the child, None while there is none."""
         return self._process.pid if self._process else None
 
-    def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit, ModelError where it cannot be started,
-        RequestError for values far beyond the limit of text, TypeError or ValueError for such that JSON cannot say."""
+    def render(self, source: str, values: Mapping[str, Any], cancel: CancelCheck | None = None) -> dict[str, Any]:
+        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit or once `cancel()` is true, ModelError
+        where it cannot be started, RequestError for values far beyond the limit of text, TypeError or ValueError for such that JSON cannot
+        say."""
         limits = self._limits
-        with self._lock:
+        with self._turn(cancel):
             known = self._running() and self._source == source
             request = {"source": None if known else source, "values": dict(values), "limit": limits.text}
             body = json.dumps(request | {"seconds": limits.seconds + _ALARM_AFTER}).encode("ascii")
@@ -83,9 +85,19 @@ class JinjaProcess:
                 raise RequestError(f"the conversation has {len(body):,} bytes; a prompt has at most {limits.text:,}: shorten the messages")
             if self._process is None:
                 self._start()
-            answer = self._exchange(body, limits.seconds)
+            answer = self._exchange(body, limits.seconds, cancel)
             self._source = source if "text" in answer else None
             return answer
+
+    @contextlib.contextmanager
+    def _turn(self, cancel: CancelCheck | None) -> Iterator[None]:
+        while not self._lock.acquire(timeout=_LOOK_EVERY):
+            if cancel is not None and cancel():
+                raise ChildEndedError("cancelled", None)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the child; a later render starts another."""
@@ -116,12 +128,12 @@ class JinjaProcess:
         except ChildEndedError as error:
             raise ModelError(f"the process that renders chat templates did not come up ({error}); is jinja2 installed whole?") from error
 
-    def _exchange(self, body: bytes | None, seconds: float) -> dict[str, Any]:
+    def _exchange(self, body: bytes | None, seconds: float, cancel: CancelCheck | None = None) -> dict[str, Any]:
         """Send a frame (None: nothing) and wait for one, ending the child past a limit."""
         process = self._process
         if process is None:
             raise ChildEndedError("ended", None)
-        watch = _Watch(process, seconds, self._limits.memory)
+        watch = _Watch(process, seconds, self._limits.memory, cancel)
         frame = None
         try:
             with watch:
@@ -144,10 +156,12 @@ class JinjaProcess:
 
 
 class _Watch:
-    """A thread that kills `process` past its time or memory, for as long as the block runs; `why` tells that it did."""
+    """A thread that kills `process` past its time or memory or once `cancel()` is true, for as long as the block runs; `why` tells that it
+    did."""
 
-    def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory: int, cancel: CancelCheck | None) -> None:
         self.why: Why | None = None
+        self._cancel = cancel
         self._process, self._memory = process, memory
         self._deadline = time.monotonic() + seconds
         self._done = threading.Event()
@@ -167,6 +181,8 @@ class _Watch:
                 self.why = "time"
             elif _resident(self._process.pid) > self._memory:
                 self.why = "memory"
+            elif self._cancel is not None and self._cancel():
+                self.why = "cancelled"
             if self.why:
                 self._process.kill()
                 return

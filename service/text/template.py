@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..core import Message, Thinking
-from ..errors import FileError, ModelError, RequestError
+from ..core import CancelCheck, Message, Thinking
+from ..errors import Cancelled, FileError, ModelError, RequestError
 from ..loader.files import exists_at_all, read_whole
 from ..loader.json_files import read_json_object
 from .jinja_process import ChildEndedError, JinjaProcess, RenderLimits
@@ -50,12 +50,13 @@ class ChatTemplate:
         thinking: Thinking = "auto",
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        cancel: CancelCheck | None = None,
     ) -> str:
         """The prompt for `messages` (Message, or mappings as the OpenAI API has them, for tool calls and content parts).
 
         thinking on and off pass enable_thinking, auto passes nothing. `extra` are further variables: tools, reasoning_effort,
         preserve_thinking, ... Raises RequestError where the template refuses the messages in its own words, ModelError where the
-        template is at fault: its grammar, the sandbox, or a limit of time, memory or length.
+        template is at fault: its grammar, the sandbox, or a limit of time, memory or length; Cancelled once `cancel()` is true.
         """
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
@@ -68,10 +69,12 @@ class ChatTemplate:
         if values["tools"] is not None:
             source = self._templates.get("tool_use", source)
         try:
-            answer = self._process.render(source, values)
+            answer = self._process.render(source, values, cancel)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"the messages or template options cannot be written as JSON: {error}") from error
         except ChildEndedError as error:
+            if error.why == "cancelled":
+                raise Cancelled("stopped while the chat template was rendered") from error
             raise ModelError(self._limit_message(error)) from error
         if "text" in answer:
             return answer["text"]

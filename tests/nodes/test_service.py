@@ -167,7 +167,7 @@ def test_a_place_in_the_services_queue_is_shown(desk: Desk) -> None:
     assert desk.writes(SERVICE, seed=20).ok
     found = find_service(desk.cache)
     assert found is not None
-    ask(found.address, "POST", "/memory/sleep", {})
+    ask(found.address, "POST", "/memory/sleep", {"wake": "manual"})
     run = desk.start(writing("a cat", where=SERVICE, seed=21))
     run.wait_until(lambda message: message.kind == "text" and "its turn at the service, place 1" in message.data["text"])
     ask(found.address, "POST", "/memory/wake", {})

@@ -30,9 +30,7 @@ def pool() -> Pool:
 @pytest.fixture
 def model(large: Path, pool: Pool, kernel_cache: Path, tmp_path: Path) -> Iterator[OpenModel]:
     """Not loaded. Code and kernels have run once with a tiny model, so that only the bytes of the large one are new."""
-    tiny = open_model(
-        write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=CONTEXT, kernel_cache=kernel_cache
-    )
+    tiny = open_model(write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=CONTEXT, kernel_cache=kernel_cache)
     write(tiny)
     tiny.close()
     opened = open_model(large, pool=pool, context=CONTEXT, device="cpu", load=False, kernel_cache=kernel_cache)

@@ -129,7 +129,7 @@ def test_it_streams_tokens_text_and_progress(desk: Desk) -> None:
 
 def test_a_place_in_its_queue_is_told(desk: Desk) -> None:
     address, told = desk.service.reach(), []
-    ask(address, "POST", "/memory/sleep", {}, seconds=60)
+    ask(address, "POST", "/memory/sleep", {"wake": "manual"}, seconds=60)
 
     def tell(progress: Progress) -> None:
         told.append(progress)
@@ -274,7 +274,7 @@ def test_a_service_that_was_killed_is_reported_and_started_anew(desk: Desk) -> N
             killed.append(desk.kill())
 
     with pytest.raises(PeerError, match="the local service"):
-        list(model.generate(request("x" * 1900), progress=kill))
+        list(model.generate(request("x" * 1900, tokens=120), progress=kill))  # long enough not to be done by then
     (pid,) = killed
     assert not model.busy
     assert model.held_bytes() == 0

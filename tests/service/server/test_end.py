@@ -79,7 +79,7 @@ def test_only_the_models_that_were_named_are_served_and_loaded_before_it_is_read
 
 def test_waiting_longer_than_the_deadline(starting: tuple[Server, Server]) -> None:
     server = starting[0].wait()
-    server.ask("POST", "/v1/memory/sleep", {})
+    server.ask("POST", "/v1/memory/sleep", {"wake": "manual"})
     status, headers, document = server.ask("POST", "/v1/chat/completions", SHORT)
     assert (status, document["error"]["code"], document["error"]["type"]) == (503, "deadline", "server_error")
     assert int(headers["Retry-After"]) >= 1

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,7 +38,7 @@ def test_without_the_token_only_health_answers(server: Server, method: str, path
     ):
         status, headers, document = server.ask(method, path, b"{}" if method == "POST" else None, headers={"Authorization": shown})
         if path == "/health":
-            assert (status, document["live"], set(document)) == (200, True, {"live", "ready", "version"})
+            assert (status, document["live"], set(document)) == (200, True, {"live", "ready", "version", "asleep", "wake"})
         else:
             assert (status, headers["WWW-Authenticate"], document["error"]["code"]) == (401, "Bearer", "invalid_api_key")
             assert server.token not in str(document)
@@ -78,6 +82,56 @@ def test_the_token_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -
     assert matches(token, token)
     assert not matches(token + " ", token)
     assert not matches("\udcff", token)
+
+
+def test_a_token_file_is_complete_or_absent_however_its_making_ends(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom onedesk.service.errors import FileError\n"
+        "from onedesk.service.peers.token_file import load_token\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)\n"
+        "try:\n    load_token(Path(sys.argv[1]))\nexcept FileError as error:\n    print(error)\n"
+    )
+    path = tmp_path / "service.token"
+    for size in (0, 1, 20):
+        told = subprocess.run([sys.executable, "-c", code, str(path), str(size)], capture_output=True, text=True, timeout=60, check=True)
+        assert "cannot be made" in told.stdout
+        assert list(tmp_path.iterdir()) == []
+    assert len(load_token(path)) >= 32
+
+
+@pytest.mark.parametrize("step", ["open", "fsync", "link", "unlink"])
+def test_a_start_that_was_killed_leaves_no_token_file_that_stops_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "service.token"
+
+    class KilledError(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", die)  # a killed process tidies nothing up
+        if step != "unlink":
+            patch.setattr(os, step, die)
+        with pytest.raises(KilledError):
+            load_token(path)
+    assert path.exists() == (step == "unlink")
+    assert load_token(path) == load_token(path)
+
+
+def test_services_that_start_at_once_have_one_token(tmp_path: Path) -> None:
+    for round in range(20):
+        path, together = tmp_path / f"{round}.token", threading.Barrier(8)
+
+        def load(path: Path = path, together: threading.Barrier = together) -> str:
+            together.wait()
+            return load_token(path)
+
+        with ThreadPoolExecutor(8) as threads:
+            assert len({one.result() for one in [threads.submit(load) for _ in range(8)]}) == 1
+    assert len(list(tmp_path.iterdir())) == 20
 
 
 def test_a_token_file_that_cannot_be_trusted(tmp_path: Path) -> None:

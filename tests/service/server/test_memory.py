@@ -84,7 +84,7 @@ def test_wrong_wishes(server: Server) -> None:
 def test_sleeping_and_waking_ten_times_changes_nothing(server: Server) -> None:
     text = server.client().chat.completions.create(**SHORT).choices[0].message.content
     for _ in range(10):
-        released = post(server, "sleep")["released"]
+        released = post(server, "sleep", {"wake": "manual"})["released"]
         assert sum(row["measured"] for row in released) >= 0.98 * sum(row["asked"] for row in released) > 0
         assert held(server) == 0
         woken = {row["owner"]: row for row in post(server, "wake")["woken"]}
@@ -92,10 +92,28 @@ def test_sleeping_and_waking_ten_times_changes_nothing(server: Server) -> None:
         assert server.client().chat.completions.create(**SHORT).choices[0].message.content == text
 
 
+def test_the_next_request_wakes_it_unless_an_owner_that_draws_does(server: Server) -> None:
+    text = server.client().chat.completions.create(**SHORT).choices[0].message.content
+    for body in ({}, {"wake": "request"}, {"wake": None}):
+        assert post(server, "sleep", body)["released"]
+        assert (held(server), server.ask("GET", "/health")[2]["wake"]) == (0, "request")
+        assert server.client().chat.completions.create(**SHORT).choices[0].message.content == text
+        assert (server.ask("GET", "/health")[2]["asleep"], held(server) > 0) == (False, True)
+    assert server.ask("POST", "/v1/memory/sleep", {"wake": "later"})[0] == 400
+
+
 def test_who_asks_while_it_sleeps_waits(server: Server) -> None:
-    post(server, "sleep")
-    assert post(server, "sleep") == {"released": [], "busy": []}
+    post(server, "sleep", {"wake": "manual"})
+    assert post(server, "sleep", {"wake": "manual"}) == {"released": [], "busy": []}
     assert server.ask("GET", "/v1/memory")[2]["asleep"] is True
+    assert {name: server.ask("GET", "/health")[2][name] for name in ("ready", "asleep", "wake")} == {
+        "ready": True,
+        "asleep": True,
+        "wake": "manual",
+    }
+    with closing(server.open_stream({"model": MODEL, "max_tokens": 2})) as stream:
+        assert b"asleep until POST /v1/memory/wake" in stream.recv(4096)
+    server.until("onedesk_waiting", 0)
     answers: list[str] = []
     client = server.client()
     thread = threading.Thread(target=lambda: answers.append(client.chat.completions.create(**SHORT).choices[0].finish_reason))

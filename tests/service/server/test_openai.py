@@ -119,7 +119,8 @@ def test_json(client: OpenAI) -> None:
 
 
 def test_reasoning_is_kept_apart(client: OpenAI) -> None:
-    options = {"model": THINKER, "max_tokens": 6, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 5}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 5, "onedesk": {"answer_tokens": 6}}
+    options = {"model": THINKER, "max_tokens": None, "extra_body": thinking}
     answer = chat(client, **options)
     message = answer.choices[0].message
     assert len(message.content) == 6
@@ -128,6 +129,29 @@ def test_reasoning_is_kept_apart(client: OpenAI) -> None:
     chunks = list(chat(client, stream=True, **options))
     assert "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks) == message.reasoning_content
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_all_that_is_generated_is_bounded_thoughts_included(client: OpenAI, name: str) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for most in (1, 7, 30):
+        answer = chat(client, **{"model": THINKER, "max_tokens": None, "extra_body": thinking, name: most})
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", most)
+        # Nothing closes the thoughts: as in other servers they may take all of it.
+        assert answer.usage.completion_tokens_details.reasoning_tokens == most
+    bounded = chat(client, **{"model": THINKER, "max_tokens": None, "extra_body": thinking | {"thinking_budget": 5}, name: 60})
+    assert bounded.usage.completion_tokens == 60
+    assert 5 <= bounded.usage.completion_tokens_details.reasoning_tokens < 60
+    assert bounded.choices[0].message.content
+
+
+def test_an_answer_may_have_a_budget_of_its_own(client: OpenAI) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 20}
+    answer = chat(client, model=THINKER, max_tokens=None, extra_body=thinking | {"onedesk": {"answer_tokens": 6}})
+    details = answer.usage.completion_tokens_details
+    assert (answer.usage.completion_tokens - details.reasoning_tokens, details.reasoning_tokens >= 20) == (6, True)
+    both = chat(client, model=THINKER, max_tokens=10, extra_body=thinking | {"onedesk": {"answer_tokens": 6}})
+    assert both.usage.completion_tokens == 10
 
 
 def test_only_reasoning_is_an_answer_without_content(client: OpenAI) -> None:
@@ -313,7 +337,7 @@ def test_sixty_four_streams_at_once_are_not_mixed_up(server: Server) -> None:
             texts[place] += chunk.choices[0].delta.content or ""
 
     threads = [threading.Thread(target=run, args=(place,)) for place in range(len(texts))]
-    assert server.ask("POST", "/v1/memory/sleep", {})[0] == 200  # nobody is let in before all are there
+    assert server.ask("POST", "/v1/memory/sleep", {"wake": "manual"})[0] == 200  # nobody is let in before all are there
     for thread in threads:
         thread.start()
     server.until("onedesk_waiting", 56)
@@ -350,7 +374,7 @@ def test_an_unknown_field_of_our_own_is_refused_with_those_that_there_are(server
     for name, shown in (("contxt", "contxt"), ("x" * 500, "x" * 40 + "...")):
         status, _, document = server.ask("POST", path, body | {"onedesk": {"quant": "none", name: 512}})
         assert (status, document["error"]["param"], document["error"]["code"]) == (400, f"onedesk.{shown}", "unknown_field")
-        words = f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, repetition_stop, detail"
+        words = f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, answer_tokens, repetition_stop, detail"
         assert document["error"]["message"] == words
     described = server.ask("GET", "/openapi.json")[2]["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert described["properties"]["onedesk"]["additionalProperties"] is False

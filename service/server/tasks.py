@@ -1,0 +1,61 @@
+"""Tasks and threads of the service that run as long as it does, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+log = logging.getLogger(__name__)
+
+REST_SECONDS = 1.0
+
+
+async def kept_up(title: str, work: Callable[[], Awaitable[object]]) -> None:
+    """Run `work` until it returns or this task is cancelled. Whatever it raises is logged, and after REST_SECONDS it begins again: a task
+    that died for good would leave the requests behind it without an answer, or the service without its upkeep."""
+    while True:
+        try:
+            await work()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # a panic of a Rust library is no Exception
+            log.exception("%s failed and begins again", title)
+            await asyncio.sleep(REST_SECONDS)
+        else:
+            return
+
+
+async def ended(executors: Sequence[ThreadPoolExecutor], seconds: float) -> bool:
+    """Take no more work for these threads, and wait up to `seconds` until they have ended; whether all have."""
+
+    def wait() -> None:
+        for executor in executors:
+            executor.shutdown(wait=False, cancel_futures=True)
+        for executor in executors:
+            executor.shutdown()
+
+    return await in_daemon(wait, seconds)
+
+
+async def in_daemon(work: Callable[[], object], seconds: float) -> bool:
+    """Do something in a thread that the end of the process does not wait for; whether it was done within `seconds`."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException:  # at the end nobody else is left to say so
+            log.exception("the service did not end in order")
+        with suppress(RuntimeError):  # the loop has ended before
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, name="onedesk-end", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), seconds)
+    except asyncio.TimeoutError:
+        return False
+    return True
