@@ -96,6 +96,31 @@ def plan_vision(checkpoint: Checkpoint) -> VisionPlan:
     return VisionPlan(vision, plan_weights(destinations(tower), files), preprocessor)
 
 
+def vision_figures(checkpoint: Checkpoint, device: torch.device) -> dict[str, int] | None:
+    """What reading pictures takes: bytes of the tower, and for a picture of the usual `pixels` its tokens and bytes of scratch.
+
+    None where the model reads none.
+    """
+    try:
+        plan = plan_vision(checkpoint)
+    except (ModelError, FileError):
+        return None
+    dtype = plan.plan.dtype if device.type == "cuda" else torch.float32
+    pixels = usual_pixels(plan.preprocessor, device)
+    tokens = pixels // plan.preprocessor.factor**2
+    return {
+        "tower": plan.plan.nbytes,
+        "pixels": pixels,
+        "tokens": tokens,
+        "scratch": plan.scratch_bytes(pixels, dtype) + plan.output_bytes(tokens, dtype),
+    }
+
+
+def usual_pixels(preprocessor: Preprocessor, device: torch.device) -> int:
+    """The limit of pixels per picture where nobody says."""
+    return max(preprocessor.min_pixels, GPU_PIXELS if device.type == "cuda" else CPU_PIXELS)
+
+
 @dataclass(frozen=True, slots=True)
 class PictureTask:
     """The pictures of one prompt: where their rows stand, and their pixels."""
@@ -198,7 +223,7 @@ class PictureReader:
         if len(pictures) > PICTURES_LIMIT:
             raise RequestError(f"the request has {len(pictures)} pictures; at most {PICTURES_LIMIT} are read at once")
         whole = self.plan.preprocessor
-        usual = max(whole.min_pixels, GPU_PIXELS if self._device.type == "cuda" else CPU_PIXELS)
+        usual = usual_pixels(whole, self._device)
         found = []
         for picture in pictures:
             preprocessor = whole.with_pixels(picture.pixels or pixels or usual)
