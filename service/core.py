@@ -44,10 +44,25 @@ ProgressReport = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """Decoded pixels: `rgb` holds one byte per value, [height, width, 3] from the top left. `name` is what messages call it.
+
+    `pixels` bounds its area after resizing; None: the request's limit.
+    """
+
+    width: int
+    height: int
+    rgb: bytes
+    name: str = "the picture"
+    pixels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer.
 
     `tool_calls` are an assistant's, as the OpenAI API has them; `tool_call_id` is the call that a turn of role "tool" answers.
+    `parts` are texts and pictures in their order, of a turn with pictures; `content` is then the texts alone (see `with_parts`).
     """
 
     role: str
@@ -55,6 +70,17 @@ class Message:
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str = ""
+    parts: tuple[str | Picture, ...] = ()
+
+    @classmethod
+    def with_parts(cls, role: str, *parts: str | Picture) -> Message:
+        """A turn of texts and pictures."""
+        return cls(role, "".join(part for part in parts if isinstance(part, str)), parts=parts)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those among the parts, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +210,9 @@ class Request:
     may instead be so many calls of `tools`.
     `continue_final_message`: the answer goes on in the last message. `parse_special`: texts of control tokens in a raw `prompt` are those
     tokens; in messages they never are.
+
+    `images` go with `prompt` and `ids`, in which the model's image token stands once per picture; messages hold their own. `pixels`
+    bounds the area of each picture after resizing; None: 1,048,576 on a GPU, 262,144 on a CPU.
     """
 
     messages: tuple[Message, ...] = ()
@@ -210,6 +239,13 @@ class Request:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     parse_special: bool = True
+    images: tuple[Picture, ...] = ()
+    pixels: int | None = None
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All pictures in the order of the prompt."""
+        return (*self.images, *(picture for message in self.messages for picture in message.pictures))
 
     def validated(self) -> Request:
         """Return self, or raise RequestError with the first thing that is wrong."""
@@ -227,6 +263,7 @@ class Request:
             raise RequestError("a ", Field("stop"), " string is empty; leave it out or write at least one character")
         _check_whole("logprobs", self.logprobs, 0, LOGPROBS_LIMIT)
         self._check_text()
+        self._check_pictures()
         self.sampling.validated()
         self._check_choices()
         return self
@@ -268,7 +305,9 @@ class Request:
             return
         if self.prompt is not None and not self.prompt:
             raise RequestError("the prompt is empty; write at least one character")
-        if self.messages and not any(m.content.strip() or m.reasoning.strip() or m.tool_calls for m in self.messages):
+        if self.messages and not any(
+            m.content.strip() or m.reasoning.strip() or m.tool_calls or m.pictures for m in self.messages
+        ):
             raise RequestError("the prompt is empty: no message has any text; write what the model should do")
         texts = [self.prompt or "", *(m.content for m in self.messages), *(m.reasoning for m in self.messages), *self.stop]
         for text in texts:
@@ -278,9 +317,17 @@ class Request:
                 raise RequestError(f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it")
 
 
+    def _check_pictures(self) -> None:
+        if self.images and self.messages:
+            raise RequestError(Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each")
+        pixels = self.pixels
+        if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
+            raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
+
+
 def require_user_text(messages: Sequence[Message]) -> None:
     """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be written."""
-    if not any(message.role == "user" and message.content.strip() for message in messages):
+    if not any(message.role == "user" and (message.pictures or message.content.strip()) for message in messages):
         raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
 
 

@@ -23,6 +23,7 @@ from ..text.repetition import RepetitionCheck
 from ..text.stops import StopStrings
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
+from .picture_reader import PictureTask
 from .sampler import Adjustments
 from .sequence import Limits, Sequence
 
@@ -43,7 +44,8 @@ class Guide(Protocol):
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that has passed every check: token ids, complete sampling, seed, limits. `reserve` are the tokens of an answer for which
-    room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`.
+    room is made at once; an answer whose thinking has no bound of its own may outgrow it, up to `limits.room`. `keys` are the ids as kept
+    prefixes know them: rows of `pictures` by their pixels.
 
     Its choices share what is here: `stop`, `closing` (the tokens of CLOSING) and `adjustments` are made once, before the model's turn.
     """
@@ -68,6 +70,8 @@ class Prepared:
     speculation: bool = True
     logprobs: int | None = None
     guide: Callable[[], Guide] | None = None
+    pictures: PictureTask | None = None
+    keys: tuple[int, ...] = ()
 
     @property
     def compares(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -131,12 +132,13 @@ class Generation:
                 return "writing"
             return None
         # More than a few rows are left to read, see first_piece.
-        shared = kv.usable(self._session.prefix.match(prepared.ids[:-FEW_ROWS])) if prepared.prefix_reuse else []
+        shared = kv.usable(self._session.prefix.match(prepared.keys[:-FEW_ROWS])) if prepared.prefix_reuse else []
         if not self._may_read(row, len(shared) * BLOCK):
             return None
         if not (kv.fits(row.capacity, shared) if prepared.beams is None else Search.fits(kv, prepared)):
             return None
         row.kv = kv.open(row.capacity, shared)
+        row.kv.shift = prepared.pictures.positions.delta if prepared.pictures is not None else 0
         if prepared.beams is not None:
             self._searches[ticket] = Search(prepared, self._call.runner, row.kv)
         if not job.begun:
@@ -146,10 +148,12 @@ class Generation:
     def _may_read(self, row: Row, known: int) -> bool:
         """Whether a row may read its prompt from `known` on: nobody else reads, or one pass reads the rest of all prompts, each as it would
         be read alone. Where one of them reads a block that it begins with too, it waits for that."""
-        call, ids = self._call, row.prepared.ids
+        call, ids = self._call, row.prepared.keys
         reading = self._reading()
         if not reading:
             return True
+        if any(other.prepared.pictures is not None for other in (row, *reading)):
+            return False
         left = [len(ids) - known, *(len(other.prepared.ids) - other.kv.length for other in reading if other.kv is not None)]
         more = known + BLOCK
         shares = row.prepared.prefix_reuse and more < len(ids) - FEW_ROWS
@@ -157,7 +161,7 @@ class Generation:
             call.runner.reads_several
             and min(left) > FEW_ROWS
             and sum(left) <= call.runner.chunk_rows
-            and not any(call.job(other) is call.job(row) or (shares and other.prepared.ids[:more] == ids[:more]) for other in reading)
+            and not any(call.job(other) is call.job(row) or (shares and other.prepared.keys[:more] == ids[:more]) for other in reading)
         )
 
     def _joined(self) -> bool:
@@ -204,10 +208,14 @@ class Generation:
         if len(rows) == 1:
             row, at = rows[0], kvs[0].length
             whole = len(call.scheduler.working) == 1
-            return call.runner.prefill(kvs[0], ids[0], unwanted, lambda done: self._tell_read([(row, at + done)]), whole=whole)[None]
+            report = partial(self._tell_one, row, at)
+            return call.runner.prefill(kvs[0], ids[0], unwanted, report, whole=whole, pictures=row.prepared.pictures)[None]
         scores = call.runner.prefill_several(kvs, ids, unwanted)
         self._tell_read([(row, kv.length) for row, kv in zip(rows, kvs, strict=True)])
         return scores
+
+    def _tell_one(self, row: Row, before: int, done: int) -> None:
+        self._tell_read([(row, before + done)])
 
     def _tell_read(self, read: Sequence[tuple[Row, int]]) -> None:
         """One pass was made, and so much of each prompt is read now."""

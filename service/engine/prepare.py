@@ -18,6 +18,8 @@ from ..text.stops import StopStrings
 from .answer import CLOSING, Prepared
 from .beam_search import Search
 from .effective_sampling import effective_sampling
+from .picture_reader import PictureReader
+from .prepare_pictures import place_pictures
 from .sampler import Adjustments
 from .sequence import Limits
 from .session import Blueprint
@@ -26,10 +28,16 @@ from .session import Blueprint
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> Prepared:
+def prepare(
+    request: Request,
+    blueprint: Blueprint,
+    language: Language,
+    cancel: CancelCheck | None = None,
+    reader: PictureReader | None = None,
+) -> Prepared:
     """Check `request` and turn it into token ids with complete sampling and limits, and make what its choices share.
 
-    Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
+    `reader` reads its pictures. Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
     """
     request = request.validated()
     require_head(blueprint)
@@ -37,6 +45,7 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
     prompt = _prompt(request, blueprint.context, language, cancel)
     ids, in_reasoning = prompt.ids, prompt.in_reasoning
     check_ids(ids, blueprint.widths.vocab)
+    ids, pictures = place_pictures(request, ids, reader, blueprint.context)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
     if room < 1:
@@ -77,17 +86,25 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
         speculation=request.speculation,
         logprobs=request.logprobs,
         guide=guide.fork if guide is not None else None,
+        pictures=pictures,
+        keys=pictures.keys(ids) if pictures is not None else tuple(ids),
     )
 
 
-def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> list[Prepared]:
+def prepare_all(
+    requests: Sequence[Request],
+    blueprint: Blueprint,
+    language: Language,
+    cancel: CancelCheck | None = None,
+    reader: PictureReader | None = None,
+) -> list[Prepared]:
     """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
     if not requests:
         raise RequestError("the list of requests is empty; give at least one")
     prepared = []
     for place, request in enumerate(requests, 1):
         try:
-            prepared.append(prepare(request, blueprint, language, cancel))
+            prepared.append(prepare(request, blueprint, language, cancel, reader))
         except OnedeskError as error:
             if len(requests) == 1:
                 raise

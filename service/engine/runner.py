@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck, Logprobs
-from ..kernels.forward_batch import BLOCK, FEW_ROWS
+from ..kernels.forward_batch import BLOCK, FEW_ROWS, ForwardBatch, RotaryTable
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.draft import carried, residual
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
 from .drafting import HELD, Drafting
+from .picture_reader import PictureStopped, PictureTask
 from .scoring import scored_rows
 
 # Tokens a chunk: enough for the matrix products to reach their rate, few enough to stop between two of them.
@@ -68,10 +70,13 @@ class Runner:
         buffers: tuple[ChunkBuffers, DecodeBuffers],
         gate: WeightArrival | None = None,
         drafting: Drafting | None = None,
+        rotary: RotaryTable | None = None,
     ) -> None:
-        """`gate` is asked for weights before they are used (see Destination.part); None when all are there."""
+        """`rotary`: the network's, of a model that reads pictures.
+        `gate` is asked for weights before they are used (see Destination.part); None when all are there."""
         self.gate = gate
         self.drafting = drafting
+        self.rotary = rotary
         self.network = network
         self.kv = kv
         self.scratch = scratch
@@ -87,7 +92,7 @@ class Runner:
         """Let go of every tensor; the runner cannot be used afterwards."""
         if self.drafting is not None:
             self.drafting.close()
-        del self.drafting, self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
+        del self.drafting, self.rotary, self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
 
     def prefill(
         self,
@@ -97,8 +102,10 @@ class Runner:
         report: Callable[[int], None],
         *,
         whole: bool = True,
+        pictures: PictureTask | None = None,
     ) -> torch.Tensor:
-        """Read `ids` behind the sequence, or one chunk of them where not `whole`; `report` gets how many are read.
+        """Read `ids` behind the sequence, or one chunk of them where not `whole`; `report` gets how many are read. `pictures` are those of
+        the whole sequence.
 
         Returns the scores [vocab] for the token behind what was read. Raises Stopped when `cancel` turns true, at the latest after one
         layer of one chunk.
@@ -108,7 +115,7 @@ class Runner:
             left = len(ids) - done
             border = 0 if sequence.cuts_anywhere else last_border(sequence.length, left)
             piece = ids[done : done + first_piece(left, self.chunk_rows, border)]
-            state = self._forward(sequence, piece, cancel, before=ids[:done])
+            state = self._forward(sequence, piece, cancel, before=ids[:done], pictures=pictures)
             self._see(sequence, piece, state)
             sequence.keep_checkpoint()
             done += len(piece)
@@ -169,12 +176,20 @@ class Runner:
             start = sequence.length - (0 if ahead else len(ids))
             self.drafting.see(sequence, start, ids, carried(self.network, state[-HELD:] if len(ids) > HELD else state, self.scratch))
 
-    def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None, *, top: int = 0) -> list[Logprobs]:
+    def logprobs(
+        self,
+        ids: Sequence[int],
+        cancel: CancelCheck | None = None,
+        *,
+        top: int = 0,
+        pictures: PictureTask | None = None,
+    ) -> list[Logprobs]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model, and the `top` likeliest ids there."""
         found: list[Logprobs] = []
         with self.kv.open(len(ids)) as sequence:
             for at in range(0, len(ids), self.chunk_rows):
-                state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel).clone()
+                piece = ids[at : at + self.chunk_rows]
+                state = self._forward(sequence, piece, cancel, pictures=pictures).clone()
                 following = ids[at + 1 : at + 1 + len(state)]
                 for row in range(0, len(following), SCORED_ROWS):
                     wanted = torch.tensor(following[row : row + SCORED_ROWS], device=state.device)
@@ -223,6 +238,7 @@ class Runner:
         cancel: CancelCheck | None,
         seen: BetweenLayers | None = None,
         before: Sequence[int] = (),
+        pictures: PictureTask | None = None,
     ) -> torch.Tensor:
         """One chunk, each block after its weights have come and unless `cancel` is true; `seen` gets the state before each. `before`: see
         ChunkBuffers.fill.
@@ -230,9 +246,25 @@ class Runner:
         if self.gate is not None:
             self.gate.fetch_rows(ids)
         chunk, rows = self.chunk.fill(sequence, ids, before)
-        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, seen))
+        with self._placed(rows, sequence.length, pictures, cancel):
+            state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, seen))
         sequence.advance(len(ids))
         return state
+
+    @contextmanager
+    def _placed(self, batch: ForwardBatch, first: int, pictures: PictureTask | None, cancel: CancelCheck | None) -> Iterator[None]:
+        """The rows of a chunk with what stands for pictures in it. Raises Stopped when `cancel` turns true while the tower reads."""
+        if pictures is None:
+            yield
+            return
+        if self.rotary is None:
+            raise ValueError("the runner was made without the rotary table that pictures need")
+        with ExitStack() as held:
+            try:
+                held.enter_context(pictures.rows(batch, first, self.rotary, cancel))
+            except PictureStopped:
+                raise Stopped from None
+            yield
 
     def _between(self, cancel: CancelCheck | None, seen: BetweenLayers | None = None) -> BetweenLayers:
         def between(index: int, state: torch.Tensor) -> None:

@@ -63,10 +63,10 @@ class Row:
 
     @property
     def known(self) -> list[int]:
-        """The tokens that its cache certainly holds."""
+        """The tokens that its cache certainly holds, as kept prefixes know them."""
         if self.kv is None:
             return []
-        ids = [*self.prepared.ids, *self.answer.ids]
+        ids = [*self.prepared.keys, *self.answer.ids]
         return ids[: self.kv.length - self.launched]
 
     def leave(self) -> None:
