@@ -19,6 +19,7 @@ from .core import (
     Event,
     Logprobs,
     Message,
+    Picture,
     ProgressReport,
     Request,
     Stage,
@@ -28,7 +29,9 @@ from .engine.batch import Accounting, Controls
 from .engine.batch_loop import BatchLoop
 from .engine.completion import Prepared, cancelled_result
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
-from .engine.prepare import check_ids, prepare, prepare_all
+from .engine.picture_reader import PictureReader
+from .engine.prepare import check_ids, prepare, prepare_all, require_head
+from .engine.prepare_pictures import place_pictures
 from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
 from .engine.session import (
@@ -42,7 +45,7 @@ from .engine.session import (
 )
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, Field, Named, OnedeskError, RequestError
-from .loader.checkpoint import open_checkpoint
+from .loader.checkpoint import Checkpoint, open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
@@ -68,7 +71,10 @@ class OpenModel:
     One run at a time; others wait. Made by `open_model`.
     """
 
-    def __init__(self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path) -> None:
+    def __init__(
+        self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path, whole: Checkpoint | None = None
+    ) -> None:
+        """`whole`: the checkpoint with its vision tower, of which `blueprint` has the text network."""
         self.name = name
         self.path = path
         self.pool = pool
@@ -85,6 +91,19 @@ class OpenModel:
         # For the host application, such as ComfyUI's patcher; not used here.
         self.companion: object = None
         self.language = Language(blueprint.checkpoint.folder)
+        indexer = blueprint.config.indexer
+        stretch = indexer.ratio if indexer else 1
+        self.reader = PictureReader(name, whole or blueprint.checkpoint, pool, blueprint.device, kernel_cache, stretch)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it reads pictures."""
+        return self.reader.sees
+
+    def picture_sizes(self, pictures: Sequence[Picture], pixels: int | None = None) -> list[tuple[int, int, int]]:
+        """Width and height after resizing, and tokens, of each picture. Raises RequestError, ModelError where it does not see."""
+        sizes = [(one.factor, span) for one, span in self.reader.sizes(pictures, pixels)]
+        return [(span.width * side, span.height * side, span.tokens) for side, span in sizes]
 
     @property
     def context(self) -> int:
@@ -121,6 +140,7 @@ class OpenModel:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._policy = policy
+        self.reader.offer(policy)
         if (session := self._session) is not None:
             session.offer(policy, self.give_way)
 
@@ -163,6 +183,11 @@ class OpenModel:
         """Token ids of `text`, control tokens recognized."""
         return self.tokenizer.encode(text)
 
+    def encode_for_vector(self, text: str, instruction: str = "") -> list[int]:
+        """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the instruction of a
+        query where one is given, in the form that Qwen's embedding models are trained on."""
+        return self.tokenizer.encode_for_pooling(f"Instruct: {instruction}\nQuery:{text}" if instruction else text)
+
     def render(self, messages: Sequence[Message], thinking: Thinking = "auto") -> str:
         """The conversation as the model's prompt."""
         return self.template.render(messages, thinking=thinking)
@@ -170,7 +195,7 @@ class OpenModel:
     def held_bytes(self) -> int:
         """Bytes leased now."""
         session = self._session
-        return session.held_bytes() if session else 0
+        return (session.held_bytes() if session else 0) + self.reader.held_bytes()
 
     @property
     def kv_blocks(self) -> tuple[int, int, int]:
@@ -227,7 +252,7 @@ class OpenModel:
         """
         controls = Controls(cancel, cancel_request, progress)
         with Named("preparing a request"):
-            prepared = prepare_all(requests, self._blueprint, self.language, cancel)
+            prepared = prepare_all(requests, self._blueprint, self.language, cancel, self.reader)
         return self._whole(self._run(prepared, controls))
 
     def _whole(self, events: Events) -> Events:
@@ -243,7 +268,7 @@ class OpenModel:
     def prepared(self, request: Request, *, cancel: CancelCheck | None = None) -> Prepared:
         """`request` checked, for `serve`. Raises RequestError, ModelError, Cancelled."""
         with Named("preparing a request"):
-            return prepare(request, self._blueprint, self.language, cancel)
+            return prepare(request, self._blueprint, self.language, cancel, self.reader)
 
     def serve(
         self,
@@ -264,9 +289,22 @@ class OpenModel:
 
     def scored(self, ids: Sequence[int], top: int, *, cancel: CancelCheck | None = None) -> list[Logprobs]:
         """As `score`, with the `top` likeliest ids at each position."""
+        require_head(self._blueprint)
         self.check_fits(ids)
         with self._use("score", cancel), self._session_for(None, cancel) as session:
             return session.runner.logprobs(ids, cancel, top=top)
+
+    def score_pictures(
+        self, ids: Sequence[int], pictures: Sequence[Picture], pixels: int | None = None, *, cancel: CancelCheck | None = None
+    ) -> list[float | None]:
+        """As `score` for ids in which the image token stands once per picture: None at every row of a picture."""
+        request = Request(ids=tuple(ids), images=tuple(pictures), pixels=pixels).validated()
+        check_ids(ids, self.vocab_size)
+        found, task = place_pictures(request, ids, self.reader, self.context)
+        with self._use("score", cancel), self._session_for(None, cancel) as session:
+            scored = session.runner.logprobs(found, cancel, pictures=task)
+        inside = {row for span in (task.positions.spans if task else ()) for row in range(span.first, span.end)}
+        return [None if row in inside else one.token for row, one in enumerate(scored, 1)]
 
     def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
         """As `score` for a text of any length, in windows that overlap by half; also returns the number of windows."""
@@ -331,11 +369,11 @@ class OpenModel:
     def _release(self) -> tuple[Released, ...]:
         session, self._session = self._session, None
         if session is None:
-            return ()
+            return self.reader.release()
         meter = StageMeter(self.pool)
         self._leaks.mark(BETWEEN)
         with meter.measure("release"):
-            released = session.release()
+            released = (*session.release(), *self.reader.release())
         del session  # frees its buffers outside the leases
         self._leaks.mark("release")
         measured = sum(r.measured for r in released)
@@ -452,7 +490,7 @@ def open_model(
     blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(
         pool
     )
-    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache)
+    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache, checkpoint)
     if load:
         opened.load(progress=progress, cancel=cancel)
     return opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
@@ -59,11 +59,26 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """Decoded pixels: `rgb` holds one byte per value, [height, width, 3] from the top left. `name` is for messages.
+
+    `pixels` bounds its area after resizing; None: the request's limit.
+    """
+
+    width: int
+    height: int
+    rgb: bytes
+    name: str = "the picture"
+    pixels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. `reasoning` is the reasoning of an assistant turn, apart from its answer.
 
     `tool_calls` are an assistant's, as the OpenAI API has them; `tool_call_id` is the call that a turn of role "tool"
-    answers.
+    answers. `parts` are the texts and pictures of a turn with pictures, in order; `content` is then the texts alone
+    (see `with_parts`).
     """
 
     role: str
@@ -71,6 +86,17 @@ class Message:
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str = ""
+    parts: tuple[str | Picture, ...] = ()
+
+    @classmethod
+    def with_parts(cls, role: str, *parts: str | Picture) -> Message:
+        """A turn of texts and pictures."""
+        return cls(role, "".join(part for part in parts if isinstance(part, str)), parts=parts)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those among the parts, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,24 +209,28 @@ def _check_whole(name: str, value: object, low: int, high: int, note: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a model: a conversation, a raw text without a template (`prompt`), or raw token ids. Exactly one
-    of them.
+    """What is asked of a model: exactly one of a conversation, a raw text without a template (`prompt`), and raw token
+    ids.
 
-    `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside
-    the answer). `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use
+    `max_tokens` bounds the answer; `thinking_budget` bounds the reasoning (None: what the context leaves besides the
+    answer). `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use
     all of it, or half where the answer follows a schema.
     `repetition_stop` None means on, except for raw ids.
 
-    `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be
-    alone. `best_of` draws so many and gives the `n` with the highest summed log-probability, best first. `beams`
-    searches so many wide for the most probable text instead of drawing, see engine/beam_search.py, and gives the `n`
-    best. `prefix_reuse` allows to begin with keys and values that an earlier prompt left, `speculation` to verify
-    several draft tokens in one pass; neither changes what is written.
+    `n` choices are decoded together; choice i uses the seed + i mod 2^64 and is the text that it would be alone.
+    `best_of` N draws N choices and returns the `n` with the highest summed log-probability, best first. `beams` N runs a
+    beam search with N beams instead of drawing, see engine/beam_search.py, and returns the `n` best. `prefix_reuse`
+    allows prefix caching, `speculation` speculative decoding; neither changes the completion.
 
     `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are
-    the texts before and behind the document. `logprobs` N gives each token of the answer its log-probability and those
+    the texts before and after the document. `logprobs` N gives each token of the answer its log-probability and those
     of the N likeliest, see Logprobs. `tools` (as the OpenAI API has them) and `template_options` are for the chat
-    template.
+    template. `calls` 1 or more: an answer bound to a schema may instead be up to that many calls of `tools`.
+    `continue_final_message`: the answer continues the last message. `parse_special`: texts of control tokens in a raw
+    `prompt` are those tokens; in messages they never are.
+
+    `images` belong to `prompt` and `ids`, in which the model's image token stands once per picture; messages have their
+    own. `pixels` bounds the area of each picture after resizing; None: 1,048,576 on a GPU, 262,144 on a CPU.
     """
 
     messages: tuple[Message, ...] = ()
@@ -223,6 +253,17 @@ class Request:
     logprobs: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    calls: int = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    parse_special: bool = True
+    images: tuple[Picture, ...] = ()
+    pixels: int | None = None
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All pictures in the order of the prompt."""
+        return (*self.images, *(picture for message in self.messages for picture in message.pictures))
 
     def validated(self) -> Request:
         """Return self. Raises RequestError for the first invalid value."""
@@ -240,6 +281,7 @@ class Request:
             raise RequestError("a ", Field("stop"), " string is empty; leave it out or write at least one character")
         _check_whole("logprobs", self.logprobs, 0, LOGPROBS_LIMIT)
         self._check_text()
+        self._check_pictures()
         self.sampling.validated()
         self._check_choices()
         return self
@@ -291,8 +333,10 @@ class Request:
             return
         if self.prompt is not None and not self.prompt:
             raise RequestError("the prompt is empty; write at least one character")
-        if self.messages and not any(m.role == "user" and m.content.strip() for m in self.messages):
-            raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
+        if self.messages and not any(
+            m.content.strip() or m.reasoning.strip() or m.tool_calls or m.pictures for m in self.messages
+        ):
+            raise RequestError("the prompt is empty: no message has any text; write what the model should do")
         texts = [
             self.prompt or "",
             *(m.content for m in self.messages),
@@ -306,6 +350,20 @@ class Request:
                 raise RequestError(
                     f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it"
                 )
+
+
+    def _check_pictures(self) -> None:
+        if self.images and self.messages:
+            raise RequestError(Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each")
+        pixels = self.pixels
+        if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
+            raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
+
+
+def require_user_text(messages: Sequence[Message]) -> None:
+    """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be written."""
+    if not any(message.role == "user" and (message.pictures or message.content.strip()) for message in messages):
+        raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,12 +141,13 @@ class BatchLoop:
                 return "decoding"
             return None
         # More than FEW_ROWS tokens are left to prefill, see first_piece.
-        cached = kv.usable(self._session.prefix.match(prepared.ids[:-FEW_ROWS])) if prepared.prefix_reuse else []
+        cached = kv.usable(self._session.prefix.match(prepared.keys[:-FEW_ROWS])) if prepared.prefix_reuse else []
         if not self._may_prefill(sequence, len(cached) * BLOCK):
             return None
         if not (kv.fits(sequence.capacity, cached) if prepared.beams is None else BeamSearch.fits(kv, prepared)):
             return None
         sequence.kv = kv.open(sequence.capacity, cached)
+        sequence.kv.shift = prepared.pictures.positions.delta if prepared.pictures is not None else 0
         if prepared.beams is not None:
             self._searches[ticket] = BeamSearch(prepared, self._runner, sequence.kv)
         if not request.prefilled:
@@ -157,24 +158,27 @@ class BatchLoop:
         """Whether a sequence may prefill its prompt now, from token `cached` on.
 
         It may if no other does, or if one pass prefills the rest of all prompts, each with the scores that it would
-        have alone. A prompt whose next block another one computes just now waits for that block.
+        have alone. A prompt whose next block another one computes just now waits for that block, and one with pictures
+        is always alone.
         """
         prefilling = self._batch.in_state("prefilling")
         if not prefilling:
             return True
-        ids = sequence.prepared.ids
+        if any(other.prepared.pictures is not None for other in (sequence, *prefilling)):
+            return False
+        keys = sequence.prepared.keys
         left = [
-            len(ids) - cached,
+            len(keys) - cached,
             *(len(other.prepared.ids) - other.kv.length for other in prefilling if other.kv is not None),
         ]
         more = cached + BLOCK
-        shares = sequence.prepared.prefix_reuse and more < len(ids) - FEW_ROWS
+        shares = sequence.prepared.prefix_reuse and more < len(keys) - FEW_ROWS
         return (
             self._runner.reads_several
             and min(left) > FEW_ROWS
             and sum(left) <= self._runner.chunk_rows
             and not any(
-                other.request is sequence.request or (shares and other.prepared.ids[:more] == ids[:more])
+                other.request is sequence.request or (shares and other.prepared.keys[:more] == keys[:more])
                 for other in prefilling
             )
         )
@@ -217,12 +221,19 @@ class BatchLoop:
 
         if len(sequences) == 1:
             sequence, before = sequences[0], kvs[0].length
-            whole = len(self._scheduler.working) == 1
 
             def report(done: int) -> None:
                 self._count_prefill([(sequence, before + done)])
 
-            return runner.prefill(kvs[0], ids[0], all_cancelled, report, whole=whole, restart=must_restart)[None]
+            return runner.prefill(
+                kvs[0],
+                ids[0],
+                all_cancelled,
+                report,
+                whole=len(self._scheduler.working) == 1,
+                pictures=sequence.prepared.pictures,
+                restart=must_restart,
+            )[None]
         scores = runner.prefill_several(kvs, ids, all_cancelled, must_restart)
         self._count_prefill([(sequence, kv.length) for sequence, kv in zip(sequences, kvs, strict=True)])
         return scores

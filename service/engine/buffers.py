@@ -60,9 +60,11 @@ class DecodeBuffers:
     sequence's blocks are those of an earlier sequence or 0: valid blocks, never used.
     """
 
-    def __init__(self, lease: Lease, network: Decoder, kv: PagedKV, scratch: Scratch) -> None:
+    def __init__(self, lease: Lease, network: Decoder, kv: PagedKV, scratch: Scratch, *, turned: bool = False) -> None:
+        """`turned`: the model reads pictures, so rotary positions differ from rows."""
         self.ids = lease.carve((MAX_BATCH,), torch.int64).zero_()
         self.positions = lease.carve((MAX_BATCH,), torch.int32).zero_()
+        self.turns = lease.carve((MAX_BATCH,), torch.int32).zero_() if turned else self.positions
         self.tables = lease.carve((MAX_BATCH, kv.table_width), torch.int32).zero_()
         self._slots = SlotBuffers(lease, MAX_BATCH) if kv.states is not None else None
         self._network = network
@@ -70,23 +72,26 @@ class DecodeBuffers:
         self._scratch = scratch
         self._ids = [self.ids[:batch] for batch in range(MAX_BATCH + 1)]
         self._positions = [self.positions[:batch] for batch in range(MAX_BATCH + 1)]
+        self._turns = [self.turns[:batch] if turned else None for batch in range(MAX_BATCH + 1)]
         slots = [self._slots.views(batch) if self._slots else None for batch in range(MAX_BATCH + 1)]
         self._steps = [
-            DecodeBatch(self.positions[:batch], self.tables[:batch], 0, slots[batch]) for batch in range(MAX_BATCH + 1)
+            DecodeBatch(self.positions[:batch], self.tables[:batch], 0, slots[batch], turns=self._turns[batch])
+            for batch in range(MAX_BATCH + 1)
         ]
         self._checks = [
-            VerifyPass(self.positions[:count], self.tables[:1], 0, slots[count], start=0)
+            VerifyPass(self.positions[:count], self.tables[:1], 0, slots[count], start=0, turns=self._turns[count])
             for count in range(MAX_BATCH + 1)
         ]
         # Whose table, in which version, each row of `tables` holds.
         self._held: list[tuple[SequenceKV | None, int]] = [(None, 0)] * MAX_BATCH
 
     @staticmethod
-    def nbytes(context: int, *, recurrent: bool) -> int:
+    def nbytes(context: int, *, recurrent: bool, turned: bool = False) -> int:
         """Bytes for sequences of up to `context` tokens, with recurrent states or without, alignment included."""
         tables = carved_bytes((MAX_BATCH, blocks_for(context)), torch.int32)
         slots = SlotBuffers.nbytes(MAX_BATCH) if recurrent else 0
-        return carved_bytes((MAX_BATCH,), torch.int64) + carved_bytes((MAX_BATCH,), torch.int32) + tables + slots
+        positions = carved_bytes((MAX_BATCH,), torch.int32) * (2 if turned else 1)
+        return carved_bytes((MAX_BATCH,), torch.int64) + positions + tables + slots
 
     def fill(self, sequences: Sequence[SequenceKV], tokens: Sequence[int], batch: int | None = None) -> int:
         """Put token i after sequence i; rows up to `batch` (default: as many as sequences) repeat the first. Returns
@@ -115,6 +120,10 @@ class DecodeBuffers:
         missing = batch - len(sequences)
         for row in range(len(sequences), batch):
             self._hold_table(row, sequences[0])
+        turns = self._turns[batch]
+        if turns is not None:
+            turned = [position + sequence.shift for position, sequence in zip(positions, sequences, strict=True)]
+            _put(turns, turned + turned[:1] * missing)
         return positions + positions[:1] * missing
 
     def fill_verify(self, sequence: SequenceKV, ids: Sequence[int]) -> tuple[torch.Tensor, VerifyPass]:
@@ -128,6 +137,9 @@ class DecodeBuffers:
         self._hold_table(0, sequence)
         _put(self._ids[count], ids)
         _put(self._positions[count], range(start, start + count))
+        turns = self._turns[count]
+        if turns is not None:
+            _put(turns, range(start + sequence.shift, start + sequence.shift + count))
         if self._slots is not None:
             self._slots.fill(sequence.verify_slots)
         rows = self._checks[count]

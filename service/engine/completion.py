@@ -19,10 +19,12 @@ from ..core import (
     Usage,
 )
 from ..text.grammar import Guide
+from ..text.reasoning import CLOSE
 from ..text.repetition import RepetitionCheck
 from ..text.stops import StopStrings
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
+from .picture_reader import PictureTask
 from .sampler import Adjustments
 
 # Forced after reasoning that has used up its budget, so that the answer can begin (our wording).
@@ -45,7 +47,8 @@ class Prepared:
 
     `reserve`: tokens of an answer for which KV blocks are reserved at once. An answer whose reasoning has no budget of
     its own may outgrow it, up to `limits.room`. The choices share what is here: `stop`, `closing` (the tokens of
-    CLOSING) and `adjustments` are made once, before the request waits for the model.
+    CLOSING) and `adjustments` are made once, before the request waits for the model. `keys` are the ids as keys of the
+    prefix cache, with the rows of `pictures` by their pixels.
     """
 
     ids: tuple[int, ...]
@@ -68,6 +71,8 @@ class Prepared:
     speculation: bool = True
     logprobs: int | None = None
     guide: Callable[[], Guide] | None = None
+    pictures: PictureTask | None = None
+    keys: tuple[int, ...] = ()
 
     @property
     def compares(self) -> bool:
@@ -97,6 +102,7 @@ class Completion:
         self._text = (
             TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
         )
+        self._close = tokenizer.id_of(CLOSE) if tokenizer else None
         self._guide = prepared.guide() if prepared.guide else None
         self._forced: deque[int] = deque()
         # The token that must come next although it was not sampled; None: sample.
@@ -122,6 +128,12 @@ class Completion:
     def allowed(self) -> np.ndarray | None:
         """Which ids may come next by the grammar: bool [limit], None for all. Reasoning is free."""
         return None if self._guide is None or self.in_reasoning else self._guide.allowed()
+
+    def corrected(self, token: int) -> int:
+        """The token to take instead of a sampled one: an EOS inside the reasoning of a completion bound to a grammar
+        closes the reasoning instead."""
+        closes = self._guide is not None and self.in_reasoning and token in self._prepared.limits.eos
+        return self._close if closes and self._close is not None else token
 
     def take(self, token: int, *, forced: bool = False) -> Event | None:
         """Append the next token; returns what became visible, None for an EOS."""

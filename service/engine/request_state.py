@@ -32,6 +32,7 @@ class RunningSequence:
         self.sampler = Sampler(prepared.sampling, seed, (), prepared.choosable, top=top, adjustments=shared)
         if self.completion.guided:
             self.sampler.allowed = self.completion.allowed
+            self.sampler.corrected = self.completion.corrected
         self.kv: SequenceKV | None = None
         # Tokens of the completion that the cache does not hold yet: the latest one, or all of them after a preemption.
         self.feed: deque[int] = deque()
@@ -64,10 +65,10 @@ class RunningSequence:
 
     @property
     def cached_ids(self) -> list[int]:
-        """The tokens that its cache certainly holds."""
+        """The tokens that its cache certainly holds, as keys of the prefix cache."""
         if self.kv is None:
             return []
-        ids = [*self.prepared.ids, *self.completion.ids]
+        ids = [*self.prepared.keys, *self.completion.ids]
         return ids[: self.kv.length - self.launched]
 
     def close_cache(self) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ..cache.paged import PagedKV, SequenceKV
 from ..core import CancelCheck, Logprobs
-from ..kernels.forward_batch import BLOCK, FEW_ROWS
+from ..kernels.forward_batch import BLOCK, FEW_ROWS, ForwardBatch, RotaryTable
 from ..model.arrival import EMBEDDING, WeightArrival
 from ..model.draft import carried, residual
 from ..model.layers import BetweenLayers, Decoder, Scratch
 from .buffers import ChunkBuffers, DecodeBuffers
 from .drafting import HELD_ROWS, Drafting
+from .picture_reader import PictureStopped, PictureTask
 from .scoring import scored_rows
 
 # Tokens per chunk: enough for matrix products at full rate, few enough to stop between two chunks.
@@ -75,10 +77,13 @@ class Runner:
         buffers: tuple[ChunkBuffers, DecodeBuffers],
         gate: WeightArrival | None = None,
         drafting: Drafting | None = None,
+        rotary: RotaryTable | None = None,
     ) -> None:
-        """`gate` waits for weights before they are used (see Destination.part); None when all are there."""
+        """`gate` waits for weights before they are used (see Destination.part); None when all are there. `rotary`: the
+        network's, of a model that reads pictures."""
         self.gate = gate
         self.drafting = drafting
+        self.rotary = rotary
         self.network = network
         self.kv = kv
         self.scratch = scratch
@@ -94,7 +99,7 @@ class Runner:
         """Drop every tensor; the runner cannot be used afterwards."""
         if self.drafting is not None:
             self.drafting.close()
-        del self.drafting, self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
+        del self.drafting, self.rotary, self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
 
     def prefill(
         self,
@@ -104,9 +109,11 @@ class Runner:
         report: Callable[[int], None],
         *,
         whole: bool = True,
+        pictures: PictureTask | None = None,
         restart: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
         """Prefill `ids` after the sequence, or one chunk of them where not `whole`; `report` gets how many are done.
+        `pictures` are those of the whole sequence.
 
         Returns the scores [vocab] for the next token. `cancel` and `restart` are asked before each layer of each chunk.
         Raises Stopped when `cancel` is true, PassRestarted when `restart` is.
@@ -116,7 +123,7 @@ class Runner:
             left = len(ids) - done
             checkpoint = 0 if sequence.cuts_anywhere else last_checkpoint(sequence.length, left)
             piece = ids[done : done + first_piece(left, self.chunk_rows, checkpoint)]
-            state = self._forward(sequence, piece, cancel, restart=restart, before=ids[:done])
+            state = self._forward(sequence, piece, cancel, restart=restart, before=ids[:done], pictures=pictures)
             self._keep_for_draft(sequence, piece, state)
             sequence.keep_checkpoint()
             done += len(piece)
@@ -192,12 +199,20 @@ class Runner:
                 carried(self.network, state[-HELD_ROWS:] if len(ids) > HELD_ROWS else state, self.scratch),
             )
 
-    def logprobs(self, ids: Sequence[int], cancel: CancelCheck | None = None, *, top: int = 0) -> list[Logprobs]:
+    def logprobs(
+        self,
+        ids: Sequence[int],
+        cancel: CancelCheck | None = None,
+        *,
+        top: int = 0,
+        pictures: PictureTask | None = None,
+    ) -> list[Logprobs]:
         """log p(ids[i+1] | ids[..i]) for every i, of the raw model, and the `top` likeliest ids there."""
         found: list[Logprobs] = []
         with self.kv.open(len(ids)) as sequence:
             for at in range(0, len(ids), self.chunk_rows):
-                state = self._forward(sequence, ids[at : at + self.chunk_rows], cancel).clone()
+                piece = ids[at : at + self.chunk_rows]
+                state = self._forward(sequence, piece, cancel, pictures=pictures).clone()
                 following = ids[at + 1 : at + 1 + len(state)]
                 for row in range(0, len(following), SCORED_ROWS):
                     wanted = torch.tensor(following[row : row + SCORED_ROWS], device=state.device)
@@ -250,15 +265,36 @@ class Runner:
         restart: Callable[[], bool] | None = None,
         observe: BetweenLayers | None = None,
         before: Sequence[int] = (),
+        pictures: PictureTask | None = None,
     ) -> torch.Tensor:
         """One chunk; each block waits for its weights. `observe` gets the state before each block. `before`: see
         ChunkBuffers.fill."""
         if self.gate is not None:
             self.gate.fetch_rows(ids)
         chunk, rows = self.chunk.fill(sequence, ids, before)
-        state = self.network.forward(chunk, rows, self.kv, self.scratch, self._between(cancel, restart, observe))
+        with self._placed(rows, sequence.length, pictures, cancel):
+            between = self._between(cancel, restart, observe)
+            state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
         sequence.advance(len(ids))
         return state
+
+    @contextmanager
+    def _placed(
+        self, batch: ForwardBatch, first: int, pictures: PictureTask | None, cancel: CancelCheck | None
+    ) -> Iterator[None]:
+        """The rows of a chunk with those of its pictures. Raises Stopped when `cancel` is true while the vision tower
+        runs."""
+        if pictures is None:
+            yield
+            return
+        if self.rotary is None:
+            raise ValueError("the runner was made without the rotary table that pictures need")
+        with ExitStack() as held:
+            try:
+                held.enter_context(pictures.rows(batch, first, self.rotary, cancel))
+            except PictureStopped:
+                raise Stopped from None
+            yield
 
     def _between(
         self,

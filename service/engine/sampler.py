@@ -68,6 +68,8 @@ class Sampler:
         self.logprobs: Logprobs | None = None
         # Returns the ids that may come next, bool [limit], or None for all; called for every token.
         self.allowed: Callable[[], np.ndarray | None] | None = None
+        # Returns the id to use instead of the chosen one.
+        self.corrected: Callable[[int], int] | None = None
         # Tokens that were sampled and accepted: the number of the next draw.
         self.drawn = 0
         self._counts: Counter[int] = Counter()
@@ -89,6 +91,7 @@ class Sampler:
         scores = logits.float().cpu()
         raw = None if self.top is None else scores.log_softmax(0)
         token = self._chosen(scores if self.limit >= len(scores) else scores[: self.limit])
+        token = token if self.corrected is None else self.corrected(token)
         self.logprobs = None if raw is None else measured(raw, token, self.top or 0)
         return token
 

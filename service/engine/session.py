@@ -32,6 +32,7 @@ from ..model.decoder import build_draft
 from ..model.draft import carried_width, draft_part, without_draft
 from ..model.families import read_family
 from ..model.layers import Scratch, Widths
+from ..model.positions import BEFORE
 from ..model.shape import DecoderConfig
 from ..model.tables import open_tables
 from ..model.weights import WeightPlan
@@ -126,10 +127,10 @@ class Blueprint:
     def need(self) -> Need:
         widths, context, states, draft = self.widths, self.context, self.state_shape, self.draft_shape
         parts = (
-            RotaryTable.nbytes(context, self.config.rotary_dim),
+            RotaryTable.nbytes(context, self.config.rotary_dim, self.turned_rows),
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
             ChunkBuffers.nbytes(context, self.rows, recurrent=states is not None),
-            DecodeBuffers.nbytes(context, recurrent=states is not None),
+            DecodeBuffers.nbytes(context, recurrent=states is not None, turned=bool(self.config.axes)),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns, self.capability),
             graph_stepper_bytes(self.device, widths.vocab),
             draft.scratch_bytes if draft else 0,
@@ -155,6 +156,11 @@ class Blueprint:
             MAX_BATCH,
             min(chunk_rows(self.device, sparse=self.config.experts is not None), self.context * self.sequences),
         )
+
+    @property
+    def turned_rows(self) -> int:
+        """Rows of the rotary table beside those of positions, for a chunk with pictures in it; 0 for a model that never sees any."""
+        return self.rows + BEFORE if self.config.axes else 0
 
     @property
     def pass_bytes(self) -> int:
@@ -385,17 +391,19 @@ def build_runner(
     """
     kv, scratch = leases
     config, widths, context = blueprint.config, blueprint.widths, blueprint.context
-    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.yarn)
+    turned = config.axes, blueprint.turned_rows
+    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.yarn, *turned)
     reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
     network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
     passes = Scratch(scratch, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
-    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
+    steps = DecodeBuffers(scratch, network, pages, passes, turned=bool(config.axes))
+    buffers = ChunkBuffers(scratch, pages, blueprint.rows), steps
     wanted = kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
     kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
     graphs, drafting = Graphs(), None
     if draft_shape is not None:
         layer = build_draft(config, tensors, network, rotary)
         drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
-    runner = Runner(network, pages, passes, buffers, gate, drafting)
+    runner = Runner(network, pages, passes, buffers, gate, drafting, rotary)
     return runner, graph_stepper(runner, scratch, widths.vocab, graphs) or HostStepper(runner)

@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..core import CHOICES_LIMIT, Message, Request, Sampling, Thinking
+from ..core import CHOICES_LIMIT, Message, Picture, Request, Sampling, Thinking
+from ..errors import RequestError
 from ..memory.policy import Policy
-from ..text.tool_calls import FRAME, call_schema
+from ..text.tool_calls import CLOSE, FRAME, call_schema
+from ..vision.encode import picture_of_uri
 from .bounded_json import parse
 from .error_documents import ApiError
+from .schemas import TOOLS_LIMIT
 
 ANY_OBJECT = '{"type":"object"}'
+# Pixels of a picture after resizing, by its detail; None: by the device.
+DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Ask:
     echo: bool = False
     only_prompt: bool = False
     detail: bool = False
+    one_call: bool = False
 
 
 def form_of(body: Mapping[str, Any]) -> Form:
@@ -55,15 +61,19 @@ def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
-    """A body that follows schemas.CHAT. Raises ApiError 400 for what only looks right: pictures, tool calls that are no JSON."""
+    """A body that follows schemas.CHAT.
+
+    Raises ApiError 400 for what only looks right: URLs to fetch, damaged pictures, tool calls that are no JSON.
+    """
     options = dict(body.get("chat_template_kwargs") or {})
     thinking = _thinking(body, options)
     tools = () if body.get("tool_choice") == "none" else tuple(body.get("tools") or ())
     forced = _forced(body.get("tool_choice"), tools)
     schema = _json_schema(body.get("response_format"))
-    if forced and schema is not None:
-        raise ApiError(400, "a forced call is JSON of its own; leave response_format out", code="unsupported", param="tool_choice")
+    one_call = body.get("parallel_tool_calls") is False and bool(tools)
     shared = _shared(body, context)
+    if one_call and not forced and schema is None:
+        shared = replace(shared, stop=(*shared.stop, CLOSE))  # nothing that comes after the first call is wanted
     request = replace(
         shared,
         messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
@@ -74,8 +84,21 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
         logprobs=_top_logprobs(body),
         tools=tools,
         template_options=options,
+        calls=(1 if one_call else TOOLS_LIMIT) if tools and not forced and schema is not None else 0,
+        **_generation_prompt(body),
     )
-    return Ask((request,), *_streaming(body), tools=tools, detail=bool(_own(body).get("detail")))
+    detail = bool(_own(body).get("detail"))
+    return Ask((request,), *_streaming(body), tools=tools, detail=detail, one_call=one_call)
+
+
+def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
+    """How the prompt ends: with the beginning of an answer, or inside the last message."""
+    continues = bool(body.get("continue_final_message"))
+    added = body.get("add_generation_prompt")
+    if continues and added:
+        message = "continue_final_message and add_generation_prompt exclude each other; give one of them"
+        raise ApiError(400, message, code="wrong_value", param="add_generation_prompt")
+    return {"continue_final_message": continues, "add_generation_prompt": not continues and added is not False}
 
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
@@ -85,6 +108,7 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
         message = "max_tokens is 0; use a whole number from 1, or echo: true for the prompt alone"
         raise ApiError(400, message, code="wrong_value", param="max_tokens")
     shared = replace(_shared(body, context), logprobs=whole(body.get("logprobs")), best_of=whole(body.get("best_of")))
+    shared = replace(shared, parse_special=body.get("parse_special") is not False)
     given = prompts(body["prompt"])
     _check_choices(len(given), max(shared.n, shared.best_of or 1))
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
@@ -183,22 +207,24 @@ def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
 
 def _message(message: Mapping[str, Any], path: str) -> Message:
     calls = tuple(_tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.get("tool_calls") or ()))
+    parts = _content(message.get("content"), f"{path}.content")
     return Message(
         "system" if message["role"] == "developer" else message["role"],
-        _content(message.get("content"), f"{path}.content"),
-        message.get("reasoning_content") or "",
+        "".join(part for part in parts if isinstance(part, str)),
+        message.get("reasoning_content") or message.get("reasoning") or "",
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id") or "",
+        parts=parts if any(isinstance(part, Picture) for part in parts) else (),
     )
 
 
-def _content(content: Any, path: str) -> str:
+def _content(content: Any, path: str) -> tuple[str | Picture, ...]:
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part(part, f"{path}[{at}]") for at, part in enumerate(content))
+        return (content or "",)
+    return tuple(_part(part, f"{path}[{at}]") for at, part in enumerate(content))
 
 
-def _part(part: Mapping[str, Any], path: str) -> str:
+def _part(part: Mapping[str, Any], path: str) -> str | Picture:
     kind = part["type"]
     if kind in ("text", "refusal"):
         text = part.get(kind)
@@ -206,12 +232,18 @@ def _part(part: Mapping[str, Any], path: str) -> str:
             raise ApiError(400, f"{path}.{kind} is missing; give a text", code="missing_field", param=path)
         return text
     if kind != "image_url":
-        raise ApiError(400, f"{path} has a type that is not known; use text", code="unsupported", param=path)
+        raise ApiError(400, f"{path} has a type that is not known; use text or image_url", code="unsupported", param=path)
     picture = part.get("image_url")
-    url = picture.get("url") if isinstance(picture, dict) else picture
-    if isinstance(url, str) and "://" in url:
-        raise ApiError(400, f"{path}: pictures are never fetched; send it as a data URL", code="unsupported", param=path)
-    raise ApiError(400, f"{path} is a picture, and no model here sees pictures; send text", code="unsupported", param=path)
+    url, detail = (picture.get("url"), picture.get("detail")) if isinstance(picture, dict) else (picture, None)
+    if not isinstance(url, str):
+        raise ApiError(400, f"{path}.image_url.url is missing; give a data: URL", code="missing_field", param=path)
+    if detail is not None and (not isinstance(detail, str) or detail not in DETAIL):
+        raise ApiError(400, f"{path}.image_url.detail is not one of low, high and auto", code="wrong_value", param=path)
+    try:
+        found = picture_of_uri(url, path)
+    except RequestError as error:
+        raise ApiError(400, str(error), code="wrong_picture", param=path) from error
+    return replace(found, pixels=DETAIL[detail or "auto"])
 
 
 def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -75,7 +75,18 @@ _SAMPLING: dict[str, Any] = {
 _PART = {
     "type": "object",
     "required": ["type"],
-    "properties": {"type": {"type": "string"}, "text": _optional("string"), "refusal": _optional("string")},
+    "properties": {
+        "type": {"type": "string", "description": "text or image_url"},
+        "text": _optional("string"),
+        "refusal": _optional("string"),
+        "image_url": {
+            "type": ["object", "string", "null"],
+            "properties": {"url": _optional("string"), "detail": _optional("string")},
+            "description": "A picture as a data: URL in base64 (PNG, JPEG, WEBP, GIF, BMP, TIFF), for a model that sees; nothing is ever "
+            "fetched. At most 64 MiB and 67,108,864 pixels each, 64 of them in a request, in a body of 32 MiB. detail: low reads 262,144 "
+            "pixels, high 4,194,304, auto 1,048,576 on a GPU and 262,144 on a CPU.",
+        },
+    },
 }
 _TOOL_CALL = {
     "type": "object",
@@ -97,6 +108,7 @@ _MESSAGE = {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART, "maxItems": PARTS_LIMIT}]},
         "reasoning_content": _optional("string", description="What an assistant turn thought."),
+        "reasoning": _optional("string", description="The same as reasoning_content."),
         "tool_calls": _optional("array", items=_TOOL_CALL, maxItems=TOOLS_LIMIT),
         "tool_call_id": _optional("string"),
     },
@@ -146,6 +158,9 @@ CHAT: Mapping[str, Any] = {
         "response_format": _RESPONSE_FORMAT,
         "tools": _optional("array", items=_TOOL, maxItems=TOOLS_LIMIT),
         "tool_choice": _TOOL_CHOICE,
+        "parallel_tool_calls": _optional("boolean", description="false: at most one call."),
+        "add_generation_prompt": _optional("boolean", description="false: without the template's beginning of an answer."),
+        "continue_final_message": _optional("boolean", description="true: the answer goes on in the last message."),
         "thinking_budget": _optional("integer", minimum=0, description="Tokens of reasoning, within max_tokens."),
         "reasoning_effort": _optional("string", description="none turns thinking off; anything else goes to the template."),
         "chat_template_kwargs": _optional("object", description="Further variables of the chat template, such as enable_thinking."),
@@ -163,6 +178,7 @@ COMPLETION: Mapping[str, Any] = {
         "logprobs": _optional("integer", minimum=0, maximum=LOGPROBS_LIMIT),
         "best_of": _optional("integer", minimum=1, maximum=CHOICES_LIMIT),
         "echo": _optional("boolean"),
+        "parse_special": _optional("boolean", description="false: texts of control tokens in the prompt stay text."),
         "suffix": _optional("string", maxLength=0, description="Not supported: leave it out or empty."),
     },
 }
@@ -174,7 +190,8 @@ EMBEDDINGS: Mapping[str, Any] = {
         "model": _MODEL,
         "input": _texts_or_ids(INPUTS_LIMIT),
         "encoding_format": _optional("string", enum=["float", "base64", None]),
-        "dimensions": _optional("integer", minimum=1),
+        "dimensions": _optional("integer", minimum=1, description="The first so many numbers, scaled to length 1 again."),
+        "instruction": _optional("string", description="The task, for the texts of queries: Instruct: TASK, then Query:TEXT."),
         "user": _optional("string"),
     },
 }

@@ -117,7 +117,7 @@ class ChatTemplate:
 def _as_mapping(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     """The keys that templates read: none whose value is None, and the reasoning under both names in use."""
     if isinstance(message, Message):
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.reasoning:
             fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -130,6 +130,13 @@ def _as_mapping(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is not None:
         fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
     return fields
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """The text, or the parts of a turn with pictures as templates read them."""
+    if not message.pictures:
+        return message.content
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
 
 
 def load_template(folder: Path, *, limits: RenderLimits | None = None) -> ChatTemplate:
