@@ -72,7 +72,13 @@ class OpenModel:
     """
 
     def __init__(
-        self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path, whole: Checkpoint | None = None
+        self,
+        name: str,
+        path: Path,
+        blueprint: Blueprint,
+        pool: Pool,
+        kernel_cache: Path,
+        whole: Checkpoint | None = None,
     ) -> None:
         """`whole`: the checkpoint with its vision tower, of which `blueprint` has the text network."""
         self.name = name
@@ -101,7 +107,8 @@ class OpenModel:
         return self.reader.sees
 
     def picture_sizes(self, pictures: Sequence[Picture], pixels: int | None = None) -> list[tuple[int, int, int]]:
-        """Width and height after resizing, and tokens, of each picture. Raises RequestError, ModelError where it does not see."""
+        """Width and height after resizing, and tokens, of each picture. Raises RequestError, ModelError without
+        vision."""
         sizes = [(one.factor, span) for one, span in self.reader.sizes(pictures, pixels)]
         return [(span.width * side, span.height * side, span.tokens) for side, span in sizes]
 
@@ -184,8 +191,8 @@ class OpenModel:
         return self.tokenizer.encode(text)
 
     def encode_for_vector(self, text: str, instruction: str = "") -> list[int]:
-        """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the instruction of a
-        query where one is given, in the form that Qwen's embedding models are trained on."""
+        """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the
+        instruction of a query where one is given, in the form that Qwen's embedding models are trained on."""
         return self.tokenizer.encode_for_pooling(f"Instruct: {instruction}\nQuery:{text}" if instruction else text)
 
     def render(self, messages: Sequence[Message], thinking: Thinking = "auto") -> str:
@@ -295,7 +302,12 @@ class OpenModel:
             return session.runner.logprobs(ids, cancel, top=top)
 
     def score_pictures(
-        self, ids: Sequence[int], pictures: Sequence[Picture], pixels: int | None = None, *, cancel: CancelCheck | None = None
+        self,
+        ids: Sequence[int],
+        pictures: Sequence[Picture],
+        pixels: int | None = None,
+        *,
+        cancel: CancelCheck | None = None,
     ) -> list[float | None]:
         """As `score` for ids in which the image token stands once per picture: None at every row of a picture."""
         request = Request(ids=tuple(ids), images=tuple(pictures), pixels=pixels).validated()

@@ -218,8 +218,8 @@ class Request:
     `repetition_stop` None means on, except for raw ids.
 
     `n` choices are decoded together; choice i uses the seed + i mod 2^64 and is the text that it would be alone.
-    `best_of` N draws N choices and returns the `n` with the highest summed log-probability, best first. `beams` N runs a
-    beam search with N beams instead of drawing, see engine/beam_search.py, and returns the `n` best. `prefix_reuse`
+    `best_of` N draws N choices and returns the `n` with the highest summed log-probability, best first. `beams` N runs
+    a beam search with N beams instead of drawing, see engine/beam_search.py, and returns the `n` best. `prefix_reuse`
     allows prefix caching, `speculation` speculative decoding; neither changes the completion.
 
     `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are
@@ -351,17 +351,19 @@ class Request:
                     f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it"
                 )
 
-
     def _check_pictures(self) -> None:
         if self.images and self.messages:
-            raise RequestError(Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each")
+            raise RequestError(
+                Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each"
+            )
         pixels = self.pixels
         if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
             raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
 
 
 def require_user_text(messages: Sequence[Message]) -> None:
-    """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be written."""
+    """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be
+    written."""
     if not any(message.role == "user" and (message.pictures or message.content.strip()) for message in messages):
         raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
 

@@ -203,8 +203,8 @@ class Registry:
 
 
 def _watch(pool: Pool) -> MemoryWatch:
-    """Frees memory when it runs short, releases what is due by its time, and reads the machine's temperature if there is
-    a sensor."""
+    """Frees memory when it runs short, releases what is due by its time, and reads the machine's temperature if there
+    is a sensor."""
 
     def tick() -> None:
         pool.arbiter.release_due()

@@ -116,7 +116,9 @@ def require_head(blueprint: Blueprint) -> None:
     """Raise RequestError for a network that gives states and no scores."""
     if blueprint.config.headless:
         name = blueprint.checkpoint.name
-        raise RequestError(f"{name} has no output matrix (lm_head), so it gives vectors and writes no text; ask it for embeddings")
+        raise RequestError(
+            f"{name} has no output matrix (lm_head), so it gives vectors and writes no text; ask it for embeddings"
+        )
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
@@ -184,7 +186,9 @@ def _prompt(request: Request, context: int, language: Language, cancel: CancelCh
     text = request.prompt
     check_length(text)
     in_reasoning = request.parse_special and opens_reasoning(text)
-    return RenderedPrompt(text, tokenizer.encode(text, parse_special=request.parse_special), in_reasoning, thoughts_closed=False)
+    return RenderedPrompt(
+        text, tokenizer.encode(text, parse_special=request.parse_special), in_reasoning, thoughts_closed=False
+    )
 
 
 def _guide(request: Request, grammars: Grammars, prompt: RenderedPrompt) -> Guide:

@@ -110,17 +110,14 @@ class Blueprint:
         return replace(self, config=without_draft(self.config), plan=replace(self.plan, tensors=tensors))
 
     def fitted(self, pool: Pool) -> Blueprint:
-        """The blueprint cut to the budget: fewer sequences, then no layer for multi-token prediction. It may still not
-        fit."""
+        """Cut to the budget: fewer sequences, then no layer for multi-token prediction. It may still not fit."""
         if self.need.with_headroom(pool.settings.headroom) <= pool.budget.spendable:
             return self
         if self.sequences > 1:
             return replace(self, sequences=self.sequences - 1).fitted(pool)
         if not self.config.draft:
             return self
-        log.info(
-            "%s: no room for its layer for multi-token prediction (%s)", self.checkpoint.name, show(self.draft_bytes)
-        )
+        log.info("%s: no memory for multi-token prediction (%s)", self.checkpoint.name, show(self.draft_bytes))
         return self.without_draft()
 
     @property
@@ -135,14 +132,10 @@ class Blueprint:
             graph_stepper_bytes(self.device, widths.vocab),
             draft.scratch_bytes if draft else 0,
         )
-        kv = (
-            self.kv_shape.nbytes(context, self.sequences)
-            + (states.nbytes if states else 0)
-            + (draft.kv_bytes if draft else 0)
-        )
-        return Need(
-            self.plan.nbytes, kv, sum(parts) + self.bench_bytes, context=context, weights_of=self.plan.weights_of
-        )
+        kv = self.kv_shape.nbytes(context, self.sequences)
+        kv += (states.nbytes if states else 0) + (draft.kv_bytes if draft else 0)
+        scratch = sum(parts) + self.bench_bytes
+        return Need(self.plan.nbytes, kv, scratch, context=context, weights_of=self.plan.weights_of)
 
     @property
     def bench_bytes(self) -> int:
@@ -152,20 +145,17 @@ class Blueprint:
     @property
     def rows(self) -> int:
         """Rows of the largest pass: a prefill chunk, or a step of all sequences that can decode together."""
-        return max(
-            MAX_BATCH,
-            min(chunk_rows(self.device, sparse=self.config.experts is not None), self.context * self.sequences),
-        )
+        chunk = chunk_rows(self.device, sparse=self.config.experts is not None)
+        return max(MAX_BATCH, min(chunk, self.context * self.sequences))
 
     @property
     def turned_rows(self) -> int:
-        """Rows of the rotary table beside those of positions, for a chunk with pictures in it; 0 for a model that never sees any."""
+        """Extra rows of the rotary table for a chunk with pictures; 0 for a model that reads none."""
         return self.rows + BEFORE if self.config.axes else 0
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of weights that a pass of one row reads: of experts only the chosen ones; an embedding only if it is
-        the head too."""
+        """Bytes of weights that a pass of one row reads: only chosen experts; the embedding only if it is the head."""
         every = self.without_draft().plan.tensors
         keys = {tensor.destination.key for tensor in every}
         read = (tensor for tensor in every if tensor.destination.key != "embedding" or "head" not in keys)
@@ -173,12 +163,10 @@ class Blueprint:
 
     @property
     def draft_token_bytes(self) -> int:
-        """Bytes of weights that one draft token of the layer for multi-token prediction reads, the head included; 0
-        without it."""
+        """Bytes of weights that drafting one token reads, the head included; 0 without the draft layer."""
         head = "head" if any(tensor.destination.key == "head" for tensor in self.plan.tensors) else "embedding"
-        own = (
-            t for t in self.plan.tensors if t.destination.part == draft_part(self.config) or t.destination.key == head
-        )
+        part = draft_part(self.config)
+        own = (t for t in self.plan.tensors if t.destination.part == part or t.destination.key == head)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in own) if self.config.draft else 0
 
 
