@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import load_config
 from ..console import Stop, UsageError, read_piped_text, write_json
-from ..core import BEAMS_LIMIT, CHOICES_LIMIT, Message, Request
+from ..core import BEAMS_LIMIT, CHOICES_LIMIT, Message, Request, require_user_text
 from .model_options import add_request_options, checked_options, opened
 from .options import FAILURE, INTERRUPTED, SUCCESS, Subcommands, switch, token_ids, whole_from
 from .output import answered, document, run_request
@@ -60,4 +60,6 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
             raise UsageError(NO_PROMPT)
         prompt = piped
     system = [Message("system", args.system)] if args.system else []
-    return Request(messages=(*system, Message("user", prompt)), **options)
+    messages = (*system, Message("user", prompt))
+    require_user_text(messages)
+    return Request(messages=messages, **options)

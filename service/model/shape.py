@@ -169,7 +169,7 @@ class DecoderConfig:
 
     `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output gate beside its
     queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them. `draft`: there is a
-    layer for multi-token prediction, see draft.py.
+    layer for multi-token prediction, see draft.py. `headless`: there is no output matrix, so the network gives states and no scores.
     """
 
     widths: Widths
@@ -191,6 +191,7 @@ class DecoderConfig:
     ngrams: NgramShape | None = None
     indexer: IndexerShape | None = None
     draft: bool = False
+    headless: bool = False
 
     @property
     def norm_turn(self) -> Turn:
