@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from comfy_api.latest import io
 
 from ..service.core import Message
 from ..service.errors import OnedeskError
+from ..service.vision.tensors import pictures_of
 from .folders import preset_folders
 from .presets import NONE, preset_files, read_preset
 from .sockets import CATEGORY, MESSAGES, SEED_MAX
@@ -62,6 +64,11 @@ class OnedeskPrompt(io.ComfyNode):
                     tooltip="Earlier messages, for example those of a writing node: the text is asked as the next turn. "
                     "A system prompt given here replaces the earlier one.",
                 ),
+                io.Image.Input(
+                    "image",
+                    optional=True,
+                    tooltip="Pictures that stand before the text, for a model that sees; a batch is several pictures in one message.",
+                ),
             ],
             outputs=[MESSAGES.Output(display_name="messages", tooltip="The whole conversation, ready for a writing node.")],
         )
@@ -81,7 +88,16 @@ class OnedeskPrompt(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, preset: str, system: str, text: str, dynamic: bool, seed: int, history: Conversation | None = None) -> io.NodeOutput:
+    def execute(
+        cls,
+        preset: str,
+        system: str,
+        text: str,
+        dynamic: bool,
+        seed: int,
+        history: Conversation | None = None,
+        image: torch.Tensor | None = None,
+    ) -> io.NodeOutput:
         parts = [part for part in (read_preset(preset, preset_folders()), system) if part.strip()]
         instruction = "\n\n".join(parts)
         if dynamic:
@@ -90,4 +106,5 @@ class OnedeskPrompt(io.ComfyNode):
         earlier = history.messages if history else ()
         if instruction:
             earlier = (Message("system", instruction), *(m for m in earlier if m.role != "system"))
-        return io.NodeOutput(Conversation((*earlier, Message("user", text))))
+        turn = Message("user", text) if image is None else Message.with_parts("user", *pictures_of(image), text)
+        return io.NodeOutput(Conversation((*earlier, turn)))

@@ -30,6 +30,7 @@ class Question:
     seed: int
     max_tokens: int
     options: SamplingChoice
+    pixels: int | None = None
 
     def request(self, model: Model) -> Request:
         """The request for `model`. Raises RequestError if a bias names a text that is not one token, or no user message has text."""
@@ -43,6 +44,7 @@ class Question:
             thinking=self.options.thinking,
             thinking_budget=self.options.thinking_budget,
             repetition_stop=self.options.repetition_stop,
+            pixels=self.pixels,
         )
 
 

@@ -57,7 +57,14 @@ class Conversation:
 
     def __str__(self) -> str:
         """For people, as Preview as Text shows it."""
-        return "\n\n".join(f"[{message.role}]\n{message.content}" for message in self.messages)
+        return "\n\n".join(f"[{message.role}]\n{_shown(message)}" for message in self.messages)
+
+
+def _shown(message: Message) -> str:
+    return "".join(
+        part if isinstance(part, str) else f"[picture of {part.width} x {part.height} pixels]\n"
+        for part in message.parts or (message.content,)
+    )
 
 
 @dataclass(frozen=True)

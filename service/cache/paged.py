@@ -249,6 +249,8 @@ class SequenceKV:
         self.length = length
         self.table = list(shared)
         self.version = 0
+        # Positions of its text after pictures are lower than rows by so much (0 or less), see model/positions.py.
+        self.shift = 0
         self._pages = pages
         # Others may see positions below it.
         self._sealed = length
@@ -370,7 +372,9 @@ class SequenceKV:
         shared = self.table[: blocks_for(self.length)]
         self._pages._require(blocks_for(capacity) - self.length // BLOCK, "a fork")
         self._sealed = self.length
-        return self._pages._sequence(capacity, shared, self.length, self)
+        made = self._pages._sequence(capacity, shared, self.length, self)
+        made.shift = self.shift
+        return made
 
     def widen(self, capacity: int) -> None:
         """Raise its capacity to `capacity` tokens. Raises MemoryFull."""

@@ -13,6 +13,7 @@ from ..config import FILE_NAME, Config
 from ..console import columns, wrapped
 from ..core import Sampling
 from ..engine.effective_sampling import checkpoint_sampling, effective_sampling
+from ..engine.picture_reader import vision_figures
 from ..engine.session import Blueprint, draw_blueprint
 from ..errors import FileError, ModelError, OnedeskError
 from ..hub.manifest import state_of
@@ -157,7 +158,8 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     reason = "; ".join((reason, *checkpoint.notes))
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
-    return row | {"fits": fits, "reason": reason, "opens": True, "sampling": _sampling(sketch)}
+    vision = vision_figures(checkpoint, asked.device)
+    return row | {"fits": fits, "reason": reason, "opens": True, "sampling": _sampling(sketch), "vision": vision}
 
 
 def _sampling(sketch: Blueprint) -> dict[str, dict[str, Any]]:
@@ -172,6 +174,7 @@ def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "path": str(path), **unknown, "toy": is_toy(name)}
     row |= {"quant": quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
     row |= {"context": None, "images": None, "opens": False, "sampling": None, "pulled": None}
+    row |= {"vision": None}
     return row
 
 

@@ -58,6 +58,7 @@ def _hybrid(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: in
 
 def _vision(width: int, depth: int, intermediate: int, out: int) -> dict[str, Any]:
     sizes = {"hidden_size": width, "depth": depth, "intermediate_size": intermediate, "out_hidden_size": out}
+    sizes |= {"num_heads": 12 if width == 768 else 16}
     return sizes | {"in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304}
 
 

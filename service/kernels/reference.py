@@ -166,12 +166,14 @@ class ReferenceKernels:
         """First part of `attend`: norm and rotate queries and keys, write keys and values. Returns the queries [T,
         heads, dim].
         """
-        shape, positions = heads.shape, at.batch.positions
+        shape, turns = heads.shape, at.batch.rotary_rows
+        if heads.bias is not None:
+            at.qkv.add_(heads.bias)
         split = at.qkv.view(at.qkv.shape[0], shape.heads + 2 * shape.kv_heads, shape.head_dim)
         q, k, v = split.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-        cos, sin = heads.rotary.cos[positions], heads.rotary.sin[positions]
-        self.rotate(self.rms_norm(q, heads.q_norm, q), cos, sin)
-        self.rotate(self.rms_norm(k, heads.k_norm, k), cos, sin)
+        cos, sin = heads.rotary.cos[turns], heads.rotary.sin[turns]
+        for part, norm in ((q, heads.q_norm), (k, heads.k_norm)):
+            self.rotate(part if norm is None else self.rms_norm(part, norm, part), cos, sin)
         write_rows(k, v, at.keys, at.values, at.batch)
         return q
 

@@ -26,6 +26,7 @@ HF_QUANT = "hf_quant_config.json"
 SETTINGS = (CONFIG, GENERATION, HF_QUANT, INDEX, SINGLE)
 # Read later, by the text room; where their links lead is checked here, with all the others.
 LANGUAGE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+LANGUAGE += ("preprocessor_config.json", "processor_config.json")
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 END_IDS, LARGEST_ID = 256, 2**31 - 1
 

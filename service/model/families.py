@@ -15,8 +15,13 @@ from . import draft as drafts
 from .decoder import drafting
 from .ngram import check_stored
 from .shape import DecoderConfig
+from .vision_config import PREFIXES as TOWERS
+from .vision_config import VisionConfig, read_vision, sees
 
-FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")}
+_WRITING = ("qwen2", "qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES = {
+    name: name for name in (*_WRITING, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+}
 # The same config and tensors under another name, in some re-uploads.
 ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
 # Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
@@ -45,8 +50,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def family_of(config: Mapping[str, Any]) -> ModuleType:
     """The module of a config.json's model_type; ModelError names what it is and what is supported."""
-    kind = str(text_config(config).get("model_type")).removesuffix("_text")
-    kind = ALIASES.get(kind, kind)
+    kind = _kind(config)
     if kind in FAMILIES:
         return import_module(f"{__package__}.{FAMILIES[kind]}")
     architectures = config.get("architectures")
@@ -69,7 +73,9 @@ def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleTy
     family, text = family_of(checkpoint.config), text_config(checkpoint.config)
     config: DecoderConfig = family.read_config(text)
     beside: tuple[str, ...] = getattr(family, "BESIDE", ())
-    prefix = next((p for p in PREFIXES if any(name.startswith(f"{p}embed_tokens.") for name in checkpoint.tensors)), "model.")
+    prefix = next(
+        (p for p in PREFIXES if any(name.startswith(f"{p}embed_tokens.") for name in checkpoint.tensors)), "model."
+    )
     tensors = {}
     for name, info in checkpoint.tensors.items():
         known = _known_name(name, prefix)
@@ -97,6 +103,44 @@ def _is_headless(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, Tens
     if any(name.startswith("lm_head.") for name in tensors):
         return False
     return prefix == "" or (checkpoint.folder / SENTENCE_TRANSFORMERS).is_file()
+
+
+def read_tower(checkpoint: Checkpoint) -> tuple[VisionConfig, Checkpoint] | None:
+    """The seeing part of a model and its tower under the names that tower.py uses; None where config or files have none.
+
+    Raises ModelError for a config.json that describes a tower wrongly.
+    """
+    kind = _kind(checkpoint.config)
+    prefix = next((p for p in TOWERS if any(name.startswith(p) for name in checkpoint.tensors)), None)
+    if prefix is None or not sees(checkpoint.config, kind):
+        return None
+    vision = read_vision(checkpoint.config, kind, describe(checkpoint.config).widths.hidden)
+    tensors = {
+        name.removeprefix(prefix): replace(info, name=name.removeprefix(prefix))
+        for name, info in checkpoint.tensors.items()
+        if name.startswith(prefix)
+    }
+    config = dict(checkpoint.config)
+    if QUANTIZATION in config:
+        config[QUANTIZATION] = _without(config[QUANTIZATION], prefix)
+    return vision, replace(checkpoint, config=MappingProxyType(config), tensors=MappingProxyType(tensors))
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """The model_type of the text network, by the name that has a module."""
+    kind = str(text_config(config).get("model_type")).removesuffix("_text")
+    return ALIASES.get(kind, kind)
+
+
+def _without(value: Any, prefix: str) -> Any:
+    """What a quantization says of layers by their names, without the prefix."""
+    if isinstance(value, str):
+        return value.removeprefix(prefix)
+    if isinstance(value, list):
+        return [_without(item, prefix) for item in value]
+    if isinstance(value, Mapping):
+        return {_without(key, prefix): _without(item, prefix) for key, item in value.items()}
+    return value
 
 
 def _known_names(value: Any, prefix: str) -> Any:

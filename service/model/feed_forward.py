@@ -36,16 +36,21 @@ def _wanted_experts(shape: ExpertShape, hidden: int, key: str, part: int, name: 
     count, width, used = shape.count, shape.width, shape.active / shape.count
     yield Destination(key + "router", (Source(name + "gate.weight", (count, hidden)),), part, bits=FLOATING)
     gate_up = tuple(source for expert in range(count) for source in _gate_up(f"{name}experts.{expert}.", width, hidden))
-    joined = Source(name + "experts.gate_up_proj", (count * 2 * width, hidden), (count, 2 * width, hidden))
+    joined = _joined(shape, name + "experts.gate_up_proj", 2 * width, hidden)
     yield Destination(key + "experts_gate_up", gate_up, part, joined=joined, used=used)
     down = tuple(Source(f"{name}experts.{expert}.down_proj.weight", (hidden, width)) for expert in range(count))
-    joined = Source(name + "experts.down_proj", (count * hidden, width), (count, hidden, width))
+    joined = _joined(shape, name + "experts.down_proj", hidden, width)
     yield Destination(key + "experts_down", down, part, joined=joined, used=used)
     if not shape.shared:
         return
     yield Destination(key + "shared_gate", (Source(name + "shared_expert_gate.weight", (1, hidden)),), part, bits=FLOATING)
     yield Destination(key + "shared_gate_up", _gate_up(name + "shared_expert.", shape.shared, hidden), part)
     yield Destination(key + "shared_down", (Source(name + "shared_expert.down_proj.weight", (hidden, shape.shared)),), part)
+
+
+def _joined(shape: ExpertShape, name: str, rows: int, columns: int) -> Source:
+    stored = (shape.count, columns, rows) if shape.by_columns else (shape.count, rows, columns)
+    return Source(name, (shape.count * rows, columns), stored, shape.by_columns)
 
 
 def build(config: DecoderConfig, weights: Named, layer: int) -> FeedForward | Experts:

@@ -62,7 +62,7 @@ class IndexedAttention(GatedAttention):
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        return self.qkv, self.output, self.index_qk
+        return self.qkv, self.output, self.index_qk, self.heads
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         shape, states, slots, batch = self.indexer, at.cache.states, at.batch.slots, at.batch
@@ -83,7 +83,7 @@ class IndexedAttention(GatedAttention):
         for row, (first, last) in enumerate([(row, row + 1) for row in range(len(places))] if verify else pieces):
             slot = slots.part(slice(row, row + 1))
             tails = states.read(self.place, slot.source)[0]
-            self._pool(at, keys[first:last], tails[0], 0 if verify else row, places[first])
+            self._pool(at, keys[first:last], tails[0], 0 if verify else row, (places[first], first))
             states.write(self.place, slot.target, (tails,))
         if max(places) < shape.budget + shape.ratio - 1:
             at.kernels.attend(self.heads, own)
@@ -100,7 +100,7 @@ class IndexedAttention(GatedAttention):
         shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, shape.q_norm, wanted)
-        at.kernels.rotate(wanted, rotary.cos[batch.positions], rotary.sin[batch.positions])
+        at.kernels.rotate(wanted, rotary.cos[batch.rotary_rows], rotary.sin[batch.rotary_rows])
         chosen = torch.full((count, shape.budget // shape.ratio), -1, dtype=torch.int64, device=indexed.device)
         for sequence, (first, last) in enumerate(pieces):
             scored = at.cache.pooled[self.index][batch.tables[sequence].long()].flatten(0, 1)
@@ -111,11 +111,13 @@ class IndexedAttention(GatedAttention):
                 chosen[row, : len(best)] = best.sort().values
         return chosen
 
-    def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, start: int) -> None:
-        """Let new raw keys [T, dim] at `start` in: the mean of each full block is kept, normed and rotated to its first token's place.
+    def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, begin: tuple[int, int]) -> None:
+        """Let new raw keys [T, dim] in: the mean of each full block is kept, normed and rotated to its first token's position.
 
+        `begin`: where the first of them stands in its sequence and in the pass.
         tail [ratio - 1, dim] holds the raw keys of the block that is not full, and is changed.
         """
+        start, row = begin
         shape, rotary, waiting = self.indexer, self.heads.rotary, start % self.indexer.ratio
         raw = torch.cat((tail[:waiting], keys))
         full = len(raw) // shape.ratio
@@ -126,7 +128,9 @@ class IndexedAttention(GatedAttention):
         pooled = raw[: full * shape.ratio].view(full, 1, shape.ratio, shape.dim).mean(2)
         firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
         at.kernels.rms_norm(pooled, shape.k_norm, pooled)
-        at.kernels.rotate(pooled, rotary.cos[firsts], rotary.sin[firsts])
+        lasts = row + shape.ratio - 1 - waiting + torch.arange(full, device=keys.device) * shape.ratio
+        turns = at.batch.rotary_rows[lasts] - (shape.ratio - 1) if at.batch.first_turns is None else at.batch.first_turns[lasts]
+        at.kernels.rotate(pooled, rotary.cos[turns], rotary.sin[turns])
         blocks = at.batch.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 

@@ -230,13 +230,15 @@ class Decoder:
         x = views["x"]
         at = Pass(ids, batch, kv, scratch, views, self.kernels, x, x)
         self.kernels.embed(ids, self.embedding, x)
+        for place, found in batch.pictures:
+            x[place].copy_(found[0])
         if not isinstance(self.norm, NormWeight):
             streams = views["streams"]
             streams.view(x.shape[0], -1, x.shape[1]).copy_(x[:, None])
             x = streams
         for early in () if prepared else self.early:
             early.begin(at)
-        if between is None and batch.state_per_row:
+        if between is None and batch.state_per_row and not batch.pictures:
             for first, last in self.segments:
                 if not prepared:
                     self._fetch(at, first)
@@ -247,6 +249,9 @@ class Decoder:
                 between(index, x)
             self._fetch(at, index)
             self._run(at, index, index + 1)
+            for place, found in batch.pictures:
+                if index + 1 < len(found):
+                    x[place].add_(found[index + 1])
         if between is not None:
             between(len(self.blocks), x)
         return x

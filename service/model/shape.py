@@ -69,7 +69,8 @@ class DeltaShape:
 class ExpertShape:
     """`count` experts of `width`, of which a token meets `active`; `shared` is the width of the one that every token meets (0: none).
 
-    `normalized`: the weights of the chosen ones are made to sum up to 1.
+    `normalized`: the weights of the chosen ones are made to sum up to 1. `by_columns`: where all are one tensor, it has the columns of each
+    one after the other.
     """
 
     count: int
@@ -77,6 +78,7 @@ class ExpertShape:
     width: int
     shared: int
     normalized: bool
+    by_columns: bool = False
 
     def buffers(self, hidden: int) -> tuple[BufferSpec, ...]:
         buffers = (
@@ -170,6 +172,8 @@ class DecoderConfig:
     `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output gate beside its
     queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them. `draft`: there is a
     layer for multi-token prediction, see draft.py. `headless`: there is no output matrix, so the network gives states and no scores.
+    `bias`: queries, keys and values have one. `head_norms`: queries and keys are normed per head. `axes`: which axis of a picture's
+    positions turns each pair of a head (0 time, 1 row, 2 column); none where all are text.
     """
 
     widths: Widths
@@ -192,6 +196,9 @@ class DecoderConfig:
     indexer: IndexerShape | None = None
     draft: bool = False
     headless: bool = False
+    bias: bool = False
+    head_norms: bool = True
+    axes: tuple[int, ...] = ()
 
     @property
     def norm_turn(self) -> Turn:

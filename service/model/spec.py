@@ -15,7 +15,8 @@ from ..kernels.rotary import Yarn, yarn_attention
 Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
 YARN, ORIGINAL = "yarn", "original_max_position_embeddings"
 _YARN_KEYS = {ORIGINAL, "factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
-_PARTIAL = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+_AXES = frozenset({"mrope_section", "mrope_interleaved"})
+_PARTIAL = _AXES | {"partial_rotary_factor"}
 # The normal numbers of a 32-bit float.
 SMALLEST_FLOAT, LARGEST_FLOAT = 1.17549435e-38, 3.4028235e38
 # For `Destination.bits`: as stored, or wide; never turned into integers.
@@ -27,11 +28,13 @@ class Source:
     """A tensor of the checkpoint, by name, with the shape that the config implies.
 
     `stored` is how the file has it where that differs (experts in one tensor [E, rows, cols] are rows [E * rows, cols] here).
+    `by_columns`: each of the E has its columns one after the other, `stored` is [E, cols, rows].
     """
 
     name: str
     shape: tuple[int, ...]
     stored: tuple[int, ...] = ()
+    by_columns: bool = False
 
     @property
     def in_file(self) -> tuple[int, ...]:
@@ -148,6 +151,27 @@ class ConfigReader:
         """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are refused."""
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
+    def axes_rope(self, default: float) -> float:
+        """The base of a rotary embedding that has an axis for the rows and one for the columns of pictures."""
+        return (self._rope(_AXES) or self).number("rope_theta", self.number("rope_theta", default))
+
+    def axes(self, pairs: int, default: tuple[int, ...], *, interleaved: bool) -> tuple[int, ...]:
+        """Which axis turns each of the `pairs` of a head: 0 time, 1 row, 2 column; text has the same position on all three.
+
+        The sections say how many pairs each axis has: one after the other, or `interleaved` from the lowest on, time taking the rest.
+        """
+        rope = self._rope(_PARTIAL)
+        if rope is not None:
+            rope.require("mrope_interleaved", interleaved, "how the axes of pictures share a head")
+        sections = (rope.numbers("mrope_section") if rope is not None else ()) or default
+        if len(sections) != 3 or (not interleaved and sum(sections) != pairs):
+            raise ModelError(
+                f"config.json has mrope_section = {list(sections)}; three numbers are needed that add up to {pairs}"
+            )
+        if not interleaved:
+            return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+
     def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
         """Base and width of a rotary embedding of part of a head (a quarter where nothing says otherwise).
 
@@ -204,6 +228,8 @@ class ConfigReader:
         found: dict[str, Any] = {}
         for rope in self._ropes():
             kind = _kind(rope)
+            if kind == "mrope" and understood & _AXES:  # the older name of the default with axes
+                kind = "default"
             known = {"rope_type", "type", "rope_theta"} | understood | (_YARN_KEYS if kind == YARN else set())
             unknown = sorted(set(rope) - known)
             if kind not in ("default", YARN) or unknown:

@@ -32,6 +32,7 @@ from ..quant.packings import Packing, StoredPart
 from ..quant.published import KEY, read_packings
 from ..quant.quantize_weights import Quantizer, padded_columns, quantize_into, tile_elements
 from ..quant.weight import BLOCK_COLUMNS, Format, QuantizedWeight, Weight
+from .by_columns import as_stored, read_by_columns
 from .reading import Reading, Settle, widen
 from .spec import FLOATING, Destination, Source, Turn
 from .tables import PlannedTable, scale_name
@@ -258,6 +259,10 @@ def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packing
         )
     stored = STORED[kinds[0]]
     turned = turned_into(destination, aim)
+    if destination.sources[0].by_columns:
+        return PlannedTensor(
+            destination, turned or stored, stored, *read_by_columns(destination.sources[0], parts[0], turned)
+        )
     if turned is not None:
         readings = [_quantizing(part, row) for part, row in _stacked(parts)]
         return PlannedTensor(destination, turned, stored, tuple(readings))
@@ -277,7 +282,7 @@ def _as_stored(destination: Destination, checkpoint: Checkpoint) -> Destination:
         raise ModelError(
             f"{checkpoint.name} stores the same weights twice, as {joined.name} and as {twice}; keep one of them, or get the model again"
         )
-    return replace(destination, sources=(joined,))
+    return replace(destination, sources=(as_stored(joined, checkpoint.tensors[joined.name]),))
 
 
 def _widen_and_turn(stored: torch.dtype, turn: Turn, target: Weight) -> None:

@@ -12,6 +12,7 @@ from ..core import (
     Event,
     Finish,
     Message,
+    ModelSpec,
     Progress,
     Request,
     Result,
@@ -24,7 +25,8 @@ from ..core import (
 from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
 from ..text.reasoning import ReasoningSplitter, Segment
-from .peer import Address, Wanted
+from ..vision.encode import uri_of_picture
+from .peer import Address
 from .wire import failure
 
 # Servers keep seeds in 31 to 64 bits; ours takes all of them.
@@ -43,7 +45,7 @@ class Ask:
     seed: int
 
 
-def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: Wanted, policy: Policy) -> Ask:
+def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: ModelSpec, policy: Policy) -> Ask:
     """The question for choice `choice` of a validated request whose first choice has `seed`.
 
     Raises RequestError for what cannot be asked of a server of this dialect.
@@ -70,7 +72,7 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: W
     options = dict(request.template_options)
     if request.thinking != "auto":
         options["enable_thinking"] = request.thinking == "on"
-    body |= {"messages": [_message(message) for message in request.messages]}
+    body |= {"messages": [_message(message, request.pixels) for message in request.messages]}
     body |= {"chat_template_kwargs": options} if options else {}
     if not request.add_generation_prompt or request.continue_final_message:
         body |= {"add_generation_prompt": False, "continue_final_message": request.continue_final_message}
@@ -81,6 +83,9 @@ def _check_askable(request: Request, address: Address, *, ours: bool) -> None:
     for name in ("best_of", "beams", "json_schema", "logprobs"):
         if getattr(request, name) is not None:
             raise RequestError(Field(name), f" is not passed on to {address.title}; leave it out, or run the model in this process")
+    if request.images:
+        told = f" go to {address.title} in messages only; use them, or run the model in this process"
+        raise RequestError(Field("images"), told)
     if request.tools:
         raise RequestError(Field("tools"), f" are not passed on to {address.title}; leave them out, or run the model in this process")
     if not request.parse_special and not ours:
@@ -98,7 +103,7 @@ def _sampling(request: Request) -> dict[str, Any]:
     return given
 
 
-def _own_options(request: Request, wanted: Wanted, policy: Policy) -> dict[str, Any]:
+def _own_options(request: Request, wanted: ModelSpec, policy: Policy) -> dict[str, Any]:
     own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "answer_tokens": request.max_tokens, **told_policy(policy)}
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
@@ -110,11 +115,23 @@ def told_policy(policy: Policy) -> dict[str, Any]:
     return told | ({} if policy.seconds is None else {"ttl": policy.seconds})
 
 
-def _message(message: Message) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+def _message(message: Message, pixels: int | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": message.role, "content": _content(message, pixels)}
     told |= {"reasoning_content": message.reasoning} if message.reasoning else {}
     told |= {"tool_calls": [dict(call) for call in message.tool_calls]} if message.tool_calls else {}
     return told | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
+
+
+def _content(message: Message, pixels: int | None) -> str | list[dict[str, Any]]:
+    """The text, or texts and pictures in their order; pictures go along in the request, nothing is fetched."""
+    if not message.pictures:
+        return message.content
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": uri_of_picture(part, part.pixels or pixels)}}
+        for part in message.parts
+    ]
 
 
 class Reader:

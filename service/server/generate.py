@@ -20,8 +20,8 @@ from ..core import (
     Result,
     Usage,
 )
-from ..engine.answer import Prepared
-from .body import read_json
+from ..engine.completion import Prepared
+from .body import PICTURE_BODY_LIMIT, read_json
 from .connections import is_cancelled, is_gone
 from .error_documents import ApiError, as_api_error, to_json
 from .frames import Frames
@@ -36,7 +36,7 @@ from .sse import EventStream
 
 async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
-    body = await read_json(service, request, CHAT)
+    body = await read_json(service, request, CHAT, PICTURE_BODY_LIMIT)
     with service.models.using() as uses:
         name, calls, ask = await begin(service, body, chat_ask, uses)
         scored = ask.requests[0].logprobs is not None

@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..core import CHOICES_LIMIT, Message, Request, Sampling, Thinking
+from ..core import CHOICES_LIMIT, Message, Picture, Request, Sampling, Thinking
+from ..errors import RequestError
 from ..memory.policy import Policy
 from ..text.tool_calls import CLOSE, FRAME, call_schema
+from ..vision.encode import picture_of_uri
 from .bounded_json import parse
 from .error_documents import ApiError
 from .schemas import TOOLS_LIMIT
 
 ANY_OBJECT = '{"type":"object"}'
+# Pixels of a picture after resizing, by its detail; None: by the device.
+DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,10 @@ def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
-    """A body that follows schemas.CHAT. Raises ApiError 400 for what only looks right: pictures, tool calls that are no JSON."""
+    """A body that follows schemas.CHAT.
+
+    Raises ApiError 400 for what only looks right: URLs to fetch, damaged pictures, tool calls that are no JSON.
+    """
     options = dict(body.get("chat_template_kwargs") or {})
     thinking = _thinking(body, options)
     tools = () if body.get("tool_choice") == "none" else tuple(body.get("tools") or ())
@@ -200,22 +207,24 @@ def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
 
 def _message(message: Mapping[str, Any], path: str) -> Message:
     calls = tuple(_tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.get("tool_calls") or ()))
+    parts = _content(message.get("content"), f"{path}.content")
     return Message(
         "system" if message["role"] == "developer" else message["role"],
-        _content(message.get("content"), f"{path}.content"),
+        "".join(part for part in parts if isinstance(part, str)),
         message.get("reasoning_content") or message.get("reasoning") or "",
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id") or "",
+        parts=parts if any(isinstance(part, Picture) for part in parts) else (),
     )
 
 
-def _content(content: Any, path: str) -> str:
+def _content(content: Any, path: str) -> tuple[str | Picture, ...]:
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part(part, f"{path}[{at}]") for at, part in enumerate(content))
+        return (content or "",)
+    return tuple(_part(part, f"{path}[{at}]") for at, part in enumerate(content))
 
 
-def _part(part: Mapping[str, Any], path: str) -> str:
+def _part(part: Mapping[str, Any], path: str) -> str | Picture:
     kind = part["type"]
     if kind in ("text", "refusal"):
         text = part.get(kind)
@@ -223,12 +232,18 @@ def _part(part: Mapping[str, Any], path: str) -> str:
             raise ApiError(400, f"{path}.{kind} is missing; give a text", code="missing_field", param=path)
         return text
     if kind != "image_url":
-        raise ApiError(400, f"{path} has a type that is not known; use text", code="unsupported", param=path)
+        raise ApiError(400, f"{path} has a type that is not known; use text or image_url", code="unsupported", param=path)
     picture = part.get("image_url")
-    url = picture.get("url") if isinstance(picture, dict) else picture
-    if isinstance(url, str) and "://" in url:
-        raise ApiError(400, f"{path}: pictures are never fetched; send it as a data URL", code="unsupported", param=path)
-    raise ApiError(400, f"{path} is a picture, and no model here sees pictures; send text", code="unsupported", param=path)
+    url, detail = (picture.get("url"), picture.get("detail")) if isinstance(picture, dict) else (picture, None)
+    if not isinstance(url, str):
+        raise ApiError(400, f"{path}.image_url.url is missing; give a data: URL", code="missing_field", param=path)
+    if detail is not None and (not isinstance(detail, str) or detail not in DETAIL):
+        raise ApiError(400, f"{path}.image_url.detail is not one of low, high and auto", code="wrong_value", param=path)
+    try:
+        found = picture_of_uri(url, path)
+    except RequestError as error:
+        raise ApiError(400, str(error), code="wrong_picture", param=path) from error
+    return replace(found, pixels=DETAIL[detail or "auto"])
 
 
 def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:

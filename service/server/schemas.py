@@ -75,7 +75,18 @@ _SAMPLING: dict[str, Any] = {
 _PART = {
     "type": "object",
     "required": ["type"],
-    "properties": {"type": {"type": "string"}, "text": _optional("string"), "refusal": _optional("string")},
+    "properties": {
+        "type": {"type": "string", "description": "text or image_url"},
+        "text": _optional("string"),
+        "refusal": _optional("string"),
+        "image_url": {
+            "type": ["object", "string", "null"],
+            "properties": {"url": _optional("string"), "detail": _optional("string")},
+            "description": "A picture as a data: URL in base64 (PNG, JPEG, WEBP, GIF, BMP, TIFF), for a model that sees; nothing is ever "
+            "fetched. At most 64 MiB and 67,108,864 pixels each, 64 of them in a request, in a body of 32 MiB. detail: low reads 262,144 "
+            "pixels, high 4,194,304, auto 1,048,576 on a GPU and 262,144 on a CPU.",
+        },
+    },
 }
 _TOOL_CALL = {
     "type": "object",

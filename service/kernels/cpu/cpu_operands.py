@@ -48,14 +48,15 @@ def attention(calls: CallCache, heads: AttentionHeads, at: AttentionOperands) ->
     ready = plain_rows(at.qkv) and plain_rows(at.out) and keys.dtype == values.dtype == torch.float32
     if not ready or not fits(shape, calls.native.attention_width):
         return None
-    q_norm, k_norm = heads.q_norm, heads.k_norm
-    a = AttentionStruct(q_eps=q_norm.eps, k_eps=k_norm.eps, half=rotary.cos.shape[1], block_stride=keys.stride(0), threads=calls.threads)
-    a.keys, a.values, a.q_norm, a.k_norm = (
-        keys.data_ptr(),
-        values.data_ptr(),
-        q_norm.weight.data_ptr(),
-        k_norm.weight.data_ptr(),
-    )
+    a = AttentionStruct(half=rotary.cos.shape[1], block_stride=keys.stride(0), threads=calls.threads)
+    a.keys, a.values, a.turns = keys.data_ptr(), values.data_ptr(), batch.rotary_rows.data_ptr()
+    if heads.q_norm is not None and heads.k_norm is not None:
+        a.q_norm, a.q_eps = heads.q_norm.weight.data_ptr(), heads.q_norm.eps
+        a.k_norm, a.k_eps = heads.k_norm.weight.data_ptr(), heads.k_norm.eps
+    if heads.bias is not None:
+        a.bias = heads.bias.data_ptr()
+    if batch.first_turns is not None:
+        a.first_turns = batch.first_turns.data_ptr()
     a.cos, a.sin, a.qkv, a.out = rotary.cos.data_ptr(), rotary.sin.data_ptr(), at.qkv.data_ptr(), at.out.data_ptr()
     a.heads, a.kv_heads, a.dim, a.tokens = shape.heads, shape.kv_heads, shape.head_dim, at.qkv.shape[0]
     a.positions, a.tables, a.table_stride = batch.positions.data_ptr(), batch.tables.data_ptr(), batch.tables.stride(0)

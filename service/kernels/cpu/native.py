@@ -53,9 +53,10 @@ class AttentionStruct(ctypes.Structure):
     """struct attention of attention.h."""
 
     _fields_ = structure(
-        "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_stride positions tables table_stride out "
+        "qkv q_norm k_norm bias q_eps k_eps cos sin half keys values block_stride positions turns first_turns tables "
+        "table_stride out "
         "tokens heads kv_heads dim chunk threads scratch stride chosen most ratio",
-        pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch chosen",
+        pointers="qkv q_norm k_norm bias cos sin keys values positions turns first_turns tables out scratch chosen",
         integers="half block_stride table_stride tokens heads kv_heads dim chunk threads stride most ratio",
         doubles="q_eps k_eps",
     )

@@ -16,6 +16,7 @@ from onedesk.service.engine.session import sketch
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import Checkpoint, open_checkpoint
 from tiny_families import FAMILIES, WITH_VISION, write_family
+from tiny_vision import SEEING, write_seeing
 
 # How a tensor's name tells its kind; the first that matches.
 KINDS = {
@@ -70,6 +71,15 @@ def test_every_tensor_that_transformers_writes_is_counted_and_no_other(tmp_path:
     assert counted(network) == stored(checkpoint)
     assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
     assert sum(network.kinds.values()) == network.parameters
+
+
+@pytest.mark.parametrize("family", sorted(SEEING))
+def test_every_tensor_of_a_model_that_sees_is_counted(tmp_path: Path, family: str) -> None:
+    checkpoint = open_checkpoint(write_seeing(tmp_path / "tiny", family))
+    network = compose(checkpoint.config)
+    assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
+    towers = sum(info.elements for name, info in checkpoint.tensors.items() if "visual" in name)
+    assert network.kinds["vision"] == towers
 
 
 def test_other_widths_of_every_part_are_followed(tmp_path: Path) -> None:
@@ -156,7 +166,7 @@ def test_names_are_found_whoever_published_them_and_however_packed():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen3, "),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen2, "),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_experts": -8}, "num_experts = -8"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types that are not 4"),
