@@ -7,7 +7,7 @@ from typing import Any
 
 # ComfyUI's own module `nodes` knows our nodes already where another copy of the pack stands in custom_nodes: that one
 # serves.
-SECOND_COPY = "OnedeskLoadModel" in getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+SECOND_COPY = "OnedeskLoadModel" in getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
 WEB_DIRECTORY = None if SECOND_COPY else "./nodes/web"
 
 

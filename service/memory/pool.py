@@ -87,8 +87,9 @@ class Pool:
     def __init__(
         self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth], claims: Claims | None = None
     ) -> None:
-        """Make the budget from what is available now, less what `claims` know. Raises RequestError if this machine
-        cannot meet the settings.
+        """Make the budget from what is available now, less what `claims` know.
+
+        Raises RequestError if this machine cannot meet the settings.
         """
         self.device = device
         self.settings = settings

@@ -232,7 +232,10 @@ def prepare(tree: Tree, record: Record) -> None:
     """Make the folders of the tree that are missing, and its files."""
     record.save()
     for folder in tree.folders():
-        record.make_folder(folder)
+        if folder != tree.logs or not record.behind_link(
+            tree.cache
+        ):  # what is made behind that link is left to its owner
+            record.make_folder(folder)
     for folder in (tree.pack, Steps(tree).stamps):
         record.make_tree(folder)
     tree.make()

@@ -61,7 +61,9 @@ class Record:
                 continue
             if os.path.lexists(folder):
                 raise SetupError(f"{folder} is there already and is no folder; move it away, then run install.sh again")
-            self._note(self.folders, folder)
+            # Behind a link it is recorded by where it really is: another folder that the link leads to later is not
+            # ours.
+            self._note(self.folders, folder.resolve() if self.behind_link(folder) else folder)
             folder.mkdir(exist_ok=True)
 
     def make_tree(self, path: Path) -> None:
@@ -160,7 +162,7 @@ class Record:
                 path.unlink()
         self.path.unlink()
         for path in sorted(map(self._path, self.folders), key=lambda path: len(path.parts), reverse=True):
-            if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
+            if path.is_dir() and not self.behind_link(path) and not any(path.iterdir()):
                 path.rmdir()
 
     def _remove_tree(self, path: Path) -> None:

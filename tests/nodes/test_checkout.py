@@ -25,7 +25,10 @@ FIRST_INPUTS = {
     "OnedeskPrompt": {"preset", "system", "text", "dynamic", "seed"},
     "OnedeskGenerate": {"model", "messages", "seed", "max_tokens"},
     "OnedeskTextEncoder": {"model", "text", "layers", "template", "min_tokens"},
-    "OnedeskSampling": set(),
+    "OnedeskSampling": {
+        *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop", "thinking", "thinking_budget", "stop_repetition", "logit_bias"),
+    },
     "OnedeskRelease": {"value"},
 }
 PARTS = ("__init__.py", "pyproject.toml", "models", "nodes", "service", "workflows")

@@ -33,6 +33,7 @@ def test_leases_budget_and_counters_are_those_of_the_pool(model):
         "limit": 64 << 20,
         "kept_back": int((64 << 20) * 0.1),
         "floor": 1 << 20,
+        "promised": 0,
         "used": model.held_bytes(),
     }
     assert {lease["kind"]: lease["bytes"] for lease in report["leases"]}["weights"] == model.need.weights
