@@ -15,6 +15,7 @@ from ..service.core import (
     Progress,
     Request,
     Result,
+    require_user_text,
 )
 from ..service.errors import Cancelled, RequestError
 from .show import View, numbered
@@ -32,7 +33,8 @@ class Question:
     pixels: int | None = None
 
     def request(self, model: Model) -> Request:
-        """The request for `model`. Raises RequestError if a bias names a text that is not one token."""
+        """The request for `model`. Raises RequestError if a bias names a text that is not one token, or no user message has text."""
+        require_user_text(self.conversation.messages)
         bias = {_token(model, token): value for token, value in self.options.bias}
         return Request(
             messages=self.conversation.messages,

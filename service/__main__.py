@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+
+if __name__ == "__main__" and not __package__:
+    # By its path, `python -I .../service COMMAND`: the package is the folder around this one, and this folder holds no modules of its own.
+    import runpy
+    from pathlib import Path
+
+    sys.path.pop(0)
+    launcher = runpy.run_path(str(Path(__file__).with_name("launch_module.py")), run_name="launch_module")
+    launcher["main"](str(Path(__file__).resolve().parent.parent), "", "onedesk.service", sys.argv[1:])
+
+import signal
 
 
 def main() -> int:

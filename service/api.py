@@ -30,7 +30,7 @@ from .engine.batch import Books, Orders
 from .engine.batch_loop import Generation
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
 from .engine.picture_reader import PictureReader
-from .engine.prepare import check_ids, prepare, prepare_all
+from .engine.prepare import check_ids, prepare, prepare_all, require_head
 from .engine.prepare_pictures import place_pictures
 from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
@@ -177,6 +177,11 @@ class OpenModel:
         """Token ids of `text`, control tokens recognized."""
         return self.tokenizer.encode(text)
 
+    def encode_for_vector(self, text: str, instruction: str = "") -> list[int]:
+        """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the instruction of a
+        query where one is given, in the form that Qwen's embedding models are trained on."""
+        return self.tokenizer.encode_for_pooling(f"Instruct: {instruction}\nQuery:{text}" if instruction else text)
+
     def render(self, messages: Sequence[Message], thinking: Thinking = "auto") -> str:
         """The conversation as the model reads it, up to where its answer begins."""
         return self.template.render(messages, thinking=thinking)
@@ -274,6 +279,7 @@ class OpenModel:
 
     def scored(self, ids: Sequence[int], top: int, *, cancel: CancelCheck | None = None) -> list[Logprobs]:
         """As `score`, with the `top` likeliest ids at each place."""
+        require_head(self._blueprint)
         self.check_fits(ids)
         with self._use("score", cancel), self._session_for(None, cancel) as session:
             return session.runner.logprobs(ids, cancel, top=top)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
@@ -206,7 +206,10 @@ class Request:
 
     `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are the texts before and
     behind the document. `logprobs` N gives each token of the answer its log-probability and those of the N likeliest, see Logprobs.
-    `tools` (as the OpenAI API has them) and `template_options` are for the chat template.
+    `tools` (as the OpenAI API has them) and `template_options` are for the chat template. `calls` 1 or more: an answer bound to a schema
+    may instead be so many calls of `tools`.
+    `continue_final_message`: the answer goes on in the last message. `parse_special`: texts of control tokens in a raw `prompt` are those
+    tokens; in messages they never are.
 
     `images` go with `prompt` and `ids`, in which the model's image token stands once per picture; messages hold their own. `pixels`
     bounds the area of each picture after resizing; None: 1,048,576 on a GPU, 262,144 on a CPU.
@@ -232,6 +235,10 @@ class Request:
     logprobs: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    calls: int = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    parse_special: bool = True
     images: tuple[Picture, ...] = ()
     pixels: int | None = None
 
@@ -298,8 +305,10 @@ class Request:
             return
         if self.prompt is not None and not self.prompt:
             raise RequestError("the prompt is empty; write at least one character")
-        if self.messages and not any(m.role == "user" and (m.pictures or m.content.strip()) for m in self.messages):
-            raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
+        if self.messages and not any(
+            m.content.strip() or m.reasoning.strip() or m.tool_calls or m.pictures for m in self.messages
+        ):
+            raise RequestError("the prompt is empty: no message has any text; write what the model should do")
         texts = [self.prompt or "", *(m.content for m in self.messages), *(m.reasoning for m in self.messages), *self.stop]
         for text in texts:
             half = _SURROGATE.search(text)
@@ -314,6 +323,12 @@ class Request:
         pixels = self.pixels
         if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
             raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
+
+
+def require_user_text(messages: Sequence[Message]) -> None:
+    """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be written."""
+    if not any(message.role == "user" and (message.pictures or message.content.strip()) for message in messages):
+        raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
 
 
 @dataclass(frozen=True, slots=True)

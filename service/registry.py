@@ -15,9 +15,9 @@ from .engine.leaks import LeakReport
 from .errors import RequestError
 from .loader.names import ModelRoots
 from .memory.budget import MemorySettings
+from .memory.machine_pool import make_pool
 from .memory.pool import Pool, Released
 from .memory.thermal import merge, read_nvidia, read_zones
-from .memory.truth import read_truth
 from .memory.watch import MemoryWatch
 from .peers.choose import engine_of, make_peer, wanted_of
 from .peers.peer import Peer, Wanted
@@ -57,7 +57,7 @@ class Registry:
         with self._lock:
             if kind not in self._pools:
                 values: dict[str, Any] = dict(self.config.memory)
-                pool = self._pools[kind] = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+                pool = self._pools[kind] = make_pool(kind, MemorySettings(**values))
                 watch = self._watches[kind] = _watch(pool).start()
                 pool.slow = lambda: watch.slow
             return self._pools[kind]
@@ -177,7 +177,8 @@ class Registry:
     def close(self) -> None:
         """Close every model and end the engines that we started; forget them and the pools. The next ones are made as configured then."""
         with self._lock:
-            models, self._models, self._pools = list(self._models.values()), {}, {}
+            models, self._models = list(self._models.values()), {}
+            pools, self._pools = list(self._pools.values()), {}
             watches, self._watches = list(self._watches.values()), {}
             peers, self._peers, self._remotes = list(self._peers.values()), {}, {}
         for watch in watches:
@@ -186,10 +187,17 @@ class Registry:
             model.close()
         for peer in peers:
             peer.close()
+        for pool in pools:
+            pool.claims.withdraw()
 
 
 def _watch(pool: Pool) -> MemoryWatch:
     """Frees when memory runs short and lets go what is due by its time; looks at the machine's temperature where it shows one."""
+
+    def tick() -> None:
+        pool.arbiter.release_due()
+        pool.claims.update(pool.used())
+
     on_cuda = torch.device(pool.device).type == "cuda"
     return MemoryWatch(
         pool.read_truth,
@@ -197,7 +205,7 @@ def _watch(pool: Pool) -> MemoryWatch:
         pool.settings,
         loading=lambda: pool.loading,
         thermal=(lambda: merge(read_zones(), read_nvidia())) if on_cuda else read_zones,
-        tick=pool.arbiter.release_due,
+        tick=tick,
     )
 
 

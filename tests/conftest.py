@@ -35,6 +35,14 @@ def kernels_built_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def claims_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What other processes of this user were promised is nothing to the tests, nor theirs to others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
 def registry_as_new() -> Iterator[None]:
     """No file of tests leaves models, pools or settings to the next one: the command's tests run with budgets of 1 MiB."""
     yield

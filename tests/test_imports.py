@@ -31,11 +31,23 @@ ROOMS = (
     ("service/kernels",),
     ("service/quant",),
     ("service/memory",),
-    ("service/console", "service/work_folder", "service/core", "service/config", "service/toml_file", "service/errors", "service/places"),
+    (
+        "service/console",
+        "service/python_process",
+        "service/launch_module",
+        "service/work_folder",
+        "service/core",
+        "service/config",
+        "service/toml_file",
+        "service/errors",
+        "service/places",
+    ),
 )
 # Within the lowest: each of these may use those after it, nothing else.
 BASE_ORDER = (
     "service/console",
+    "service/python_process",
+    "service/launch_module",
     "service/work_folder",
     "service/config",
     "service/toml_file",

@@ -24,6 +24,7 @@ from ..errors import FileError, ModelError
 from ..loader.checkpoint import open_checkpoint
 from ..loader.names import ModelRoots
 from ..memory.budget import MIB, MemorySettings
+from ..memory.machine_pool import make_pool
 from ..memory.pool import Pool, Released
 from ..memory.read_bandwidth import keep_ceiling, known_ceiling
 from ..memory.truth import read_truth
@@ -103,7 +104,7 @@ def measure_handover(
         ceiling = read_ceiling(kind, available=read_truth(kind).available, cache=config.cache)
         keep_ceiling(config.cache, kind, ceiling)
     values: dict[str, Any] = dict(config.memory)
-    pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+    pool = make_pool(kind, MemorySettings(**values))
     desk = _HandoverCycle(
         lambda: open_model(path, pool=pool, roots=roots, device=kind, load=False, kernel_cache=config.cache), pool, tokens, picture
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from .. import errors
 from ..errors import OnedeskError, PeerError
+from ..python_process import package_command
 from .peak_watch import PeakWatch, status_bytes
 from .subject import Subject, SubjectSpec
 
@@ -31,7 +32,7 @@ class MeasuringChild:
     def __init__(self, engine: Engine, task: SubjectSpec) -> None:
         self.engine: Engine = engine
         setup = asdict(task) | {"engine": engine, "model": str(task.model), "cache": str(task.cache)}
-        command = [sys.executable, "-m", __name__, json.dumps(setup)]
+        command = package_command("onedesk.service.bench.measuring_child", json.dumps(setup))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving; a full pipe would stop the child
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True)
 

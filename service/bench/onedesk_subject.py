@@ -13,8 +13,7 @@ from ..core import Request, Result, Sampling
 from ..engine.runner import CHUNK
 from ..errors import ModelError
 from ..memory.budget import MemorySettings
-from ..memory.pool import Pool
-from ..memory.truth import read_truth
+from ..memory.machine_pool import make_pool
 from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
 
 NEVER = -1e9  # added to the score of an end token
@@ -31,7 +30,7 @@ class Onedesk:
     def __init__(self, task: SubjectSpec) -> None:
         values: dict[str, Any] = dict(task.memory)
         self._task = task
-        self._pool = Pool(task.device, MemorySettings(**values), lambda: read_truth(task.device))
+        self._pool = make_pool(task.device, MemorySettings(**values))
         self._model: OpenModel | None = None
 
     def load(self) -> None:

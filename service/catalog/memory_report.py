@@ -11,6 +11,7 @@ from ..config import Config
 from ..console import columns
 from ..memory.backends.choose_backend import BackendReport, describe_backends
 from ..memory.budget import MemorySettings, make_budget, show
+from ..memory.claims import promised_elsewhere
 from ..memory.lease import LeaseInfo
 from ..memory.meminfo import read_vmstat
 from ..memory.truth import read_truth
@@ -31,7 +32,8 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
     pools = [] if proc else list({id(model.pool): model.pool for model in REGISTRY.models()}.values())
     kind = "cpu" if proc else pick_device(device).type
     truth = read_truth("cpu", proc=proc, cgroup=proc.parent / "sys" / "fs" / "cgroup") if proc else read_truth(kind)
-    budget = pools[0].budget if pools else make_budget(truth, MemorySettings(**values))
+    promised = 0 if proc or pools else promised_elsewhere(kind, truth)
+    budget = pools[0].budget if pools else make_budget(truth, MemorySettings(**values), promised=promised)
     leases = [lease for pool in pools for lease in pool.leases()]
     return {
         "truth": asdict(truth),

@@ -17,8 +17,8 @@ from ..core import Message, Request, Result, Sampling
 from ..errors import OnedeskError
 from ..loader.names import ModelRoots
 from ..memory.budget import MemorySettings, show
+from ..memory.machine_pool import make_pool
 from ..memory.pool import LeaseDamagedError, Pool, Released
-from ..memory.truth import read_truth
 from .check_operators import check_operators
 from .check_quantized import compared, listen
 from .examine import Check
@@ -76,7 +76,7 @@ class _Desk:
     def __init__(self, name: str, config: Config, roots: ModelRoots, device: str, context: int | None) -> None:
         values: dict[str, Any] = dict(config.memory) | {"debug": True}
         kind = pick_device(device).type
-        self.pool = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+        self.pool = make_pool(kind, MemorySettings(**values))
         self._name, self._config, self._roots, self._context = name, config, roots, context or CONTEXT
 
     def open(self, quant: str) -> OpenModel:

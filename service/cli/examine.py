@@ -129,11 +129,12 @@ def _kernels(config: Config, device: str) -> Iterator[Check]:
 def _memory(config: Config, device: str) -> Iterator[Check]:
     from ..api import pick_device
     from ..memory.budget import MemorySettings, make_budget, show
+    from ..memory.claims import promised_elsewhere
     from ..memory.truth import read_truth
 
     values: dict[str, Any] = dict(config.memory)
     truth = read_truth(pick_device(device).type)
-    budget = make_budget(truth, MemorySettings(**values))
+    budget = make_budget(truth, MemorySettings(**values), promised=promised_elsewhere(pick_device(device).type, truth))
     one_pool = truth.device_free is None or truth.integrated
     where = "one pool for CPU and GPU" if one_pool else "the GPU's own memory"
     detail = f"{where}: {show(truth.available)} of {show(truth.total)} available (by {truth.rule}), budget {show(budget.spendable)}"

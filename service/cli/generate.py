@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import load_config
 from ..console import Stop, UsageError, read_piped_text, write_json
-from ..core import BEAMS_LIMIT, CHOICES_LIMIT, Message, Request
+from ..core import BEAMS_LIMIT, CHOICES_LIMIT, Message, Request, require_user_text
 from .model_options import add_request_options, checked_options, opened
 from .options import FAILURE, INTERRUPTED, SUCCESS, Subcommands, switch, token_ids, whole_from
 from .output import answered, document, run_request
@@ -69,4 +69,6 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
     system = [Message("system", args.system)] if args.system else []
     pictures = read_pictures(args.image)
     turn = Message.with_parts("user", *pictures, prompt) if pictures else Message("user", prompt)
-    return Request(messages=(*system, turn), **options)
+    messages = (*system, turn)
+    require_user_text(messages)
+    return Request(messages=messages, **options)

@@ -185,6 +185,8 @@ def make_verdict(config: Config, context: int | None, device: str) -> Callable[[
         from ..catalog.plan import plan_model
         from ..hub.plan import Fit
 
+        if not name:
+            return _images_alone(config, images, device)
         with tempfile.TemporaryDirectory() as scratch:
             asked = name
             if described is not None:
@@ -201,6 +203,19 @@ def make_verdict(config: Config, context: int | None, device: str) -> Callable[[
         return _judged(name, planned)
 
     return verdict
+
+
+def _images_alone(config: Config, images: int, device: str) -> Fit:
+    """Whether image models fit by themselves: ComfyUI may load them one after the other, so this is the careful answer."""
+    from ..api import pick_device
+    from ..hub.plan import Fit
+    from ..memory.budget import MemorySettings, show
+    from ..memory.truth import read_truth
+
+    values: dict[str, Any] = dict(config.memory)
+    room = read_truth(pick_device(device).type).available - MemorySettings(**values).floor
+    verb = "fits" if images <= room else "does not fit at once"
+    return Fit(images <= room, f"{verb}: {show(images)} of weights, {show(max(0, room))} available")
 
 
 def _judged(name: str, planned: dict[str, Any]) -> Fit:

@@ -83,8 +83,7 @@ def quantize_model(
     from ..kernels.choose import choose_kernels
     from ..loader.checkpoint import open_checkpoint
     from ..memory.budget import MemorySettings
-    from ..memory.pool import Pool
-    from ..memory.truth import read_truth
+    from ..memory.machine_pool import make_pool
     from ..model import convert
     from ..model.converted import converted_folder, open_converted
     from ..model.families import read_family
@@ -104,7 +103,7 @@ def quantize_model(
     conversion = convert.Conversion(checkpoint, plan, quant, converted_folder(checkpoint, quant, config.cache), kernels.quantize)
     started = time.perf_counter()
     values: dict[str, Any] = dict(config.memory)
-    pool = Pool("cpu", MemorySettings(**values), lambda: read_truth("cpu"))
+    pool = make_pool("cpu", MemorySettings(**values))
     lease = pool.lease(f"quantize {checkpoint.name}", "scratch", conversion.need)
     try:
         written = not convert.is_current(conversion, lease, progress, cancel)

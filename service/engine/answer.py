@@ -18,6 +18,7 @@ from ..core import (
     Stage,
     Usage,
 )
+from ..text.reasoning import CLOSE
 from ..text.repetition import RepetitionCheck
 from ..text.stops import StopStrings
 from ..text.stream import TextStream
@@ -91,6 +92,7 @@ class Answer:
         self._repetition = RepetitionCheck() if prepared.repetition_stop else None
         tokenizer = prepared.tokenizer
         self._text = TextStream(tokenizer, stop=prepared.stop, in_reasoning=prepared.in_reasoning) if tokenizer else None
+        self._close = tokenizer.id_of(CLOSE) if tokenizer else None
         self._guide = prepared.guide() if prepared.guide else None
         # The token that must come next although nobody samples it; None: sample.
         self.coming = self._next_forced()
@@ -130,6 +132,12 @@ class Answer:
     def allowed(self) -> np.ndarray | None:
         """Which ids may come next by its grammar, None for all."""
         return None if self._guide is None or self.in_reasoning else self._guide.allowed()
+
+    def corrected(self, token: int) -> int:
+        """What is taken in place of a sampled `token`: a turn that ends inside the thoughts of an answer bound to a grammar goes on
+        behind them."""
+        closes = self._guide is not None and self.in_reasoning and token in self._prepared.limits.eos
+        return self._close if closes and self._close is not None else token
 
     def take(self, token: int, *, forced: bool = False) -> Event | None:
         """Take the next token in; returns what became visible, None for an EOS."""

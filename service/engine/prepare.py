@@ -10,6 +10,7 @@ from ..core import CancelCheck, Request
 from ..errors import Cancelled, Field, OnedeskError, RequestError
 from ..kernels.forward_batch import BLOCK
 from ..loader.checkpoint import CONFIG, GENERATION, end_ids
+from ..text.conversation import RenderedPrompt, render_conversation
 from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
@@ -39,8 +40,10 @@ def prepare(
     `reader` reads its pictures. Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
     """
     request = request.validated()
+    require_head(blueprint)
     stop = StopStrings(request.stop, cancel)
-    ids, in_reasoning = _prompt(request, blueprint.context, language, cancel)
+    prompt = _prompt(request, blueprint.context, language, cancel)
+    ids, in_reasoning = prompt.ids, prompt.in_reasoning
     check_ids(ids, blueprint.widths.vocab)
     ids, pictures = place_pictures(request, ids, reader, blueprint.context)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
@@ -56,7 +59,7 @@ def prepare(
     ends = end_tokens(blueprint, language)
     limits = _limits(request, room, ends)
     choosable = min(tokenizer.size, vocab) if tokenizer else vocab
-    guide = _guide(request, language.grammars(choosable, ends), in_reasoning) if request.json_schema is not None else None
+    guide = _guide(request, language.grammars(choosable, ends), prompt) if request.json_schema is not None else None
     if request.beams is not None:
         _check_beams(request.beams, len(ids), limits.room, blueprint)
     repetition_stop = request.repetition_stop if request.repetition_stop is not None else request.ids is None
@@ -109,6 +112,13 @@ def prepare_all(
     return prepared
 
 
+def require_head(blueprint: Blueprint) -> None:
+    """Raise RequestError for a network that gives states and no scores."""
+    if blueprint.config.headless:
+        name = blueprint.checkpoint.name
+        raise RequestError(f"{name} has no output matrix (lm_head), so it gives vectors and writes no text; ask it for embeddings")
+
+
 def check_ids(ids: Sequence[int], vocab: int) -> None:
     """Raise RequestError unless `ids` are one or more of the model's token ids."""
     if not ids:
@@ -136,35 +146,53 @@ def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
     return frozenset(token for token in named if token is not None)
 
 
-def _prompt(request: Request, context: int, language: Language, cancel: CancelCheck | None) -> tuple[Sequence[int], bool]:
-    """The prompt's ids, and whether it leaves the model inside its reasoning. Raises RequestError for a text that cannot fit, unread."""
+def _prompt(request: Request, context: int, language: Language, cancel: CancelCheck | None) -> RenderedPrompt:
+    """The prompt and its ids. Raises RequestError for a text that cannot fit, before it is tokenized."""
     if request.ids is not None:
-        return request.ids, False
+        return RenderedPrompt("", request.ids, in_reasoning=False, thoughts_closed=False)
     tokenizer = language.tokenizer
-    text = request.prompt if request.prompt is not None else _rendered(request, language, cancel)
-    if cancel is not None and cancel():
-        raise Cancelled("stopped before the prompt was tokenized")
-    fewest = len(text) // (SHRINKS * tokenizer.longest)
-    if fewest > context:
-        raise RequestError(
-            f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters), or open the "
-            "model with a larger ",
-            Field("context"),
+
+    def check_length(text: str) -> None:
+        if cancel is not None and cancel():
+            raise Cancelled("stopped before the prompt was tokenized")
+        fewest = len(text) // (SHRINKS * tokenizer.longest)
+        if fewest > context:
+            raise RequestError(
+                f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters), or open the "
+                "model with a larger ",
+                Field("context"),
+            )
+
+    if request.prompt is None:
+        return render_conversation(
+            language.template,
+            language.added_tokens,
+            request.messages,
+            thinking=request.thinking,
+            tools=request.tools,
+            options=request.template_options,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            check=check_length,
+            cancel=cancel,
         )
-    return tokenizer.encode(text), opens_reasoning(text)
+    text = request.prompt
+    check_length(text)
+    in_reasoning = request.parse_special and opens_reasoning(text)
+    return RenderedPrompt(text, tokenizer.encode(text, parse_special=request.parse_special), in_reasoning, thoughts_closed=False)
 
 
-def _rendered(request: Request, language: Language, cancel: CancelCheck | None) -> str:
-    options = dict(request.template_options)
-    if request.tools:
-        options["tools"] = list(request.tools)
-    return language.template.render(request.messages, thinking=request.thinking, extra=options, cancel=cancel)
-
-
-def _guide(request: Request, grammars: Grammars, in_reasoning: bool) -> Guide:
+def _guide(request: Request, grammars: Grammars, prompt: RenderedPrompt) -> Guide:
     """The grammar that every choice of the request follows."""
-    may_think = request.thinking != "off" and not in_reasoning
-    return grammars.guide(request.json_schema or "", frame=request.json_frame, may_think=may_think)
+    may_think = request.thinking != "off" and not prompt.in_reasoning and not prompt.thoughts_closed
+    schema = request.json_schema or ""
+    if request.calls:
+        guide = grammars.guide_or_calls(schema, request.tools, most=request.calls, may_think=may_think)
+    else:
+        guide = grammars.guide(schema, frame=request.json_frame, may_think=may_think)
+    if prompt.begun:
+        guide.accept_text(prompt.begun)
+    return guide
 
 
 def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:

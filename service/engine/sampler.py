@@ -64,6 +64,8 @@ class Sampler:
         self.logprobs: Logprobs | None = None
         # Says which ids may come next, bool [limit], None for all; asked at every choice.
         self.allowed: Callable[[], np.ndarray | None] | None = None
+        # Says which id is taken in place of the one that was chosen.
+        self.corrected: Callable[[int], int] | None = None
         # How many tokens were sampled and accepted, so the number of the next draw.
         self.drawn = 0
         self._counts: Counter[int] = Counter()
@@ -85,6 +87,7 @@ class Sampler:
         scores = logits.float().cpu()
         raw = None if self.top is None else scores.log_softmax(0)
         token = self._chosen(scores if self.limit >= len(scores) else scores[: self.limit])
+        token = token if self.corrected is None else self.corrected(token)
         self.logprobs = None if raw is None else measured(raw, token, self.top or 0)
         return token
 

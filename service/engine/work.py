@@ -30,6 +30,7 @@ class Row:
         self.sampler = Sampler(prepared.sampling, seed, (), prepared.choosable, top=top, adjustments=shared)
         if self.answer.guided:
             self.sampler.allowed = self.answer.allowed
+            self.sampler.corrected = self.answer.corrected
         self.kv: SequenceKV | None = None
         # Tokens of the answer that are not behind the cache yet: the latest one, or after being set back all of them.
         self.feed: deque[int] = deque()

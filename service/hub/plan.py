@@ -48,7 +48,7 @@ class Fit:
     text: str
 
 
-# Answers for a config.json, or None where there is none, beside image files of so many bytes.
+# Arguments: a model's name ("" for image files alone), its config.json (None: a published model), bytes of image files.
 Verdict: TypeAlias = Callable[[str, dict[str, Any] | None, int], Fit]
 
 

@@ -109,10 +109,11 @@ class Planner:
         files = await self._look(comfyui, chosen, name)
         first = chosen[0][2]
         folders = [Folder(comfyui, files, str(first.endpoint), first.repo, first.commit, name)]
-        images = sum(file.size for file in pinned if file != model.language_weights)
-        fit = Fit(None, "no language model comes with it")
-        if model.language_model is not None and model.language_weights is not None:
+        if model.language_model is None or model.language_weights is None:
+            fit = self._verdict("", None, sum(file.size for file in pinned))
+        else:
             language = await self._language_folder(root, model.language_model, model.language_weights)
+            images = sum(file.size for file in pinned if file != model.language_weights)
             fit = self._verdict(model.language_model.rsplit("/", 1)[-1], None, images)
             folders += [language] if language else []
         gated = any(snapshot.gated for _, _, snapshot in chosen)

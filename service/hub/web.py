@@ -16,7 +16,7 @@ import aiohttp
 from yarl import URL
 
 from ..errors import PeerError
-from .addresses import GuardedResolver, Reach
+from .addresses import GuardedResolver, Reach, literal
 from .limits import Limits
 from .remote import PAGES, HubKind, Report
 
@@ -154,7 +154,8 @@ class Web:
         return response
 
     def _proxy(self, url: URL) -> str | None:
-        if urllib.request.proxy_bypass(url.host or ""):
+        address = literal(url.host or "")
+        if (address is not None and address.is_loopback) or urllib.request.proxy_bypass(url.host or ""):
             return None
         return self._proxies.get(url.scheme) or self._proxies.get("all")
 
@@ -212,7 +213,7 @@ class Web:
     async def pause(self, error: TransientError, tries: int, path: str | None) -> None:
         """Wait before attempt `tries` + 1. Raises PeerError after the last one, or if the server asks for too long."""
         limits = self.limits
-        if tries >= limits.tries:
+        if tries >= (limits.tries if self.answered else min(limits.tries, limits.first_tries)):
             raise PeerError(f"{error}, {tries} times in a row; run the command again later, or use another --from") from error
         wait = min(limits.longest_backoff, limits.backoff * 2 ** (tries - 1)) if error.wait is None else error.wait
         if wait > limits.longest_wait:

@@ -100,11 +100,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most that all leases may hold. `limit` already respects the floor; `spendable` is the limit without what is kept back."""
+    """The most that all leases may hold. `limit` already respects the floor; `spendable` is the limit without what is kept back.
+
+    `promised`: what other processes of this user were promised and had not taken when it was made; the limit already respects it.
+    """
 
     limit: int
     kept_back: int
     floor: int
+    promised: int = 0
 
     @property
     def spendable(self) -> int:
@@ -136,14 +140,16 @@ class Room:
         return min(self.budget + self.yielding, self.machine + self.yielding + self.neighbours)
 
 
-def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0) -> Budget:
+def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0, promised: int = 0) -> Budget:
     """Make the budget of a pool from what is available now; `own` bytes that the pool itself has in memory count as available.
+
+    `promised` bytes, which others may still take, do not.
 
     limit = min(share of what is available, available - floor). On a machine with less than the floor available the limit is 0: every
     lease is refused, with figures, and the truth can still be shown.
     Raises RequestError, with the figures, if the settings can never be met by this machine or not while others hold what they hold.
     """
-    available = min(truth.total, truth.available + own)
+    available = max(0, min(truth.total, truth.available + own) - promised)
     if settings.floor >= truth.total:
         raise RequestError(
             *("memory ", Field("floor")),
@@ -152,19 +158,25 @@ def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0) -> Budg
     limit = int(available * settings.limit)
     if settings.limit_bytes is not None:
         limit = settings.limit_bytes
-        _check_limit(limit, truth.total, available, settings.floor)
+        _check_limit(limit, truth.total, available, settings.floor, promised)
     limit = max(0, min(limit, available - settings.floor))
-    return Budget(limit, int(limit * settings.kept_back), settings.floor)
+    return Budget(limit, int(limit * settings.kept_back), settings.floor, promised)
 
 
-def _check_limit(limit: int, total: int, available: int, floor: int) -> None:
+def _check_limit(limit: int, total: int, available: int, floor: int, promised: int) -> None:
     if limit > total:
         raise RequestError(f"memory limit_bytes is {show(limit)}, more than the machine's {show(total)}; use less than that")
     if limit > available - floor:
         raise RequestError(
-            f"memory limit_bytes is {show(limit)}, but of {show(total)} the system and other programs hold {show(total - available)} "
+            f"memory limit_bytes is {show(limit)}, but of {show(total)} the system and other programs hold "
+            f"{show(total - available - promised)}{_promised(promised)} "
             f"and the floor keeps {show(floor)}; use at most {show(max(0, available - floor))}"
         )
+
+
+def _promised(nbytes: int) -> str:
+    """What a message adds where other processes were promised memory."""
+    return f", other processes of this user were promised {show(nbytes)} more (onedesk memory)" if nbytes else ""
 
 
 def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Budget, room: Room) -> str:
@@ -173,7 +185,8 @@ def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Bu
     return (
         f"{owner} needs {show(wanted)} (weights {show(need.weights)}, KV {show(need.kv)}, scratch {show(need.scratch)}, and "
         f"{settings.headroom:.0%} headroom {show(wanted - need.total)}), but {show(max(0, room.most))} can be had: limit "
-        f"{show(budget.limit)}, kept back {show(budget.kept_back)}, used {show(room.used)}, of which {show(room.yielding)} would give "
+        f"{show(budget.limit)}{_promised(budget.promised)}, "
+        f"kept back {show(budget.kept_back)}, used {show(room.used)}, of which {show(room.yielding)} would give "
         f"way, floor {show(budget.floor)}, available {show(room.available)}, neighbours would free {show(room.neighbours)}. "
         f"It lacks {show(wanted - max(0, room.most))}. " + _choices(need, settings, room.most)
     )
@@ -182,7 +195,8 @@ def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Bu
 def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, room: Room) -> str:
     """Say why one lease does not fit, with every figure."""
     return (
-        f"{owner} asks for {show(nbytes)} of {kind}, but {show(max(0, room.now))} can be leased: limit {show(budget.limit)}, kept back "
+        f"{owner} asks for {show(nbytes)} of {kind}, but {show(max(0, room.now))} can be leased: "
+        f"limit {show(budget.limit)}{_promised(budget.promised)}, kept back "
         f"{show(budget.kept_back)}, used {show(room.used)}, floor {show(budget.floor)}, available {show(room.available)}; release a "
         "model, choose a smaller context, or raise the limit in [memory]"
     )

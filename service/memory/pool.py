@@ -25,6 +25,7 @@ from .budget import (
     make_budget,
     show,
 )
+from .claims import Claims
 from .external_lease import ExternalLease
 from .guard_zones import broken_zones, plan_layout, write_zones
 from .lease import (
@@ -83,12 +84,13 @@ class Pool:
     memory.
     """
 
-    def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth]) -> None:
-        """Make the budget from what is available now. Raises RequestError if this machine cannot meet the settings."""
+    def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth], claims: Claims | None = None) -> None:
+        """Make the budget from what is available now, less what `claims` know. Raises RequestError if this machine cannot meet the settings."""
         self.device = device
         self.settings = settings
         self.read_truth = truth_reader
-        self.budget: Budget = make_budget(truth_reader(), settings)
+        self.claims = claims or Claims(device, None)
+        self.budget: Budget = self._size(settings, own=0)
         self.lock = threading.RLock()
         self.allocations = 0
         self.backend: Backend = choose_backend(device, managed=settings.managed, oversubscribe=settings.oversubscribe)
@@ -255,7 +257,7 @@ class Pool:
 
         Raises RequestError if the new budget would be below what is leased.
         """
-        budget = make_budget(self.read_truth(), settings, own=self._resident())
+        budget = self._size(settings, own=self._resident())
         with self.lock:
             if budget.spendable < self._used:
                 raise RequestError(
@@ -316,6 +318,10 @@ class Pool:
         self.allocations += 1
 
     # Internals
+
+    def _size(self, settings: MemorySettings, *, own: int) -> Budget:
+        truth = self.read_truth()
+        return self.claims.size(truth, lambda promised: make_budget(truth, settings, own=own, promised=promised))
 
     def _wait_for_admission(self, owner: str, cancel: CancelCheck | None) -> None:
         end = time.monotonic() + _ADMISSION

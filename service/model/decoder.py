@@ -35,7 +35,7 @@ def destinations(config: DecoderConfig) -> Iterator[Destination]:
         yield from streams.wanted(config, "mixer", "model.hyper_connection_mixer", last, inject=False)
     else:
         yield Destination("norm", (Source("model.norm.weight", (w.hidden,)),), last, wide=True, turn=config.norm_turn)
-    if not config.tied:
+    if not config.tied and not config.headless:
         yield Destination("head", (Source("lm_head.weight", (w.vocab, w.hidden)),), last, bits=8)
     if config.draft:
         yield from drafting(config)

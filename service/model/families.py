@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ModelError, brief
 from ..loader.checkpoint import Checkpoint
+from ..loader.header import TensorInfo
 from . import draft as drafts
 from .decoder import drafting
 from .ngram import check_stored
@@ -25,6 +26,8 @@ FAMILIES = {
 ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
 # Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+# The file by which sentence-transformers knows its models.
+SENTENCE_TRANSFORMERS = "modules.json"
 HEADS = ("language_model.lm_head.",)
 QUANTIZATION = "quantization_config"
 
@@ -83,6 +86,8 @@ def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleTy
             config = drafts.with_draft(config)
         else:
             tensors = {name: info for name, info in tensors.items() if not name.startswith(drafts.PREFIX)}
+    if not config.tied and _is_headless(checkpoint, prefix, tensors):
+        config = replace(config, headless=True)
     known_config = dict(text)
     if QUANTIZATION in known_config:
         known_config[QUANTIZATION] = _known_names(known_config[QUANTIZATION], prefix)
@@ -90,6 +95,14 @@ def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleTy
     if config.ngrams is not None:
         check_stored(config, text_network)
     return family, config, text_network
+
+
+def _is_headless(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether the checkpoint is an embedding model, published without an output matrix: the bare network under its own names, or a
+    folder of sentence-transformers. Any other checkpoint without that matrix is incomplete."""
+    if any(name.startswith("lm_head.") for name in tensors):
+        return False
+    return prefix == "" or (checkpoint.folder / SENTENCE_TRANSFORMERS).is_file()
 
 
 def read_tower(checkpoint: Checkpoint) -> tuple[VisionConfig, Checkpoint] | None:

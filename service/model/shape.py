@@ -171,8 +171,9 @@ class DecoderConfig:
 
     `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output gate beside its
     queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them. `draft`: there is a
-    layer for multi-token prediction, see draft.py. `bias`: queries, keys and values have one. `head_norms`: queries and keys are normed
-    per head. `axes`: which axis of a picture's positions turns each pair of a head (0 time, 1 row, 2 column); none where all are text.
+    layer for multi-token prediction, see draft.py. `headless`: there is no output matrix, so the network gives states and no scores.
+    `bias`: queries, keys and values have one. `head_norms`: queries and keys are normed per head. `axes`: which axis of a picture's
+    positions turns each pair of a head (0 time, 1 row, 2 column); none where all are text.
     """
 
     widths: Widths
@@ -194,6 +195,7 @@ class DecoderConfig:
     ngrams: NgramShape | None = None
     indexer: IndexerShape | None = None
     draft: bool = False
+    headless: bool = False
     bias: bool = False
     head_norms: bool = True
     axes: tuple[int, ...] = ()

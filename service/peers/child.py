@@ -7,7 +7,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import BinaryIO
 import psutil
 
 from ..errors import FileError, PeerError
+from ..python_process import SAFE_FOLDER, isolated_command
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _START_SECONDS = 30.0  # for the guardian, a bare Python, on a machine that is busy
@@ -52,7 +52,7 @@ class Child:
         self._lock = threading.Lock()
         self._measured = (0.0, 0)
         program = check_program(order.title, order.argv[0], order.environment.get("PATH"))
-        words = [sys.executable, "-I", "-S", str(_GUARDIAN), f"{order.grace:g}", program, *order.argv[1:]]
+        words = isolated_command("-S", _GUARDIAN, f"{order.grace:g}", Path(program).absolute(), *order.argv[1:])
         with _open_log(order.log) as log:
             self._guardian = subprocess.Popen(
                 words,
@@ -60,6 +60,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=dict(order.environment),
+                cwd=SAFE_FOLDER,  # engines start Pythons of their own, which would import what lies in the working directory
                 start_new_session=True,  # Ctrl-C is for us, and we end it in order
             )
         self.pid = self._hear_pid()

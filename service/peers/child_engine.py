@@ -22,6 +22,7 @@ from ..errors import Cancelled, FileError, PeerError
 from ..memory.external_lease import ExternalLease
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Pool, Released
+from ..python_process import SAFE_FOLDER, python_environment
 from . import llama_server, vllm
 from .child import Child, Order, check_program
 from .launch import Launch, Machine, Place, environment
@@ -232,7 +233,15 @@ class ChildEngine(Peer):
         command = self._settings.command or llama_server.COMMAND
         check_program(self.title, command[0], os.environ.get("PATH"))
         try:
-            told = subprocess.run([*command, "--help"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELP_SECONDS, check=False)
+            told = subprocess.run(
+                [*command, "--help"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_HELP_SECONDS,
+                check=False,
+                cwd=SAFE_FOLDER,
+                env=python_environment(),
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PeerError(f"{self.title}: {command[0]} does not tell its options: {error}") from error
         return told.stdout + told.stderr

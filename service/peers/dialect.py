@@ -66,12 +66,15 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: W
         body["stream_options"] = {"include_usage": True}
     if not request.messages:
         prompt = request.prompt if request.prompt is not None else list(request.ids or ())
+        body |= {} if request.parse_special else {"parse_special": False}
         return Ask("/completions", body | {"prompt": prompt}, drawn)
     options = dict(request.template_options)
     if request.thinking != "auto":
         options["enable_thinking"] = request.thinking == "on"
     body |= {"messages": [_message(message, request.pixels) for message in request.messages]}
     body |= {"chat_template_kwargs": options} if options else {}
+    if not request.add_generation_prompt or request.continue_final_message:
+        body |= {"add_generation_prompt": False, "continue_final_message": request.continue_final_message}
     return Ask("/chat/completions", body, drawn)
 
 
@@ -84,6 +87,8 @@ def _check_askable(request: Request, address: Address, *, ours: bool) -> None:
         raise RequestError(Field("images"), told)
     if request.tools:
         raise RequestError(Field("tools"), f" are not passed on to {address.title}; leave them out, or run the model in this process")
+    if not request.parse_special and not ours:
+        raise RequestError(f"{address.title} does not know ", Field("parse_special"), "; leave it out, or run the model in this process")
     if request.thinking_budget is not None and not ours:
         raise RequestError(f"{address.title} knows no ", Field("thinking_budget"), "; leave it out (-1), or run the model in this process")
 

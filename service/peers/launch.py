@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ..errors import FileError, PeerError
+from ..python_process import python_environment
 
 # Nothing is asked of any hub, and no engine reports home.
 OFFLINE: Mapping[str, str] = {
@@ -61,7 +61,7 @@ class Launch:
 
 def environment(launch: Launch, scratch: Path) -> dict[str, str]:
     """All that the child sees: our variables without settings of such engines, what keeps it offline, its caches in `scratch`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    kept = {name: value for name, value in python_environment().items() if not name.startswith(_FOREIGN)}
     return {**kept, **OFFLINE, "VLLM_CACHE_ROOT": str(scratch / "vllm"), "LLAMA_CACHE": str(scratch / "llama"), **launch.variables}
 
 

@@ -6,7 +6,6 @@ import atexit
 import logging
 import math
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from ..config import own_version, package_folder
+from ..config import own_version
 from ..core import CancelCheck
 from ..errors import Cancelled, ModelError, OnedeskError, PeerError
 from ..loader.files import short
 from ..memory.policy import Policy
 from ..memory.pool import Released
+from ..python_process import SAFE_FOLDER, package_command
 from .dialect import told_policy
 from .note import Note, note_stamp, running, taken
 from .peer import Address, Described, Peer, Wanted
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 TITLE = "the local service"
 LOG_NAME = "logs/service.log"
-LAUNCHER = Path(__file__).with_name("launch_service.py")
 # Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks whether it does.
 _STARTS_WITHIN, _LOOK = 120.0, 0.05
 # Seconds that a service has to end after it was asked to; it lets answers be finished first. And for a killed one to be gone.
@@ -251,7 +250,7 @@ class LocalService(Peer):
         raise PeerError(f"{self.title} ended while it started, with status {child.returncode}; {self._last_words()}")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(LAUNCHER), str(package_folder()), "serve", *self._arguments]
+        command = package_command("onedesk.service", "serve", *self._arguments)
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             if self._log.exists():
@@ -259,7 +258,7 @@ class LocalService(Peer):
             with self._log.open("wb") as out:
                 # A session of its own: Ctrl-C in the terminal of this process is for this process, which then ends the service itself.
                 child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd="/", start_new_session=True
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=SAFE_FOLDER, start_new_session=True
                 )
         except OSError as error:
             raise PeerError(f"{self.title} cannot be started: {error.strerror}; start it with `onedesk serve`") from error

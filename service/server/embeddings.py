@@ -45,10 +45,14 @@ def _begin(
         message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
         raise ApiError(400, message, code="wrong_value", param="dimensions")
     ids: list[list[int]] = []
+    instruction = body.get("instruction") or ""
     for one in prompts(body["input"]):
         if cancel():
             raise Cancelled("stopped before the inputs were read")
-        ids.append(model.encode(one) if isinstance(one, str) else [int(token) for token in one])
+        if instruction and not isinstance(one, str):
+            message = "instruction goes with texts; token ids are read as they are"
+            raise ApiError(400, message, code="wrong_value", param="instruction")
+        ids.append(model.encode_for_vector(one, instruction) if isinstance(one, str) else [int(token) for token in one])
         model.check_fits(ids[-1])
     return name, model, ids
 

@@ -6,11 +6,11 @@ import json
 from typing import Literal, TypeAlias
 
 from ..core import Event
-from .responses import Writer
+from .responses import AnswerWriter
 from .sse import as_events
 
 Channel: TypeAlias = Literal["text", "reasoning", ""]
-Pattern: TypeAlias = tuple[bytes, bytes, bytes]
+Pattern: TypeAlias = tuple[tuple[bytes, ...], bytes, bytes]
 # Stand where the text and the token come; no id, name or number of a chunk can hold them.
 _TEXT, _TOKEN = "\x00text\x00", -9_007_199_254_740_991
 _QUOTED, _NUMBER = json.dumps(_TEXT).encode(), str(_TOKEN).encode()
@@ -19,7 +19,7 @@ _QUOTED, _NUMBER = json.dumps(_TEXT).encode(), str(_TOKEN).encode()
 class Frames:
     """Writes what `writer` would write for events that only add to choices which have begun; 15 us less a token than by documents."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: AnswerWriter) -> None:
         self._writer = writer
         self._patterns: dict[tuple[int, Channel], Pattern] = {}
 
@@ -32,17 +32,19 @@ class Frames:
         pattern = self._patterns.get((index, channel))
         if pattern is None:
             pattern = self._patterns[index, channel] = self._cut(index, channel)
-        head, middle, tail = pattern
+        heads, middle, tail = pattern
         piece = json.dumps(event.text or event.reasoning).encode() if channel else b""
-        return b"".join((head, piece, middle, str(event.token).encode() if tail else b"", tail))
+        written = [part for head in heads for part in (head, piece)]
+        return b"".join((*written, middle, str(event.token).encode() if tail else b"", tail))
 
     def _cut(self, index: int, channel: Channel) -> Pattern:
-        """Up to the text, up to the token, and the rest; without a place for the token the rest is empty, and without a text the head."""
+        """What stands before each copy of the text (reasoning has two names), then up to the token, and the rest; without a place
+        for the token the rest is empty."""
         text, reasoning = (_TEXT if channel == name else "" for name in ("text", "reasoning"))
         whole = as_events(self._writer.chunks([(index, Event(text, reasoning, _TOKEN))]))
-        head, _, rest = whole.partition(_QUOTED) if channel else (b"", b"", whole)
+        *heads, rest = whole.split(_QUOTED)
         middle, _, tail = rest.partition(_NUMBER)
-        return head, middle, tail
+        return tuple(heads), middle, tail
 
 
 def _plain(event: Event) -> bool:

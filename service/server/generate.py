@@ -28,7 +28,7 @@ from .frames import Frames
 from .models import Uses
 from .pending import Call
 from .requests import Ask, chat_ask, completion_ask, form_of, policy_of
-from .responses import ChatWriter, CompletionWriter, Document, Echo, Writer, added, usage
+from .responses import AnswerWriter, ChatWriter, CompletionWriter, Document, Echo, added, usage
 from .schemas import CHAT, COMPLETION
 from .service import TICK, Service
 from .sse import EventStream
@@ -38,29 +38,29 @@ async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     body = await read_json(service, request, CHAT, PICTURE_BODY_LIMIT)
     with service.models.using() as uses:
-        name, calls, ask = await _begin(service, body, chat_ask, uses)
+        name, calls, ask = await begin(service, body, chat_ask, uses)
         scored = ask.requests[0].logprobs is not None
         tokenizer = calls[0].model.tokenizer if scored else None
         writer = ChatWriter(name, tokenizer, stream=ask.stream, with_logprobs=scored, tools=ask.tools)
-        writer.detail = ask.detail
-        return await _answer(service, request, ask, _Answering(name, calls, writer))
+        writer.detail, writer.one_call = ask.detail, ask.one_call
+        return await answer(service, request, ask, Answering(name, calls, writer))
 
 
 async def completions(service: Service, request: web.Request) -> web.StreamResponse:
     """Go on with a text, or with token ids."""
     body = await read_json(service, request, COMPLETION)
     with service.models.using() as uses:
-        name, calls, ask = await _begin(service, body, completion_ask, uses)
+        name, calls, ask = await begin(service, body, completion_ask, uses)
         scored = ask.requests[0].logprobs is not None
         model = calls[0].model
         echoes = await _echoes(service, name, calls, ask) if ask.echo else {}
         writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
         writer.detail = ask.detail
-        answering = _Answering(name, calls, writer)
-        return await (_only_prompts(request, ask, answering) if ask.only_prompt else _answer(service, request, ask, answering))
+        answering = Answering(name, calls, writer)
+        return await (_only_prompts(request, ask, answering) if ask.only_prompt else answer(service, request, ask, answering))
 
 
-async def _begin(
+async def begin(
     service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask], uses: Uses
 ) -> tuple[str, list[Call], Ask]:
     """The model, the calls (one per prompt), what is asked, all checked. One trip to a thread: each delays the first token."""
@@ -107,12 +107,12 @@ def _offer(sink: _Sink, first: int, event: Event) -> bool:
 
 
 @dataclass(slots=True)
-class _Answering:
+class Answering:
     """An answer on its way: its model, the calls that it is made of (one a prompt), who writes it down, and the calls' results."""
 
     name: str
     calls: Sequence[Call]
-    writer: Writer
+    writer: AnswerWriter
     results: list[list[Result]] = field(default_factory=list)
 
     async def events(self, service: Service, sink: _Sink | None = None) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
@@ -146,16 +146,19 @@ class _Answering:
         return added(usage(results) for results in self.results)
 
 
-async def _answer(service: Service, request: web.Request, ask: Ask, answering: _Answering) -> web.StreamResponse:
+async def answer(
+    service: Service, request: web.Request, ask: Ask, answering: Answering, stream: Callable[[web.Request], EventStream] = EventStream
+) -> web.StreamResponse:
+    """Wait for the model and send what it writes, whole or as `stream` sends it."""
     async with service.waiting_for(answering.name, answering.calls):
         if ask.stream:
-            return await _stream(service, request, answering, include_usage=ask.include_usage)
+            return await _stream(service, stream(request), request, answering, include_usage=ask.include_usage)
         async for _, events in answering.events(service, answering.collect_now):
             answering.collect(events)
         return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
 
 
-async def _only_prompts(request: web.Request, ask: Ask, answering: _Answering) -> web.StreamResponse:
+async def _only_prompts(request: web.Request, ask: Ask, answering: Answering) -> web.StreamResponse:
     """The answers of no tokens: each choice is its prompt."""
     for prepared in (call.task for call in answering.calls if isinstance(call.task, Prepared)):
         read = Usage(len(prepared.ids), 0, 0)
@@ -171,9 +174,11 @@ async def _only_prompts(request: web.Request, ask: Ask, answering: _Answering) -
         return await out.done()
 
 
-async def _stream(service: Service, request: web.Request, answering: _Answering, *, include_usage: bool) -> web.StreamResponse:
+async def _stream(
+    service: Service, stream: EventStream, request: web.Request, answering: Answering, *, include_usage: bool
+) -> web.StreamResponse:
     """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its own."""
-    with EventStream(request) as out:
+    with stream as out:
         try:
             await _send_all(service, answering, out)
             if include_usage:
@@ -187,7 +192,7 @@ async def _stream(service: Service, request: web.Request, answering: _Answering,
         return await out.done()
 
 
-async def _send_all(service: Service, answering: _Answering, out: EventStream) -> None:
+async def _send_all(service: Service, answering: Answering, out: EventStream) -> None:
     """Send what comes, and a comment where nothing does for long."""
     writer, frames = answering.writer, Frames(answering.writer)
     told: tuple[int, bool] | None = None

@@ -36,6 +36,8 @@ class Guard:
         if self.token is None or request.path in OPEN_ROUTES:
             return
         scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        if "Authorization" not in request.headers:  # as Anthropic's clients may send it
+            scheme, shown = "bearer", request.headers.get("X-Api-Key", "")
         if scheme.lower() != "bearer" or not matches(shown.strip(), self.token):
             message = "the token is missing or wrong; send Authorization: Bearer TOKEN, from the file that `onedesk serve` names"
             raise ApiError(401, message, code="invalid_api_key")

@@ -10,10 +10,11 @@ from typing import Any, cast
 from ..core import CHOICES_LIMIT, Message, Picture, Request, Sampling, Thinking
 from ..errors import RequestError
 from ..memory.policy import Policy
-from ..text.tool_calls import FRAME, call_schema
+from ..text.tool_calls import CLOSE, FRAME, call_schema
 from ..vision.encode import picture_of_uri
 from .bounded_json import parse
 from .error_documents import ApiError
+from .schemas import TOOLS_LIMIT
 
 ANY_OBJECT = '{"type":"object"}'
 # Pixels of a picture after resizing, by its detail; None: by the device.
@@ -39,6 +40,7 @@ class Ask:
     echo: bool = False
     only_prompt: bool = False
     detail: bool = False
+    one_call: bool = False
 
 
 def form_of(body: Mapping[str, Any]) -> Form:
@@ -68,9 +70,10 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
     tools = () if body.get("tool_choice") == "none" else tuple(body.get("tools") or ())
     forced = _forced(body.get("tool_choice"), tools)
     schema = _json_schema(body.get("response_format"))
-    if forced and schema is not None:
-        raise ApiError(400, "a forced call is JSON of its own; leave response_format out", code="unsupported", param="tool_choice")
+    one_call = body.get("parallel_tool_calls") is False and bool(tools)
     shared = _shared(body, context)
+    if one_call and not forced and schema is None:
+        shared = replace(shared, stop=(*shared.stop, CLOSE))  # nothing that comes after the first call is wanted
     request = replace(
         shared,
         messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
@@ -81,8 +84,21 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
         logprobs=_top_logprobs(body),
         tools=tools,
         template_options=options,
+        calls=(1 if one_call else TOOLS_LIMIT) if tools and not forced and schema is not None else 0,
+        **_generation_prompt(body),
     )
-    return Ask((request,), *_streaming(body), tools=tools, detail=bool(_own(body).get("detail")))
+    detail = bool(_own(body).get("detail"))
+    return Ask((request,), *_streaming(body), tools=tools, detail=detail, one_call=one_call)
+
+
+def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
+    """How the prompt ends: with the beginning of an answer, or inside the last message."""
+    continues = bool(body.get("continue_final_message"))
+    added = body.get("add_generation_prompt")
+    if continues and added:
+        message = "continue_final_message and add_generation_prompt exclude each other; give one of them"
+        raise ApiError(400, message, code="wrong_value", param="add_generation_prompt")
+    return {"continue_final_message": continues, "add_generation_prompt": not continues and added is not False}
 
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
@@ -92,6 +108,7 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
         message = "max_tokens is 0; use a whole number from 1, or echo: true for the prompt alone"
         raise ApiError(400, message, code="wrong_value", param="max_tokens")
     shared = replace(_shared(body, context), logprobs=whole(body.get("logprobs")), best_of=whole(body.get("best_of")))
+    shared = replace(shared, parse_special=body.get("parse_special") is not False)
     given = prompts(body["prompt"])
     _check_choices(len(given), max(shared.n, shared.best_of or 1))
     requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
@@ -194,7 +211,7 @@ def _message(message: Mapping[str, Any], path: str) -> Message:
     return Message(
         "system" if message["role"] == "developer" else message["role"],
         "".join(part for part in parts if isinstance(part, str)),
-        message.get("reasoning_content") or "",
+        message.get("reasoning_content") or message.get("reasoning") or "",
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id") or "",
         parts=parts if any(isinstance(part, Picture) for part in parts) else (),

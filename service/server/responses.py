@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from ..core import (
     Event,
@@ -21,8 +21,10 @@ from ..core import (
     Stage,
     Usage,
 )
+from ..text.answer_parts import AnswerParts, Part, Thought
 from ..text.tokenizer import Tokenizer
-from ..text.tool_calls import ToolCall, ToolCallSplitter
+from ..text.tool_call_stream import CallArguments, CallStart
+from ..text.tool_calls import split_calls
 
 FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
 Document = dict[str, Any]
@@ -77,12 +79,28 @@ class Choice:
     """A choice while it comes."""
 
     index: int
-    calls: ToolCallSplitter | None
+    parts: AnswerParts
     begun: bool = False
-    call_count: int = 0
+    call_count: int = 0  # calls that have begun
     characters: CharacterCount = field(default_factory=CharacterCount)
     scored: list[tuple[int, Logprobs]] = field(default_factory=list)
     result: Result | None = None
+
+
+class AnswerWriter(Protocol):
+    """Writes an answer in the words of one API, see Writer."""
+
+    def collect(self, index: int, event: Event) -> None: ...
+
+    def whole(self, total: Document) -> Document: ...
+
+    def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]: ...
+
+    def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]: ...
+
+    def only_adds(self, index: int) -> bool: ...
+
+    def usage_chunk(self, total: Document) -> Document: ...
 
 
 class Writer(ABC):
@@ -97,6 +115,8 @@ class Writer(ABC):
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._tools = tools
+        # Whether what comes after the first call is dropped.
+        self.one_call = False
         self._choices: dict[int, Choice] = {}
         # Whether chunks also tell token ids, progress, and each choice's whole result.
         self.detail = False
@@ -141,7 +161,7 @@ class Writer(ABC):
     def only_adds(self, index: int) -> bool:
         """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is looked for in it."""
         choice = self._choices.get(index)
-        return choice is not None and choice.begun and choice.calls is None
+        return choice is not None and choice.begun and choice.parts.plain
 
     def usage_chunk(self, total: Document) -> Document:
         """The chunk behind all others, where it was asked for."""
@@ -149,7 +169,7 @@ class Writer(ABC):
 
     def _choice(self, index: int) -> Choice:
         if index not in self._choices:
-            self._choices[index] = Choice(index, ToolCallSplitter(self._tools) if self._tools else None)
+            self._choices[index] = Choice(index, AnswerParts(self._tools, one_call=self.one_call))
         return self._choices[index]
 
     @abstractmethod
@@ -179,24 +199,19 @@ class ChatWriter(Writer):
         super().__init__(kind, model, tokenizer, with_logprobs=with_logprobs, tools=tools)
 
     def _whole_choice(self, choice: Choice, result: Result) -> Document:
-        text, calls = result.text, []
-        if choice.calls is not None:
-            found = [*choice.calls.push(result.text), *choice.calls.finish()]
-            text = "".join(item for item in found if isinstance(item, str))
-            calls = [_tool_call(item) for item in found if isinstance(item, ToolCall)]
+        text, reasoning, calls = split_calls(result.text, result.reasoning, self._tools, one_call=self.one_call)
         message: Document = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if result.reasoning:
-            message["reasoning_content"] = result.reasoning
+        if reasoning:
+            message |= _thought(reasoning)
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in calls]
         logprobs = self._logprobs(choice.scored) if self._with_logprobs else None
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": _finish(result, called=bool(calls))}
+        end = _finish(result, called=bool(calls))
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": end}
 
     def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
-        deltas: list[Document] = [{"reasoning_content": reasoning}] if reasoning else []
-        if text:
-            deltas += self._text(choice, [text] if choice.calls is None else choice.calls.push(text))
+        deltas = self._deltas(choice, choice.parts.push(text, reasoning))
         if scored and not deltas:
             deltas.append({"content": ""})
         if not choice.begun:
@@ -208,18 +223,24 @@ class ChatWriter(Writer):
         return parts
 
     def _last(self, choice: Choice, result: Result) -> list[Document]:
-        rest = self._text(choice, choice.calls.finish()) if choice.calls else []
+        deltas = self._deltas(choice, choice.parts.finish())
         end = _delta(choice, {}) | {"finish_reason": _finish(result, called=choice.call_count > 0)}
-        return [*(_delta(choice, delta) for delta in rest), end]
+        return [*(_delta(choice, delta) for delta in deltas), end]
 
-    def _text(self, choice: Choice, items: Sequence[str | ToolCall]) -> list[Document]:
+    def _deltas(self, choice: Choice, parts: Sequence[Part]) -> list[Document]:
         deltas: list[Document] = []
-        for item in items:
-            if isinstance(item, str):
-                deltas.append({"content": item})
-            else:
-                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(item)}]})
+        for part in parts:
+            if isinstance(part, Thought):
+                deltas.append(_thought(part.text))
+            elif isinstance(part, str):
+                deltas.append({"content": part})
+            elif isinstance(part, CallStart):
+                deltas.append({"tool_calls": [{"index": choice.call_count, **_tool_call(part.name, "")}]})
                 choice.call_count += 1
+            elif isinstance(part, CallArguments):
+                if not (deltas and "tool_calls" in deltas[-1]):
+                    deltas.append({"tool_calls": [{"index": choice.call_count - 1, "function": {"arguments": ""}}]})
+                deltas[-1]["tool_calls"][0]["function"]["arguments"] += part.text
         return deltas
 
     def _logprobs(self, scored: Scored) -> Document:
@@ -268,7 +289,7 @@ class CompletionWriter(Writer):
     def _part(self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         logprobs = self._logprobs(choice, scored) if scored else None
         part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        return part | ({"reasoning_content": reasoning} if reasoning else {})
+        return part | (_thought(reasoning) if reasoning else {})
 
     def _logprobs(self, choice: Choice, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         offsets = []
@@ -308,8 +329,13 @@ def _delta(choice: Choice, delta: Document) -> Document:
     return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _tool_call(call: ToolCall) -> Document:
-    function = {"name": call.name, "arguments": call.arguments}
+def _thought(reasoning: str) -> Document:
+    """Reasoning under both names that clients read: DeepSeek's, and vLLM's and OpenRouter's."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def _tool_call(name: str, arguments: str) -> Document:
+    function = {"name": name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 

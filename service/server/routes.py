@@ -13,7 +13,11 @@ from .generate import chat, completions
 from .health import health, model, models
 from .leases import give_back_lease, take_lease, tell_lease
 from .memory import release, set_policy, show_memory, sleep, wake
+from .messages_api import count_tokens, messages
+from .messages_requests import COUNT_TOKENS, MESSAGES
 from .metrics import metrics
+from .responses_api import responses
+from .responses_requests import RESPONSES
 from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE, SLEEP
 from .service import Service
 
@@ -43,6 +47,9 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", CHAT, _GENERATING, streams=True),
     Route("POST", "/v1/completions", completions, "Go on with a text.", COMPLETION, _GENERATING, streams=True),
     Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),
+    Route("POST", "/v1/responses", responses, "Answer as OpenAI's Responses API.", RESPONSES, _GENERATING, streams=True),
+    Route("POST", "/v1/messages", messages, "Answer as Anthropic's Messages API.", MESSAGES, _GENERATING, streams=True),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, "Tokens of a conversation.", COUNT_TOKENS, _GENERATING),
     Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),
     Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
     Route("POST", "/v1/memory/policy", set_policy, "When a model gives way.", POLICY, (404, 500)),

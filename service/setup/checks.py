@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..python_process import isolated_command
 from .environment import TEST_PINS, Environment
 from .steps import Steps
 
@@ -21,9 +22,9 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
     """The checks by name, pytest last so that its closing line is; `more` are further arguments of pytest."""
     python = str(environment.python)
     checks = {
-        "ruff check": [python, "-m", "ruff", "check", "."],
-        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
-        "pyright": [python, "-m", "pyright", "--pythonpath", python],
+        "ruff check": isolated_command("-m", "ruff", "check", ".", python=python),
+        "ruff format": isolated_command("-m", "ruff", "format", "--check", ".", python=python),
+        "pyright": isolated_command("-m", "pyright", "--pythonpath", python, python=python),
     }
     shellcheck = environment.folder / "bin" / "shellcheck"
     if shellcheck.exists():
@@ -31,7 +32,7 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
     else:
         LOG.info("checks    shellcheck has no package for this processor: the shell scripts are not checked")
     # The cache of pytest would be written into the checkout.
-    checks["pytest"] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
+    checks["pytest"] = isolated_command("-m", "pytest", "-q", "-p", "no:cacheprovider", *more, python=python)
     return checks
 
 

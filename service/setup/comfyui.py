@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import subprocess
 import time
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import PeerError
+from ..python_process import python_environment
 
 LOG = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launch_comfyui.py")
@@ -96,13 +96,16 @@ class ComfyProcess:
         self.client = Client(port or free_port())
         self.log = log
         self.argv = [*command(python, comfyui), *arguments, "--listen", "127.0.0.1", "--port", str(self.client.port)]
-        self.environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+        self.environment = {**python_environment(), **environment, "PYTHONUNBUFFERED": "1"}
+        self.folder = comfyui
         self.child: subprocess.Popen[bytes] | None = None
 
     def start(self, *, timeout: float = 240.0) -> Client:
         """Start it and return once it answers; PeerError with the end of its log if it ends or does not answer in `timeout` seconds."""
         with self.log.open("wb") as log:
-            self.child = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+            self.child = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, cwd=self.folder
+            )
         answered = False
         try:
             self._await_answer(self.child, time.monotonic() + timeout, timeout)

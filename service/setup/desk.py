@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import FileError, OnedeskError, PeerError
+from ..python_process import SAFE_FOLDER, package_command, probe_command, python_environment
 from .comfyui import Client, command
 from .tree import Desk, Tree, write_if_changed
 
@@ -69,8 +70,16 @@ def need_desk(tree: Tree) -> Desk:
 
 def device_arguments(python: Path) -> list[str]:
     """--cpu for a Python whose torch sees no accelerator."""
-    command = [str(python), "-c", TRY_DEVICE]
-    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
+    answer = subprocess.run(
+        probe_command(python, TRY_DEVICE),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        cwd=SAFE_FOLDER,
+        env=python_environment(),
+    )
     if answer.returncode != 0:
         raise PeerError(f"torch does not load in ComfyUI's environment: {answer.stderr.strip().splitlines()[-1:]}")
     return [] if answer.stdout.strip() == "True" else ["--cpu"]
@@ -108,7 +117,7 @@ def start(tree: Tree, port: int, more: Sequence[str]) -> None:
     LOG.info("ComfyUI starts at http://127.0.0.1:%d; Ctrl-C or run.sh stop ends it", port)
     sys.stdout.flush()
     os.chdir(desk.comfyui)
-    os.execv(argv[0], argv)  # noqa: S606 - fixed argv; the process keeps its id, which stands in the note
+    os.execve(argv[0], argv, python_environment())  # noqa: S606 - fixed argv; the process keeps its id, which stands in the note
 
 
 def stop(tree: Tree) -> bool:
@@ -182,7 +191,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0 if answers else 1
         else:  # become the command: who ends this process ends the demo with its ComfyUI
             sys.stdout.flush()
-            os.execv(sys.executable, [sys.executable, "-m", "onedesk.service", "demo", options.idea])  # noqa: S606 - fixed argv
+            argv = package_command("onedesk.service", "demo", options.idea)
+            os.execv(argv[0], argv)  # noqa: S606 - fixed argv
     except OnedeskError as error:
         sys.stderr.write(f"run.sh: {error}\n")
         return 1

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..python_process import isolated_command
 from .comfyui import operators_missing
+from .record import Record
 from .steps import SetupError, Steps
 
 LOG = logging.getLogger(__name__)
@@ -48,13 +50,14 @@ class Environment:
             raise SetupError(f"{self.folder} has no site-packages; delete that folder and run install.sh again")
         return found[0]
 
-    def make(self, python: str) -> None:
+    def make(self, python: str, record: Record) -> None:
         """Make it with `python` unless it stands and works."""
         if self.python.exists() and self.steps.ask(self.python, "import pip") is not None:
             return
         advice = "install Python's venv module (Debian, Ubuntu: apt install python3-venv) or name another Python with --python"
         with self.steps.step("python", f"making {self.folder.name} with {python}"):
-            self.steps.run("python", [python, "-m", "venv", "--clear", self.folder], advice)
+            record.empty_tree(self.folder)
+            self.steps.run("python", isolated_command("-m", "venv", self.folder, python=python), advice)
 
     def versions(self) -> dict[str, str]:
         """Every package that its Python sees, with its version."""
@@ -66,7 +69,7 @@ class Environment:
     def pip(self, step: str, *arguments: str | Path, advice: str = "") -> None:
         """Run pip in it; SetupError with the end of its output."""
         advice = advice or "check that pip can reach its package index (pip config list; PIP_INDEX_URL), then run install.sh again"
-        self.steps.run(step, [self.python, "-m", "pip", "install", *arguments], advice)
+        self.steps.run(step, isolated_command("-m", "pip", "install", *arguments, python=self.python), advice)
 
     def add_torch(self, spec: str) -> None:
         """Install torch if there is none. One that is there stays, whatever its version."""

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..places import TREE_LINK
 from .environment import PINS, VERSIONS, Environment, pinned
-from .pack import NAME, Project, link
+from .pack import NAME, Project, recorded_link
+from .record import Record
 from .steps import SetupError, Steps
 from .tree import Tree, write_if_changed
 
@@ -84,7 +85,7 @@ class Foreign:
                 service.pip("service", "--no-deps", *wanted)
             self.steps.mark("service", " ".join(wanted))
 
-    def add_pack(self, checkout: Path, tree: Tree) -> tuple[str, Path]:
+    def add_pack(self, checkout: Path, tree: Tree, record: Record) -> tuple[str, Path]:
         """Link the pack into its custom_nodes, through the tree's own link to it: so it finds its tree (see config.installed_file).
 
         If the checkout itself stands there, the link leads from it to the tree. Returns the pack's name there and the link.
@@ -94,9 +95,9 @@ class Foreign:
             place = checkout / TREE_LINK
             if place.is_symlink():  # to the tree of an earlier installation
                 place.unlink()
-            link(place, tree.prefix)
+            recorded_link(record, place, tree.prefix)
             return checkout.name, place
-        link(nodes / NAME, tree.pack / NAME)
+        recorded_link(record, nodes / NAME, tree.pack / NAME)
         return NAME, nodes / NAME
 
 

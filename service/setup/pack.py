@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .environment import Environment
+from .record import Record
 from .steps import SetupError
 from .tree import Tree, write_if_changed
 
 NAME = "onedesk"
+# -I: no file of the working directory, of PYTHONPATH or of the user's site-packages is imported, on Python 3.10 too.
 COMMAND = """\
 #!/bin/sh
 here=$(dirname -- "$(readlink -f -- "$0")")
-exec "$here/python" -m onedesk.service "$@"
+exec "$here/python" -I ${PYTHONDONTWRITEBYTECODE:+-B} -m onedesk.service "$@"
 """
 PREFIX_OF_DEMO = "onedesk-demo-"
 
@@ -67,6 +69,13 @@ def link(place: Path, target: Path) -> bool:
     return True
 
 
+def recorded_link(record: Record, place: Path, target: Path) -> None:
+    """Make a link as `link` does, with its folder, and record both as made by this installation."""
+    record.make_folder(place.parent)
+    record.note_link(place, target)
+    link(place, target)
+
+
 def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
     """Make `import onedesk` and the command `onedesk` work in `environment`: a path file, the package's record, a script.
 
@@ -96,19 +105,21 @@ def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
     write_if_changed(record / "RECORD", "".join(f"{os.path.relpath(path, packages)},,\n" for path in listed))
 
 
-def link_demo_models(tree: Tree, checkout: Path) -> list[Path]:
+def link_demo_models(tree: Tree, checkout: Path, record: Record) -> list[Path]:
     """Link the demo models that the checkout ships into the tree's models; returns the links that had to be made.
 
-    A writer is a folder, the image models are files in the folders of their kinds. What is there and is no link is the user's and stays.
+    A writer is a folder, the image models are files in the folders of their kinds. What is there already stays, unless it is a link
+    that this installation made, or one that leads nowhere.
     """
     shipped = checkout / "models"
     made = []
     for model in sorted([*shipped.glob(f"{PREFIX_OF_DEMO}*"), *(shipped / "comfyui").glob(f"*/{PREFIX_OF_DEMO}*")]):
         place = tree.models / model.relative_to(shipped)
-        if place.exists() and (not place.is_symlink() or place.samefile(model)):
+        if place.exists() and (not record.owns_link(place) or place.samefile(model)):
             continue
+        record.make_folder(place.parent)
         place.unlink(missing_ok=True)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        record.note_link(place, model)
         place.symlink_to(model, target_is_directory=model.is_dir())
         made.append(place)
     return made

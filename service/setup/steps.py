@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +13,16 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import OnedeskError
+from ..python_process import SAFE_FOLDER, probe_command, python_environment
+from .pip_settings import pip_environment
 from .telling import EVERY, LOOK, Teller
 from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 TAIL_LINES = 15
-# What a user's shell may hold and what would lead pip or Python out of the tree.
-UNSET = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_ROOT", "PIP_REQUIREMENT")
+LOCK = ".onedesk.lock"
+# Variables of git that say how to reach a repository; all others (GIT_DIR, GIT_WORK_TREE ...) would lead a clone elsewhere.
+_GIT_PASSED = ("GIT_SSL_", "GIT_PROXY_", "GIT_HTTP_", "GIT_SSH", "GIT_ASKPASS", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM")
 
 
 class SetupError(OnedeskError):
@@ -56,7 +58,11 @@ class Steps:
 
     def environment(self) -> dict[str, str]:
         """The variables that every command of the installer runs with: nothing is cached, and nothing installed, outside the tree."""
-        kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+        kept = {
+            name: value
+            for name, value in pip_environment(python_environment()).items()
+            if name != "VIRTUAL_ENV" and (not name.startswith("GIT_") or name.startswith(_GIT_PASSED))
+        }
         ours = {
             "TMPDIR": str(self.tree.cache / "tmp"),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -101,7 +107,7 @@ class Steps:
         log, temporary, folder = self.tree.logs / f"{step}.log", self.tree.cache / "tmp", Path(words[0]).parent.parent
         teller = Teller(step, log, temporary, folder, self.every)
         end = None if timeout is None else time.monotonic() + timeout
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=temporary)
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -118,7 +124,13 @@ class Steps:
     def ask(self, python: Path, code: str) -> str | None:
         """What a line of Python prints in the environment of `python`; None if it fails."""
         answer = subprocess.run(
-            [str(python), "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=self.environment(), check=False
+            probe_command(python, code),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=self.environment(),
+            cwd=SAFE_FOLDER,
+            check=False,
         )
         return answer.stdout.strip() if answer.returncode == 0 else None
 
@@ -126,8 +138,7 @@ class Steps:
 @contextmanager
 def locked(tree: Tree) -> Iterator[None]:
     """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process, however it ends."""
-    path = tree.prefix / ".lock"
-    with path.open("a") as lock:
+    with (tree.prefix / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

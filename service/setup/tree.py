@@ -29,6 +29,24 @@ CACHES: Mapping[str, str] = {
     "PYRIGHT_PYTHON_CACHE_DIR": "pyright",
 }
 
+# What else the installer, the service, the command and ComfyUI write into cache/, as patterns of names. uninstall removes what these and
+# CACHES name, and nothing else there.
+CACHE_ENTRIES = (
+    *("tmp", "temp", "logs", "source", "rustup", "ruff", "hypothesis", "peers", "quantized", "bench"),
+    *(
+        "kernels-*",
+        ".kernels-*",
+        ".quantized-*",
+        ".bench-*",
+        "service.*",
+        ".service.*",
+        "read-ceiling.json",
+        ".read-ceiling.json.tmp",
+        "comfyui.json",
+        ".comfyui.json.part",
+    ),
+)
+
 # Nothing is asked of any hub at run time, and no tool reports home.
 OFFLINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -60,7 +78,7 @@ RUN_TAIL = """\
 for name in onedesk service; do
   python=$here/envs/$name/bin/python
   if [[ -x $python ]]; then
-    exec "$python" -m onedesk.service.setup.desk "$here" "$@"
+    exec "$python" -I -m onedesk.service.setup.desk "$here" "$@"
   fi
 done
 echo "run.sh: there is no environment in $here/envs; run install.sh again" >&2
@@ -100,6 +118,10 @@ class Desk:
     made: bool
     pack: str = "onedesk"
     link: str | None = None
+
+    def text(self) -> str:
+        """How it is kept."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +214,7 @@ class Tree:
 
     def save_desk(self, desk: Desk) -> None:
         """Keep `desk` for run.sh."""
-        write_if_changed(self.record, json.dumps(asdict(desk), indent=2) + "\n")
+        write_if_changed(self.record, desk.text())
 
     def load_desk(self) -> Desk | None:
         """The Desk of this installation, None before the installer has come so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,18 @@ import numpy as np
 from ..errors import ModelError, RequestError
 from .reasoning import OPEN
 from .tokenizer import Tokenizer
+from .tool_call_stream import CLOSE as CLOSE_CALL
+from .tool_call_stream import OPEN as OPEN_CALL
+from .tool_calls import call_schema
 
 log = logging.getLogger(__name__)
 
 SCHEMA_LIMIT = 1 << 18  # characters; the largest schemas of published tool collections have some 50,000
-# Blanks between the parts of a document are bounded: an unbounded run of them is how a small model never comes to an end.
-_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,32}"}
+# Blanks between the parts of a document are one space, or a line feed and an indentation: an unbounded run of them is how a small model
+# never comes to an end.
+_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,24}|\n\t{0,8})?"}
+# A call is written as models are trained to write it, in the style of json.dumps.
+_CALL_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MESSAGE_LIMIT = 300
 
 
@@ -30,15 +36,23 @@ class Guide:
     half-way, only `ends` are allowed: this answer ends there, and those that are written beside it go on.
     """
 
-    def __init__(self, matcher: Any, size: int, ends: Sequence[int], opener: int | None) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        size: int,
+        ends: Sequence[int],
+        opener: int | None,
+        tokenize: Callable[[bytes], Sequence[int]],
+    ) -> None:
         self._matcher = matcher
+        self._tokenize = tokenize
         self._size = size
         self._ends = ends
         self._opener = opener
 
     def fork(self) -> Guide:
         """Another guide that stands where this one does."""
-        return Guide(self._matcher.deep_copy(), self._size, self._ends, self._opener)
+        return Guide(self._matcher.deep_copy(), self._size, self._ends, self._opener, self._tokenize)
 
     def allowed(self) -> np.ndarray:
         """What may come next: bool [size], at least one true."""
@@ -58,6 +72,13 @@ class Guide:
             return
         self._opener = None
         self._matcher.consume_token(token)
+
+    def accept_text(self, text: str) -> None:
+        """Take in a part of the answer that stands there already. Raises RequestError where it does not follow the schema."""
+        self._opener = None
+        for token in self._tokenize(text.encode("utf-8")):
+            if not self._matcher.consume_token(token):
+                raise RequestError("the message to continue does not follow the JSON schema; leave one of them out")
 
 
 class Grammars:
@@ -89,24 +110,52 @@ class Grammars:
 
         Raises RequestError for a schema that cannot be followed.
         """
+        return self._made(schema, may_think, lambda: self._grammar(schema, frame))
+
+    def guide_or_calls(self, schema: str, tools: Sequence[Mapping[str, Any]], *, most: int, may_think: bool) -> Guide:
+        """A guide for JSON that follows `schema`, or else for up to `most` calls of `tools` in either form that models have for them.
+
+        Arguments written as JSON follow the tool's schema; those written between tags are free. Raises RequestError as `guide`.
+        """
+        return self._made(schema, may_think, lambda: _with_calls(schema, tools, most))
+
+    def _made(self, schema: str, may_think: bool, grammar_of: Callable[[], str]) -> Guide:
         if len(schema) > SCHEMA_LIMIT:
             raise RequestError(f"the JSON schema has {len(schema):,} characters; use at most {SCHEMA_LIMIT:,}")
         try:
-            grammar = self._grammar(schema, frame)
+            grammar = grammar_of()
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not valid: {_shortened(str(error))}") from error
         with self._lock:
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the JSON schema cannot be followed: {_shortened(matcher.get_error())}")
-        return Guide(matcher, self._size, self._ends, self._opener if may_think else None)
+        return Guide(matcher, self._size, self._ends, self._opener if may_think else None, self._tokenizer.tokenize_bytes)
 
     def _grammar(self, schema: str, frame: tuple[str, str]) -> str:
         if not any(frame):
             return self._matcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-        document = json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
+        document = json.dumps(json.loads(schema) | {"x-guidance": _CALL_OPTIONS})
         before, behind = map(json.dumps, frame)
         return self._matcher.grammar_from_lark(f"start: {before} document {behind}\ndocument: %json {document}\n")
+
+
+def _with_calls(schema: str, tools: Sequence[Mapping[str, Any]], most: int) -> str:
+    """A grammar of a document or of calls. The name of a tool stands in a quoted literal, so any name is safe."""
+    document = json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
+    call = json.dumps(json.loads(call_schema(tools)) | {"x-guidance": _CALL_OPTIONS})
+    functions = " | ".join(json.dumps(f"<function={tool['function']['name']}>") for tool in tools)
+    opened, closed = json.dumps(OPEN_CALL), json.dumps(CLOSE_CALL)
+    return (
+        "start: document | calls\n"
+        f"calls: call{{1,{most}}}\n"
+        f"call: {opened} BLANK (as_json | as_tags) BLANK {closed} BLANK\n"
+        f"as_tags: ({functions}) body\n"
+        "as_json: %json " + call + "\n"
+        "document: %json " + document + "\n"
+        'body[suffix="</function>"]: /(?s:.*)/\n'
+        "BLANK: /[ \\n]{0,4}/\n"
+    )
 
 
 class _Words:

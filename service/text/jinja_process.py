@@ -27,6 +27,7 @@ import psutil
 
 from ..core import CancelCheck
 from ..errors import ModelError, RequestError
+from ..python_process import isolated_command
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class JinjaProcess:
         if not sys.executable:
             raise ModelError("chat templates are rendered in a Python process of their own, and this program does not say where Python is")
         # -I -S: no user site, no .pth files, no environment; the child imports the standard library and the two folders only
-        command = [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), str(self._limits.memory), *folders]
+        command = isolated_command("-S", "-X", "utf8", _CHILD, str(self._limits.memory), *folders)
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True

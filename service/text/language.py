@@ -10,6 +10,7 @@ from ..errors import ModelError
 from ..loader.checkpoint import LANGUAGE
 from ..loader.files import stamps
 from .grammar import Grammars
+from .protected_text import AddedTokens
 from .template import ChatTemplate, load_template
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -21,6 +22,7 @@ class Language:
         self._folder = folder
         self._lock = threading.Lock()
         self._tokenizer: Tokenizer | None = None
+        self._added_tokens: AddedTokens | None = None
         self._template: ChatTemplate | None = None
         self._grammars: Grammars | None = None
         self._stamps = stamps(folder, LANGUAGE)
@@ -44,6 +46,15 @@ class Language:
             return self.tokenizer
         except ModelError:
             return None
+
+    @property
+    def added_tokens(self) -> AddedTokens:
+        """The tokenizer's added tokens, for texts that must not become such. Raises ModelError as `tokenizer`."""
+        tokenizer = self.tokenizer
+        with self._lock:
+            if self._added_tokens is None:
+                self._added_tokens = AddedTokens(tokenizer)
+            return self._added_tokens
 
     @property
     def template(self) -> ChatTemplate:

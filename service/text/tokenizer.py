@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import FileError, ModelError, RequestError
@@ -46,21 +47,36 @@ class Tokenizer:
         with _as_model_errors(origin):
             backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
             backend.no_padding()
-            added = backend.get_added_tokens_decoder()
+            self.added_tokens: Mapping[int, AddedToken] = backend.get_added_tokens_decoder()
+            self._plain = _without_added_tokens(backend)
             vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in self.added_tokens.items() if token.special)
         self.size: int = max(vocabulary.values(), default=-1) + 1
         self.longest: int = max(map(len, vocabulary), default=1) or 1
         if self.size > LARGEST_ID:
             raise ModelError(f"{origin} has the token id {self.size - 1}; ids below {LARGEST_ID} are possible: download it again")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, without any added start or end token.
 
-        Text of special tokens becomes those tokens wherever it stands, in what a user typed as well as in what the template wrote;
-        so does transformers, and a template's output could not be told apart otherwise. Raises RequestError for half a character,
-        ModelError where the tokenizer itself fails.
+        Text of added tokens becomes those tokens wherever it stands, as in transformers; with `parse_special` False it stays text.
+        For a conversation, whose template writes control tokens and whose messages must not, see ProtectedText.
+        Raises RequestError for half a character, ModelError where the tokenizer itself fails.
         """
+        if parse_special:
+            return self._ids(self._backend, text)
+        ids = self._ids(self._plain, text)
+        if self.added_tokens.keys().isdisjoint(ids):
+            return ids
+        # A vocabulary can hold a control token as a word of its own; no single character is one.
+        return [token for character in text for token in self._ids(self._plain, character)]
+
+    def encode_for_pooling(self, text: str) -> list[int]:
+        """Token ids of `text` with the start and end tokens that the tokenizer's own post-processor adds, such as the end token
+        whose state is the vector of an embedding model. Raises as `encode`."""
+        return self._ids(self._backend, text, post_process=True)
+
+    def _ids(self, backend: Backend, text: str, *, post_process: bool = False) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -69,7 +85,7 @@ class Tokenizer:
                 f"the text has half a character (lone surrogate U+{code:04X}) at position {error.start}; remove it"
             ) from error
         with _as_model_errors(self._origin, "fails on this text"):
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return backend.encode(text, add_special_tokens=post_process).ids
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids that no token has become nothing."""
@@ -91,6 +107,16 @@ class Tokenizer:
             return bytes([_BYTE_OF[character] for character in written])
         except KeyError:  # an added token in plain text, with a space or beyond Latin-1
             return written.encode("utf-8")
+
+
+def _without_added_tokens(backend: Backend) -> Backend:
+    """The same model and rules, to which no text can become a control token."""
+    plain = Backend(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    return plain
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -10,17 +10,16 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"<function=([^>\n]{1,256})>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+from .tool_call_stream import CLOSE, OPEN, CallArguments, CallEvent, CallStart, ToolCallStream
+from .tool_schema import embedded_schema
 
+__all__ = ["CLOSE", "FRAME", "OPEN", "ThoughtCalls", "ToolCall", "ToolCallSplitter", "call_schema", "split_calls"]
 
-# What stands before and behind a call's JSON where one is forced.
+# Stand before and after a call's JSON where one is forced.
 FRAME = (f"{OPEN}\n", f"\n{CLOSE}")
 
 
@@ -34,130 +33,111 @@ class ToolCall:
 
 def call_schema(tools: Sequence[Mapping[str, Any]]) -> str:
     """A JSON Schema of a call of one of `tools`, as the OpenAI API has them."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return json.dumps({"anyOf": calls})
+    calls, definitions = [], {}
+    for at, tool in enumerate(tools):
+        parameters = tool["function"].get("parameters") or {"type": "object"}
+        definitions[f"tool{at}"] = embedded_schema(parameters, f"tool{at}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool["function"]["name"]}, "arguments": {"$ref": f"#/$defs/tool{at}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return json.dumps({"anyOf": calls, "$defs": definitions})
 
 
 class ToolCallSplitter:
-    """Takes an answer in pieces; gives back text that is certain to be no call, and calls that are complete.
-
-    `tools` (as the OpenAI API has them) say which type a parameter written between tags has. Blanks beside a call belong to it. What is
-    no call after all, because it is malformed or never closed, comes back as the text that it is.
-    """
+    """As ToolCallStream, but gives each call as a whole, and a call that is not complete as the text that it is."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._types = {tool["function"]["name"]: _types(tool["function"]) for tool in tools}
-        self._held = ""
-        self._inside = False
-        self._called = False  # whether a call came last
-        self._spoken = False  # whether there was text
+        self._stream = ToolCallStream(tools)
+        self._name = ""
+        self._arguments: list[str] = []
 
     def push(self, text: str) -> list[str | ToolCall]:
         """What `text` made certain, in order."""
-        self._held += text
-        return self._run(last=False)
+        return self._whole(self._stream.push(text))
 
     def finish(self) -> list[str | ToolCall]:
         """The answer has ended: what was held back."""
-        return self._run(last=True)
+        return self._whole(self._stream.finish())
 
-    def _run(self, last: bool) -> list[str | ToolCall]:
+    def _whole(self, events: Iterable[CallEvent]) -> list[str | ToolCall]:
         out: list[str | ToolCall] = []
-        while self._held and (self._call(out, last) if self._inside else self._text(out, last)):
-            pass
+        for event in events:
+            if isinstance(event, str):
+                out.append(event)
+            elif isinstance(event, CallStart):
+                self._name, self._arguments = event.name, []
+            elif isinstance(event, CallArguments):
+                self._arguments.append(event.text)
+            else:
+                out.append(ToolCall(self._name, _normal("".join(self._arguments))) if event.complete else event.raw)
         return out
 
-    def _text(self, out: list[str | ToolCall], last: bool) -> bool:
-        """Give text before the next call; True when one begins."""
-        place = self._held.find(OPEN)
-        if place >= 0:
-            before, self._held, self._inside = self._held[:place].rstrip(), self._held[place:], True
-        elif last:
-            before, self._held = self._held, ""
+
+class ThoughtCalls:
+    """Looks for calls in thoughts: a complete call in thoughts that are never closed is a call, one in closed thoughts is a thought.
+
+    Reasoning from the first tag of a call on is held back until one or the other is known.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tools = tools
+        self._tags = (OPEN, *(f"<function={tool['function']['name']}>" for tool in tools))
+        self._held = ""
+        self._holding = False
+
+    def push(self, reasoning: str) -> str:
+        """Take a piece of reasoning; returns what certainly is some."""
+        self._held += reasoning
+        if self._holding:
+            return ""
+        begun = [at for tag in self._tags if (at := self._held.find(tag)) >= 0]
+        if begun:
+            self._holding, cut = True, min(begun)
         else:
-            cut = len(self._held[: len(self._held) - _begun(self._held)].rstrip())
-            before, self._held = self._held[:cut], self._held[cut:]
-        if self._called:
-            before = before.lstrip()
-        if before:
-            out.append("\n" + before if self._called and self._spoken else before)
-            self._called, self._spoken = False, True
-        return place >= 0
+            last = self._held.rfind("<")
+            tail = self._held[last:]
+            cut = last if last >= 0 and any(tag.startswith(tail) for tag in self._tags) else len(self._held)
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
 
-    def _call(self, out: list[str | ToolCall], last: bool) -> bool:
-        """Give the call that is held from its opening tag on, once it is closed; True then."""
-        place = self._held.find(CLOSE)
-        if place < 0 and not last:
-            return False
-        end = len(self._held) if place < 0 else place + len(CLOSE)
-        call = self._read(self._held[len(OPEN) : end].removesuffix(CLOSE).strip())
-        out.append(self._held[:end] if call is None else call)
-        self._called, self._spoken = call is not None, self._spoken or call is None
-        self._held, self._inside = self._held[end:], False
-        return True
+    def closed(self) -> str:
+        """The thoughts were closed: what was held back is reasoning."""
+        held, self._held, self._holding = self._held, "", False
+        return held
 
-    def _read(self, body: str) -> ToolCall | None:
-        if body.startswith("{"):
-            return _from_json(body)
-        match = _FUNCTION.match(body)
-        if match is None:
-            return None
-        name = match[1].strip()
-        types = self._types.get(name, {})
-        given = {key.strip(): _value(text, types.get(key.strip())) for key, text in _PARAMETER.findall(match[2])}
-        return ToolCall(name, json.dumps(given, ensure_ascii=False))
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The answer has ended inside the thoughts: the rest of the reasoning, and the calls."""
+        held = self.closed()
+        splitter = ToolCallSplitter(self._tools)
+        found = [*splitter.push(held), *splitter.finish()]
+        calls = [item for item in found if isinstance(item, ToolCall)]
+        return ("".join(item for item in found if isinstance(item, str)) if calls else held), calls
 
 
-def _from_json(body: str) -> ToolCall | None:
-    document = _parsed(body)
-    if not isinstance(document, dict):
-        return None
-    name, arguments = document.get("name"), document.get("arguments", document.get("parameters", {}))
-    if isinstance(arguments, str):  # some write the object as a text of its own
-        arguments = _parsed(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+def split_calls(
+    text: str, reasoning: str, tools: Sequence[Mapping[str, Any]], *, one_call: bool = False
+) -> tuple[str, str, list[ToolCall]]:
+    """Text, reasoning and calls of a whole answer; with `one_call` without anything that comes after the first."""
+    if not tools:
+        return text, reasoning, []
+    splitter = ToolCallSplitter(tools)
+    found = [*splitter.push(text), *splitter.finish()]
+    if not text.strip() and reasoning:
+        thoughts = ThoughtCalls(tools)
+        shown = thoughts.push(reasoning)
+        rest, calls = thoughts.finish()
+        reasoning, found = shown + rest, [*calls] or found
+    first = next((at for at, item in enumerate(found) if isinstance(item, ToolCall)), len(found))
+    if one_call:
+        found = found[: first + 1]
+    calls = [item for item in found if isinstance(item, ToolCall)]
+    return "".join(item for item in found if isinstance(item, str)), reasoning, calls
 
 
-def _types(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Type by parameter, of a tool's JSON Schema."""
-    properties = (function.get("parameters") or {}).get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {key: value.get("type") for key, value in properties.items() if isinstance(value, Mapping)}
-
-
-def _value(text: str, kind: Any) -> Any:
-    """A parameter between tags: a text stays one, anything else is JSON where it can be read as such."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    if kind == "string":
-        return text
-    if text.strip() == "null":
-        return None
-    value = _parsed(text)
-    return {"True": True, "False": False, "None": None}.get(text.strip(), text) if value is None else value
-
-
-def _parsed(text: str) -> Any:
-    """The JSON document, None where it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _begun(text: str) -> int:
-    """How many characters at the end of `text` may be the beginning of the opening tag."""
-    return next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0)
+def _normal(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), ensure_ascii=False)

@@ -134,7 +134,8 @@ def through(experts: ExpertWeights, x: torch.Tensor, kernels: ReferenceKernels, 
     """What the layer adds to rows of 1."""
     out, count = torch.ones_like(x), len(x)
     batch = DecodeBatch(torch.zeros(count, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), 1)
-    at = Pass(torch.zeros(count, dtype=torch.int64), batch, None, scratch, scratch.rows(count), kernels, x, out)  # pyright: ignore
+    ids = torch.zeros(count, dtype=torch.int64)
+    at = Pass(ids, batch, None, scratch, scratch.rows(count), kernels, x, out)  # pyright: ignore
     Experts(None, experts).run(at)
     return out
 

@@ -151,8 +151,9 @@ def test_that_it_compiles_is_told_once(small: Path, caplog: pytest.LogCaptureFix
 
 
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
-    script = "import sys; from pathlib import Path; from onedesk.service.kernels.cpu import compile; compile.FOLDER = Path(sys.argv[1]); "
-    script += "library, why = compile.compile_library(Path(sys.argv[2])); print(why or library.attention_width())"
+    script = "import sys; from pathlib import Path; from onedesk.service.kernels.cpu import compile; "
+    script += "compile.FOLDER = Path(sys.argv[1]); library, why = compile.compile_library(Path(sys.argv[2])); "
+    script += "print(why or library.attention_width())"
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "tiny.c").write_text(TINY)
     command = [sys.executable, "-c", script, str(tmp_path / "sources"), str(tmp_path / "cache")]

@@ -33,7 +33,8 @@ BAD = {
     ),
     "into what the system holds": (
         f"limit_bytes = {TOTAL}",
-        rf"memory limit_bytes is {SIZE}, but of {SIZE} the system and other programs hold {SIZE} and the floor keeps {SIZE}; "
+        rf"memory limit_bytes is {SIZE}, but of {SIZE} the system and other programs hold {SIZE} "
+        rf"and the floor keeps {SIZE}; "
         rf"use at most {SIZE}",
     ),
     "a floor above the total": (

@@ -224,7 +224,7 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield mixed({"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO", "group_size": 64}}), r"group_size = 64, which is not supported"
     yield (
         mixed({"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}),
-        r"other formats for tensors that belong together \(.*q_proj Mod",
+        r"different formats for tensors that are stored as one \(.*q_proj Mod",
     )
     yield (
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32),

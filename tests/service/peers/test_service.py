@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from onedesk.service.api import OpenModel
-from onedesk.service.config import load_config
+from onedesk.service.config import load_config, package_folder
 from onedesk.service.core import (
     Event,
     Message,
@@ -325,7 +325,7 @@ import sys
 from pathlib import Path
 from onedesk.service.peers import service
 
-service.LAUNCHER = Path(sys.argv[1])
+service.package_command = lambda *words: [sys.executable, sys.argv[1], sys.argv[3]]
 local = service.LocalService(Path(sys.argv[2]), [])
 local.reach()
 print(local.pid, flush=True)
@@ -347,7 +347,11 @@ def test_a_process_that_ends_by_itself_ends_what_it_started(tmp_path: Path) -> N
     """With a stand-in that does nothing but hold the place of a service."""
     (tmp_path / "launch.py").write_text(STAND_IN)
     ended = subprocess.run(
-        [sys.executable, "-c", USER, tmp_path / "launch.py", tmp_path], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", USER, tmp_path / "launch.py", tmp_path, package_folder()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert not alive(int(ended.stdout))
     assert not taken(tmp_path)

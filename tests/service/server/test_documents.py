@@ -72,7 +72,11 @@ def test_tool_calls_in_a_stream(step: int) -> None:
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "I draw."
     calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert [(call.index, call.function.name) for call in calls] == [(0, "draw"), (1, "draw")]
+    assert [(call.index, call.function.name) for call in calls if call.id] == [(0, "draw"), (1, "draw")]
+    arguments = ["".join(call.function.arguments for call in calls if call.index == index) for index in (0, 1)]
+    assert list(map(json.loads, arguments)) == [{"what": "cat"}, {}]
+    if step == 1:
+        assert len(calls) > 10  # arguments come while they are written
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
@@ -85,8 +89,75 @@ def test_events_that_come_together_are_one_chunk() -> None:
         (0, {"content": "ab"}),
         (1, {"role": "assistant", "content": ""}),
         (1, {"content": "c"}),
-        (0, {"reasoning_content": "d"}),
+        (0, {"reasoning_content": "d", "reasoning": "d"}),
     ]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_complete_call_in_thoughts_that_were_never_closed_is_a_call(step: int, stream: bool) -> None:
+    thoughts = f"I should draw.\n{CALLS[8:]}"
+    for text, expected in (("", 2), ("no, I only talk", 0)):
+        writer = ChatWriter("m", None, stream=stream, with_logprobs=False, tools=[TOOL])
+        events = [Event(reasoning=thoughts[at : at + step], token=1) for at in range(0, len(thoughts), step)]
+        events += [Event(text, token=1)] * bool(text) + [Event(result=result(text, reasoning=thoughts))]
+        if stream:
+            parts = [chunk["choices"][0] for event in events for chunk in writer.chunks([(0, event)])]
+            messages = [part["delta"] for part in parts]
+        else:
+            for event in events:
+                writer.collect(0, event)
+            parts = writer.whole(usage([result()]))["choices"]
+            messages = [parts[0]["message"]]
+        calls = [call for message in messages for call in message.get("tool_calls", []) if "id" in call]
+        assert [call["function"]["name"] for call in calls] == ["draw"] * expected
+        assert parts[-1]["finish_reason"] == ("tool_calls" if expected else "stop")
+        assert "".join(message.get("reasoning", "") for message in messages).strip() == ("I should draw." if expected else thoughts)
+        assert all(message.get("reasoning") == message.get("reasoning_content") for message in messages)
+        assert "".join(message.get("content") or "" for message in messages) == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_at_most_one_call_where_more_are_not_wanted(stream: bool) -> None:
+    writer = ChatWriter("m", None, stream=stream, with_logprobs=False, tools=[TOOL])
+    writer.one_call = True
+    events = [Event(CALLS + " and so on", token=1), Event(result=result(CALLS + " and so on"))]
+    if stream:
+        messages = [chunk["choices"][0]["delta"] for event in events for chunk in writer.chunks([(0, event)])]
+    else:
+        for event in events:
+            writer.collect(0, event)
+        messages = [writer.whole(usage([result()]))["choices"][0]["message"]]
+    assert "".join(message.get("content") or "" for message in messages) == "I draw."
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    assert {call["index"] for call in calls if stream} <= {0}
+    assert sum("id" in call for call in calls) == 1
+
+
+def test_tools_with_a_format_and_calls_one_at_a_time() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "c"}], "tools": [TOOL], "parallel_tool_calls": False}
+    check(body, CHAT)
+    ask = chat_ask(body, 100)
+    assert (ask.one_call, ask.requests[0].stop, ask.requests[0].calls) == (True, ("</tool_call>",), 0)
+    ask = chat_ask(body | {"response_format": {"type": "json_object"}}, 100)
+    assert (ask.requests[0].stop, ask.requests[0].calls, ask.requests[0].json_schema) == ((), 1, '{"type":"object"}')
+    ask = chat_ask(body | {"response_format": {"type": "json_object"}, "parallel_tool_calls": True}, 100)
+    assert (ask.one_call, ask.requests[0].calls > 1) == (False, True)
+    ask = chat_ask(body | {"response_format": {"type": "json_object"}, "tool_choice": "required"}, 100)
+    assert "draw" in (ask.requests[0].json_schema or "")
+
+
+def test_how_the_prompt_ends_and_thoughts_under_either_name() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "assistant", "content": "c", "reasoning": "r"}], "continue_final_message": True}
+    check(body, CHAT)
+    request = chat_ask(body, 100).requests[0]
+    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
+    assert request.messages[0].reasoning == "r"
+    assert chat_ask(body | {"continue_final_message": False, "add_generation_prompt": False}, 9).requests[0].add_generation_prompt is False
+    with pytest.raises(ApiError, match="exclude each other"):
+        chat_ask(body | {"add_generation_prompt": True}, 100)
+    assert completion_ask({"prompt": "a"}, 9).requests[0].parse_special
+    assert not completion_ask({"prompt": "a", "parse_special": False}, 9).requests[0].parse_special
 
 
 @pytest.mark.parametrize(

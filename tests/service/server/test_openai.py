@@ -124,7 +124,7 @@ def test_reasoning_is_kept_apart(client: OpenAI) -> None:
     answer = chat(client, **options)
     message = answer.choices[0].message
     assert len(message.content) == 6
-    assert message.reasoning_content
+    assert message.reasoning_content == message.reasoning
     assert answer.usage.completion_tokens_details.reasoning_tokens >= 5
     chunks = list(chat(client, stream=True, **options))
     assert "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks) == message.reasoning_content
@@ -181,7 +181,8 @@ def test_a_call_can_be_forced(client: OpenAI, choice: Any) -> None:
     assert set(json.loads(answer.message.tool_calls[0].function.arguments)) == {"what"}
     deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **options)]
     streamed = [call.function.arguments for delta in deltas for call in delta.tool_calls or []]
-    assert streamed == [answer.message.tool_calls[0].function.arguments]
+    assert json.loads("".join(streamed)) == json.loads(answer.message.tool_calls[0].function.arguments)
+    assert len(streamed) > 3  # they come while they are written
 
 
 def test_a_call_that_cannot_be_forced(client: OpenAI) -> None:
@@ -189,8 +190,18 @@ def test_a_call_that_cannot_be_forced(client: OpenAI) -> None:
     for options in ({"tool_choice": other, "tools": [TOOL]}, {"tool_choice": "required"}):
         with pytest.raises(openai.BadRequestError, match="names no tool"):
             chat(client, **options)
-    with pytest.raises(openai.BadRequestError, match="leave response_format out"):
-        chat(client, tools=[TOOL], tool_choice="required", response_format={"type": "json_object"})
+
+
+def test_a_format_binds_what_is_no_call(client: OpenAI) -> None:
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    forced = chat(client, tools=[TOOL], tool_choice="required", response_format=shape, max_tokens=400).choices[0]
+    assert [call.function.name for call in forced.message.tool_calls] == ["draw"]
+    for seed in range(3):
+        free = chat(client, tools=[TOOL], response_format=shape, max_tokens=400, seed=seed, parallel_tool_calls=False).choices[0]
+        if free.message.tool_calls:
+            assert (len(free.message.tool_calls), free.message.tool_calls[0].function.name) == (1, "draw")
+        else:
+            assert set(json.loads(free.message.content)) == {"name", "age"}
 
 
 def test_content_in_parts_and_the_developer_role(client: OpenAI) -> None:

@@ -12,7 +12,7 @@ from inside import Inside
 from onedesk.service.loader import files
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.truth import read_truth
-from onedesk.service.memory.watch import Watch
+from onedesk.service.memory.watch import MemoryWatch
 from onedesk.service.peers import tenancy as tenancy_module
 from onedesk.service.peers.tenancy import Tenancy
 from onedesk.service.server import tasks
@@ -51,7 +51,7 @@ def test_the_watch_outlives_what_owners_raise(kind: type[BaseException]) -> None
             enough.set()
         raise kind
 
-    with Watch(lambda: read_truth("cpu"), lambda _: None, MemorySettings(poll=0.01, poll_loading=0.01), tick=tick) as watch:
+    with MemoryWatch(lambda: read_truth("cpu"), lambda _: None, MemorySettings(poll=0.01, poll_loading=0.01), tick=tick) as watch:
         assert enough.wait(30)
         assert watch.running
 

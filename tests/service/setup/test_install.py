@@ -16,7 +16,8 @@ import pytest
 from onedesk.service.setup.comfyui import command, operators_missing
 from onedesk.service.setup.environment import PINS, TEST_PINS, VERSIONS, Environment, pinned
 from onedesk.service.setup.foreign import Foreign
-from onedesk.service.setup.install import parse, remove_pack
+from onedesk.service.setup.install import parse
+from onedesk.service.setup.record import Record, load_record
 from onedesk.service.setup.steps import SetupError, Steps, locked
 from onedesk.service.setup.tree import Tree
 
@@ -195,6 +196,12 @@ print(installed_file())
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout.strip()
 
 
+def load(prefix: Path) -> Record:
+    record = load_record(prefix)
+    assert record is not None
+    return record
+
+
 def test_the_pack_in_a_given_comfyui_reads_the_settings_of_its_tree(beside: Beside) -> None:
     assert settings_of(beside.comfyui / "custom_nodes" / "onedesk") == str(beside.tree.settings)
 
@@ -211,13 +218,14 @@ def test_a_checkout_that_stands_in_custom_nodes_reads_the_settings_of_the_tree_m
         tree = Tree(tmp_path / name)
         tree.make()
         tree.write_files()
-        named, link = Foreign(tmp_path / "ComfyUI", Path(sys.executable), Steps(tree)).add_pack(pack, tree)
+        record = Record(tree.prefix)
+        named, link = Foreign(tmp_path / "ComfyUI", Path(sys.executable), Steps(tree)).add_pack(pack, tree, record)
         assert (named, link) == ("Onedesk", pack / ".tree")
         assert settings_of(pack) == str(tree.settings)
     assert list((tmp_path / "ComfyUI" / "custom_nodes").iterdir()) == [pack]
-    remove_pack(pack / ".tree", Tree(tmp_path / "first"))  # it leads to the second by now
+    load(tmp_path / "first").forget_link(pack / ".tree")  # it leads to the second by now
     assert settings_of(pack) == str(Tree(tmp_path / "second").settings)
-    remove_pack(pack / ".tree", Tree(tmp_path / "second"))
+    load(tmp_path / "second").forget_link(pack / ".tree")
     assert settings_of(pack) == str(pack / "onedesk.toml")
 
 

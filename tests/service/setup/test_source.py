@@ -49,7 +49,7 @@ def test_custom_nodes_of_the_user_survive_a_new_comfyui(tmp_path: Path) -> None:
     (old / "shipped.py").write_text("old")
     (new / "shipped.py").write_text("new")
     (old / "onedesk").symlink_to(tmp_path)
-    source.keep_custom_nodes(tmp_path / "old", tmp_path / "new")
+    source.move_additions(tmp_path / "old", tmp_path / "new", None)
     assert (new / "mine" / "node.py").read_text() == "mine"
     assert (new / "shipped.py").read_text() == "new"
     assert (new / "onedesk").readlink() == tmp_path

@@ -14,6 +14,7 @@ from onedesk.service.config import load_config
 from onedesk.service.setup.environment import Environment
 from onedesk.service.setup.foreign import KINDS, model_paths
 from onedesk.service.setup.pack import add_package, link, link_demo_models, read_project
+from onedesk.service.setup.record import Record
 from onedesk.service.setup.steps import SetupError, Steps
 from onedesk.service.setup.tree import CACHES, OFFLINE, Desk, Tree, run_script
 
@@ -63,7 +64,7 @@ def test_run_script_sets_every_cache_inside_the_tree_and_hands_its_arguments_on(
             [script, "start", "--port", "1234", "--", "--a b", '"c"'], capture_output=True, text=True, cwd="/", check=True
         )
         words, variables = json.loads(answer.stdout)
-        assert words[1:] == ["-m", "onedesk.service.setup.desk", str(tree.prefix), "start", "--port", "1234", "--", "--a b", '"c"']
+        assert words[1:] == ["-I", "-m", "onedesk.service.setup.desk", str(tree.prefix), "start", "--port", "1234", "--", "--a b", '"c"']
         assert {name: variables[name] for name in CACHES} == {name: str(tree.cache / folder) for name, folder in CACHES.items()}
         assert {name: variables[name] for name in OFFLINE} == dict(OFFLINE)
 
@@ -156,19 +157,25 @@ def test_project_is_read_without_a_toml_parser(repository: Path, tmp_path: Path)
 
 
 def test_demo_models_are_linked_and_those_of_the_user_stay(tree: Tree, checkout: Path) -> None:
+    record = Record(tree.prefix)
     writer, painter = checkout / "models" / "onedesk-demo-writer", checkout / "models" / "comfyui" / "vae" / "onedesk-demo-x.safetensors"
     for folder in (writer, painter.parent):
         folder.mkdir(parents=True)
     (writer / "config.json").write_text("{}")
     painter.write_bytes(b"x")
-    assert [place.name for place in link_demo_models(tree, checkout)] == ["onedesk-demo-x.safetensors", "onedesk-demo-writer"]
+    assert [place.name for place in link_demo_models(tree, checkout, record)] == ["onedesk-demo-x.safetensors", "onedesk-demo-writer"]
     assert (tree.models / "onedesk-demo-writer" / "config.json").read_text() == "{}"
-    assert link_demo_models(tree, checkout) == []
+    assert link_demo_models(tree, checkout, record) == []
     own = tree.image_models / "vae" / painter.name
     own.unlink()
     own.write_bytes(b"my own")
-    assert link_demo_models(tree, checkout) == []
+    assert link_demo_models(tree, checkout, record) == []
     assert own.read_bytes() == b"my own"
+    elsewhere = tree.models / "onedesk-demo-writer"
+    elsewhere.unlink()
+    elsewhere.symlink_to(tree.data)
+    assert link_demo_models(tree, checkout, record) == []
+    assert elsewhere.readlink() == tree.data
 
 
 def test_model_paths_are_yaml_for_any_prefix(tree: Tree) -> None:

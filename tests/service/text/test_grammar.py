@@ -75,10 +75,18 @@ def test_any_object_is_an_object(grammars: Grammars, tokenizer: Tokenizer) -> No
 def test_blanks_do_not_go_on_for_ever(grammars: Grammars, tokenizer: Tokenizer) -> None:
     guide = grammars.guide('{"type": "object"}', may_think=False)
     blank, brace = tokenizer.encode(" ")[0], tokenizer.encode("{")[0]
+    line = tokenizer.encode("\n")[0]
     guide.accept(brace)
-    for _ in range(32):
-        guide.accept(blank)
+    indented = guide.fork()
+    guide.accept(blank)
     assert not guide.allowed()[blank]
+    assert not guide.allowed()[line]
+    indented.accept(line)
+    for _ in range(24):
+        assert indented.allowed()[blank]
+        indented.accept(blank)
+    assert not indented.allowed()[blank]
+    assert indented.allowed().any()
 
 
 def test_reasoning_may_come_first_and_only_first(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -152,3 +160,54 @@ def test_texts_for_the_tokenizer_of_the_demo_model(repository: Path) -> None:
     demo = load_tokenizer(repository / "models" / "onedesk-demo-writer")
     text = write(Grammars(demo, demo.size, [0, 2]), demo, {"enum": ["a red circle", "十"]}, random.Random(3))
     assert json.loads(text or "") in ("a red circle", "十")
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"$ref": "#/$defs/At"}},
+                "required": ["at"],
+                "$defs": {"At": {"enum": [1]}},
+            },
+        },
+    }
+]
+AS_JSON = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+AS_TAGS = "<tool_call>\n<function=look>\n<parameter=at>\n<b>1\n</parameter>\n</function>\n</tool_call>"
+
+
+def follows(guide: Any, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the text may be written, and then end."""
+    for token in tokenizer.encode(text):
+        if not guide.allowed()[token]:
+            return False
+        guide.accept(token)
+    return any(guide.allowed()[token] for token in tokenizer.control_ids)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_document_or_calls(grammars: Grammars, tokenizer: Tokenizer, most: int) -> None:
+    def holds(text: str) -> bool:
+        return follows(grammars.guide_or_calls('{"enum": [7]}', TOOLS, most=most, may_think=False), tokenizer, text)
+
+    assert holds("7")
+    assert holds(AS_JSON)
+    assert holds(AS_TAGS)
+    assert holds(f"{AS_JSON}\n{AS_TAGS}") == (most == 2)
+    assert not holds(AS_JSON.replace("1", "2"))
+    assert not holds(AS_JSON.replace("look", "leap"))
+    assert not holds(AS_TAGS.replace("look", "leap"))
+    assert not holds(f"7{AS_JSON}")
+    assert not holds("8")
+
+
+def test_what_stands_there_already_counts(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    guide = grammars.guide(json.dumps(PERSON), may_think=True)
+    guide.accept_text('{"name": "An')
+    assert follows(guide, tokenizer, 'na", "age": 3}')
+    with pytest.raises(RequestError, match="does not follow the JSON schema"):
+        grammars.guide(json.dumps(PERSON), may_think=True).accept_text("Here: {")

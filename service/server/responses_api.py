@@ -1,0 +1,30 @@
+"""POST /v1/responses: OpenAI's Responses API over the same engine as a chat. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from .body import read_json
+from .generate import Answering, answer, begin
+from .requests import Ask, chat_ask
+from .responses_requests import RESPONSES, chat_body
+from .responses_writer import ResponsesWriter
+from .service import Service
+from .typed_events import TypedEventStream
+
+
+def _ask(body: Mapping[str, Any], context: int) -> Ask:
+    return chat_ask(chat_body(body), context)
+
+
+async def responses(service: Service, request: web.Request) -> web.StreamResponse:
+    """Answer an input of messages, calls and their results."""
+    body = await read_json(service, request, RESPONSES)
+    with service.models.using() as uses:
+        name, calls, ask = await begin(service, body, _ask, uses)
+        writer = ResponsesWriter(name, body, ask.tools, one_call=ask.one_call)
+        return await answer(service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer))
