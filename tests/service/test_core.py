@@ -17,7 +17,7 @@ from onedesk.service.errors import RequestError
 
 NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-WHOLES = ("max_tokens", "thinking_budget", "n", "best_of", "beams", "logprobs")
+WHOLES = ("max_tokens", "total_tokens", "thinking_budget", "n", "best_of", "beams", "logprobs", "pixels")
 EDGES: list[Any] = [
     0, -0.0, 1, -1, 2, 0.5, 1e-5, 1e-44, 5e-324, 1e-300, FP32_SMALLEST, FP32_MAX, 2 * FP32_MAX, 1e300, 1e308, -1e308, 2**63, 2**64,
     10**307, 10**400, -(10**400), 10**5000, math.nan, math.inf, -math.inf,
@@ -80,7 +80,9 @@ def test_fp32_is_what_numpy_makes_of_normal_numbers() -> None:
 def test_every_numeric_field_is_covered_here() -> None:
     """A number that is added to a request is added to these tests."""
     plain = {"messages", "prompt", "ids", "sampling", "stop", "thinking", "repetition_stop", "prefix_reuse", "speculation"}
-    plain |= {"json_schema", "json_frame", "tools", "template_options"}
+    plain |= {"json_schema", "json_frame", "tools", "template_options", "images"}
+    # `calls` is counted by the service from tools that are given, the others are switches.
+    plain |= {"calls", "add_generation_prompt", "continue_final_message", "parse_special"}
     assert {f.name for f in fields(Sampling)} == {*FLOATS, "top_k", "seed", "logit_bias"}
     missing = {f.name for f in fields(Request)} - plain - {*WHOLES}
     assert not missing
