@@ -11,13 +11,12 @@ from typing import Any, cast
 import torch
 
 from ..service.core import Sampling
-from ..service.engine.answer import Prepared
-from ..service.engine.batch import Books, Orders
-from ..service.engine.batch_loop import Generation
+from ..service.engine.batch import Accounting, Controls
+from ..service.engine.batch_loop import BatchLoop
+from ..service.engine.completion import Limits, Prepared
 from ..service.engine.drafting import Drafting
 from ..service.engine.leaks import LeakWatch
 from ..service.engine.sampler import Adjustments
-from ..service.engine.sequence import Limits
 from ..service.engine.stages import StageMeter
 from ..service.memory.pool import Pool
 from ..service.text.stops import StopStrings
@@ -51,7 +50,7 @@ def draft_row(made: Made, pool: Pool, right: int, tokens: int, clock: Clock) -> 
     costs = made.session.costs
     told = {rows: round(seconds * 1e3, 3) for rows, seconds in sorted(costs.measured.items())}
     clock.tell(f"drafts, {right} % right: time {ratio:.3f}, texts that differ {differing}")
-    clock.tell(f"ms a pass by its rows {told}, of a drafted token {costs.drafted * 1e3:.3f}")
+    clock.tell(f"ms a pass by its rows {told}, of a drafted token {costs.measured_draft * 1e3:.3f}")
     return {
         "right": right,
         "ratio": ratio,
@@ -60,7 +59,7 @@ def draft_row(made: Made, pool: Pool, right: int, tokens: int, clock: Clock) -> 
         "passes": passes,
         "differing_texts": differing,
         "pass_ms": told,
-        "draft_ms": costs.drafted * 1e3,
+        "draft_ms": costs.measured_draft * 1e3,
     }
 
 
@@ -78,13 +77,13 @@ def _told(made: Made, pool: Pool, prepared: Prepared, right: int, written: Seque
 def _write(made: Made, pool: Pool, prepared: Prepared) -> tuple[float, list[int], int]:
     """Seconds between the first token and the last, the ids, and how many passes it took."""
     blueprint, ids, times = made.blueprint, [], []
-    books = Books(StageMeter(pool), LeakWatch("made", pool), blueprint.pass_bytes, blueprint.guess_bytes)
-    for event in Generation([prepared], made.session, books, Orders()).events(time.perf_counter()):
+    accounting = Accounting(StageMeter(pool), LeakWatch("made", pool), blueprint.pass_bytes, blueprint.draft_token_bytes)
+    for event in BatchLoop([prepared], made.session, accounting, Controls()).events(time.perf_counter()):
         if event.token is not None:
             times.append(time.perf_counter())
         if event.result is not None:
             ids = list(event.result.ids)
-    return times[-1] - times[0], ids, round(books.meter.stages["decode"].bytes / blueprint.pass_bytes)
+    return times[-1] - times[0], ids, round(accounting.meter.stages["decode"].bytes / blueprint.pass_bytes)
 
 
 def _prepared(made: Made, ids: Sequence[int], tokens: int, *, speculation: bool) -> Prepared:

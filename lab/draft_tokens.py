@@ -73,9 +73,9 @@ class ToldDrafting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafting, name)
 
-    def guess(self, text: SequenceKV, latest: int, token: int, count: int) -> list[int]:
+    def draft(self, text: SequenceKV, latest: int, token: int, count: int) -> list[int]:
         """See Drafting."""
-        drafted, at = self._drafting.guess(text, latest, token, count), latest + 1 - self._prompt
+        drafted, at = self._drafting.draft(text, latest, token, count), latest + 1 - self._prompt
         come = [*self._written[at : at + count], *drafted][: len(drafted)]
         right = (torch.rand(len(come), generator=self._draw) < self._right).tolist()
         return [token if is_so else (token + 1) % 97 for token, is_so in zip(come, right, strict=True)]

@@ -131,7 +131,7 @@ class OnedeskMemory(io.ComfyNode):
         try:
             _resize(pool, budget, floor)
         except RequestError as error:
-            raise RequestError(error.told(_as_widget)) from error
+            raise RequestError(error.render(_as_widget)) from error
         if policy != AS_CHOSEN:
             terms = policy_of(policy, ttl)
             for chosen in [bridge.open_model(model)] if model else bridge.open_models():

@@ -64,7 +64,7 @@ def as_typed(error: Exception, taken: Container[str]) -> str:
     """The message of an error for a terminal: a field that is one of the options `taken` is shown as it is typed there."""
     if not isinstance(error, OnedeskError):
         return str(error)
-    return error.told(lambda name: f"--{name.replace('_', '-')}" if name in taken else name)
+    return error.render(lambda name: f"--{name.replace('_', '-')}" if name in taken else name)
 
 
 def token_ids(text: str) -> tuple[int, ...]:

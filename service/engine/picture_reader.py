@@ -1,7 +1,7 @@
 """The seeing part of an open model: pictures to rows of the decoder, by a tower on a lease of its own.
 
-The tower is read from its files when the first picture comes, gives way alone, and wakes alone. It runs once per picture, whatever
-chunks the prompt is read in; the rows of the last pictures are kept in small leases that go first.
+The tower is read from its files when the first picture comes, gives way alone, and wakes alone. It runs once per
+picture, whatever chunks the prompt is read in; the rows of the last pictures are kept in small leases that go first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIGNMENT = 256
 # Rows of pictures that are kept: 1,024 tokens of 2,560 numbers in BF16 are 5 MB, with three taps 20 MB.
 KEPT_BYTES = 64 << 20
 PICTURES_LIMIT = 64  # of one request
-# Pixels of a picture after resizing where nobody says: a tower takes about a minute for a million on a CPU of 2 cores.
+# Default pixels of a picture after resizing: a vision tower takes about a minute for a million on a CPU of 2 cores.
 GPU_PIXELS, CPU_PIXELS = 1_048_576, 262_144
 
 
@@ -80,7 +80,8 @@ def plan_vision(checkpoint: Checkpoint) -> VisionPlan:
     path = next((path for name in (FILE, OLD_FILE) if (path := checkpoint.folder / name).is_file()), None)
     if path is None:
         raise ModelError(
-            f"{checkpoint.name} has no {FILE}, which says how pictures are resized; get it from the model's own repository"
+            f"{checkpoint.name} has no {FILE}, which says how pictures are resized; "
+            "get it from the model's own repository"
         )
     preprocessor = read_preprocessor(read_json_object(path, path.name), file=path.name)
     tower = vision.tower
@@ -97,7 +98,8 @@ def plan_vision(checkpoint: Checkpoint) -> VisionPlan:
 
 
 def vision_figures(checkpoint: Checkpoint, device: torch.device) -> dict[str, int] | None:
-    """What reading pictures takes: bytes of the tower, and for a picture of the usual `pixels` its tokens and bytes of scratch.
+    """What reading pictures takes: bytes of the tower, and for a picture of the usual `pixels` its tokens and bytes of
+    scratch.
 
     None where the model reads none.
     """
@@ -117,7 +119,7 @@ def vision_figures(checkpoint: Checkpoint, device: torch.device) -> dict[str, in
 
 
 def usual_pixels(preprocessor: Preprocessor, device: torch.device) -> int:
-    """The limit of pixels per picture where nobody says."""
+    """The default limit of pixels per picture."""
     return max(preprocessor.min_pixels, GPU_PIXELS if device.type == "cuda" else CPU_PIXELS)
 
 
@@ -130,7 +132,8 @@ class PictureTask:
     pictures: tuple[ResizedPicture, ...]
 
     def keys(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids with every row of a picture replaced by a number that stands for its pixels: what a kept prefix is known by.
+        """The ids with every row of a picture replaced by a number that stands for its pixels: what a kept prefix is
+        known by.
 
         The numbers are below 0, so that no id is one of them.
         """
@@ -219,7 +222,8 @@ class PictureReader:
         return sum(lease.nbytes for lease in (*(awake.leases if awake else ()), *(one.lease for one in outputs)))
 
     def sizes(self, pictures: Sequence[Picture], pixels: int | None) -> list[tuple[Preprocessor, PictureSpan]]:
-        """The preprocessing of each picture within `pixels`, and what it takes, before any is resized. Raises RequestError."""
+        """The preprocessing of each picture within `pixels`, and what it takes, before any is resized. Raises
+        RequestError."""
         if len(pictures) > PICTURES_LIMIT:
             raise RequestError(f"the request has {len(pictures)} pictures; at most {PICTURES_LIMIT} are read at once")
         whole = self.plan.preprocessor
@@ -239,7 +243,8 @@ class PictureReader:
 
     @contextmanager
     def output(self, picture: ResizedPicture, cancel: CancelCheck | None) -> Iterator[torch.Tensor]:
-        """[1 + taps, tokens, hidden] of a picture, valid until the block ends. Raises PictureStopped, MemoryFull, FileError."""
+        """[1 + taps, tokens, hidden] of a picture, valid until the block ends. Raises PictureStopped, MemoryFull,
+        FileError."""
         with self._lock:
             found = self._outputs.get(picture.digest)
             if found is None:

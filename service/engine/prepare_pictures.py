@@ -1,4 +1,4 @@
-"""Pictures of a request: where they stand in its prompt. All that can be refused is refused before any is resized."""
+"""Places the pictures of a request in its prompt. All that can be refused is refused before any is resized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import Field, ModelError, RequestError
 from ..model.positions import expand
 from .picture_reader import PictureReader, PictureTask
 
-# What stands around pictures in the text that a template writes; in a user's own text it would stand for a picture that is not there.
+# The tokens around pictures in a template's text. In a user's text they would mean a picture that does not exist.
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -18,7 +18,8 @@ def place_pictures(
 ) -> tuple[list[int], PictureTask | None]:
     """The prompt's ids with a row for every token of every picture, and the pictures; `ids` have one token per picture.
 
-    Raises RequestError for pictures that do not fit or whose places do not match, ModelError where the model does not see.
+    Raises RequestError for pictures that do not fit or whose places do not match, ModelError where the model does not
+    see.
     """
     pictures = request.pictures
     if not pictures:
@@ -40,19 +41,21 @@ def place_pictures(
     if len(found) >= context:
         rows = sum(span.tokens for span in spans)
         raise RequestError(
-            f"the prompt has {len(found)} tokens, {rows} of them for {len(pictures)} pictures, and the context is {context}; use fewer ",
+            f"the prompt has {len(found)} tokens, {rows} of them for {len(pictures)} pictures, and the context is "
+            f"{context}; use fewer ",
             *(Field("pixels"), " per picture or open the model with a larger ", Field("context")),
         )
     last = positions.spans[-1].end
     if reader.stretch > 1 and len(found) - last < reader.stretch:
         raise RequestError(
-            f"the prompt ends {len(found) - last} tokens after a picture; this model needs {reader.stretch}, add some text"
+            f"the prompt ends {len(found) - last} tokens after a picture; this model needs {reader.stretch}: "
+            "add some text"
         )
     return found, reader.task(pictures, [preprocessor for preprocessor, _ in sizes], positions)
 
 
 def _refuse_marks(request: Request, ids: Sequence[int], reader: PictureReader | None) -> None:
-    """Refuse texts that say what stands for pictures: nobody may make rows of the decoder by typing."""
+    """Refuse texts with the tokens of pictures: a user must not make picture rows by typing."""
     if reader is None or not reader.sees:
         return
     for message in request.messages:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..config import PeerSettings
-from ..core import CancelCheck
+from ..core import CancelCheck, ModelSpec
 from ..errors import Cancelled, FileError, PeerError
 from ..memory.external_lease import ExternalLease
 from ..memory.policy import STAY, Policy
@@ -26,7 +26,7 @@ from ..python_process import SAFE_FOLDER, python_environment
 from . import llama_server, vllm
 from .child import Child, Order, check_program
 from .launch import Launch, Machine, Place, environment
-from .peer import Address, Described, Peer, Wanted
+from .peer import Address, Described, Peer
 from .wire import Exchange
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class ChildEngine(Peer):
             self._lock.release()
 
     @contextmanager
-    def using(self, wanted: Wanted) -> Generator[None, None, None]:
+    def using(self, wanted: ModelSpec) -> Generator[None, None, None]:
         """It does not give way while the block runs."""
         lease = self._lease
         if lease is None:
@@ -100,27 +100,27 @@ class ChildEngine(Peer):
         with lease.using():
             yield
 
-    def offer(self, wanted: Wanted, policy: Policy) -> None:
+    def offer(self, wanted: ModelSpec, policy: Policy) -> None:
         """When it gives way without being asked."""
         self._policy = policy
         lease = self._lease
         if lease is not None:
             lease.offer(self._give_way, policy=policy)
 
-    def describe(self, wanted: Wanted) -> Described:
+    def describe(self, wanted: ModelSpec) -> Described:
         """The context that it was started with, and the bytes that it may hold."""
         return Described(self._context, self._settings.memory)
 
-    def held(self, wanted: Wanted) -> int:
+    def held(self, wanted: ModelSpec) -> int:
         """Bytes that it has taken."""
         lease = self._lease
         return lease.held() if lease is not None else 0
 
-    def release(self, wanted: Wanted) -> tuple[Released, ...]:
+    def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
         """Let it sleep where it can, else end it; returns when its bytes are back, measured."""
         return self._give_way()
 
-    def busy(self, wanted: Wanted) -> bool:
+    def busy(self, wanted: ModelSpec) -> bool:
         lease = self._lease
         return lease is not None and lease.in_use
 

@@ -12,6 +12,7 @@ from ..core import (
     Event,
     Finish,
     Message,
+    ModelSpec,
     Progress,
     Request,
     Result,
@@ -25,7 +26,7 @@ from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
 from ..text.reasoning import ReasoningSplitter, Segment
 from ..vision.encode import uri_of_picture
-from .peer import Address, Wanted
+from .peer import Address
 from .wire import failure
 
 # Servers keep seeds in 31 to 64 bits; ours takes all of them.
@@ -44,7 +45,7 @@ class Ask:
     seed: int
 
 
-def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: Wanted, policy: Policy) -> Ask:
+def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: ModelSpec, policy: Policy) -> Ask:
     """The question for choice `choice` of a validated request whose first choice has `seed`.
 
     Raises RequestError for what cannot be asked of a server of this dialect.
@@ -102,7 +103,7 @@ def _sampling(request: Request) -> dict[str, Any]:
     return given
 
 
-def _own_options(request: Request, wanted: Wanted, policy: Policy) -> dict[str, Any]:
+def _own_options(request: Request, wanted: ModelSpec, policy: Policy) -> dict[str, Any]:
     own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "answer_tokens": request.max_tokens, **told_policy(policy)}
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})

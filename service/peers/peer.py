@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..core import CancelCheck
+from ..core import CancelCheck, ModelSpec
 from ..memory.policy import Policy
 from ..memory.pool import Released
 
@@ -37,16 +37,6 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which model, in which form: tokens of context and one of core.QUANTIZATIONS, where the engine lets that be chosen. `name` is the
-    model's name there, "" for the only one that a server has."""
-
-    name: str
-    context: int | None = None
-    quant: str = "none"
-
-
-@dataclass(frozen=True, slots=True)
 class Described:
     """What an engine says of a model: tokens of context, and bytes that it takes while it is loaded; 0 for not known."""
 
@@ -67,30 +57,30 @@ class Peer(ABC):
     def reach(self, cancel: CancelCheck | None = None) -> Address:
         """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError; Cancelled by `cancel`."""
 
-    def describe(self, wanted: Wanted) -> Described:
+    def describe(self, wanted: ModelSpec) -> Described:
         """What it says of a model that it was reached for. Raises ModelError for one that it does not have, PeerError."""
         return Described()
 
-    def held(self, wanted: Wanted) -> int:
+    def held(self, wanted: ModelSpec) -> int:
         """Bytes that the model holds now; 0 where nobody runs or answers. Never raises, never starts anything."""
         return 0
 
-    def release(self, wanted: Wanted) -> tuple[Released, ...]:
+    def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
         """Let the model give its bytes back; returns when they are back, measured. () when there is nothing, or while it writes.
 
         Never cuts an answer. Raises PeerError.
         """
         return ()
 
-    def busy(self, wanted: Wanted) -> bool:
+    def busy(self, wanted: ModelSpec) -> bool:
         """Whether it kept its bytes at the last `release` because it writes for somebody."""
         return False
 
-    def using(self, wanted: Wanted) -> AbstractContextManager[None]:
+    def using(self, wanted: ModelSpec) -> AbstractContextManager[None]:
         """The model is at work for us while the block runs: where its memory is ours to end, it does not give way. Raises PeerError."""
         return nullcontext()
 
-    def offer(self, wanted: Wanted, policy: Policy) -> None:  # noqa: B027 - nothing to do for most
+    def offer(self, wanted: ModelSpec, policy: Policy) -> None:  # noqa: B027 - nothing to do for most
         """When the model should give way without being asked, where that is not told with each request."""
 
     def why(self) -> str:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..core import SEED_LIMIT, CancelCheck, Event, ProgressReport, Request
+from ..core import SEED_LIMIT, CancelCheck, Event, ModelSpec, ProgressReport, Request
 from ..errors import Cancelled, OnedeskError, PeerError, RequestError
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Released
 from ..text.language import Language
 from .dialect import Ask, Reader, ask_of
-from .peer import Address, Described, Peer, Wanted
+from .peer import Address, Described, Peer
 from .wire import Exchange
 
 # Answers of one list that are asked for at once, as many as our own engine writes at once.
@@ -37,7 +37,7 @@ class RemoteModel:
     on this machine. What a request asks is checked by the server; what is refused there is raised here, in our error family.
     """
 
-    def __init__(self, wanted: Wanted, peer: Peer, folder: Path | None = None) -> None:
+    def __init__(self, wanted: ModelSpec, peer: Peer, folder: Path | None = None) -> None:
         self.wanted = wanted
         self.peer = peer
         self._policy: Policy = STAY

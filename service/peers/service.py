@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from ..config import own_version
-from ..core import CancelCheck
+from ..core import CancelCheck, ModelSpec
 from ..errors import Cancelled, ModelError, OnedeskError, PeerError
 from ..loader.files import short
 from ..memory.policy import Policy
@@ -23,7 +23,7 @@ from ..memory.pool import Released
 from ..python_process import SAFE_FOLDER, package_command
 from .dialect import told_policy
 from .note import Note, note_stamp, running, taken
-from .peer import Address, Described, Peer, Wanted
+from .peer import Address, Described, Peer
 from .tenancy import Tenancy
 from .token_file import read_token
 from .wire import ask
@@ -99,7 +99,7 @@ class LocalService(Peer):
         self._child: subprocess.Popen[bytes] | None = None
         self._up = False  # whether our child was seen to listen
         self._tenancy: Tenancy | None = None
-        self._busy: frozenset[Wanted] = frozenset()  # that kept their bytes when they were last asked
+        self._busy: frozenset[ModelSpec] = frozenset()  # that kept their bytes when they were last asked
 
     @property
     def pid(self) -> int | None:
@@ -126,7 +126,7 @@ class LocalService(Peer):
                 self._tenancy = tenancy
                 tenancy.begin(self._running_address)
 
-    def describe(self, wanted: Wanted) -> Described:
+    def describe(self, wanted: ModelSpec) -> Described:
         """What it says of a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
         try:
             told = self._model(wanted, _SILENCE)
@@ -137,7 +137,7 @@ class LocalService(Peer):
             raise ModelError(f"{wanted.name}: {told['reason']}")
         return Described(_whole(told.get("context")), _whole(told.get("bytes")))
 
-    def held(self, wanted: Wanted) -> int:
+    def held(self, wanted: ModelSpec) -> int:
         """Bytes that it says the model holds."""
         try:
             return _whole(self._model(wanted, _GLANCE).get("held")) if taken(self._cache) else 0
@@ -145,7 +145,7 @@ class LocalService(Peer):
             log.debug("%s does not tell what %s holds: %s", self.title, wanted.name, error)
             return 0
 
-    def release(self, wanted: Wanted) -> tuple[Released, ...]:
+    def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
         """Let the model give way there; returns once its bytes are back, measured by the service."""
         if not taken(self._cache):
             return ()
@@ -161,10 +161,10 @@ class LocalService(Peer):
         rows = document.get("released")
         return tuple(_released(row) for row in rows if isinstance(row, Mapping)) if isinstance(rows, list) else ()
 
-    def busy(self, wanted: Wanted) -> bool:
+    def busy(self, wanted: ModelSpec) -> bool:
         return wanted in self._busy
 
-    def offer(self, wanted: Wanted, policy: Policy) -> None:
+    def offer(self, wanted: ModelSpec, policy: Policy) -> None:
         """When it gives way, told to the service if it runs; every request tells it too."""
         if not taken(self._cache):
             return
@@ -191,7 +191,7 @@ class LocalService(Peer):
             child.kill()
             child.wait()
 
-    def _model(self, wanted: Wanted, seconds: float) -> Mapping[str, Any]:
+    def _model(self, wanted: ModelSpec, seconds: float) -> Mapping[str, Any]:
         """What it says of a model in this form, beside OpenAI's fields."""
         more = self._ask("GET", f"/models/{quote(wanted.name)}?{urlencode(_form(wanted))}", seconds=seconds).get("onedesk")
         return more if isinstance(more, Mapping) else {}
@@ -292,7 +292,7 @@ def _check(cancel: CancelCheck | None) -> None:
         raise Cancelled(f"stopped while {TITLE} starts")
 
 
-def _form(wanted: Wanted) -> dict[str, Any]:
+def _form(wanted: ModelSpec) -> dict[str, Any]:
     return {"quant": wanted.quant} | ({} if wanted.context is None else {"context": wanted.context})
 
 

@@ -20,7 +20,7 @@ from ..core import (
     Result,
     Usage,
 )
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 from .body import PICTURE_BODY_LIMIT, read_json
 from .connections import is_cancelled, is_gone
 from .error_documents import ApiError, as_api_error, to_json

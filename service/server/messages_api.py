@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 from ..errors import OnedeskError
 from .body import PICTURE_BODY_LIMIT, read_json
 from .error_documents import as_api_error, to_json

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..api import OpenModel
 from ..catalog.inventory import default_model, is_toy, model_roots, usual_context
 from ..config import Config
+from ..core import ModelSpec
 from ..errors import OnedeskError
 from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots, pull_advice
@@ -20,7 +21,6 @@ from ..registry import Registry
 from .error_documents import ApiError
 from .requests import Form
 
-_Key: TypeAlias = tuple[str, int | None, str]  # name, context as asked, quantization
 FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept
 
 
@@ -51,7 +51,7 @@ class Models:
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
         self._lock = threading.Lock()
-        self._open: dict[_Key, OpenModel] = {}  # the one that was asked for last after all others
+        self._open: dict[ModelSpec, OpenModel] = {}  # the one that was asked for last after all others
         self._uses_lock = threading.Lock()  # held for a moment only: the event loop takes it
         self._uses: Counter[OpenModel] = Counter()  # requests that have found a handle and have not ended
 
@@ -59,7 +59,7 @@ class Models:
         """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
         found = self._roots.list()
         with self._lock:
-            self._forget_stale({name for name, _, _ in self._open} - {entry.name for entry in found})
+            self._forget_stale({spec.name for spec in self._open} - {entry.name for entry in found})
         return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
 
     @contextmanager
@@ -92,7 +92,7 @@ class Models:
                 if self._open.get(key) is opened:
                     self._open[key] = self._open.pop(key)
                     self._hold(opened, uses)
-                    return key[0], opened
+                    return key.name, opened
         name = self.name_of(asked)
         return name, self.open(name, form, uses)
 
@@ -103,7 +103,7 @@ class Models:
             if default is None:
                 raise ApiError(400, "model is missing; give a name of /v1/models", code="missing_field", param="model")
             return default
-        if any(name == asked and not opened.stale for (name, _, _), opened in list(self._open.items())):
+        if any(spec.name == asked and not opened.stale for spec, opened in list(self._open.items())):
             return asked
         names = [entry.name for entry in self.entries()]
         if asked not in names:
@@ -119,7 +119,7 @@ class Models:
             opened = self._open.get(key)
             if opened is None or opened.stale:
                 try:
-                    opened = self._opened(*key)
+                    opened = self._opened(key)
                 except OnedeskError:
                     self._forget_stale({name})
                     raise
@@ -129,24 +129,24 @@ class Models:
             self._forget_forms(name)
             return opened
 
-    def _key(self, name: str, form: Form) -> _Key:
-        return name, form.context, form.quant or self.choice.quant
+    def _key(self, name: str, form: Form) -> ModelSpec:
+        return ModelSpec(name, form.context, form.quant or self.choice.quant, self.choice.device)
 
-    def _opened(self, name: str, context: int | None, quant: str) -> OpenModel:
-        path = self._roots.resolve(name)
+    def _opened(self, spec: ModelSpec) -> OpenModel:
+        path = self._roots.resolve(spec.name)
         return self._registry.open(
-            name,
+            spec.name,
             roots=self._roots,
-            context=context or self.choice.context or usual_context(self._config, path, self._roots),
-            quant=quant,
-            device=self.choice.device,
+            context=spec.context or self.choice.context or usual_context(self._config, path, self._roots),
+            quant=spec.quant,
+            device=spec.device,
             load=False,
             sequences=self._config.service.concurrency,
         )
 
     def _forget_stale(self, names: AbstractSet[str]) -> None:
         """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later look finds it idle."""
-        for key in [key for key, opened in self._open.items() if key[0] in names and opened.stale]:
+        for key in [key for key, opened in self._open.items() if key.name in names and opened.stale]:
             opened = self._open[key]
             opened.give_way()
             if self._unused(opened):
@@ -154,7 +154,7 @@ class Models:
 
     def _forget_forms(self, name: str) -> None:
         """A client may ask for one context after the other: of forms that are neither loaded nor used only the latest few are kept."""
-        forms = [key for key in self._open if key[0] == name and key[1] is not None]
+        forms = [key for key in self._open if key.name == name and key.context is not None]
         for key in forms[:-FORMS_LIMIT]:
             if self._unused(self._open[key]):
                 self._registry.forget(self._open.pop(key))

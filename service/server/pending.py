@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..api import OpenModel
 from ..core import Event
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from ..api import OpenModel
 from ..core import Event, Progress
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 from ..errors import Caught
 from .error_documents import as_api_error, contained
 from .pending import Call, hand_over

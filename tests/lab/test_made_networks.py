@@ -26,8 +26,8 @@ def test_a_small_shape_is_made_and_every_figure_is_there(model: str, tmp_path: P
 
 
 def test_texts_with_guesses_are_those_without(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(session, "PassCosts", lambda guess_share: Told())
-    monkeypatch.setattr(speculate, "RISK", 1e9)
+    monkeypatch.setattr(session, "PassCosts", lambda draft_share: Told())
+    monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
     arguments = ["--device", "cpu", "--tiny", "--prompt", "32", "--tokens", "40", "--experts", "bf16", "--drafts", "100,0"]
     assert flash_next.main([*arguments, "--folder", str(tmp_path), "--json"]) == 0
     right, wrong = json.loads(capsys.readouterr().out)["drafts"]

@@ -15,7 +15,7 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Event, Message, Request, Result, Sampling
-from onedesk.service.engine.answer import Prepared
+from onedesk.service.engine.completion import Prepared
 from onedesk.service.errors import RequestError
 from onedesk.service.registry import Registry
 from oracle import load_model

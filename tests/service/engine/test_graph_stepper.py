@@ -83,7 +83,7 @@ def test_scores_that_are_no_numbers_end_the_answer(model: OpenModel, stepper: On
 
 
 def test_more_steps_than_it_runs_ahead_are_refused(stepper: OnTheCpu):
-    stepper._under_way.extend([None, None])  # type: ignore[list-item]
+    stepper._in_flight.extend([None, None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="too many steps"):
         stepper.launch([])
-    stepper._under_way.clear()
+    stepper._in_flight.clear()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
-from onedesk.service.engine.drafting import HELD
+from onedesk.service.engine.drafting import HELD_ROWS
 from onedesk.service.engine.session import Opening, Session, draw_blueprint, open_session
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import open_checkpoint
@@ -203,17 +203,17 @@ def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: P
     ids = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     with runner.kv.open(CONTEXT) as text:
         runner.prefill(text, ids, None, lambda _: None)
-        assert drafting.unread(text, len(ids)) == HELD
-        several = drafting.guess(text, len(ids), 7, 4)
-        assert (drafting.unread(text, len(ids)), len(several)) == (HELD, 4)  # it has read all; who asks again asks for all of it
-        assert [drafting.guess(text, len(ids), 7, count) for count in (1, 2, 3)] == [several[:1], several[:2], several[:3]]
+        assert drafting.unread(text, len(ids)) == HELD_ROWS
+        several = drafting.draft(text, len(ids), 7, 4)
+        assert (drafting.unread(text, len(ids)), len(several)) == (HELD_ROWS, 4)  # it has read all; who asks again asks for all of it
+        assert [drafting.draft(text, len(ids), 7, count) for count in (1, 2, 3)] == [several[:1], several[:2], several[:3]]
         drafting.cache.check()
         runner.check(text, [7, 8])
         text.advance(2)
         assert drafting.unread(text, len(ids) + 1) == 1
         assert drafting.unread(text, len(ids) + 2) == 2
         assert drafting.unread(text, len(ids) + 3) == 0
-        assert drafting.guess(text, len(ids) + 3, 9, 1) == []
+        assert drafting.draft(text, len(ids) + 3, 9, 1) == []
     session.release()
 
 
@@ -229,7 +229,7 @@ def test_half_of_the_layer_is_refused_and_none_of_it_or_no_word_of_it_is_as_befo
     left_out = draw_blueprint(open_checkpoint(folder), CPU, CONTEXT, draft=False)
     plain = draw_blueprint(open_checkpoint(write_family(tmp_path / "plain", "qwen3_5_moe", seed=5, **TWO_LAYERS)), CPU, CONTEXT)
     assert left_out.need == plain.need == whole.without_draft().need
-    assert (left_out.config.draft, left_out.draft_bytes, left_out.guess_bytes) == (False, 0, 0)
+    assert (left_out.config.draft, left_out.draft_bytes, left_out.draft_token_bytes) == (False, 0, 0)
     assert whole.draft_bytes == whole.need.weights - plain.need.weights > 0
     assert whole.pass_bytes == plain.pass_bytes
     config = json.loads((folder / "config.json").read_text())

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 from onedesk.service.config import PeerSettings, load_config
-from onedesk.service.core import Message, Request
+from onedesk.service.core import Message, ModelSpec, Request
 from onedesk.service.errors import Cancelled, FileError, MemoryFull, PeerError
 from onedesk.service.memory.budget import MIB, MemorySettings
 from onedesk.service.memory.policy import Policy
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.peers.child_engine import ChildEngine
-from onedesk.service.peers.peer import Wanted
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.registry import Registry
 from serving import alive
@@ -31,7 +30,7 @@ from serving import alive
 FAKE = Path(__file__).with_name("fake_engine.py")
 HELD = 48  # MiB that the fake takes
 REQUEST = Request(messages=(Message("user", "a cat"),))
-WANTED = Wanted("writer")
+WANTED = ModelSpec("writer")
 
 
 class Desk:

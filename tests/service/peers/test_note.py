@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from onedesk.service.config import own_version
+from onedesk.service.core import ModelSpec
 from onedesk.service.errors import PeerError
 from onedesk.service.peers.note import (
     FILE_NAME,
@@ -19,7 +20,6 @@ from onedesk.service.peers.note import (
     running,
     taken,
 )
-from onedesk.service.peers.peer import Wanted
 from onedesk.service.peers.service import Finder, LocalService
 
 
@@ -65,9 +65,9 @@ def test_what_a_dying_service_held_is_back_once_its_lock_is_free(tmp_path: Path)
     assert there.wait(60)
     service = LocalService(tmp_path, [])
     with pytest.raises(PeerError, match="nobody listens there"):  # it does not go
-        service.release(Wanted("m", None, "none"))
+        service.release(ModelSpec("m", None, "none"))
     threading.Timer(0.1, gone.set).start()
-    assert service.release(Wanted("m", None, "none")) == ()
+    assert service.release(ModelSpec("m", None, "none")) == ()
     dying.join()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from onedesk.service.config import PeerSettings
-from onedesk.service.core import Message, Request, Result, Sampling
+from onedesk.service.core import Message, ModelSpec, Request, Result, Sampling
 from onedesk.service.errors import (
     FileError,
     MemoryFull,
@@ -26,7 +26,7 @@ from onedesk.service.errors import (
     RequestError,
 )
 from onedesk.service.peers.openai_server import OtherServer
-from onedesk.service.peers.peer import Address, Wanted
+from onedesk.service.peers.peer import Address
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.wire import failure
 
@@ -96,7 +96,7 @@ def model(fake: Fake, tmp_path: Path) -> RemoteModel:
     fake.bodies.clear()
     fake.keys.clear()
     fake.paths.clear()
-    return RemoteModel(Wanted("Qwen-big"), OtherServer(settings))
+    return RemoteModel(ModelSpec("Qwen-big"), OtherServer(settings))
 
 
 def delta(text: str = "", *, finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_a_server_without_a_key_and_with_one_model(fake: Fake) -> None:
 
     fake.script = script
     url = f"http://{HOST}:{fake.server_address[1]}/"
-    plain = RemoteModel(Wanted(""), OtherServer(PeerSettings("plain", "openai", url=url)))
+    plain = RemoteModel(ModelSpec(""), OtherServer(PeerSettings("plain", "openai", url=url)))
     assert write(plain).text == "cat"
     assert (fake.keys, "model" in fake.bodies[0], plain.name) == ([None], False, "the server plain")
 
@@ -272,7 +272,7 @@ def test_no_http_a_closed_door_and_silence(fake: Fake, model: RemoteModel) -> No
     assert "closed the connection" in str(refusal(model))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://{HOST}:{listening.getsockname()[1]}/v1"
-        other = RemoteModel(Wanted("m"), OtherServer(PeerSettings("big", "openai", url=url)))
+        other = RemoteModel(ModelSpec("m"), OtherServer(PeerSettings("big", "openai", url=url)))
 
         def babble() -> None:
             made, _ = listening.accept()

@@ -17,6 +17,7 @@ from onedesk.service.config import load_config, package_folder
 from onedesk.service.core import (
     Event,
     Message,
+    ModelSpec,
     Progress,
     Request,
     Result,
@@ -27,7 +28,7 @@ from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
 from onedesk.service.peers.dialect import Reader
 from onedesk.service.peers.note import read_note, running, taken
-from onedesk.service.peers.peer import Address, Wanted
+from onedesk.service.peers.peer import Address
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService, find_service
 from onedesk.service.peers.tenancy import Tenancy
@@ -162,7 +163,7 @@ def test_a_model_of_a_folder_that_only_this_process_knows_is_there_too(desk: Des
 
 def test_a_model_that_the_service_does_not_serve_is_told_with_what_it_does(desk: Desk) -> None:
     with pytest.raises(ModelError, match="the local service serves no model 'ghost'; put it into the tree's models, or end"):
-        RemoteModel(Wanted("ghost"), desk.service).generate(request())
+        RemoteModel(ModelSpec("ghost"), desk.service).generate(request())
 
 
 def test_the_context_that_is_asked_for_is_what_it_has(desk: Desk) -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import Inside
 from onedesk.service.api import OpenModel
-from onedesk.service.engine.batch_loop import Generation
+from onedesk.service.engine.batch_loop import BatchLoop
 from onedesk.service.errors import FileError, MemoryFull, ModelError, PeerError, RequestError
 from onedesk.service.server import body as body_module
 from onedesk.service.server import generate as generate_module
@@ -89,7 +89,7 @@ STAGES = (
     Stage(Places, "now"),
     Stage(OpenModel, "serve"),
     Stage(OpenModel, "_session_for"),
-    Stage(Generation, "events"),
+    Stage(BatchLoop, "events"),
     Stage(Figures, "wrote"),
     Stage(Figures, "finished"),
     Stage(responses, "usage"),

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from onedesk.service.core import Event, Result, Sampling, Usage
-from onedesk.service.engine.answer import Prepared
+from onedesk.service.engine.completion import Limits, Prepared
 from onedesk.service.engine.sampler import Adjustments
-from onedesk.service.engine.sequence import Limits
 from onedesk.service.server import worker as worker_module
 from onedesk.service.server.pending import Call
 from onedesk.service.server.statistics import Figures

@@ -64,7 +64,7 @@ class AheadStepper(HostStepper):
             assert (chosen.token >= 0) == (chosen.error is None)
             known.append(replace(feed, token=max(0, chosen.token)))
         super().launch(known)
-        scores = self._under_way.pop()[1]
+        scores = self._in_flight.pop()[1]
         self._chosen.append([self._picked(feed, row) for feed, row in zip(known, scores, strict=True)])
 
     def collect(self) -> list[Picked]:
