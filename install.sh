@@ -29,7 +29,7 @@ fail() {
 }
 
 fits() {
-  [[ $("$1" -c 'import sys; print((3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null) == True ]]
+  [[ $("$1" -I -S -c 'import sys; print((3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null) == True ]]
 }
 
 python=

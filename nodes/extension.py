@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyAPI, ComfyExtension, io
 
 from . import bridge
+from .describe import OnedeskDescribeImage
 from .encode import OnedeskTextEncoder
 from .folders import offer_folders
 from .generate import OnedeskGenerate
@@ -25,4 +26,5 @@ class Onedesk(ComfyExtension):
             await ComfyAPI().caching.register_provider(RoomForComfyUI())
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [OnedeskLoadModel, OnedeskPrompt, OnedeskSampling, OnedeskGenerate, OnedeskTextEncoder, OnedeskRelease, OnedeskMemory]
+        writing = [OnedeskLoadModel, OnedeskPrompt, OnedeskSampling, OnedeskGenerate, OnedeskDescribeImage]
+        return [*writing, OnedeskTextEncoder, OnedeskRelease, OnedeskMemory]

@@ -1,4 +1,6 @@
-"""What travels along the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop them freely."""
+"""What travels along the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop
+them freely.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ QUANT_OF_WEIGHTS = {AS_STORED: "none", "int8": "int8", "int4": "int4"}
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """ONEDESK_MODEL: which model, in which form, and when it gives way. A description, never the model: the registry owns that."""
+    """ONEDESK_MODEL: which model, in which form, and when it gives way. A description, never the model: the registry
+    owns that.
+    """
 
     name: str
     weights: str = AS_STORED
@@ -43,7 +47,9 @@ class ModelChoice:
 
 
 def policy_of(choice: str, ttl: float) -> Policy:
-    """One of POLICIES in the pool's words; `ttl` is seconds, used by TTL alone. Raises RequestError for seconds that are no time."""
+    """One of POLICIES in the pool's words; `ttl` is seconds, used by TTL alone. Raises RequestError for seconds that
+    are no time.
+    """
     if choice == TTL:
         return Policy("ttl", ttl)
     return Policy("phase" if choice == GIVE_WAY else "pinned" if choice == PINNED else "stay")
@@ -57,12 +63,21 @@ class Conversation:
 
     def __str__(self) -> str:
         """For people, as Preview as Text shows it."""
-        return "\n\n".join(f"[{message.role}]\n{message.content}" for message in self.messages)
+        return "\n\n".join(f"[{message.role}]\n{_shown(message)}" for message in self.messages)
+
+
+def _shown(message: Message) -> str:
+    return "".join(
+        part if isinstance(part, str) else f"[picture of {part.width} x {part.height} pixels]\n"
+        for part in message.parts or (message.content,)
+    )
 
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """ONEDESK_SAMPLING: how to choose tokens and when to stop. `bias` names tokens by id or by a text that is one token."""
+    """ONEDESK_SAMPLING: how to choose tokens and when to stop. `bias` names tokens by id or by a text that is one
+    token.
+    """
 
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()

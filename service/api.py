@@ -1,4 +1,4 @@
-"""The one door to the engine: open a model, ask it, close it. Nodes, the command and the service are wrappers of this."""
+"""The public Python API: open a model, use it, close it. Nodes, the command and the service are wrappers of it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from .core import (
     Event,
     Logprobs,
     Message,
+    Picture,
     ProgressReport,
     Request,
     Stage,
     Thinking,
 )
-from .engine.answer import Prepared, cancelled_result
-from .engine.batch import Books, Orders
-from .engine.batch_loop import Generation
+from .engine.batch import Accounting, Controls
+from .engine.batch_loop import BatchLoop
+from .engine.completion import Prepared, cancelled_result
 from .engine.leaks import BETWEEN, LeakReport, LeakWatch
+from .engine.picture_reader import PictureReader
 from .engine.prepare import check_ids, prepare, prepare_all, require_head
+from .engine.prepare_pictures import place_pictures
 from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
 from .engine.session import (
@@ -42,7 +45,7 @@ from .engine.session import (
 )
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, Field, Named, OnedeskError, RequestError
-from .loader.checkpoint import open_checkpoint
+from .loader.checkpoint import Checkpoint, open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
 from .memory.policy import STAY, Policy
@@ -55,20 +58,29 @@ from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# What is written, as it comes. Closing it stops everything and frees the model at once.
+# The events of a run. Closing the generator stops the run and frees the model at once.
 Events = Generator[Event, None, None]
 
-# How often a call that waits for the model looks whether it should stop.
+# Seconds between two cancel checks of a call that waits for the model.
 WAIT_SECONDS = 0.1
 
 
 class OpenModel:
-    """A handle of one model, loaded when it is first used and again after it gave way. May be shared between threads.
+    """A handle of one model, loaded at its first use and again after an eviction. May be shared between threads.
 
-    One generation runs at a time; others wait. Made by `open_model`.
+    One run at a time; others wait. Made by `open_model`.
     """
 
-    def __init__(self, name: str, path: Path, blueprint: Blueprint, pool: Pool, kernel_cache: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        blueprint: Blueprint,
+        pool: Pool,
+        kernel_cache: Path,
+        whole: Checkpoint | None = None,
+    ) -> None:
+        """`whole`: the checkpoint with its vision tower, of which `blueprint` has the text network."""
         self.name = name
         self.path = path
         self.pool = pool
@@ -80,11 +92,25 @@ class OpenModel:
         self._policy: Policy = STAY
         self._leaks = LeakWatch(name, pool)
         self._released = Stage()
-        # Bytes a second that this machine reads, for the counters; None until somebody measured it.
+        # The machine's read bandwidth in bytes per second; None until it was measured.
         self.read_ceiling = known_ceiling(kernel_cache, torch.device(pool.device).type)
-        # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
+        # For the host application, such as ComfyUI's patcher; not used here.
         self.companion: object = None
         self.language = Language(blueprint.checkpoint.folder)
+        indexer = blueprint.config.indexer
+        stretch = indexer.ratio if indexer else 1
+        self.reader = PictureReader(name, whole or blueprint.checkpoint, pool, blueprint.device, kernel_cache, stretch)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it reads pictures."""
+        return self.reader.sees
+
+    def picture_sizes(self, pictures: Sequence[Picture], pixels: int | None = None) -> list[tuple[int, int, int]]:
+        """Width and height after resizing, and tokens, of each picture. Raises RequestError, ModelError without
+        vision."""
+        sizes = [(one.factor, span) for one, span in self.reader.sizes(pictures, pixels)]
+        return [(span.width * side, span.height * side, span.tokens) for side, span in sizes]
 
     @property
     def context(self) -> int:
@@ -105,22 +131,23 @@ class OpenModel:
 
     @property
     def need(self) -> Need:
-        """Bytes that the model takes while it is loaded."""
+        """Bytes that the model needs while it is loaded."""
         return self._blueprint.need
 
     @property
     def weight_format(self) -> str:
-        """The types that the matrices are held in, by bytes, such as "BF16" or "int4-g128+int8"."""
+        """The formats of the matrices, the largest share first, such as "BF16" or "int4-g128+int8"."""
         return self._blueprint.plan.form
 
     @property
     def policy(self) -> Policy:
-        """When the model gives way without being asked."""
+        """When the model is evicted without a request."""
         return self._policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._policy = policy
+        self.reader.offer(policy)
         if (session := self._session) is not None:
             session.offer(policy, self.give_way)
 
@@ -130,17 +157,23 @@ class OpenModel:
 
     @property
     def stale(self) -> bool:
-        """Whether it can load no more: it was closed, or a file that it loads from has changed since the handle was made."""
-        return self._closed or self.language.changed() or self._blueprint.checkpoint.changed() or self._blueprint.plan.changed()
+        """Whether it cannot load again: it was closed, or a file that it loads from has changed since the handle was
+        made."""
+        return (
+            self._closed
+            or self.language.changed()
+            or self._blueprint.checkpoint.changed()
+            or self._blueprint.plan.changed()
+        )
 
     @property
     def busy(self) -> bool:
-        """Whether a generation or a load is under way."""
+        """Whether a run or a load is in progress."""
         return self._lock.locked()
 
     @property
     def kernels(self) -> str:
-        """Which kernels run and why; empty while the model is not loaded."""
+        """The kernels in use and why; empty while the model is not loaded."""
         return self._session.kernels if self._session else ""
 
     @property
@@ -158,49 +191,52 @@ class OpenModel:
         return self.tokenizer.encode(text)
 
     def encode_for_vector(self, text: str, instruction: str = "") -> list[int]:
-        """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the instruction of a
-        query where one is given, in the form that Qwen's embedding models are trained on."""
+        """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the
+        instruction of a query where one is given, in the form that Qwen's embedding models are trained on."""
         return self.tokenizer.encode_for_pooling(f"Instruct: {instruction}\nQuery:{text}" if instruction else text)
 
     def render(self, messages: Sequence[Message], thinking: Thinking = "auto") -> str:
-        """The conversation as the model reads it, up to where its answer begins."""
+        """The conversation as the model's prompt."""
         return self.template.render(messages, thinking=thinking)
 
     def held_bytes(self) -> int:
         """Bytes leased now."""
         session = self._session
-        return session.held_bytes() if session else 0
+        return (session.held_bytes() if session else 0) + self.reader.held_bytes()
 
     @property
     def kv_blocks(self) -> tuple[int, int, int]:
-        """KV blocks that are used or promised, that are only kept for reuse, and in all; zeros while the model is not loaded."""
+        """KV blocks that are used or reserved, that only the prefix cache holds, and in total; zeros while it is not
+        loaded."""
         kv = getattr(self._session.runner, "kv", None) if self._session else None
         return (kv.blocks - kv.available, kv.cold, kv.blocks) if kv is not None else (0, 0, 0)
 
     def leak_report(self) -> LeakReport:
-        """What each stage of the last uses left behind in the process, and the stage that grows, if one does."""
+        """Memory that each stage of the last uses left in the process, and the stage that grows, if one does."""
         return self._leaks.report()
 
     def weight_checksums(self) -> dict[str, int]:
-        """A CRC-32 of each tensor of the network as it lies in memory, by its name in the checkpoint, in the order of use."""
+        """A CRC-32 of each tensor in memory, by its name in the checkpoint, in the order of use."""
         with self._exclusive(None), self._session_for(None, None) as session:
             session.settle()
             return session.checksums(self._blueprint.plan)
 
     def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
-        """Bring the model into memory now and wait until it is there. Raises Cancelled, MemoryFull, FileError."""
+        """Load the model and wait until it is in memory. Raises Cancelled, MemoryFull, FileError."""
         with Named(f"loading {self.name}"), self._exclusive(cancel):
             self._leaks.mark(BETWEEN)
             with self._session_for(progress, cancel) as session:
                 session.settle()
             self._leaks.mark("load")
 
-    def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> Events:
+    def generate(
+        self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None
+    ) -> Events:
         """Answer `request` as a stream of events; the last one of each of its choices has the result.
 
-        Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked before every
-        token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled".
-        `progress` hears of a load and of every prompt chunk.
+        Everything that can be refused is refused here, before any work: RequestError, ModelError. `cancel` is asked
+        before every token and every layer of a prompt chunk; the partial text is kept and the result says "cancelled".
+        `progress` is called during a load and for every prompt chunk.
         """
         return self.generate_batch([request], cancel=cancel, progress=progress)
 
@@ -212,21 +248,22 @@ class OpenModel:
         cancel_request: Callable[[int], bool] | None = None,
         progress: ProgressReport | None = None,
     ) -> Events:
-        """As `generate` for several requests, which are written together; each event says which request and choice it belongs to.
+        """As `generate` for several requests in one batch; each event has the numbers of its request and choice.
 
-        Each choice is what it would be alone: its own seed, and scores that do not depend on its neighbours but for the last bits, where a
-        device adds up in another order for other numbers of rows. They begin in the order of the list; up to 8 write at once, as far as
-        the context has room for them, and the others follow. One bad item refuses the list, and is named. One that fails while it is
-        written ends alone, and its error is raised when the others have ended. `cancel_request` is asked, with a request's place in the
-        list, whether that one is no longer wanted; its blocks are free at once.
+        Each choice is what it would be alone. Its scores depend on the other rows only in the last bits, where a device
+        sums in another order for other numbers of rows. The requests start in the order of the list; up to 8 choices
+        decode at once if the KV cache has blocks for them, and the others follow. One invalid item refuses the list,
+        and is named. One that fails during the run ends alone, and its error is raised when the others have ended.
+        `cancel_request` is called with a request's number in the list; true cancels that request, and its blocks are
+        free at once.
         """
-        orders = Orders(cancel, cancel_request, progress)
+        controls = Controls(cancel, cancel_request, progress)
         with Named("preparing a request"):
-            prepared = prepare_all(requests, self._blueprint, self.language, cancel)
-        return self._whole(self._run(prepared, orders))
+            prepared = prepare_all(requests, self._blueprint, self.language, cancel, self.reader)
+        return self._whole(self._run(prepared, controls))
 
     def _whole(self, events: Events) -> Events:
-        """`events`, and behind them the first error of a request that failed alone."""
+        """`events`, and after them the first error of a request that failed alone."""
         failed: OnedeskError | None = None
         for event in events:
             failed = failed or event.error
@@ -238,7 +275,7 @@ class OpenModel:
     def prepared(self, request: Request, *, cancel: CancelCheck | None = None) -> Prepared:
         """`request` checked, for `serve`. Raises RequestError, ModelError, Cancelled."""
         with Named("preparing a request"):
-            return prepare(request, self._blueprint, self.language, cancel)
+            return prepare(request, self._blueprint, self.language, cancel, self.reader)
 
     def serve(
         self,
@@ -248,24 +285,41 @@ class OpenModel:
         cancel_request: Callable[[int], bool] | None = None,
         progress: ProgressReport | None = None,
     ) -> Events:
-        """As `generate_batch` for requests that come meanwhile: `arrivals` is asked before every step for those that came since, and they
-        are numbered in that order. A request that fails ends alone, with an event that has its error. Ends when none is at work and it
-        gives none."""
-        return self._run((), Orders(cancel, cancel_request, progress, arrivals))
+        """As `generate_batch` for requests that arrive during the run: before every step `arrivals` returns the new
+        ones, which are numbered in that order. A request that fails ends alone, with an event that has its error. The
+        run ends when no request is left and `arrivals` returns none."""
+        return self._run((), Controls(cancel, cancel_request, progress, arrivals))
 
     def score(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """log-probability of each id from the second on, of the raw model. Raises RequestError, Cancelled."""
         return [one.token for one in self.scored(ids, 0, cancel=cancel)]
 
     def scored(self, ids: Sequence[int], top: int, *, cancel: CancelCheck | None = None) -> list[Logprobs]:
-        """As `score`, with the `top` likeliest ids at each place."""
+        """As `score`, with the `top` likeliest ids at each position."""
         require_head(self._blueprint)
         self.check_fits(ids)
         with self._use("score", cancel), self._session_for(None, cancel) as session:
             return session.runner.logprobs(ids, cancel, top=top)
 
+    def score_pictures(
+        self,
+        ids: Sequence[int],
+        pictures: Sequence[Picture],
+        pixels: int | None = None,
+        *,
+        cancel: CancelCheck | None = None,
+    ) -> list[float | None]:
+        """As `score` for ids in which the image token stands once per picture: None at every row of a picture."""
+        request = Request(ids=tuple(ids), images=tuple(pictures), pixels=pixels).validated()
+        check_ids(ids, self.vocab_size)
+        found, task = place_pictures(request, ids, self.reader, self.context)
+        with self._use("score", cancel), self._session_for(None, cancel) as session:
+            scored = session.runner.logprobs(found, cancel, pictures=task)
+        inside = {row for span in (task.positions.spans if task else ()) for row in range(span.first, span.end)}
+        return [None if row in inside else one.token for row, one in enumerate(scored, 1)]
+
     def score_text(self, text: str, *, cancel: CancelCheck | None = None) -> tuple[list[float], int]:
-        """As `score` for a text of any length, in windows that overlap by half; also returns how many windows there were."""
+        """As `score` for a text of any length, in windows that overlap by half; also returns the number of windows."""
         return score_windows(self.encode(text), self.context, lambda window: self.score(window, cancel=cancel))
 
     def embed_prompt(
@@ -278,7 +332,8 @@ class OpenModel:
     ) -> torch.Tensor:
         """Hidden states of `prompt` for an image model: [tokens, hidden * len(layers)] fp32 on the CPU, no final norm.
 
-        `layers` count blocks: 9 is the state after 9 blocks, -1 after all of them, -2 after all but one. Raises RequestError, Cancelled.
+        `layers` count blocks: 9 is the state after 9 blocks, -1 after all of them, -2 after all but one. Raises
+        RequestError, Cancelled.
         """
         after = [block_count(layer, self.layers, self.name) for layer in layers]
         if not after:
@@ -289,7 +344,7 @@ class OpenModel:
             return session.runner.states(ids, after, cancel)
 
     def embed(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
-        """The vector of a text: its last token's state behind the final norm, not scaled. Raises as `embed_prompt`."""
+        """The vector of a text: its last token's state after the final norm, not scaled. Raises as `embed_prompt`."""
         self.check_fits(ids)
         with self._use("embed", cancel), self._session_for(None, cancel) as session:
             return session.runner.final_state(ids, cancel).tolist()
@@ -298,12 +353,16 @@ class OpenModel:
         """Raise RequestError unless `ids` are one or more of the model's token ids, and no more than the context."""
         check_ids(ids, self.vocab_size)
         if len(ids) > self.context:
-            raise RequestError(f"{len(ids)} token ids are longer than the ", Field("context"), f" of {self.context}; cut them or raise it")
+            raise RequestError(
+                f"{len(ids)} token ids are longer than the ",
+                Field("context"),
+                f" of {self.context}; cut them or raise it",
+            )
 
     def give_way(self) -> tuple[Released, ...]:
-        """Return the model's bytes, measured; the handle stays and loads again when it is next used.
+        """Evict the model and return the bytes, measured; the handle loads again at its next use.
 
-        A running generation is never cut: while one runs nothing is returned.
+        While a run is in progress nothing is returned.
         """
         if not self._lock.acquire(blocking=False):
             return ()
@@ -313,7 +372,7 @@ class OpenModel:
             self._lock.release()
 
     def close(self) -> tuple[Released, ...]:
-        """Return the model's bytes for good, after a running generation has ended."""
+        """Return the model's bytes for good, after a run in progress has ended."""
         with self._lock:
             self._closed = True
             self.language.close()
@@ -322,12 +381,12 @@ class OpenModel:
     def _release(self) -> tuple[Released, ...]:
         session, self._session = self._session, None
         if session is None:
-            return ()
+            return self.reader.release()
         meter = StageMeter(self.pool)
         self._leaks.mark(BETWEEN)
         with meter.measure("release"):
-            released = session.release()
-        del session  # its buffers beside the leases go with it
+            released = (*session.release(), *self.reader.release())
+        del session  # frees its buffers outside the leases
         self._leaks.mark("release")
         measured = sum(r.measured for r in released)
         meter.add_bytes("release", measured)
@@ -349,7 +408,7 @@ class OpenModel:
 
     @contextmanager
     def _use(self, stage: str, cancel: CancelCheck | None) -> Iterator[None]:
-        """As `_exclusive`, for a use whose memory is booked to `stage` as a whole."""
+        """As `_exclusive`, for a use whose memory counts towards `stage` as a whole."""
         with Named(f"the use of {self.name}"), self._exclusive(cancel):
             self._leaks.begin()
             yield
@@ -359,7 +418,8 @@ class OpenModel:
     def _session_for(
         self, progress: ProgressReport | None, cancel: CancelCheck | None, meter: StageMeter | None = None
     ) -> Iterator[Session]:
-        """The session for one use, opened if need be; one whose weights did not all arrive is given back. Raises Cancelled."""
+        """The session for one use, opened if needed; one whose weights did not all arrive is released. Raises
+        Cancelled."""
         if self._session is None:
             opening = Opening(self.pool, self._kernel_cache, progress, cancel)
             with meter.measure("load") if meter else nullcontext():
@@ -377,31 +437,34 @@ class OpenModel:
             if not session.arrived:
                 self._release()
 
-    def _run(self, requests: Sequence[Prepared], orders: Orders) -> Events:
+    def _run(self, requests: Sequence[Prepared], controls: Controls) -> Events:
         started = time.perf_counter()
         meter = StageMeter(self.pool, self.read_ceiling)
         finished: set[int] = set()
         try:
-            with Named(f"a pass of {self.name}"), self._exclusive(orders.cancel):
+            with Named(f"a pass of {self.name}"), self._exclusive(controls.cancel):
                 self._leaks.begin()
                 if self._released != Stage():
                     meter.add("release", self._released)
                     self._released = Stage()
-                with self._session_for(orders.progress, orders.cancel, meter) as session:
-                    books = Books(meter, self._leaks, session.pass_bytes, session.guess_bytes)
-                    for event in Generation(requests, session, books, orders).events(started):
+                with self._session_for(controls.progress, controls.cancel, meter) as session:
+                    accounting = Accounting(meter, self._leaks, session.pass_bytes, session.draft_token_bytes)
+                    for event in BatchLoop(requests, session, accounting, controls).events(started):
                         if event.result is not None:
                             finished.add(event.request)
                             log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))
                         yield event
         except Cancelled:
             seconds = time.perf_counter() - started
-            for place, prepared in enumerate(requests):
-                if place not in finished:
-                    yield from (Event(result=cancelled_result(prepared, i, seconds), request=place, choice=i) for i in range(prepared.n))
+            for number, prepared in enumerate(requests):
+                if number not in finished:
+                    yield from (
+                        Event(result=cancelled_result(prepared, i, seconds), request=number, choice=i)
+                        for i in range(prepared.n)
+                    )
 
 
-Model = OpenModel | RemoteModel  # a handle as nodes have it: in this process, or run by another engine
+Model = OpenModel | RemoteModel  # in this process, or in another engine
 
 
 def open_model(
@@ -419,12 +482,14 @@ def open_model(
     sequences: int = 1,
     draft: bool = True,
 ) -> OpenModel:
-    """Open `model`: a Path is taken as it is, a str is a name among `roots`. With load=False it loads when it is first used.
+    """Open `model`: a Path is opened as it is, a str is a name among `roots`. With load=False it loads at its first
+    use.
 
-    `quant` is one of core.QUANTIZATIONS: how matrices that are stored in floating types are held; those stored quantized stay so.
-    Keys and values have room for `sequences` of the whole context, or for fewer where the budget has not so much. `draft`: with the layer
-    for multi-token prediction, if the checkpoint has one and the budget has room for it.
-    Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()` turns true.
+    `quant`, one of core.QUANTIZATIONS: how matrices stored in floating types are held; those stored quantized stay so.
+    The KV cache has blocks for `sequences` of the whole context, or for fewer if the budget is smaller. `draft`: open
+    the layer for multi-token prediction too, if the checkpoint has one and it fits the budget.
+    Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()`
+    turns true.
     """
     if quant not in QUANTIZATIONS:
         raise RequestError(Field("quant"), f" is {quant!r}; use {', '.join(QUANTIZATIONS)}")
@@ -434,8 +499,10 @@ def open_model(
         log.warning("%s: %s", checkpoint.name, note)
     cache = kernel_cache or load_config(None).cache
     sketch = draw_blueprint(checkpoint, pick_device(device), 2, quant, cache, draft=draft)
-    blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(pool)
-    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache)
+    blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(
+        pool
+    )
+    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache, checkpoint)
     if load:
         opened.load(progress=progress, cancel=cancel)
     return opened

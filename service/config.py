@@ -1,7 +1,7 @@
 """The one configuration: onedesk.toml of the tree, with defaults for everything. Unknown keys are errors.
 
     [memory]   budget numbers, shares as fractions of 1; memory/budget.py holds the defaults and the ranges
-    [models]   roots = ["models"], default = "NAME", context = 8192; draft = true: load layers for multi-token prediction
+    [models]   roots = ["models"], default = "NAME", context = 8192; draft = true: multi-token prediction
     [service]  host, port, concurrency, queue, deadline, grace, renew_hours, renew_fragmentation, linger
     [hub]      endpoints, modelscope, order, connections, limit_mb_per_s, stall; for `onedesk pull` alone
     [comfyui]  correct_free_memory = true; nodes/correction.py says what it does
@@ -28,7 +28,7 @@ from .toml_file import Kind, checked, read_document
 
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# Key -> what it must be. The keys of [memory] are the fields of memory.MemorySettings; a test holds the two together.
+# The type of each key. The keys of [memory] are the fields of memory.MemorySettings; a test compares them.
 _TABLES: Mapping[str, Mapping[str, Kind]] = {
     "memory": {
         "limit": "number",
@@ -79,7 +79,7 @@ _PEER: Mapping[str, Kind] = {
     "memory": "bytes",
     "sleep": "flag",
 }
-# Kind -> the keys that it needs, and the ones that it may have beside them.
+# Kind -> the keys that it needs, and further keys that it may have.
 _CHILD_KEYS = ("command", "options", "context", "sequences", "port", "start")
 _PEER_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "openai": (("url",), ("key_file", "model", "context")),
@@ -112,12 +112,12 @@ _RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """Where the service listens and how much it takes on.
+    """The service's address and limits.
 
-    `concurrency` answers are written at once, `queue` requests may wait, each for `deadline` seconds (0: as long as it takes). At its
-    end the service lets answers be finished for `grace` seconds. A model that nobody asks is loaded anew after `renew_hours` (0: never),
-    or once so much of its pool is in pieces too small to use. One that was started on demand ends when nobody has used it for `linger`
-    seconds.
+    `concurrency` answers are written at once, and `queue` requests may wait, each for `deadline` seconds (0: without
+    limit). When the service ends, running answers have `grace` seconds to finish. An idle model is reloaded after
+    `renew_hours` (0: never), or when the share `renew_fragmentation` of its pool is in unusably small pieces. A service
+    started on demand ends after `linger` idle seconds.
     """
 
     host: str = "127.0.0.1"
@@ -133,15 +133,16 @@ class ServiceSettings:
 
 @dataclass(frozen=True, slots=True)
 class ComfyUISettings:
-    """What may be changed in a running ComfyUI: its reading of free memory, on a GPU that shares its memory with the CPU."""
+    """What is changed in a running ComfyUI: how it reads free memory, on a GPU that shares its memory with the CPU."""
 
     correct_free_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Where `onedesk pull` gets models from. `endpoints` speak Hugging Face's protocol and are asked in this order; empty, as
-    `modelscope`: the hub's own address. `limit_mb_per_s` 0: no limit. `stall`: seconds after which a silent connection is dropped.
+    """Where `onedesk pull` gets models from. `endpoints` speak Hugging Face's protocol and are asked in this order;
+    empty, as `modelscope`: the hub's own address. `limit_mb_per_s` 0: no limit. `stall`: seconds after which a silent
+    connection is dropped.
     """
 
     endpoints: tuple[str, ...] = ()
@@ -156,12 +157,13 @@ class HubSettings:
 class PeerSettings:
     """Another engine, by the name of its table.
 
-    kind "openai": a server that runs by itself at `url`; `key_file` holds its key, `model` is the name to ask for. The other kinds are
-    processes that we start and end: `model` is a folder or a file on this machine, `memory` the bytes that the process may hold (a
-    machine of several: each of them), `command` its argv up to our own words, `options` words behind them. `context` 0 is what the
-    model is made for. `port` 0: any free one. `start`: seconds until it must answer. vLLM: `gpus` a machine, `nodes` machines of which
-    this one has `address`, `sleep` to give way without ending. llama-server: `idle` seconds after which it unloads by itself, 0: never;
-    `models` in place of `model` are several of which `loaded` are in memory at once, and `asked` is the one that this entry asks for.
+    kind "openai": a running server at `url`; `key_file` has its key, `model` is the name to ask for. The other kinds
+    are processes that we start and end: `model` is a folder or file on this machine, `memory` the bytes that the
+    process may hold (per machine, if there are several), `command` the start of its argv, `options` further arguments
+    after ours. `context` 0: the model's own. `port` 0: any free one. `start`: seconds until it must answer. vLLM:
+    `gpus` per machine, `nodes` machines, of which this one has `address`; `sleep`: evict by sleeping instead of ending.
+    llama-server: `idle` seconds after which it unloads by itself, 0: never; `models` instead of `model` are several
+    models, of which `loaded` are in memory at once; `asked` is the one that this entry asks for.
     """
 
     name: str
@@ -193,8 +195,8 @@ class PeerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings. `tree` is the folder of the onedesk.toml that was read, None without one or where that lies in the package itself;
-    `memory` has only the keys set there."""
+    """All settings. `tree`: the folder of the onedesk.toml that was read; None without one, or if it is in the package
+    itself. `memory` has only the keys that are set."""
 
     tree: Path | None = None
     file: Path | None = None
@@ -210,17 +212,18 @@ class Config:
 
     @property
     def cache(self) -> Path:
-        """Where what can be made again is kept: the tree's cache, or .cache of the checkout when there is no tree."""
+        """The folder for what can be made again: the tree's cache, or .cache of the checkout without a tree."""
         return self.tree / "cache" if self.tree else package_folder() / ".cache"
 
 
 def package_folder() -> Path:
-    """The folder of this package: the checkout, the pack in custom_nodes, or its place in site-packages."""
+    """The folder of this package: the checkout, the pack in custom_nodes, or its folder in site-packages."""
     return Path(__file__).resolve().parent.parent
 
 
 def own_version() -> str:
-    """The version of this package: by its own project file where it lies in a checkout or a pack, else by what was installed."""
+    """The version of this package: from its project file in a checkout or a pack, else from the installed
+    distribution."""
     with suppress(FileError, KeyError):
         return str(read_document(package_folder() / "pyproject.toml")["project"]["version"])
     try:
@@ -230,11 +233,11 @@ def own_version() -> str:
 
 
 def installed_file() -> Path | None:
-    """The onedesk.toml of the tree that the running pack or Python belongs to, None where they belong to none.
+    """The onedesk.toml of the tree that the running pack or Python belongs to, None for no tree.
 
-    The link in the custom_nodes of somebody's own ComfyUI leads through the tree that made it, by TREE/envs/pack; a checkout that stands
-    there itself has the link .tree instead, or a file of its own, whichever Python loads it; a tree's own Python is in TREE/envs/NAME. Last
-    comes a file in the package's own folder.
+    The installer's link in the custom_nodes of an existing ComfyUI points to TREE/envs/pack. A checkout in custom_nodes
+    has the link .tree instead, or a file of its own, whichever Python loads it. A tree's own Python is in
+    TREE/envs/NAME. The file in the package's folder comes last.
     """
     pack, own, files = Path(__file__).absolute().parent.parent, package_folder() / FILE_NAME, list[Path]()
     if pack.is_symlink() and pack.readlink().parent.parent.name == "envs":
@@ -250,9 +253,10 @@ def installed_file() -> Path | None:
 
 
 def load_config(path: Path | None = None) -> Config:
-    """Read `path`, or the tree's onedesk.toml when None, or take the defaults when there is none.
+    """Read `path`, or the tree's onedesk.toml if None; without a file, return the defaults.
 
-    Raises FileError for a file that is absent, unreadable or not TOML, an unknown table or key, a wrong type, or a value out of range.
+    Raises FileError for a file that is absent, unreadable or not TOML, an unknown table or key, a wrong type, or a
+    value out of range.
     """
     path = path or installed_file()
     if path is None:
@@ -267,7 +271,9 @@ def load_config(path: Path | None = None) -> Config:
     return Config(
         tree=None if tree == package_folder() else tree,
         file=path.resolve(),
-        model_roots=_with_toys([_place(f"{path.name}: roots in [models]", tree, root) for root in models.get("roots", ["models"])]),
+        model_roots=_with_toys(
+            [_path(f"{path.name}: roots in [models]", tree, root) for root in models.get("roots", ["models"])]
+        ),
         default_model=models.get("default"),
         context=models.get("context"),
         draft=models.get("draft", True),
@@ -284,12 +290,14 @@ def _hub(path: Path, table: Mapping[str, Any]) -> HubSettings:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     order = values.get("order", HubSettings().order)
     if not order or len(set(order)) < len(order) or not set(order) <= set(HUBS):
-        raise FileError(f"{path.name}: order in [hub] is {list(order)!r}; use one or both of {', '.join(HUBS)}, each once")
+        raise FileError(
+            f"{path.name}: order in [hub] is {list(order)!r}; use one or both of {', '.join(HUBS)}, each once"
+        )
     return HubSettings(**values)
 
 
-def _place(where: str, tree: Path, text: str) -> Path:
-    """The path that `text` means; a relative one starts at the tree."""
+def _path(where: str, tree: Path, text: str) -> Path:
+    """`text` as a path; a relative one starts at the tree."""
     if "\0" in text:
         raise FileError(f"{where} has {text!r}, which is no path; write a folder's path")
     try:
@@ -300,8 +308,12 @@ def _place(where: str, tree: Path, text: str) -> Path:
 
 def _peers(path: Path, tree: Path, tables: Any) -> dict[str, PeerSettings]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise FileError(f"{path.name}: peers is no table of tables; write each as [peers.NAME]")
-    return {key: settings for name, table in tables.items() for key, settings in _entries(path, _peer(path, tree, name, table))}
+        raise FileError(f"{path.name}: peers is not a table of tables; write each as [peers.NAME]")
+    return {
+        key: settings
+        for name, table in tables.items()
+        for key, settings in _entries(path, _peer(path, tree, name, table))
+    }
 
 
 def _entries(path: Path, settings: PeerSettings) -> Iterator[tuple[str, PeerSettings]]:
@@ -311,19 +323,24 @@ def _entries(path: Path, settings: PeerSettings) -> Iterator[tuple[str, PeerSett
     names = [model_name(model) for model in settings.models]
     for name in names:
         if not _PEER_NAME.fullmatch(name) or names.count(name) > 1:
-            raise FileError(f"{path.name}: models in [peers.{settings.name}] has {name!r} twice, or with signs no name has; rename it")
+            raise FileError(
+                f"{path.name}: models in [peers.{settings.name}] has {name!r} twice or with characters that a name "
+                "cannot have; rename it"
+            )
         yield f"{settings.name}/{name}", replace(settings, asked=name)
 
 
 def model_name(file: str) -> str:
-    """What one of several models is called: as its file or folder, without what says that it is a GGUF or its first part."""
+    """The name of one of several models: its file or folder without ".gguf" and the number of a first part."""
     return Path(file).name.removesuffix(".gguf").partition("-00001-of-")[0]
 
 
 def _peer(path: Path, tree: Path, name: str, table: Mapping[str, Any]) -> PeerSettings:
     title = f"[peers.{name}]"
     if not _PEER_NAME.fullmatch(name):
-        raise FileError(f"{path.name}: a peer is called {name!r}; use up to 64 letters, digits, dots, dashes and underscores")
+        raise FileError(
+            f"{path.name}: a peer is called {name!r}; use up to 64 letters, digits, dots, dashes and underscores"
+        )
     for key in table:
         if key not in _PEER:
             raise FileError(f"{path.name}: unknown key {key!r} in {title}; known keys: {', '.join(_PEER)}")
@@ -334,25 +351,36 @@ def _peer(path: Path, tree: Path, name: str, table: Mapping[str, Any]) -> PeerSe
     for key in (key for key in needed if not table.get(key)):
         raise FileError(f"{path.name}: {title} is of kind {kind} and lacks {key}; write {key} = ...")
     for key in (key for key in table if key not in ("kind", *needed, *allowed)):
-        raise FileError(f"{path.name}: {key} in {title} does not go with kind {kind}; it has {', '.join((*needed, *allowed))}")
+        raise FileError(
+            f"{path.name}: {key} in {title} does not belong to kind {kind}; "
+            f"its keys are {', '.join((*needed, *allowed))}"
+        )
     if kind == "llama-server" and bool(table.get("model")) == bool(table.get("models")):
-        raise FileError(f"{path.name}: {title} needs either model, or models for several of which it loads what is asked for")
-    values = {key: checked(f"{path.name}: {key} in {title}", _PEER[key], item, _RANGES.get(("peers", key))) for key, item in table.items()}
+        raise FileError(
+            f"{path.name}: {title} needs either model or models; models are several that it loads on demand"
+        )
+    values = {
+        key: checked(f"{path.name}: {key} in {title}", _PEER[key], item, _RANGES.get(("peers", key)))
+        for key, item in table.items()
+    }
     if values.get("nodes", 1) > 1 and not values.get("address"):
         raise FileError(
-            f"{path.name}: {title} has nodes = {values['nodes']} and lacks address; write this machine's address on their network"
+            f"{path.name}: {title} has nodes = {values['nodes']} and lacks address; "
+            "write this machine's address on their network"
         )
     values |= {key: tuple(values[key]) for key in ("command", "options", "models") if key in values}
     if "key_file" in values:
-        values["key_file"] = _place(f"{path.name}: key_file in {title}", tree, values["key_file"])
+        values["key_file"] = _path(f"{path.name}: key_file in {title}", tree, values["key_file"])
     if kind != "openai" and "model" in values:
-        values["model"] = str(_place(f"{path.name}: model in {title}", tree, values["model"]))
-    values["models"] = tuple(str(_place(f"{path.name}: models in {title}", tree, one)) for one in values.get("models", ()))
+        values["model"] = str(_path(f"{path.name}: model in {title}", tree, values["model"]))
+    values["models"] = tuple(
+        str(_path(f"{path.name}: models in {title}", tree, one)) for one in values.get("models", ())
+    )
     return PeerSettings(name=name, **values)
 
 
 def _with_toys(roots: list[Path]) -> tuple[Path, ...]:
-    """The user's roots, then the package's own toy models, so that the installer's links to them lead into a root."""
+    """The user's roots, then the package's toy models: the installer's links to them then point into a root."""
     toys = package_folder() / "models"
     return tuple(dict.fromkeys([*roots, toys] if toys.is_dir() else roots))
 
@@ -364,4 +392,7 @@ def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
     for key in value:
         if key not in known:
             raise FileError(f"{path.name}: unknown key {key!r} in [{name}]; known keys: {', '.join(known)}")
-    return {key: checked(f"{path.name}: {key} in [{name}]", known[key], item, _RANGES.get((name, key))) for key, item in value.items()}
+    return {
+        key: checked(f"{path.name}: {key} in [{name}]", known[key], item, _RANGES.get((name, key)))
+        for key, item in value.items()
+    }

@@ -1,4 +1,4 @@
-"""The vocabulary that every room shares. No tensors, no torch."""
+"""The vocabulary that all rooms share. No tensors, no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .errors import Field, OnedeskError, RequestError
 
 Finish = Literal["stop", "length", "stop_string", "repetition", "cancelled"]
 Thinking = Literal["on", "off", "auto"]
-# How weights are held: as stored, or turned into 8 or 4 bits.
+# How weights are held: as stored, or converted to 8 or 4 bits.
 QUANTIZATIONS = ("none", "int8", "int4")
 CancelCheck = Callable[[], bool]
-# Where a value of the sampling in force comes from: the request, the checkpoint's generation_config.json, the family's published advice
-# for checkpoints without that file, or none of them.
+# Where a value of the sampling in force comes from: the request, the checkpoint's generation_config.json, the family's
+# published advice for checkpoints without that file, or none of them.
 SamplingSource = Literal["request", "checkpoint", "family", "default"]
 
 SEED_LIMIT = 2**64
 WHOLE_LIMIT = 2**63 - 1  # the largest count of tokens in a request
 FP32_MAX, FP32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the largest and the smallest normal number
-LOGPROBS_LIMIT = 20  # likeliest tokens shown at each place
+LOGPROBS_LIMIT = 20  # likeliest tokens shown at each position
 # The most choices of one request, and the most beams of a search (as many rows as one decode step has).
 CHOICES_LIMIT, BEAMS_LIMIT = 128, 8
 _SHOWN_CHARACTERS = 60
@@ -32,8 +32,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a stage has come; `done` and `total` are bytes while loading, tokens while reading a prompt. While it waits in another
-    process's queue `done` is its place, 1 for the next."""
+    """The progress of a stage; `done` and `total` are bytes of a load, tokens of a prefill. In another process's queue
+    `done` is the position, 1 for the next."""
 
     stage: Literal["queue", "load", "prefill", "decode"]
     done: int
@@ -44,10 +44,41 @@ ProgressReport = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation. `reasoning` is what an assistant turn thought, kept apart from its answer.
+class ModelSpec:
+    """Which model, and how it is opened: equal specs share one handle.
 
-    `tool_calls` are an assistant's, as the OpenAI API has them; `tool_call_id` is the call that a turn of role "tool" answers.
+    `name`: the model's name; the registry's own key has a path, "" is the only model of a peer. `context`: tokens, None
+    for the usual number. `quant`: one of QUANTIZATIONS. `device`: auto, cpu or cuda; a peer's model is where its engine
+    runs.
+    """
+
+    name: str
+    context: int | None = None
+    quant: str = "none"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Decoded pixels: `rgb` holds one byte per value, [height, width, 3] from the top left. `name` is for messages.
+
+    `pixels` bounds its area after resizing; None: the request's limit.
+    """
+
+    width: int
+    height: int
+    rgb: bytes
+    name: str = "the picture"
+    pixels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. `reasoning` is the reasoning of an assistant turn, apart from its answer.
+
+    `tool_calls` are an assistant's, as the OpenAI API has them; `tool_call_id` is the call that a turn of role "tool"
+    answers. `parts` are the texts and pictures of a turn with pictures, in order; `content` is then the texts alone
+    (see `with_parts`).
     """
 
     role: str
@@ -55,11 +86,22 @@ class Message:
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str = ""
+    parts: tuple[str | Picture, ...] = ()
+
+    @classmethod
+    def with_parts(cls, role: str, *parts: str | Picture) -> Message:
+        """A turn of texts and pictures."""
+        return cls(role, "".join(part for part in parts if isinstance(part, str)), parts=parts)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those among the parts, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. None means the model's own default; temperature 0 is greedy."""
+    """How the next token is chosen. None: the model's own default; temperature 0: greedy."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -72,7 +114,7 @@ class Sampling:
     seed: int | None = None
 
     def validated(self) -> Sampling:
-        """Return self, or raise RequestError naming the first value that is out of range in FP32, and what is allowed."""
+        """Return self. Raises RequestError with the first value that is out of range in FP32, and the range."""
         for name, low, high, low_open in _RANGES:
             _check_range(name, getattr(self, name), low, high, low_open)
         _check_whole("top_k", self.top_k, 0, WHOLE_LIMIT, ", 0 for no limit")
@@ -84,7 +126,7 @@ class Sampling:
         return self
 
     def with_defaults(self, defaults: Sampling) -> Sampling:
-        """Fill what is None from `defaults`; the seed and the biases stay the request's own."""
+        """Fill values that are None from `defaults`, except the seed and the biases."""
         missing = {
             f.name: getattr(defaults, f.name)
             for f in fields(self)
@@ -93,13 +135,13 @@ class Sampling:
         return replace(self, **missing)
 
 
-# What changes nothing of the model's own chances.
+# Leaves the model's own probabilities unchanged.
 NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingValue:
-    """One value of the sampling in force, and where it comes from."""
+    """One value of the sampling in force, and its source."""
 
     value: float
     source: SamplingSource
@@ -116,14 +158,14 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number; a bool is none."""
+    """Whether `value` is a whole number; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def fp32(value: object) -> float | None:
-    """`value` as FP32 has it, the type in which scores are computed; None for what is no number or not finite there.
+    """`value` in FP32, the type of scores; None for a value that is not a number or not finite in FP32.
 
-    Below FP32's smallest normal number it is 0, on every device: some flush smaller ones to 0 themselves.
+    Values below FP32's smallest normal number become 0, because some devices flush them to 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -133,7 +175,7 @@ def fp32(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """`value` for a message: a long number or text is cut, and one of more digits than Python writes does not fail."""
+    """`value` for a message: a long number or text is cut, also an int of more digits than Python can write."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     text = repr(value)
@@ -155,7 +197,8 @@ def _check_range(name: str, value: object, low: float, high: float, low_open: bo
 
 
 def _check_whole(name: str, value: object, low: int, high: int, note: str = "") -> None:
-    """Raise RequestError unless `value` is None or a whole number from `low` to `high`; `note`: what to say of them instead."""
+    """Raise RequestError unless `value` is None or a whole number from `low` to `high`; `note` replaces the range in
+    the message."""
     if value is None or (is_whole(value) and low <= value <= high):
         return
     top = {WHOLE_LIMIT: "", SEED_LIMIT - 1: " to 2^64-1"}.get(high, f" to {high}")
@@ -166,24 +209,28 @@ def _check_whole(name: str, value: object, low: int, high: int, note: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a model: a conversation, a raw text without a template (`prompt`), or raw token ids. Exactly one of them.
+    """What is asked of a model: exactly one of a conversation, a raw text without a template (`prompt`), and raw token
+    ids.
 
-    `max_tokens` bounds the answer; reasoning is bounded by `thinking_budget` (None: whatever the context leaves beside the answer).
-    `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use all of it, or half where the
-    answer follows a schema.
+    `max_tokens` bounds the answer; `thinking_budget` bounds the reasoning (None: what the context leaves besides the
+    answer). `total_tokens` bounds both together, as OpenAI's API has it; then reasoning without a budget may use
+    all of it, or half where the answer follows a schema.
     `repetition_stop` None means on, except for raw ids.
 
-    `n` choices are written together; choice i is drawn with the seed + i mod 2^64 and is the text that it would be alone.
-    `best_of` draws so many and gives the `n` with the highest summed log-probability, best first. `beams` searches so many wide for the
-    most probable text instead of drawing, see engine/beams.py, and gives the `n` best. `prefix_reuse` allows to begin with keys and
-    values that an earlier prompt left, `speculation` to check several guessed tokens in one pass; neither changes what is written.
+    `n` choices are decoded together; choice i uses the seed + i mod 2^64 and is the text that it would be alone.
+    `best_of` N draws N choices and returns the `n` with the highest summed log-probability, best first. `beams` N runs
+    a beam search with N beams instead of drawing, see engine/beam_search.py, and returns the `n` best. `prefix_reuse`
+    allows prefix caching, `speculation` speculative decoding; neither changes the completion.
 
-    `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are the texts before and
-    behind the document. `logprobs` N gives each token of the answer its log-probability and those of the N likeliest, see Logprobs.
-    `tools` (as the OpenAI API has them) and `template_options` are for the chat template. `calls` 1 or more: an answer bound to a schema
-    may instead be so many calls of `tools`.
-    `continue_final_message`: the answer goes on in the last message. `parse_special`: texts of control tokens in a raw `prompt` are those
-    tokens; in messages they never are.
+    `json_schema` is the text of a JSON Schema that the answer follows; reasoning before it is free. `json_frame` are
+    the texts before and after the document. `logprobs` N gives each token of the answer its log-probability and those
+    of the N likeliest, see Logprobs. `tools` (as the OpenAI API has them) and `template_options` are for the chat
+    template. `calls` 1 or more: an answer bound to a schema may instead be up to that many calls of `tools`.
+    `continue_final_message`: the answer continues the last message. `parse_special`: texts of control tokens in a raw
+    `prompt` are those tokens; in messages they never are.
+
+    `images` belong to `prompt` and `ids`, in which the model's image token stands once per picture; messages have their
+    own. `pixels` bounds the area of each picture after resizing; None: 1,048,576 on a GPU, 262,144 on a CPU.
     """
 
     messages: tuple[Message, ...] = ()
@@ -210,9 +257,16 @@ class Request:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     parse_special: bool = True
+    images: tuple[Picture, ...] = ()
+    pixels: int | None = None
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All pictures in the order of the prompt."""
+        return (*self.images, *(picture for message in self.messages for picture in message.pictures))
 
     def validated(self) -> Request:
-        """Return self, or raise RequestError with the first thing that is wrong."""
+        """Return self. Raises RequestError for the first invalid value."""
         given = (bool(self.messages), self.prompt is not None, self.ids is not None)
         if sum(given) != 1:
             raise RequestError(f"a request needs exactly one of messages, prompt and ids; {sum(given)} were given")
@@ -227,6 +281,7 @@ class Request:
             raise RequestError("a ", Field("stop"), " string is empty; leave it out or write at least one character")
         _check_whole("logprobs", self.logprobs, 0, LOGPROBS_LIMIT)
         self._check_text()
+        self._check_pictures()
         self.sampling.validated()
         self._check_choices()
         return self
@@ -241,7 +296,9 @@ class Request:
             raise RequestError(Field("best_of"), " and ", Field("beams"), words)
         for name, value in (("best_of", self.best_of), ("beams", self.beams)):
             if value is not None and value < self.n:
-                words = f" is {self.n}; the first must be at least the second, which says how many of its best are given"
+                words = (
+                    f" is {self.n}; the first must be at least the second, which says how many of its best are given"
+                )
                 raise RequestError(Field(name), f" is {value} and ", Field("n"), words)
         if self.beams is not None:
             self._check_search()
@@ -250,13 +307,21 @@ class Request:
         s = self.sampling
         if s.temperature:
             words = f" is {s.temperature:g}; leave it out, or draw with "
-            raise RequestError(Field("beams"), " searches without drawing, and ", Field("temperature"), words, Field("best_of"))
+            raise RequestError(
+                Field("beams"), " searches without drawing, and ", Field("temperature"), words, Field("best_of")
+            )
         drawing = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = [name for name in drawing if getattr(s, name) is not None]
         if given:
             words = " would change them; leave it out, or draw with "
-            raise RequestError(Field("beams"), " searches by the model's own scores, and ", Field(given[0]), words, Field("best_of"))
-        unknown = [name for name in ("stop", "thinking_budget", "json_schema", "logprobs") if getattr(self, name) not in (None, ())]
+            raise RequestError(
+                Field("beams"), " searches by the model's own scores, and ", Field(given[0]), words, Field("best_of")
+            )
+        unknown = [
+            name
+            for name in ("stop", "thinking_budget", "json_schema", "logprobs")
+            if getattr(self, name) not in (None, ())
+        ]
         if unknown:
             parts = " ends at the model's own end or ", Field("max_tokens"), " and does not know "
             raise RequestError("a search with ", Field("beams"), *parts, Field(unknown[0]), "; leave it out")
@@ -268,26 +333,45 @@ class Request:
             return
         if self.prompt is not None and not self.prompt:
             raise RequestError("the prompt is empty; write at least one character")
-        if self.messages and not any(m.content.strip() or m.reasoning.strip() or m.tool_calls for m in self.messages):
+        if self.messages and not any(
+            m.content.strip() or m.reasoning.strip() or m.tool_calls or m.pictures for m in self.messages
+        ):
             raise RequestError("the prompt is empty: no message has any text; write what the model should do")
-        texts = [self.prompt or "", *(m.content for m in self.messages), *(m.reasoning for m in self.messages), *self.stop]
+        texts = [
+            self.prompt or "",
+            *(m.content for m in self.messages),
+            *(m.reasoning for m in self.messages),
+            *self.stop,
+        ]
         for text in texts:
             half = _SURROGATE.search(text)
             if half:
                 code = ord(half.group())
-                raise RequestError(f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it")
+                raise RequestError(
+                    f"the text has half a character (lone surrogate U+{code:04X}) at position {half.start()}; remove it"
+                )
+
+    def _check_pictures(self) -> None:
+        if self.images and self.messages:
+            raise RequestError(
+                Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each"
+            )
+        pixels = self.pixels
+        if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
+            raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
 
 
 def require_user_text(messages: Sequence[Message]) -> None:
-    """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be written."""
-    if not any(message.role == "user" and message.content.strip() for message in messages):
+    """Raise RequestError unless a user message has any text: a person who writes nothing wants nothing to be
+    written."""
+    if not any(message.role == "user" and (message.pictures or message.content.strip()) for message in messages):
         raise RequestError("the prompt is empty: no user message has any text; write what the model should do")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `completion` counts every sampled token, reasoning and the final EOS included; `cached` are the tokens of the prompt
-    whose keys and values were there from an earlier one.
+    """Token counts. `completion` counts every sampled token, reasoning and the final EOS included. `cached`: tokens of
+    the prompt that came from the prefix cache.
     """
 
     prompt: int
@@ -298,11 +382,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage (load, prefetch, prefill, decode, table, speculation, sample, release) cost: seconds, bytes read, moved or returned,
-    page faults, pool allocations and the seconds they took.
+    """The costs of one stage (load, prefetch, prefill, decode, draft, table, speculation, sample, release): seconds,
+    bytes read, moved or returned, page faults, pool allocations and their seconds.
 
-    `bandwidth_share` is bytes a second over the machine's measured read ceiling, None where none was measured or it says nothing.
-    `proposed` and `accepted` are guessed tokens, of the stage "speculation" alone.
+    `bandwidth_share`: bytes per second over the machine's measured read bandwidth; None if unknown, or if the stage is
+    not bound by it. `proposed` and `accepted` are draft tokens, of the stage "speculation" alone.
     """
 
     seconds: float = 0.0
@@ -318,11 +402,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The whole of a finished choice. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total.
+    """A finished choice. `ids` are the sampled tokens without the final EOS; `seconds` has load, first_token, total.
 
-    `stages` are those of the whole call up to then. `logprob` is the sum of the chosen tokens' log-probabilities in the raw model, EOS
-    included and forced tokens left out; None unless best_of or beams asked for it. `sampling` is what was in force, by the names of
-    Sampling; empty where another engine wrote and did not say.
+    `stages` are the costs of the whole run up to then. `logprob` is the sum of the chosen tokens' log-probabilities in
+    the raw model, EOS included and forced tokens left out; None without best_of and beams. `sampling`: the values in
+    force by the names of Sampling; empty for another engine that does not report them.
     """
 
     text: str
@@ -339,8 +423,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """log-probability of a token, and (id, log-probability) of the likeliest ones at its place; of the raw model, before temperature,
-    bias and penalties.
+    """The log-probability of a token, and (id, log-probability) of the likeliest at its position: of the raw model,
+    before temperature, bias and penalties.
     """
 
     token: float
@@ -349,12 +433,12 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of a generation: text that became visible, the token behind it, progress, and on a choice's last event the result.
+    """One step of a run: text that became visible and its token, progress, or, on a choice's last event, the result.
 
-    `error` is the last event of a request that failed alone, while those beside it go on: none of its choices says more.
+    `error` is on the last event of a request that failed alone while others continue; its choices have no result.
 
-    `request` is the place of the request in the list that was asked, `choice` the place among its choices. `logprobs` is there where the
-    request asked for it and the token belongs to the answer, not to the reasoning.
+    `request` is the number of the request in the list, `choice` the number among its choices. `logprobs` is set if the
+    request has `logprobs` and the token belongs to the answer, not to the reasoning.
     """
 
     text: str = ""

@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Callable
 from types import TracebackType
 
-# Orders to stop, not faults: they go through everything that catches faults.
-_ORDERS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# Requests to stop, not faults: nothing that catches faults catches them.
+_STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _DETAIL_CHARACTERS = 300
 
 
@@ -19,31 +19,33 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """A value that somebody gave, for a message: what it is, cut to a few entries and some hundred characters."""
+    """A value for a message, cut to a few entries and a few hundred characters."""
     shown = _Brief()
     shown.maxlevel, shown.maxdict, shown.maxlist, shown.maxstring, shown.maxother = 3, 4, 8, 100, 100
     return shown.repr(value)
 
 
 class Field(str):
-    """Within a message: the name of a value that somebody gave. Whoever asked them for it may call it as they do, see `told`."""
+    """The name of a value within a message. Front ends may rename it (CLI option, widget, JSON field); see
+    `OnedeskError.render`."""
 
     __slots__ = ()
 
 
 class OnedeskError(Exception):
-    """Base of every error that Onedesk raises on purpose. Its arguments are the parts of its message, texts and fields."""
+    """Base of every error that Onedesk raises on purpose. Its arguments are the parts of its message, texts and
+    fields."""
 
     def __str__(self) -> str:
-        return self.told(str)
+        return self.render(str)
 
-    def told(self, name: Callable[[str], str]) -> str:
-        """The message, with `name` of each field in its place: the command says --max-tokens for max_tokens."""
+    def render(self, name: Callable[[str], str]) -> str:
+        """The message, each field renamed by `name`: the command says --max-tokens for max_tokens."""
         return "".join(name(str(part)) if isinstance(part, Field) else str(part) for part in self.args)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that the message is about, the one that is wrong first."""
+        """The fields that the message names; the first one is wrong."""
         return tuple(str(part) for part in self.args if isinstance(part, Field))
 
 
@@ -60,7 +62,7 @@ class MemoryFull(OnedeskError):
 
 
 class RequestError(OnedeskError):
-    """A request that cannot be served as it stands: a wrong value, an empty or over-long prompt."""
+    """A request that cannot be served as it is: a wrong value, an empty or too long prompt."""
 
 
 class Cancelled(OnedeskError):
@@ -68,55 +70,64 @@ class Cancelled(OnedeskError):
 
 
 class PeerError(OnedeskError):
-    """Another engine that does the work for us failed or could not be reached."""
+    """An engine in another process failed or could not be reached."""
 
 
 def in_family(error: BaseException, what: str) -> OnedeskError:
-    """`error` as one of the family: itself, MemoryFull where memory was lacking, else an OnedeskError that names it as its cause.
+    """`error` as one of the family: itself, MemoryFull for a MemoryError, else an OnedeskError with it as the cause.
 
-    `what`: what was being done, for the message.
+    `what`: what failed, for the message.
     """
     if isinstance(error, OnedeskError):
         return error
     if isinstance(error, MemoryError):
-        named: OnedeskError = MemoryFull(f"{what} failed: this process got no more memory; ask for less at once, or free some")
+        named: OnedeskError = MemoryFull(
+            f"{what} failed: this process got no more memory; ask for less at once, or free some"
+        )
     else:
         detail = " ".join(f"{type(error).__name__} {error}".split())[:_DETAIL_CHARACTERS]
-        named = OnedeskError(f"{what} failed: {detail}; this is a fault of Onedesk: report it with the request and the log")
+        named = OnedeskError(
+            f"{what} failed: {detail}; this is a fault of Onedesk: report it with the request and the log"
+        )
     named.__cause__ = error
     return named
 
 
 class Caught:
-    """Keeps what its block raises, of whatever class, as `error`, and goes on behind it: the fault of one among several.
+    """Stores any error of its code block as `error` and continues after the block, for work where one of several may
+    fail.
 
-    Libraries raise classes outside Exception too, such as the panics of those written in Rust. Orders to stop are no faults.
+    Libraries also raise classes outside Exception, such as Rust panics. Requests to stop are raised as they are.
     """
 
     def __init__(self, what: str) -> None:
-        """`what`: what the block does, for the message."""
+        """`what`: what the code block does, for the message."""
         self._what = what
         self.error: OnedeskError | None = None
 
     def __enter__(self) -> Caught:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if error is None or isinstance(error, _ORDERS):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or isinstance(error, _STOPS):
             return False
         self.error = in_family(error, self._what)
         return True
 
 
 class Named:
-    """Whatever its block raises comes out as one of the family, see `in_family`. Orders to stop come out as they are."""
+    """Raises any error of its code block as one of the family, see `in_family`; requests to stop as they are."""
 
     def __init__(self, what: str) -> None:
-        """`what`: what the block does, for the message."""
+        """`what`: what the code block does, for the message."""
         self._what = what
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, (*_ORDERS, OnedeskError)):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, (*_STOPS, OnedeskError)):
             raise in_family(error, self._what) from error

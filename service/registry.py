@@ -1,4 +1,4 @@
-"""The one process-wide registry: which models are open, and the pool of each device that they share."""
+"""The process-wide registry: the open models, and the pool of each device that they share."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import torch
 
 from .api import OpenModel, open_model, pick_device
 from .config import Config, PeerSettings, load_config
-from .core import CancelCheck, ProgressReport
+from .core import CancelCheck, ModelSpec, ProgressReport
 from .engine.leaks import LeakReport
 from .errors import RequestError
 from .loader.names import ModelRoots
 from .memory.budget import MemorySettings
+from .memory.machine_pool import make_pool
 from .memory.pool import Pool, Released
 from .memory.thermal import merge, read_nvidia, read_zones
-from .memory.truth import read_truth
 from .memory.watch import MemoryWatch
 from .peers.choose import engine_of, make_peer, wanted_of
-from .peers.peer import Peer, Wanted
+from .peers.peer import Peer
 from .peers.remote import RemoteModel
 from .peers.service import LocalService
 
-_Key = tuple[Path, int | None, str, str, int]
+_Key = tuple[ModelSpec, int]  # its name is the resolved path; sequences
 
 
 class Registry:
-    """Handles by choice: the same model, context, quantization and device is one handle, whoever asks. Thread-safe."""
+    """Handles by ModelSpec: the same model, context, quantization and device is one handle for all callers.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -36,11 +37,12 @@ class Registry:
         self._pools: dict[str, Pool] = {}
         self._watches: dict[str, MemoryWatch] = {}
         self._peers: dict[PeerSettings | None, Peer] = {}
-        self._remotes: dict[tuple[Peer, Wanted], RemoteModel] = {}
+        self._remotes: dict[tuple[Peer, ModelSpec], RemoteModel] = {}
         self._config: Config | None = None
 
     def configure(self, config: Config) -> None:
-        """Set the configuration for pools and models opened from now on; without it the installation's own is read at first use."""
+        """Set the configuration for pools and models opened from now on. By default the installation's own is read at
+        first use."""
         with self._lock:
             self._config = config
 
@@ -57,13 +59,13 @@ class Registry:
         with self._lock:
             if kind not in self._pools:
                 values: dict[str, Any] = dict(self.config.memory)
-                pool = self._pools[kind] = Pool(kind, MemorySettings(**values), lambda: read_truth(kind))
+                pool = self._pools[kind] = make_pool(kind, MemorySettings(**values))
                 watch = self._watches[kind] = _watch(pool).start()
                 pool.slow = lambda: watch.slow
             return self._pools[kind]
 
     def watch(self, device: str = "auto") -> MemoryWatch:
-        """The watch over a device's pool; it runs from the moment that the pool is made."""
+        """The watch over a device's pool; it runs as soon as the pool exists."""
         pool = self.pool(device)
         with self._lock:
             return self._watches[torch.device(pool.device).type]
@@ -81,16 +83,16 @@ class Registry:
         cancel: CancelCheck | None = None,
         sequences: int = 1,
     ) -> OpenModel:
-        """As api.open_model, but the same choice gives the same handle."""
+        """As api.open_model, but equal arguments return the same handle."""
         if not isinstance(model, Path):
             roots = roots or ModelRoots(self.config.model_roots)
         path = model if isinstance(model, Path) else (roots or ModelRoots([])).resolve(model)
         kind = pick_device(device).type
-        key = (path.resolve(), context, quant, kind, sequences)
+        key = ModelSpec(str(path.resolve()), context, quant, kind), sequences
         with self._lock:
             opened = self._models.get(key)
             if opened is not None and opened.stale:
-                # The files were replaced: who holds the old handle may finish, everybody else gets the new model.
+                # The files were replaced: holders of the old handle may finish, all others get the new model.
                 opened.give_way()
                 opened = None
             if opened is None:
@@ -106,18 +108,25 @@ class Registry:
                     sequences=sequences,
                     draft=self.config.draft,
                 )
-                # A template is a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
-                alike = (other for (file, *_), other in self._models.items() if file == key[0] and not other.stale)
+                # A template runs in a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
+                alike = (
+                    other for (spec, _), other in self._models.items() if spec.name == key[0].name and not other.stale
+                )
                 opened.language = next((other.language for other in alike), opened.language)
                 self._models[key] = opened
         if load:
             opened.load(progress=progress, cancel=cancel)
         return opened
 
-    def open_in_service(self, name: str, *, roots: ModelRoots, context: int | None, quant: str, device: str) -> RemoteModel:
-        """The handle of a model that the local service runs, started on demand with these model folders. Loads and asks nothing."""
+    def open_in_service(
+        self, name: str, *, roots: ModelRoots, context: int | None, quant: str, device: str
+    ) -> RemoteModel:
+        """The handle of a model in the local service, which starts on demand with these model folders. Loads and asks
+        nothing."""
         path = roots.resolve(name)
-        return self._remote(self.service(roots, device), Wanted(name, context, quant), path if path.is_dir() else path.parent)
+        return self._remote(
+            self.service(roots, device), ModelSpec(name, context, quant), path if path.is_dir() else path.parent
+        )
 
     def open_at_peer(self, settings: PeerSettings) -> RemoteModel:
         """The handle of the model of a [peers.NAME]. Starts, loads and asks nothing."""
@@ -128,7 +137,7 @@ class Registry:
             return self._remote(self._peers[engine], wanted_of(settings), None)
 
     def service(self, roots: ModelRoots, device: str = "auto") -> LocalService:
-        """The local service as a peer; `roots` and `device` are for the case that it must be started."""
+        """The local service as a peer; `roots` and `device` are used if it must be started."""
         with self._lock:
             found = self._peers.get(None)
             if not isinstance(found, LocalService):
@@ -138,7 +147,7 @@ class Registry:
                 found = self._peers[None] = LocalService(self.config.cache, arguments)
             return found
 
-    def _remote(self, peer: Peer, wanted: Wanted, folder: Path | None) -> RemoteModel:
+    def _remote(self, peer: Peer, wanted: ModelSpec, folder: Path | None) -> RemoteModel:
         with self._lock:
             if (peer, wanted) not in self._remotes:
                 self._remotes[peer, wanted] = RemoteModel(wanted, peer, folder)
@@ -150,7 +159,7 @@ class Registry:
             return list(self._remotes.values())
 
     def forget(self, model: OpenModel) -> None:
-        """Close a handle for good; the next one of its choice is a new one."""
+        """Close a handle for good; the next one for its spec is new."""
         with self._lock:
             self._models = {key: handle for key, handle in self._models.items() if handle is not model}
         model.close()
@@ -161,11 +170,12 @@ class Registry:
             return list(self._models.values())
 
     def leak_reports(self) -> list[LeakReport]:
-        """What each handle's stages left behind over its last uses; handles that were never used are left out."""
+        """Memory that each handle's stages left over its last uses; unused handles are left out."""
         return [report for report in (model.leak_report() for model in self.models()) if report.uses]
 
     def release(self, owner: str | None = None) -> list[Released]:
-        """Let one model (by name) or all give way; busy ones keep what they hold. RequestError names the owners for an unknown one."""
+        """Release one model (by name) or all; busy ones stay. For an unknown name the RequestError lists the open
+        models."""
         models = self.models()
         if owner is not None:
             models = [model for model in models if model.name == owner]
@@ -175,9 +185,11 @@ class Registry:
         return [released for model in models for released in model.give_way()]
 
     def close(self) -> None:
-        """Close every model and end the engines that we started; forget them and the pools. The next ones are made as configured then."""
+        """Close every model, end the engines that we started, and drop the pools. The next ones are made as configured
+        then."""
         with self._lock:
-            models, self._models, self._pools = list(self._models.values()), {}, {}
+            models, self._models = list(self._models.values()), {}
+            pools, self._pools = list(self._pools.values()), {}
             watches, self._watches = list(self._watches.values()), {}
             peers, self._peers, self._remotes = list(self._peers.values()), {}, {}
         for watch in watches:
@@ -186,10 +198,18 @@ class Registry:
             model.close()
         for peer in peers:
             peer.close()
+        for pool in pools:
+            pool.claims.withdraw()
 
 
 def _watch(pool: Pool) -> MemoryWatch:
-    """Frees when memory runs short and lets go what is due by its time; looks at the machine's temperature where it shows one."""
+    """Frees memory when it runs short, releases what is due by its time, and reads the machine's temperature if there
+    is a sensor."""
+
+    def tick() -> None:
+        pool.arbiter.release_due()
+        pool.claims.update(pool.used())
+
     on_cuda = torch.device(pool.device).type == "cuda"
     return MemoryWatch(
         pool.read_truth,
@@ -197,7 +217,7 @@ def _watch(pool: Pool) -> MemoryWatch:
         pool.settings,
         loading=lambda: pool.loading,
         thermal=(lambda: merge(read_zones(), read_nvidia())) if on_cuda else read_zones,
-        tick=pool.arbiter.release_due,
+        tick=tick,
     )
 
 

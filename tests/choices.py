@@ -48,9 +48,11 @@ def check(model: OpenModel) -> None:
 
 
 def alone(model: OpenModel, request: Request, choice: int = 0, *, known: dict[tuple[int, str], Result] = {}) -> Result:  # noqa: B006
-    """The one choice, without anything beside it, before it or guessed; written once for all tests."""
+    """The one choice, alone, without a cached prefix and drafts; computed once for all tests."""
     seed = ((request.sampling.seed or 0) + choice) % 2**64
-    single = replace(request, n=1, best_of=None, sampling=replace(request.sampling, seed=seed), prefix_reuse=False, speculation=False)
+    single = replace(
+        request, n=1, best_of=None, sampling=replace(request.sampling, seed=seed), prefix_reuse=False, speculation=False
+    )
     key = (model.context, repr(single))
     if key not in known:
         known[key] = run(model, single)[0, 0]
@@ -58,7 +60,13 @@ def alone(model: OpenModel, request: Request, choice: int = 0, *, known: dict[tu
 
 
 def same(one: Result, other: Result) -> bool:
-    return (one.ids, one.text, one.reasoning, one.finish, one.seed) == (other.ids, other.text, other.reasoning, other.finish, other.seed)
+    return (one.ids, one.text, one.reasoning, one.finish, one.seed) == (
+        other.ids,
+        other.text,
+        other.reasoning,
+        other.finish,
+        other.seed,
+    )
 
 
 def tokens(events: Sequence[Event], request: int) -> int:
@@ -67,5 +75,7 @@ def tokens(events: Sequence[Event], request: int) -> int:
 
 def thinker(seed: int, **changes: Any) -> Request:
     """Thinks until its context is full, for a random model all but never closes its thoughts."""
-    asked = Request(prompt=THINKING, sampling=Sampling(seed=seed, temperature=0.5, top_k=0), max_tokens=10, repetition_stop=False)
+    asked = Request(
+        prompt=THINKING, sampling=Sampling(seed=seed, temperature=0.5, top_k=0), max_tokens=10, repetition_stop=False
+    )
     return replace(asked, **changes)

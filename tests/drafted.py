@@ -1,4 +1,4 @@
-"""Models with a layer for multi-token prediction, opened with costs of passes that are told, and what is asked of them."""
+"""Models with a layer for multi-token prediction, opened with fixed costs of passes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ import torch
 from onedesk.service.api import OpenModel, open_model
 from onedesk.service.core import Request, Result
 from onedesk.service.engine.runner import Runner
-from onedesk.service.engine.speculate import PassCosts, Plan, Room, Speculator
+from onedesk.service.engine.speculate import DraftLimits, DraftPlan, PassCosts, Speculator
 from onedesk.service.memory.pool import Pool
 from tiny_drafts import write_drafter, write_rigged
 
 CONTEXT = 256
-LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [],
+}
 LEFT = {"qwen3_5": ("mlp_only_layers",), "qwen3_5_moe": ("mlp_only_layers",), "qwen4_exp": ("mlp_only_layers",)}
 PROMPT = tuple(torch.randint(3, 490, (41,), generator=torch.Generator().manual_seed(3)).tolist())
 
 
 class Told(PassCosts):
-    """Costs that are said, not measured: a row more costs a twentieth of a pass, and so does a drafted token."""
+    """Fixed costs, not measured: each further row costs a twentieth of a pass, and so does a draft token."""
 
     def __init__(self, draft: float = 0.05) -> None:
         super().__init__({rows: 1 + 0.05 * (rows - 1) for rows in range(1, 9)}, draft, draft)
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         pass
 
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+    def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
         pass
 
 
@@ -62,14 +66,18 @@ def passes(model: OpenModel, result: Result) -> int:
 
 
 def arbitrary(request: Request, wanted: Sequence[int], draw: random.Random, chance: float) -> type[Speculator]:
-    """A speculator whose guesses have any length and are right with `chance`, token by token, or are drafted; `wanted`: what comes."""
+    """A speculator whose drafts have any length; each token is right with `chance`, or the layer drafts. `wanted`:
+    the right ones.
+    """
 
     class Arbitrary(Speculator):
-        def plan(self, room: Room) -> Plan:
-            at, count = len(self._lookup._ids) - len(request.ids or ()), draw.randint(0, max(0, room.most))
-            if room.unread and count and draw.random() < 0.3:
-                return Plan(drafts=count)
+        def plan(self, limits: DraftLimits) -> DraftPlan:
+            at, count = len(self._lookup._ids) - len(request.ids or ()), draw.randint(0, max(0, limits.most))
+            if limits.unread and count and draw.random() < 0.3:
+                return DraftPlan(layer_tokens=count)
             right = [*wanted[at : at + count], *[3] * count][:count]
-            return Plan(tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right))
+            return DraftPlan(
+                tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right)
+            )
 
     return Arbitrary

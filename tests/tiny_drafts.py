@@ -1,4 +1,5 @@
-"""Tiny checkpoints with a layer for multi-token prediction: random numbers, or ones of which every guess is right."""
+"""Tiny checkpoints with a layer for multi-token prediction: with random weights, or made so that every draft token is
+right."""
 
 from __future__ import annotations
 
@@ -16,11 +17,18 @@ from torch.nn.functional import normalize
 
 Tensors = dict[str, torch.Tensor]
 # What a layer that is to add nothing has zeros for.
-SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", "value_proj.weight", "input_mix_weight_up.weight")
+SILENT = (
+    "o_proj.weight",
+    "out_proj.weight",
+    "down_proj.weight",
+    "down_proj",
+    "value_proj.weight",
+    "input_mix_weight_up.weight",
+)
 
 
 def write_drafter(folder: Path, family: str, **changes: Any) -> Path:
-    """A random checkpoint of `family` with a random layer that drafts: hardly a guess of it is right."""
+    """A random checkpoint of `family` with a random draft layer: hardly any draft token is right."""
     return add_draft(write_family(folder, family, seed=5, **changes))
 
 
@@ -40,15 +48,18 @@ def add_draft(folder: Path, *, said: int | None = 1) -> Path:
 
 
 def change(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
-    """Write the checkpoint's tensors anew, edited."""
+    """Rewrite the checkpoint's tensors, edited."""
     path = folder / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in edit(load_file(path)).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in edit(load_file(path)).items()}, path, metadata={"format": "pt"}
+    )
 
 
 def write_rigged(folder: Path, family: str, *, wrong: float = 0.0, **changes: Any) -> Path:
-    """A checkpoint whose text is one cycle of all tokens, whatever was before, and that drafts the same: every guess is right.
+    """A checkpoint whose text is one cycle of all tokens, whatever came before, with the same drafts: every draft token
+    is right.
 
-    `wrong` is what drafts are stirred by: of a quarter every third guess or so is another one.
+    `wrong`: how much noise the draft layer has; with 0.25 about every third draft token is wrong.
     """
     add_draft(write_family(folder, family, seed=5, tie_word_embeddings=False, **changes))
     change(folder, lambda tensors: tensors | _rigged(tensors, wrong))
@@ -56,7 +67,9 @@ def write_rigged(folder: Path, family: str, *, wrong: float = 0.0, **changes: An
 
 
 def _rigged(tensors: Tensors, wrong: float) -> Tensors:
-    table, head = (next(name for name in tensors if name.endswith(f"{which}.weight")) for which in ("embed_tokens", "lm_head"))
+    table, head = (
+        next(name for name in tensors if name.endswith(f"{which}.weight")) for which in ("embed_tokens", "lm_head")
+    )
     generator = torch.Generator().manual_seed(1)
     vocab, hidden = tensors[table].shape
     embedding = normalize(torch.randn(vocab, hidden, generator=generator))
@@ -66,7 +79,10 @@ def _rigged(tensors: Tensors, wrong: float) -> Tensors:
     scored[follows] = embedding
     silent = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.endswith(SILENT)}
     norms = {name: torch.zeros_like(tensors[name]) for name in tensors if "norm" in name and "linear_attn" not in name}
-    joint, of_hidden = torch.eye(hidden) + wrong * torch.randn(hidden, hidden, generator=generator), torch.zeros(hidden, hidden)
+    joint, of_hidden = (
+        torch.eye(hidden) + wrong * torch.randn(hidden, hidden, generator=generator),
+        torch.zeros(hidden, hidden),
+    )
     if "mtp.fc.weight" in tensors:
         projections = {"mtp.fc.weight": torch.cat((joint, of_hidden), 1)}
     else:

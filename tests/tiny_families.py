@@ -81,36 +81,57 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 # The names of transformers' classes before "ForCausalLM" and "Config", and what the config is made of.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", "Qwen2Config", _COMMON | {"intermediate_size": 128} | _rope(1e6)),
     "qwen3": ("Qwen3", "Qwen3Config", _COMMON | {"intermediate_size": 128, "tie_word_embeddings": True} | _rope(1e6)),
-    "qwen3_moe": ("Qwen3Moe", "Qwen3MoeConfig", _COMMON | _EXPERTS | {"intermediate_size": 128, "mlp_only_layers": [1]} | _rope(1e6)),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "Qwen3MoeConfig",
+        _COMMON | _EXPERTS | {"intermediate_size": 128, "mlp_only_layers": [1]} | _rope(1e6),
+    ),
     "qwen3_next": (
         "Qwen3Next",
         "Qwen3NextConfig",
         _COMMON | _LINEAR | _SHARED | {"intermediate_size": 128} | _rope(1e7, partial_rotary_factor=0.25),
     ),
-    "qwen3_5": ("Qwen3_5", "Qwen3_5TextConfig", _COMMON | _LINEAR | {"intermediate_size": 128, "tie_word_embeddings": True} | _HYBRID),
+    "qwen3_5": (
+        "Qwen3_5",
+        "Qwen3_5TextConfig",
+        _COMMON | _LINEAR | {"intermediate_size": 128, "tie_word_embeddings": True} | _HYBRID,
+    ),
     "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", _COMMON | _LINEAR | _SHARED | _HYBRID),
     "qwen4_exp": ("Qwen4Exp", "Qwen4ExpTextConfig", _COMMON | _LINEAR | _SHARED | _HYBRID | _NGRAM),
 }
 WITH_VISION = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 
-def write_family(folder: Path, family: str, *, vision: bool = False, seed: int | None = None, **changes: Any) -> Path:
-    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading model.
-
-    With `seed` every parameter is stirred: as they begin, matrices are so small that scores hardly differ, and norms are all the same.
-    """
+def transformers_module() -> Any:
+    """transformers, behind torchvision's operators where these must be declared first."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
         sys.meta_path.insert(0, OperatorsFirst())
-    transformers = importlib.import_module("transformers")
+    return importlib.import_module("transformers")
+
+
+def write_family(folder: Path, family: str, *, vision: bool = False, seed: int | None = None, **changes: Any) -> Path:
+    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading
+    model.
+
+    With `seed` every parameter is stirred: as they begin, matrices are so small that scores hardly differ, and norms
+    are all the same.
+    """
+    transformers = transformers_module()
     if seed is not None:
         torch.manual_seed(seed)
     stem, config_name, values = FAMILIES[family]
     config = getattr(transformers, config_name)(**values | changes)
     if vision:
-        tokens = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+        tokens = {
+            "image_token_id": 500,
+            "video_token_id": 501,
+            "vision_start_token_id": 502,
+            "vision_end_token_id": 503,
+        }
         whole = getattr(transformers, f"{stem}Config")(text_config=config.to_dict(), vision_config=_VISION, **tokens)
         model = getattr(transformers, f"{stem}ForConditionalGeneration")(whole)
     else:

@@ -1,4 +1,6 @@
-"""What a network is made of, from its config.json alone: every tensor by kind and shape, as its family declares them in model/."""
+"""What a network is made of, from its config.json alone: every tensor by kind and shape, as its family declares them
+in model/.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,39 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
 
+from ..model import tower
 from ..model.decoder import drafting
 from ..model.draft import COUNTS
 from ..model.families import describe, family_of, text_config
 from ..model.shape import DecoderConfig
 from ..model.spec import ConfigReader, Destination
+from ..model.vision_config import read_tower_shape, sees
 
 Kind = Literal[
-    "embedding", "head", "norms", "attention", "indexer", "linear", "dense", "experts", "shared", "router", "residual", "ngram", "table"
+    "embedding",
+    "head",
+    "norms",
+    "attention",
+    "indexer",
+    "linear",
+    "dense",
+    "experts",
+    "shared",
+    "router",
+    "residual",
+    "ngram",
+    "table",
 ]
 Part = Literal["text", "mtp", "vision"]
 
-# The kind of a tensor by the last part of its key. Keys of hyper-connections and n-gram blocks are told by how they begin, see _kind.
+# The kind of a tensor by the last part of its key. Keys of hyper-connections and n-gram blocks are told by how they
+# begin, see _kind.
 KINDS: Mapping[str, Kind] = {
     "embedding": "embedding",
     "head": "head",
     **dict.fromkeys(("norm", "attention_norm", "forward_norm", "delta_norm", "draft_norm"), "norms"),
     **dict.fromkeys(("draft_embedding_norm", "draft_hidden_norm"), "norms"),
-    **dict.fromkeys(("qkv", "q_norm", "k_norm", "output"), "attention"),
+    **dict.fromkeys(("qkv", "qkv_bias", "q_norm", "k_norm", "output"), "attention"),
     **dict.fromkeys(("indexer", "indexer_q_norm", "indexer_k_norm"), "indexer"),
     **dict.fromkeys(("projection", "rates", "taps", "decay", "delta_bias", "out_norm", "delta_output"), "linear"),
     **dict.fromkeys(("gate_up", "down", "draft_fc", "draft_fc_embedding", "draft_fc_hidden"), "dense"),
@@ -43,7 +60,9 @@ _BEGINNINGS: tuple[tuple[str, Kind], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """`count` tensors of one shape. `used` of them meet a token: the chosen experts; of lookup tables single rows are read (0)."""
+    """`count` tensors of one shape. `used` of them meet a token: the chosen experts; of lookup tables single rows
+    are read (0).
+    """
 
     kind: Kind
     shape: tuple[int, ...]
@@ -62,7 +81,9 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Composition:
-    """The tensors of a config, its family's module, and what the family reads of the config (without the draft layer)."""
+    """The tensors of a config, its family's module, and what the family reads of the config (without the draft
+    layer).
+    """
 
     family: str
     module: ModuleType
@@ -100,8 +121,9 @@ def compose(config: Mapping[str, Any]) -> Composition:
     tensors = [*_tensors(module.destinations(described), "text", described)]
     if any(ConfigReader(text).has(key) and ConfigReader(text).integer(key) for key in COUNTS):
         tensors += _tensors(drafting(described), "mtp", described)
-    tensors += _vision(config, described.widths.hidden)
-    return Composition(module.__name__.rpartition(".")[2], module, described, _merged(tensors))
+    family = module.__name__.rpartition(".")[2]
+    tensors += _vision(config, family)
+    return Composition(family, module, described, _merged(tensors))
 
 
 def _tensors(destinations: Iterator[Destination], part: Part, config: DecoderConfig) -> Iterator[Tensors]:
@@ -121,28 +143,13 @@ def _kind(key: str) -> Kind:
     return next(kind for beginning, kind in _BEGINNINGS if last.startswith(beginning))
 
 
-def _vision(config: Mapping[str, Any], hidden: int) -> Iterator[Tensors]:
-    """The picture tower of a vision-language checkpoint; biases and norms are vectors."""
-    inner = config.get("vision_config")
-    if not isinstance(inner, Mapping):
+def _vision(config: Mapping[str, Any], family: str) -> Iterator[Tensors]:
+    """The vision tower; biases and norms are vectors."""
+    if not sees(config, family):
         return
-    read = ConfigReader(inner)
-    width, wide = read.integer("hidden_size"), read.integer("intermediate_size")
-    patch = read.integer("patch_size", 16)
-    merged = width * read.integer("spatial_merge_size", 2) ** 2
-    pixels = (read.integer("in_channels", 3), read.integer("temporal_patch_size", 2), patch, patch)
-    out = read.integer("out_hidden_size", hidden)
-    depth = read.integer("depth")
-    shapes: list[tuple[int, tuple[int, ...]]] = [
-        (1, (width, *pixels)),
-        (1, (width,)),
-        (1, (read.integer("num_position_embeddings"), width)),
-    ]
-    for rows, cols in ((3 * width, width), (width, width), (wide, width), (width, wide)):
-        shapes += [(depth, (rows, cols)), (depth, (rows,))]
-    shapes += [(4 * depth + 2, (width,)), (1, (merged, merged)), (1, (merged,)), (1, (out, merged)), (1, (out,))]
-    for count, shape in shapes:
-        yield Tensors("dense" if len(shape) > 1 else "norms", shape, count, count, "vision")
+    for wanted in tower.destinations(read_tower_shape(config, family)):
+        for source in wanted.sources:
+            yield Tensors("dense" if len(source.shape) > 1 else "norms", source.in_file, 1, 1, "vision")
 
 
 def _merged(tensors: list[Tensors]) -> tuple[Tensors, ...]:

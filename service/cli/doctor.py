@@ -17,11 +17,22 @@ if TYPE_CHECKING:
 def add_to(subcommands: Subcommands) -> None:
     """Add `doctor` to the command."""
     parser = subcommands.add("doctor", run, "Examine this installation, and say how to correct what is wrong.")
-    parser.add_argument("--check", metavar="MODEL", help="decode one text five times with this model and compare every byte")
-    parser.add_argument("--plan", metavar="NAME|FOLDER", help="which form of this model would fit, from its config alone")
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="plan for a machine with this much memory, such as 121GiB")
+    parser.add_argument(
+        "--check", metavar="MODEL", help="decode one text five times with this model and compare every byte"
+    )
+    parser.add_argument(
+        "--plan", metavar="NAME|FOLDER", help="which form of this model would fit, from its config alone"
+    )
+    parser.add_argument(
+        "--hub", action="store_true", help="ask each hub and mirror of [hub] once; this connects to them"
+    )
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="plan for a machine with this much memory, such as 121GiB"
+    )
     parser.add_argument("--images", type=size, metavar="SIZE", help="plan next to image models that take this much")
-    parser.add_argument("--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1")
+    parser.add_argument(
+        "--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         return _plan(args)
     if args.memory is not None or args.images is not None or args.nodes != 1:
         raise UsageError("--memory, --images and --nodes are for --plan; see onedesk doctor --help")
+    if args.hub and args.check is not None:
+        raise UsageError("--hub and --check exclude each other; give one of them")
     checks = _checks(args)
     ok = all(check.status != "failure" for check in checks)
     if args.json:
@@ -49,6 +62,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _checks(args: argparse.Namespace) -> list[Check]:
+    if args.hub:
+        from .check_hub import check_hubs
+
+        return check_hubs(load_config(args.config))
     if args.check is None:
         from .examine import examine
 
@@ -57,4 +74,6 @@ def _checks(args: argparse.Namespace) -> list[Check]:
     from .check_model import check_model
 
     config = load_config(args.config)
-    return check_model(args.check, config, model_roots(config), device=args.device, context=args.context, quant=args.quant)
+    return check_model(
+        args.check, config, model_roots(config), device=args.device, context=args.context, quant=args.quant
+    )

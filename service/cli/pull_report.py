@@ -60,7 +60,9 @@ def _text(event: dict[str, Any]) -> str:
     if kind == "file":
         return f"{event['state']:<8}  {path}  {size(event['size'])}"
     if kind == "retry":
-        return f"waiting   {path or 'the hub'}: {event['reason']}; attempt {event['attempt'] + 1} in {event['wait']:.0f} s"
+        return (
+            f"waiting   {path or 'the hub'}: {event['reason']}; attempt {event['attempt'] + 1} in {event['wait']:.0f} s"
+        )
     if kind == "restart":
         return f"restart   {path}: {event['reason']}; {size(event['lost'])} are fetched again"
     if kind == "resume":
@@ -91,12 +93,13 @@ def plan_text(plan: Plan) -> str:
     head = f"{document['repo']} at {document['commit'][:12]} from {document['source']}; "
     head += f"licence {plan.license or 'not stated'}{gated}"
     verdict = {True: "it", False: "it", None: "whether it fits is not known:"}[plan.fit.fits]
+    counted = f"{len(plan.files)} {'file' if len(plan.files) == 1 else 'files'}"
     lines = [*wrapped(head, "")]
     if plan.renamed:
         lines += wrapped(f"{plan.name} is now called {plan.renamed}", "")
     lines += [columns(rows)]
     lines += wrapped(
-        f"{len(plan.files)} files, {size(plan.bytes)}, of which {size(plan.missing)} are missing in "
+        f"{counted}, {size(plan.bytes)}, of which {size(plan.missing)} are missing in "
         f"{document['folder']}; "
         f"the disk has {size(document['disk_free'])} free",
         "",

@@ -1,4 +1,5 @@
-"""One call of the engine: its requests, who of them reads, writes and waits, and what is told of each."""
+"""The state of one run of the engine: its requests, the sequences that prefill, decode or wait, and the events emitted
+for them."""
 
 from __future__ import annotations
 
@@ -8,36 +9,37 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core import CancelCheck, Event, Finish, ProgressReport, Result
+from ..core import CancelCheck, Event, Finish, Progress, ProgressReport, Result
 from ..errors import Caught, OnedeskError
 from ..kernels.forward_batch import BLOCK
-from .answer import Answer, Prepared
 from .beam_search import Found
 from .buffers import MAX_BATCH
+from .completion import Completion, Prepared
 from .flights import Flights
 from .leaks import LeakWatch
-from .scheduler import Scheduler, Ticket
+from .request_state import RequestState, RunningSequence
+from .scheduler import Scheduler, State, Ticket
 from .session import Session
 from .stages import StageMeter
 from .stepper import Picked
-from .work import Job, Row
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
-    """Where a call's costs are written down, and how many bytes of weights one pass reads, and one drafted token."""
+class Accounting:
+    """Where costs are counted, and the bytes of weights that one pass reads, and that drafting one token reads."""
 
     meter: StageMeter
     leaks: LeakWatch
     pass_bytes: int
-    guess_bytes: int = 0
+    draft_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What the caller may say meanwhile: stop everything, stop the request of a number, who hears of progress, and which requests came."""
+class Controls:
+    """What the caller may do during a run: cancel all of it, cancel one request by its number, follow progress, add
+    requests."""
 
     cancel: CancelCheck | None = None
     cancel_request: Callable[[int], bool] | None = None
@@ -45,208 +47,235 @@ class Orders:
     arrivals: Callable[[], Sequence[Prepared]] | None = None
 
 
-class Call:
-    """The state of a call. `take` is the one way in for a chosen token, `end` the one way out for a choice.
+class Batch:
+    """The requests of a run and their sequences. `apply` is the only way in for a chosen token, `end` the only way out
+    for a choice.
 
-    What is done for one row is done within `guarded`: its fault ends its request, and nothing else.
+    Work for one sequence is done within `guarded`: its fault ends its request, and nothing else.
     """
 
-    def __init__(self, requests: Sequence[Prepared], session: Session, books: Books, orders: Orders) -> None:
-        self.session = session
-        self.runner = session.runner
-        self.books = books
-        self.orders = orders
-        self.started = 0.0
+    def __init__(
+        self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls
+    ) -> None:
         self.scheduler = Scheduler(MAX_BATCH)
         self.flights = Flights(session.stepper)
-        # Requests that have not ended, by their numbers; those that have are forgotten, for a call may go on for days.
-        self.jobs: dict[int, Job] = {}
-        self._rows: dict[Ticket, Row] = {}
+        self.accounting = accounting
+        # Requests that have not ended, by their numbers; ended ones are dropped, for a run may last for days.
+        self.requests: dict[int, RequestState] = {}
+        self._runner = session.runner
+        self._prefix = session.prefix
+        self._controls = controls
+        self._started = 0.0
+        self._sequences: dict[Ticket, RunningSequence] = {}
         self._numbered = 0
-        self._stopped = False
-        self._refused: list[Event] = []  # requests that failed before they had a row
-        self.runner.table_cost()  # what others read before is not of this call
-        self.join(requests)
+        self._cancelled = False
+        self._refused: list[Event] = []  # requests that failed before they had a sequence
+        self._runner.table_cost()  # what was read before this run is not its cost
+        self.add(requests)
 
     def start(self, when: float) -> None:
-        """It begins now, at the perf_counter time `when` for those that are there."""
-        self.started = when
-        for job in self.jobs.values():
-            job.joined = when
+        """The run begins, at the perf_counter time `when` for the requests that are there."""
+        self._started = when
+        for request in self.requests.values():
+            request.arrived = when
 
-    def join(self, requests: Sequence[Prepared]) -> None:
-        """Let requests wait behind those that are there; they are numbered on."""
+    def add(self, requests: Sequence[Prepared]) -> None:
+        """Queue requests after those that are there; their numbers follow on."""
         first = self._numbered == 0
         for number, prepared in enumerate(requests, self._numbered):
             with Caught("taking in a request") as caught:
-                job = _job(number, prepared)
-                job.joined, job.before = (self.started, {}) if first else (time.perf_counter(), self.books.meter.stages)
-                self.jobs[job.index] = job
-                for row in job.rows:
-                    self._rows[row.ticket] = row
-                    self.scheduler.add(row.ticket)
+                request = RequestState.of(number, prepared)
+                now = (self._started, {}) if first else (time.perf_counter(), self.accounting.meter.stages)
+                request.arrived, request.stages_before = now
+                self.requests[number] = request
+                for sequence in request.sequences:
+                    self._sequences[sequence.ticket] = sequence
+                    self.scheduler.add(sequence.ticket)
             if caught.error is not None:
                 self._refused.append(_failed(number, caught.error))
         self._numbered += len(requests)
 
+    def add_arrivals(self) -> bool:
+        """Queue the requests that arrived since this was last called; whether there were any."""
+        arrived = () if self._controls.arrivals is None else self._controls.arrivals()
+        self.add(arrived)
+        return bool(arrived)
+
     @property
     def busy(self) -> bool:
-        """Whether there is something to do or to say."""
+        """Whether there is work, or an event to emit."""
         return bool(self.scheduler.tickets or self._refused)
 
     def refusals(self) -> Iterator[Event]:
-        """Say which requests failed before they had a row."""
+        """An error event for each request that failed before it had a sequence."""
         refused, self._refused = self._refused, []
         yield from refused
 
     def count_pass(self, stage: str) -> None:
-        """Write down that a pass of `stage` has read the weights, and what the rows of tables in files cost it."""
-        self.books.meter.add_bytes(stage, self.books.pass_bytes)
-        seconds, nbytes = self.runner.table_cost()
+        """Count towards `stage` that a pass has read the weights, and what the rows of tables in files cost it."""
+        meter = self.accounting.meter
+        meter.add_bytes(stage, self.accounting.pass_bytes)
+        seconds, nbytes = self._runner.table_cost()
         if nbytes:
-            self.books.meter.add_bytes("table", nbytes, seconds)
+            meter.add_bytes("table", nbytes, seconds)
 
-    def row(self, ticket: Ticket) -> Row:
-        """The row of a ticket."""
-        return self._rows[ticket]
+    def sequence(self, ticket: Ticket) -> RunningSequence:
+        """The sequence of a ticket."""
+        return self._sequences[ticket]
 
-    def job(self, row: Row) -> Job:
-        """The request that a row belongs to."""
-        return self.jobs[row.ticket.request]
+    def in_state(self, state: State) -> list[RunningSequence]:
+        """The admitted sequences in a state, the oldest first."""
+        return [self._sequences[ticket] for ticket in self.scheduler.working if ticket.state == state]
 
-    def unwanted(self, job: Job) -> bool:
-        """Whether the caller asks to stop this request, or all; once said, it stays."""
-        self._stopped = self._stopped or (self.orders.cancel is not None and self.orders.cancel())
-        ask = self.orders.cancel_request
-        job.unwanted = job.unwanted or self._stopped or (ask is not None and ask(job.index))
-        return job.unwanted
+    def is_cancelled(self, request: RequestState) -> bool:
+        """Whether the caller cancels this request, or the whole run; once said, it stays."""
+        controls = self._controls
+        self._cancelled = self._cancelled or (controls.cancel is not None and controls.cancel())
+        ask = controls.cancel_request
+        request.cancelled = request.cancelled or self._cancelled or (ask is not None and ask(request.index))
+        return request.cancelled
 
-    def event(self, row: Row, event: Event) -> Event:
-        """The event with its place."""
-        request, choice = row.ticket.request, row.ticket.choice
-        return event if event.request == request and event.choice == choice else replace(event, request=request, choice=choice)
+    def report(self, progress: Progress) -> None:
+        """Report progress to the caller."""
+        if self._controls.progress is not None:
+            self._controls.progress(progress)
 
-    def guarded(self, row: Row, work: Callable[..., Iterator[Event]], *arguments: Any) -> Iterator[Event]:
-        """What `work(*arguments)`, which concerns this row alone, yields. Whatever it raises ends the row's request with that error."""
-        job = self.job(row)
+    def event(self, sequence: RunningSequence, event: Event) -> Event:
+        """The event with the numbers of its request and choice."""
+        request, choice = sequence.ticket.request, sequence.ticket.choice
+        return (
+            event
+            if event.request == request and event.choice == choice
+            else replace(event, request=request, choice=choice)
+        )
+
+    def guarded(
+        self, sequence: RunningSequence, work: Callable[..., Iterator[Event]], *arguments: Any
+    ) -> Iterator[Event]:
+        """The events of `work(*arguments)`, which concerns this sequence alone. Whatever it raises ends the request
+        with that error."""
         with Caught("writing an answer") as caught:
             yield from work(*arguments)
         if caught.error is not None:
-            yield from self.fail(job, caught.error)
+            yield from self.fail(sequence.request, caught.error)
 
-    def fail(self, job: Job, error: OnedeskError) -> Iterator[Event]:
-        """End a request with an error: what it holds is free at once, and nothing of it is kept for later prompts."""
-        for row in list(job.rows):
-            self._leave(row)
-        job.drop_base()
-        self.jobs.pop(job.index, None)
-        yield _failed(job.index, error)
+    def fail(self, request: RequestState, error: OnedeskError) -> Iterator[Event]:
+        """End a request with an error: its slots and blocks are free at once, and nothing of it enters the prefix
+        cache."""
+        for sequence in list(request.sequences):
+            self._remove(sequence)
+        request.drop_shared_prompt()
+        request.ended = None
+        self.requests.pop(request.index, None)
+        yield _failed(request.index, error)
 
-    def take(self, row: Row, picked: Picked) -> Iterator[Event]:
-        """Take the chosen token in, or the one that must come instead; end the row or let it go on. Raises what the choice failed with."""
-        forced = row.answer.coming is not None
+    def apply(self, sequence: RunningSequence, picked: Picked) -> Iterator[Event]:
+        """Append the chosen token, or the forced one in its stead; end the sequence or let it go on. Raises what the
+        choice failed with."""
+        completion = sequence.completion
+        forced = completion.forced_token is not None
         if picked.error is not None and not forced:
             raise picked.error
-        token = picked.token if row.answer.coming is None else row.answer.coming
-        row.sampler.accept(token, forced=forced)
-        if row.first_token is None:
-            row.first_token = time.perf_counter() - self.job(row).joined
+        token = picked.token if completion.forced_token is None else completion.forced_token
+        sequence.sampler.accept(token, forced=forced)
+        if sequence.first_token is None:
+            sequence.first_token = time.perf_counter() - sequence.request.arrived
         if picked.logprobs is not None and not forced:
-            row.logprob += picked.logprobs.token
-        if row.speculator is not None:
-            row.speculator.push(token)
-        inside = row.answer.in_reasoning
-        event = row.answer.take(token, forced=forced)
+            sequence.logprob += picked.logprobs.token
+        if sequence.speculator is not None:
+            sequence.speculator.push(token)
+        inside = completion.in_reasoning
+        event = completion.take(token, forced=forced)
         if event is not None:
-            thought = forced or inside or row.answer.in_reasoning
-            shown = picked.logprobs if row.prepared.logprobs is not None and not thought else None
-            event = self.event(row, event if shown is None else replace(event, logprobs=shown))
-            if self.job(row).ended is None:
+            reasoning = forced or inside or completion.in_reasoning
+            shown = picked.logprobs if sequence.prepared.logprobs is not None and not reasoning else None
+            event = self.event(sequence, event if shown is None else replace(event, logprobs=shown))
+            if sequence.request.ended is None:
                 yield event
             else:
-                row.untold.append(event)
-        if row.answer.finish is not None:
-            yield from self.end(row, row.answer.finish)
-        elif forced or not row.launched:
-            self.flights.correct(row, token)
+                sequence.withheld.append(event)
+        if completion.finish is not None:
+            yield from self.end(sequence, completion.finish)
+        elif forced or not sequence.launched:
+            self.flights.correct(sequence, token)
 
-    def remember(self, row: Row) -> None:
-        """Let later prompts begin with what the row's cache holds."""
-        if row.kv is not None and row.prepared.prefix_reuse:
-            known = row.known
-            self.session.prefix.insert(known, row.kv.table[: len(known) // BLOCK])
+    def cache_prefix(self, sequence: RunningSequence) -> None:
+        """Put the full blocks of the sequence into the prefix cache."""
+        if sequence.kv is not None and sequence.prepared.prefix_reuse:
+            ids = sequence.cached_ids
+            self._prefix.insert(ids, sequence.kv.table[: len(ids) // BLOCK])
 
-    def end(self, row: Row, finish: Finish) -> Iterator[Event]:
-        """The row has ended: its place and its blocks are free at once, and its result is told, or compared with the others' first."""
-        row.answer.end(finish)
-        self.remember(row)
-        job = self._leave(row)
-        if job.ended is None:
-            yield from self._tell(row, row.ticket.choice, row.answer, None)
+    def end(self, sequence: RunningSequence, finish: Finish) -> Iterator[Event]:
+        """The sequence has ended: its slot and blocks are free at once. Its result is emitted, or first compared with
+        the others'."""
+        sequence.completion.end(finish)
+        self.cache_prefix(sequence)
+        self._remove(sequence)
+        request = sequence.request
+        if request.ended is None:
+            yield from self._final_events(sequence, sequence.ticket.choice, sequence.completion, None)
         else:
-            job.ended.append(row)
-        if job.ended is not None and not job.rows:
-            best = sorted(job.ended, key=lambda other: (other.answer.finish == "cancelled", -other.logprob))
-            for choice, other in enumerate(best[: row.prepared.n]):
-                yield from (replace(event, choice=choice) for event in other.untold)
-                yield from self._tell(other, choice, other.answer, other.logprob)
-        self._forget(job)
+            request.ended.append(sequence)
+        if request.ended is not None and not request.sequences:
+            best = sorted(request.ended, key=lambda other: (other.completion.finish == "cancelled", -other.logprob))
+            for choice, other in enumerate(best[: sequence.prepared.n]):
+                yield from (replace(event, choice=choice) for event in other.withheld)
+                yield from self._final_events(other, choice, other.completion, other.logprob)
+        self._drop_if_ended(request)
 
-    def end_search(self, row: Row, found: Sequence[Found]) -> Iterator[Event]:
-        """The search behind the row has ended with these answers, the best first."""
-        job = self._leave(row)
+    def end_search(self, sequence: RunningSequence, found: Sequence[Found]) -> Iterator[Event]:
+        """The beam search of the sequence has ended with these completions, the best first."""
+        self._remove(sequence)
         for choice, one in enumerate(found):
-            yield from (replace(event, request=row.ticket.request, choice=choice) for event in one.events)
-            yield from self._tell(row, choice, one.answer, one.total)
-        self._forget(job)
+            yield from (replace(event, request=sequence.ticket.request, choice=choice) for event in one.events)
+            yield from self._final_events(sequence, choice, one.completion, one.total)
+        self._drop_if_ended(sequence.request)
 
     def close(self) -> None:
-        """Return everything that the call holds."""
+        """Return all KV blocks."""
         self.flights.drain()
-        for row in self._rows.values():
-            row.leave()
-        for job in self.jobs.values():
-            job.drop_base()
+        for sequence in self._sequences.values():
+            sequence.close_cache()
+        for request in self.requests.values():
+            request.drop_shared_prompt()
+            request.sequences.clear()  # a request and its sequences refer to each other
 
-    def _forget(self, job: Job) -> None:
-        if not job.rows:
-            del self.jobs[job.index]
+    def _drop_if_ended(self, request: RequestState) -> None:
+        if not request.sequences:
+            del self.requests[request.index]
+            request.ended = None
 
-    def _leave(self, row: Row) -> Job:
-        job = self.job(row)
-        row.leave()
-        job.rows.remove(row)
-        del self._rows[row.ticket]
-        if row.ticket.state != "ended":
-            self.scheduler.move(row.ticket, "ended")
-        if not job.waiting:
-            job.drop_base()
+    def _remove(self, sequence: RunningSequence) -> None:
+        request = sequence.request
+        sequence.close_cache()
+        request.sequences.remove(sequence)
+        del self._sequences[sequence.ticket]
+        if sequence.ticket.state != "ended":
+            self.scheduler.move(sequence.ticket, "ended")
+        if not request.waiting:
+            request.drop_shared_prompt()
         if not self.scheduler.tickets:
-            self.books.leaks.mark("decode")
-        return job
+            self.accounting.leaks.mark("decode")
 
-    def _tell(self, row: Row, choice: int, answer: Answer, logprob: float | None) -> Iterator[Event]:
-        last = answer.last()
+    def _final_events(
+        self, sequence: RunningSequence, choice: int, completion: Completion, logprob: float | None
+    ) -> Iterator[Event]:
+        last = completion.flush()
         if last is not None:
-            yield replace(last, request=row.ticket.request, choice=choice)
-        yield Event(result=self._result(row, answer, logprob), request=row.ticket.request, choice=choice)
+            yield replace(last, request=sequence.ticket.request, choice=choice)
+        yield Event(result=self._result(sequence, completion, logprob), request=sequence.ticket.request, choice=choice)
 
-    def _result(self, row: Row, answer: Answer, logprob: float | None) -> Result:
-        job = self.job(row)
-        total = time.perf_counter() - job.joined
-        first = total if row.first_token is None else row.first_token
-        seconds = {"load": job.load_seconds, "first_token": first, "total": total}
-        stages = self.books.meter.since(job.before) if job.before else self.books.meter.stages
-        return answer.result(row.prepared.seed_of(row.ticket.choice), job.cached, seconds, stages, logprob)
+    def _result(self, sequence: RunningSequence, completion: Completion, logprob: float | None) -> Result:
+        request, meter = sequence.request, self.accounting.meter
+        total = time.perf_counter() - request.arrived
+        first = total if sequence.first_token is None else sequence.first_token
+        seconds = {"load": request.load_seconds, "first_token": first, "total": total}
+        stages = meter.since(request.stages_before) if request.stages_before else meter.stages
+        return completion.result(
+            sequence.prepared.seed_of(sequence.ticket.choice), request.cached, seconds, stages, logprob
+        )
 
 
 def _failed(request: int, error: OnedeskError) -> Event:
     log.warning("a request failed: %s", error, exc_info=error.__cause__)
     return Event(error=error, request=request)
-
-
-def _job(index: int, prepared: Prepared) -> Job:
-    width = prepared.beams or 1
-    choices = 1 if prepared.beams else prepared.best_of or prepared.n
-    rows = [Row(prepared, Ticket(index, choice, width)) for choice in range(choices)]
-    return Job(index, prepared, rows, ended=[] if prepared.best_of is not None else None)

@@ -1,4 +1,4 @@
-"""Requests from their first token to their results: whoever has a place reads or writes, the others wait their turn."""
+"""Runs requests to completion: sequences that are admitted prefill or decode, the others wait."""
 
 from __future__ import annotations
 
@@ -12,272 +12,313 @@ from ..cache.paged import SequenceKV
 from ..core import Event, Progress
 from ..errors import Caught, MemoryFull
 from ..kernels.forward_batch import BLOCK, FEW_ROWS
-from .answer import Prepared
-from .batch import Books, Call, Orders
-from .beam_search import Search
-from .decode_loop import Writing
-from .runner import Stopped
+from .batch import Accounting, Batch, Controls
+from .beam_search import BeamSearch
+from .completion import Prepared
+from .decode_loop import DecodeLoop
+from .request_state import RequestState, RunningSequence, SharedPrompt
+from .runner import PassRestarted, Stopped
 from .scheduler import State, Ticket
 from .session import Session
 from .stepper import Picked, pick
-from .work import Base, Row
 
-# Layers of a pass over prompts, within which those who come still join it: so much is computed anew with them, a few percent of a pass, and
-# of requests that are sent together the first does not read alone.
+# A request that arrives while a prefill pass computes its first JOINABLE layers joins the pass, which is then
+# restarted. The restart costs a few percent of a pass. Requests that are sent together are then prefilled together, the
+# first one too.
 JOINABLE = 2
 
 
-class Generation:
-    """Runs prepared requests on a session, their choices together; `events` is the one way through it.
+class BatchLoop:
+    """Runs prepared requests on a session as one batch; `events` runs it.
 
-    A prompt is read chunk by chunk while others write; several that go into one chunk are read together, unless they begin alike: those
-    share what the first has read. All rows that write do so in one step. An event is yielded as soon as its token was chosen.
+    A prompt is prefilled chunk by chunk, between decode steps of the others. Prompts that fit into one chunk are
+    prefilled together, unless they share a prefix: then the later ones wait for the cached prefix of the first. All
+    sequences that decode do so in one step. An event is yielded as soon as its token was chosen.
     """
 
-    def __init__(self, requests: Sequence[Prepared], session: Session, books: Books, orders: Orders) -> None:
-        self._call = Call(requests, session, books, orders)
-        self._writing = Writing(self._call)
+    def __init__(
+        self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls
+    ) -> None:
+        self._batch = Batch(requests, session, accounting, controls)
+        self._scheduler = self._batch.scheduler
+        self._decoding = DecodeLoop(self._batch, session, accounting)
         self._session = session
-        self._meter = books.meter
-        self._searches: dict[Ticket, Search] = {}
+        self._runner = session.runner
+        self._meter = accounting.meter
+        self._searches: dict[Ticket, BeamSearch] = {}
 
     def events(self, started: float) -> Iterator[Event]:
-        """Everything until all have ended; the last event of a choice has its result. `started` is the call's perf_counter time.
+        """All events until every request has ended; the last one of each choice has its result.
 
-        Weights that are still on their way are read while the first prompt is; decode begins when all are there.
+        `started` is the perf_counter time at which the run began. While the weights are still loading, the first prompt
+        is prefilled layer by layer as they arrive; decode begins when all are there.
         """
-        call = self._call
-        call.start(started)
+        batch = self._batch
+        batch.start(started)
         try:
-            while self._arrive():
-                yield from call.refusals()
-                yield from self._stop()
-                yield from self._enter()
-                yield from self._read()
-                yield from self._search()
-                writing = [call.row(t) for t in call.scheduler.working if t.state == "writing" and t not in self._searches]
-                wanted = [row for row in writing if not call.unwanted(call.job(row))]
-                if wanted:
-                    yield from self._writing.step(wanted)
-                self._close_searches()
+            while self._has_work():
+                yield from batch.refusals()
+                yield from self._end_cancelled()
+                yield from self._admit()
+                yield from self._prefill()
+                yield from self._step_searches()
+                decoding = [s for s in batch.in_state("decoding") if s.ticket not in self._searches]
+                decoding = [sequence for sequence in decoding if not batch.is_cancelled(sequence.request)]
+                if decoding:
+                    yield from self._decoding.step(decoding)
+                self._close_ended_searches()
         finally:
-            call.close()
+            batch.close()
             for search in self._searches.values():
                 search.close()
 
-    def _arrive(self) -> bool:
-        """Let in who came meanwhile; False when nobody is left."""
-        self._came()
-        return self._call.busy
+    def _has_work(self) -> bool:
+        self._batch.add_arrivals()
+        return self._batch.busy
 
-    def _came(self) -> bool:
-        arrivals = self._call.orders.arrivals
-        came = () if arrivals is None else arrivals()
-        self._call.join(came)
-        return bool(came)
+    def _end_cancelled(self) -> Iterator[Event]:
+        """End the requests that the caller has cancelled."""
+        for request in list(self._batch.requests.values()):
+            if request.sequences and self._batch.is_cancelled(request):
+                for sequence in list(request.sequences):
+                    if sequence.ticket.state != "ended":
+                        yield from self._batch.guarded(sequence, self._cancel, sequence)
 
-    def _stop(self) -> Iterator[Event]:
-        """End what the caller no longer wants."""
-        for job in list(self._call.jobs.values()):
-            if job.rows and self._call.unwanted(job):
-                for row in list(job.rows):
-                    if row.ticket.state != "ended":
-                        yield from self._call.guarded(row, self._cancel, row)
+    def _cancel(self, sequence: RunningSequence) -> Iterator[Event]:
+        if sequence.ticket in self._searches:
+            return self._end_search(sequence)
+        return self._batch.end(sequence, "cancelled")
 
-    def _cancel(self, row: Row) -> Iterator[Event]:
-        return self._found(row) if row.ticket in self._searches else self._call.end(row, "cancelled")
-
-    def _enter(self) -> Iterator[Event]:
-        """Let in whoever has a place and fits. Whoever is alone always fits, if need be without what is kept for others."""
-        scheduler = self._call.scheduler
-        yield from self._admitted()
+    def _admit(self) -> Iterator[Event]:
+        """Admit the sequences that have a free slot and fit. One that is alone always fits, if need be without any
+        shared prompts."""
+        scheduler = self._scheduler
+        yield from self._admit_in_order()
         if scheduler.working or scheduler.next is None:
             return
-        for job in self._call.jobs.values():
-            job.drop_base()
-        yield from self._admitted()
+        for request in self._batch.requests.values():
+            request.drop_shared_prompt()
+        yield from self._admit_in_order()
         left = scheduler.next
         if not scheduler.working and left is not None:
-            error = MemoryFull(f"request {left.request} does not fit the session's KV although nothing else runs; ask for fewer tokens")
-            yield from self._call.fail(self._call.jobs[left.request], error)
+            words = (
+                f"request {left.request} does not fit the session's KV cache although nothing else runs; "
+                "ask for fewer tokens"
+            )
+            yield from self._batch.fail(self._batch.requests[left.request], MemoryFull(words))
 
-    def _admitted(self) -> Iterator[Event]:
-        for ticket in self._call.scheduler.admit(self._place):
-            row = self._call.row(ticket)
-            job = self._call.job(row)
-            if row.error is not None:
-                yield from self._call.fail(job, row.error)
-            elif ticket.state == "reading":
-                yield self._read_so_far(row)
-            elif job.base is not None:
-                yield from self._call.guarded(row, self._begin, row, job.base.scores.clone())
-            if not job.waiting:
-                job.drop_base()
+    def _admit_in_order(self) -> Iterator[Event]:
+        for ticket in self._scheduler.admit(self._reserve):
+            sequence = self._batch.sequence(ticket)
+            request = sequence.request
+            if sequence.admission_error is not None:
+                yield from self._batch.fail(request, sequence.admission_error)
+            elif ticket.state == "prefilling":
+                yield self._prefill_progress(sequence)
+            elif request.shared_prompt is not None:
+                yield from self._batch.guarded(
+                    sequence, self._start_decoding, sequence, request.shared_prompt.scores.clone()
+                )
+            if not request.waiting:
+                request.drop_shared_prompt()
 
-    def _place(self, ticket: Ticket) -> State | None:
-        """As `_placed`; a row that cannot enter because of a fault has ended, see Row.error."""
+    def _reserve(self, ticket: Ticket) -> State | None:
+        """As `_reserve_blocks`. A sequence that cannot be admitted because of a fault has ended, see
+        `admission_error`."""
         with Caught("making room for a request") as caught:
-            return self._placed(ticket)
-        self._call.row(ticket).error = caught.error
+            return self._reserve_blocks(ticket)
+        self._batch.sequence(ticket).admission_error = caught.error
         return "ended"
 
-    def _placed(self, ticket: Ticket) -> State | None:
-        """Open the cache of a row: behind its siblings' prompt if that was read, else to read it, see `_may_read`."""
-        row, kv = self._call.row(ticket), self._call.runner.kv
-        job, prepared = self._call.job(row), row.prepared
-        if job.base is not None:
+    def _reserve_blocks(self, ticket: Ticket) -> State | None:
+        """Reserve a sequence's KV blocks and return its next state, or None if it must wait: "decoding" on a fork of
+        its request's shared prompt, else "prefilling", see `_may_prefill`."""
+        sequence, kv = self._batch.sequence(ticket), self._runner.kv
+        request, prepared = sequence.request, sequence.prepared
+        if request.shared_prompt is not None:
             with suppress(MemoryFull):
-                row.kv = job.base.kv.fork(row.capacity)
-                return "writing"
+                sequence.kv = request.shared_prompt.kv.fork(sequence.capacity)
+                return "decoding"
             return None
-        # More than a few rows are left to read, see first_piece.
-        shared = kv.usable(self._session.prefix.match(prepared.ids[:-FEW_ROWS])) if prepared.prefix_reuse else []
-        if not self._may_read(row, len(shared) * BLOCK):
+        # More than FEW_ROWS tokens are left to prefill, see first_piece.
+        cached = kv.usable(self._session.prefix.match(prepared.keys[:-FEW_ROWS])) if prepared.prefix_reuse else []
+        if not self._may_prefill(sequence, len(cached) * BLOCK):
             return None
-        if not (kv.fits(row.capacity, shared) if prepared.beams is None else Search.fits(kv, prepared)):
+        if not (kv.fits(sequence.capacity, cached) if prepared.beams is None else BeamSearch.fits(kv, prepared)):
             return None
-        row.kv = kv.open(row.capacity, shared)
+        sequence.kv = kv.open(sequence.capacity, cached)
+        sequence.kv.shift = prepared.pictures.positions.delta if prepared.pictures is not None else 0
         if prepared.beams is not None:
-            self._searches[ticket] = Search(prepared, self._call.runner, row.kv)
-        if not job.begun:
-            job.cached = row.kv.length
-        return "reading"
+            self._searches[ticket] = BeamSearch(prepared, self._runner, sequence.kv)
+        if not request.prefilled:
+            request.cached = sequence.kv.length
+        return "prefilling"
 
-    def _may_read(self, row: Row, known: int) -> bool:
-        """Whether a row may read its prompt from `known` on: nobody else reads, or one pass reads the rest of all prompts, each as it would
-        be read alone. Where one of them reads a block that it begins with too, it waits for that."""
-        call, ids = self._call, row.prepared.ids
-        reading = self._reading()
-        if not reading:
+    def _may_prefill(self, sequence: RunningSequence, cached: int) -> bool:
+        """Whether a sequence may prefill its prompt now, from token `cached` on.
+
+        It may if no other does, or if one pass prefills the rest of all prompts, each with the scores that it would
+        have alone. A prompt whose next block another one computes just now waits for that block, and one with pictures
+        is always alone.
+        """
+        prefilling = self._batch.in_state("prefilling")
+        if not prefilling:
             return True
-        left = [len(ids) - known, *(len(other.prepared.ids) - other.kv.length for other in reading if other.kv is not None)]
-        more = known + BLOCK
-        shares = row.prepared.prefix_reuse and more < len(ids) - FEW_ROWS
+        if any(other.prepared.pictures is not None for other in (sequence, *prefilling)):
+            return False
+        keys = sequence.prepared.keys
+        left = [
+            len(keys) - cached,
+            *(len(other.prepared.ids) - other.kv.length for other in prefilling if other.kv is not None),
+        ]
+        more = cached + BLOCK
+        shares = sequence.prepared.prefix_reuse and more < len(keys) - FEW_ROWS
         return (
-            call.runner.reads_several
+            self._runner.reads_several
             and min(left) > FEW_ROWS
-            and sum(left) <= call.runner.chunk_rows
-            and not any(call.job(other) is call.job(row) or (shares and other.prepared.ids[:more] == ids[:more]) for other in reading)
+            and sum(left) <= self._runner.chunk_rows
+            and not any(
+                other.request is sequence.request or (shares and other.prepared.keys[:more] == keys[:more])
+                for other in prefilling
+            )
         )
 
-    def _joined(self) -> bool:
-        """Whether somebody came just now who can read in the same pass."""
-        scheduler = self._call.scheduler
-        if not self._call.runner.reads_several or not self._came():
-            return False
-        ticket = scheduler.next
-        return ticket is not None and ticket.places <= scheduler.free and self._may_read(self._call.row(ticket), 0)
-
-    def _reading(self) -> list[Row]:
-        return [self._call.row(ticket) for ticket in self._call.scheduler.working if ticket.state == "reading"]
-
-    def _read(self) -> Iterator[Event]:
-        """Read on in what is being read: the prompts of several at once, or all of one, or one chunk of it where others write meanwhile."""
-        rows, began = self._reading(), time.perf_counter()
-        if not rows:
+    def _prefill(self) -> Iterator[Event]:
+        """One prefill: the prompts of several sequences in one pass, or all of one, or one chunk of it while others
+        decode."""
+        sequences, began = self._batch.in_state("prefilling"), time.perf_counter()
+        if not sequences:
             return
         with self._meter.measure("prefill"):
             try:
-                scores = self._pass(rows)
-            except Stopped:
-                return
+                scores = self._prefill_pass(sequences)
+            except (Stopped, PassRestarted):
+                return  # the loop ends what is cancelled, or admits what joins, and comes back here
         took = time.perf_counter() - began
-        for row, behind in zip(rows, scores, strict=True):
-            row.reading += took
-            if row.kv is not None and row.kv.length == len(row.prepared.ids):
-                self._settle(row)
-                yield from self._call.guarded(row, self._has_read, row, row.kv, behind)
+        for sequence, own_scores in zip(sequences, scores, strict=True):
+            sequence.prefill_seconds += took
+            if sequence.kv is not None and sequence.kv.length == len(sequence.prepared.ids):
+                self._wait_for_weights(sequence.request)
+                yield from self._batch.guarded(sequence, self._finish_prefill, sequence, sequence.kv, own_scores)
 
-    def _pass(self, rows: Sequence[Row]) -> torch.Tensor:
-        """The scores [rows, vocab] behind what was read of each. A pass over several is given up when nobody wants it: the others need not
-        read anew for one who has gone. It is begun anew with those who come at its beginning."""
-        call, kvs = self._call, [row.kv for row in rows if row.kv is not None]
-        ids = [row.prepared.ids[kv.length :] for row, kv in zip(rows, kvs, strict=True)]
+    def _prefill_pass(self, sequences: Sequence[RunningSequence]) -> torch.Tensor:
+        """The scores [sequences, vocab] after what was prefilled of each.
 
+        Raises Stopped when all of them are cancelled: a pass goes on for those that are not. Raises PassRestarted when
+        a request joins.
+        """
+        runner, kvs = self._runner, [sequence.kv for sequence in sequences if sequence.kv is not None]
+        ids = [sequence.prepared.ids[kv.length :] for sequence, kv in zip(sequences, kvs, strict=True)]
         layers = 0
 
-        def unwanted() -> bool:
+        def all_cancelled() -> bool:
+            return all(self._batch.is_cancelled(sequence.request) for sequence in sequences)
+
+        def must_restart() -> bool:
             nonlocal layers
             layers += 1
-            return all(call.unwanted(call.job(row)) for row in rows) or (layers <= JOINABLE and self._joined())
+            return layers <= JOINABLE and self._one_joins()
 
-        if len(rows) == 1:
-            row, at = rows[0], kvs[0].length
-            whole = len(call.scheduler.working) == 1
-            return call.runner.prefill(kvs[0], ids[0], unwanted, lambda done: self._tell_read([(row, at + done)]), whole=whole)[None]
-        scores = call.runner.prefill_several(kvs, ids, unwanted)
-        self._tell_read([(row, kv.length) for row, kv in zip(rows, kvs, strict=True)])
+        if len(sequences) == 1:
+            sequence, before = sequences[0], kvs[0].length
+
+            def report(done: int) -> None:
+                self._count_prefill([(sequence, before + done)])
+
+            return runner.prefill(
+                kvs[0],
+                ids[0],
+                all_cancelled,
+                report,
+                whole=len(self._scheduler.working) == 1,
+                pictures=sequence.prepared.pictures,
+                restart=must_restart,
+            )[None]
+        scores = runner.prefill_several(kvs, ids, all_cancelled, must_restart)
+        self._count_prefill([(sequence, kv.length) for sequence, kv in zip(sequences, kvs, strict=True)])
         return scores
 
-    def _tell_read(self, read: Sequence[tuple[Row, int]]) -> None:
-        """One pass was made, and so much of each prompt is read now."""
-        self._call.count_pass("prefill")
-        if self._call.orders.progress is not None:
-            for row, done in read:
-                self._call.orders.progress(Progress("prefill", done, len(row.prepared.ids)))
+    def _one_joins(self) -> bool:
+        """Whether a request arrived just now whose prompt can be prefilled in the same pass."""
+        if not self._runner.reads_several or not self._batch.add_arrivals():
+            return False
+        ticket = self._scheduler.next
+        return (
+            ticket is not None
+            and ticket.slots <= self._scheduler.free
+            and self._may_prefill(self._batch.sequence(ticket), 0)
+        )
 
-    def _settle(self, row: Row) -> None:
-        """The prompt of a row was read: wait until all weights are there, which is everybody's matter."""
+    def _count_prefill(self, prefilled: Sequence[tuple[RunningSequence, int]]) -> None:
+        """Count one pass, and report how many tokens of each prompt are prefilled now."""
+        self._batch.count_pass("prefill")
+        for sequence, done in prefilled:
+            self._batch.report(Progress("prefill", done, len(sequence.prepared.ids)))
+
+    def _wait_for_weights(self, request: RequestState) -> None:
+        """Wait until all weights are there, after the first prompt. A failure is everyone's: no request can go on
+        without them."""
         loading = not self._session.settled
         if loading:
             self._meter.add_reading(self._session.settle(), self._session.waited)
-            job = self._call.job(row)
-            job.load_seconds = time.perf_counter() - job.joined
-        self._call.books.leaks.mark("load" if loading else "prefill")
+            request.load_seconds = time.perf_counter() - request.arrived
+        self._batch.accounting.leaks.mark("load" if loading else "prefill")
 
-    def _has_read(self, row: Row, kv: SequenceKV, scores: torch.Tensor) -> Iterator[Event]:
-        job = self._call.job(row)
-        job.begun = True
-        self._call.scheduler.move(row.ticket, "writing")
-        self._call.remember(row)
-        yield self._read_so_far(row)
-        if job.waiting:
-            with suppress(MemoryFull):  # then each of them reads the prompt anew, from what is remembered of it
-                job.base = Base(kv.fork(kv.length), scores.clone())
-        yield from self._begin(row, scores)
+    def _finish_prefill(self, sequence: RunningSequence, kv: SequenceKV, scores: torch.Tensor) -> Iterator[Event]:
+        request = sequence.request
+        request.prefilled = True
+        self._scheduler.move(sequence.ticket, "decoding")
+        self._batch.cache_prefix(sequence)
+        yield self._prefill_progress(sequence)
+        if request.waiting:
+            with suppress(MemoryFull):  # then each of them prefills again what the prefix cache does not have
+                request.shared_prompt = SharedPrompt(kv.fork(kv.length), scores.clone())
+        yield from self._start_decoding(sequence, scores)
 
-    def _read_so_far(self, row: Row) -> Event:
-        done = row.kv.length if row.kv is not None else 0
-        return self._call.event(row, Event(progress=Progress("prefill", done, len(row.prepared.ids))))
+    def _prefill_progress(self, sequence: RunningSequence) -> Event:
+        done = sequence.kv.length if sequence.kv is not None else 0
+        return self._batch.event(sequence, Event(progress=Progress("prefill", done, len(sequence.prepared.ids))))
 
-    def _begin(self, row: Row, scores: torch.Tensor) -> Iterator[Event]:
-        """The first token, from the scores behind the prompt; a row that was set back has it already."""
-        if self._call.unwanted(self._call.job(row)):
+    def _start_decoding(self, sequence: RunningSequence, scores: torch.Tensor) -> Iterator[Event]:
+        """The first token, from the scores after the prompt. A sequence that was preempted has it already."""
+        if self._batch.is_cancelled(sequence.request):
             return
-        if row.ticket in self._searches:
-            self._searches[row.ticket].begin(scores)
-        elif not row.feed:
+        if sequence.ticket in self._searches:
+            self._searches[sequence.ticket].begin(scores)
+        elif not sequence.feed:
             with self._meter.measure("sample"):
-                picked = Picked(-1) if row.answer.coming is not None else pick(row.sampler, scores)
-            yield from self._call.take(row, picked)
+                forced = sequence.completion.forced_token is not None
+                picked = Picked(-1) if forced else pick(sequence.sampler, scores)
+            yield from self._batch.apply(sequence, picked)
 
-    def _search(self) -> Iterator[Event]:
-        """One step of every search that has begun."""
-        self._close_searches()
+    def _step_searches(self) -> Iterator[Event]:
+        """One step of every beam search whose prompt is prefilled."""
+        self._close_ended_searches()
         for ticket, search in list(self._searches.items()):
-            row = self._call.row(ticket)
-            if ticket.state == "writing" and not self._call.unwanted(self._call.job(row)):
-                yield from self._call.guarded(row, self._searched, row, search)
+            sequence = self._batch.sequence(ticket)
+            if ticket.state == "decoding" and not self._batch.is_cancelled(sequence.request):
+                yield from self._batch.guarded(sequence, self._step_search, sequence, search)
 
-    def _searched(self, row: Row, search: Search) -> Iterator[Event]:
-        """One step of a search."""
+    def _step_search(self, sequence: RunningSequence, search: BeamSearch) -> Iterator[Event]:
         if not search.done:
             with self._meter.measure("decode"):
                 search.step()
-            self._call.count_pass("decode")
-        if row.first_token is None:
-            row.first_token = time.perf_counter() - self._call.job(row).joined
-        yield self._call.event(row, Event(progress=Progress("decode", search.length, row.prepared.limits.room)))
+            self._batch.count_pass("decode")
+        if sequence.first_token is None:
+            sequence.first_token = time.perf_counter() - sequence.request.arrived
+        yield self._batch.event(
+            sequence, Event(progress=Progress("decode", search.length, sequence.prepared.limits.room))
+        )
         if search.done:
-            yield from self._found(row)
+            yield from self._end_search(sequence)
 
-    def _found(self, row: Row) -> Iterator[Event]:
-        """End a search, with the best that it found."""
-        answers = self._searches[row.ticket].best(row.prepared.n)
-        self._searches.pop(row.ticket).close()
-        yield from self._call.end_search(row, answers)
+    def _end_search(self, sequence: RunningSequence) -> Iterator[Event]:
+        """End a beam search with the best completions that it found."""
+        found = self._searches[sequence.ticket].best(sequence.prepared.n)
+        self._searches.pop(sequence.ticket).close()
+        yield from self._batch.end_search(sequence, found)
 
-    def _close_searches(self) -> None:
-        """Return what the searches hold whose requests have ended."""
+    def _close_ended_searches(self) -> None:
+        """Return the blocks of searches whose requests have ended."""
         for ticket in [ticket for ticket in self._searches if ticket.state == "ended"]:
             self._searches.pop(ticket).close()

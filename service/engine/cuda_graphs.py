@@ -1,4 +1,4 @@
-"""Device work that a session does again and again, as CUDA graphs: launched as one instead of kernel by kernel."""
+"""Repeated device work of a session as CUDA graphs: one launch instead of one per kernel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Graphs:
-    """Graphs by what they do. Work that is captured reads and writes the same addresses each time, and looks at no value.
+    """Graphs by a key. Captured work reads and writes the same addresses each time, and the host looks at no value.
 
-    What a graph itself takes (some MiB of the driver's) goes when this is closed.
+    A graph takes a few MiB of the driver's memory, returned by `close`.
     """
 
     def __init__(self) -> None:
@@ -18,11 +18,12 @@ class Graphs:
 
     @property
     def captured(self) -> int:
-        """How many there are: where it grew, what was run took longer than it will from now on."""
+        """How many graphs there are. Work that made one took longer than it will from now on."""
         return len(self._graphs)
 
     def run(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Do what `key` stands for; the first time as it is, for it compiles what is not compiled yet, which a capture must not."""
+        """Run the work of `key`. The first time it runs uncaptured, because it may compile kernels, which a capture
+        must not."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -31,7 +32,7 @@ class Graphs:
         self._graphs[key] = self._captured(work)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Drop all graphs."""
         self._graphs.clear()
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -39,7 +40,7 @@ class Graphs:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            # Other threads (a painter's) may go on with their own work meanwhile.
+            # Other threads, such as an image model's, may use the device meanwhile.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work()

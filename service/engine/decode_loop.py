@@ -1,4 +1,5 @@
-"""Decode: all rows that write in one step, steps ahead where the device can, and guesses checked where one writes alone."""
+"""Decode: one step for all sequences, launched ahead where the device can, and speculative decoding where one sequence
+is alone."""
 
 from __future__ import annotations
 
@@ -10,165 +11,183 @@ from ..cache.paged import SequenceKV
 from ..core import Event, Stage
 from ..errors import Caught, MemoryFull
 from ..kernels.forward_batch import BLOCK
-from .batch import Call
+from .batch import Accounting, Batch
 from .buffers import MAX_BATCH
-from .speculate import Room, Speculator
+from .request_state import RunningSequence
+from .session import Session
+from .speculate import DraftLimits, Speculator
 from .stepper import Picked
-from .work import Row
 
-# Blocks that an answer gets which outgrows what it asked for; the first number that is there.
+# KV blocks to grow by when a sequence exceeds its reservation; the larger number is tried first.
 GROWTH = (4, 1)
-# Tokens of a guess at most: with the token before them they are the rows of a small pass.
-GUESSED = MAX_BATCH - 1
+# With the token before them, the draft tokens are the rows of one small verify pass.
+MAX_DRAFT_TOKENS = MAX_BATCH - 1
 
 
-class Writing:
-    """The decode steps of a call."""
+class DecodeLoop:
+    """The decode steps of a batch."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._stepper = call.session.stepper
-        self._meter = call.books.meter
+    def __init__(self, batch: Batch, session: Session, accounting: Accounting) -> None:
+        self._batch = batch
+        self._scheduler = batch.scheduler
+        self._flights = batch.flights
+        self._stepper = session.stepper
+        self._drafting = session.runner.drafting
+        self._costs = session.costs
+        self._meter = accounting.meter
+        self._draft_token_bytes = accounting.draft_token_bytes
 
-    def step(self, rows: Sequence[Row]) -> Iterator[Event]:
-        """One token for each of `rows`, or several where one row is all there is and a guess was right."""
-        call, began, captured = self._call, time.perf_counter(), self._stepper.captured
-        alone = len(rows) == len(call.scheduler.tickets) == 1
+    def step(self, sequences: Sequence[RunningSequence]) -> Iterator[Event]:
+        """One token for each of `sequences`; several where only one is there and draft tokens were accepted."""
+        batch, began, captured = self._batch, time.perf_counter(), self._stepper.captured
+        alone = len(sequences) == len(self._scheduler.tickets) == 1
         if alone:
-            row, room, guess, drafting = rows[0], None, list[int](), 0.0
-            with Caught("guessing the next tokens") as caught:
-                room = self._room(row)
-                if room is not None:
-                    guess, drafting = self._guess(row, room)
+            sequence, limits, draft, drafting = sequences[0], None, list[int](), 0.0
+            with Caught("drafting the next tokens") as caught:
+                limits = self._draft_limits(sequence)
+                if limits is not None:
+                    draft, drafting = self._draft(sequence, limits)
             if caught.error is not None:
-                yield from call.fail(call.job(row), caught.error)
+                yield from batch.fail(sequence.request, caught.error)
                 return
-            if guess or (room is not None and room.behind):
-                yield from call.guarded(row, self._check, row, guess, began, drafting, captured)
+            if draft or (limits is not None and limits.unprocessed):
+                yield from batch.guarded(sequence, self._verify, sequence, draft, began, drafting, captured)
                 return
-        if not call.flights:
-            rows = self._with_room(rows)
-            self._launch(rows)
-        while len(call.flights) <= self._stepper.ahead and self._can_run_ahead(rows):
-            self._launch([row for row in rows if not row.ends_next])
+        if not self._flights:
+            sequences = self._with_blocks(sequences)
+            self._launch(sequences)
+        while len(self._flights) <= self._stepper.ahead and self._can_run_ahead(sequences):
+            self._launch([sequence for sequence in sequences if not sequence.ends_in_flight])
         with self._meter.measure(self._stepper.stage):
-            chosen = call.flights.collect()
-        if alone and rows[0].speculator is not None and self._stepper.captured == captured:
-            rows[0].speculator.note(0, 0, time.perf_counter() - began)
-        for row, picked in chosen:
-            if row.ticket.state != "ended":  # its request may just have failed with another row
-                yield from call.guarded(row, call.take, row, picked)
+            chosen = self._flights.collect()
+        if alone and sequences[0].speculator is not None and self._stepper.captured == captured:
+            sequences[0].speculator.record(0, 0, time.perf_counter() - began)
+        for sequence, picked in chosen:
+            if sequence.ticket.state != "ended":  # its request may just have failed with another choice
+                yield from batch.guarded(sequence, batch.apply, sequence, picked)
 
-    def _launch(self, rows: Sequence[Row]) -> None:
+    def _launch(self, sequences: Sequence[RunningSequence]) -> None:
         with self._meter.measure("decode"):
-            self._call.flights.launch(rows)
-        self._call.count_pass("decode")
+            self._flights.launch(sequences)
+        self._batch.count_pass("decode")
 
-    def _can_run_ahead(self, rows: Sequence[Row]) -> bool:
-        """Whether the step after the one under way can begin: with all rows that go on, unless a prompt waits to be read.
+    def _can_run_ahead(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether the step after the one in flight can be launched: with all sequences that go on, unless a prompt
+        waits for prefill.
 
-        Not while the host has to choose for one of the rows, be it the last time: the next step writes over the scores.
+        Not while the host has to choose for one of them, be it the last time: the next step overwrites the scores.
         """
-        if not all(self._stepper.runs_ahead(row.sampler) for row in rows):
+        if not all(self._stepper.runs_ahead(sequence.sampler) for sequence in sequences):
             return False
-        going_on = [row for row in rows if not row.ends_next]
-        if not going_on or any(ticket.state == "reading" for ticket in self._call.scheduler.working):
+        going_on = [sequence for sequence in sequences if not sequence.ends_in_flight]
+        if not going_on or self._batch.in_state("prefilling"):
             return False
-        return all(row.kv is not None and row.kv.length < row.kv.capacity and self._call.flights.can_join(row) for row in going_on)
+        return all(s.kv is not None and s.kv.length < s.kv.capacity and self._flights.can_join(s) for s in going_on)
 
-    def _with_room(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that have room for a token: where one outgrows what it was given, the youngest are set back to wait."""
-        for row in rows:
-            while row.kv is not None and row.kv.length >= row.kv.capacity:
-                if not _grown(row, row.kv):
-                    self._make_room(row)
-        return [row for row in rows if row.kv is not None]
+    def _with_blocks(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """The sequences that have a block for their next token. Where one outgrows its reservation the newest are
+        preempted."""
+        for sequence in sequences:
+            while sequence.kv is not None and sequence.kv.length >= sequence.kv.capacity:
+                if not _grow(sequence, sequence.kv):
+                    self._free_blocks(sequence)
+        return [sequence for sequence in sequences if sequence.kv is not None]
 
-    def _make_room(self, row: Row) -> None:
-        """Take back what is kept for choices that wait, else set back the youngest row; perhaps the one that wants the room."""
-        kept = next((job for job in self._call.jobs.values() if job.base is not None), None)
-        if kept is not None:
-            kept.drop_base()
+    def _free_blocks(self, sequence: RunningSequence) -> None:
+        """Drop a shared prompt, or else preempt the newest sequence; it may be the one that needs the blocks."""
+        sharing = next(
+            (request for request in self._batch.requests.values() if request.shared_prompt is not None), None
+        )
+        if sharing is not None:
+            sharing.drop_shared_prompt()
             return
-        ticket = self._call.scheduler.youngest(row.ticket)
-        victim = row if ticket is None or ticket.places > 1 else self._call.row(ticket)
-        self._call.scheduler.move(victim.ticket, "waiting")
-        victim.set_back()
+        ticket = self._scheduler.youngest(sequence.ticket)
+        victim = sequence if ticket is None or ticket.slots > 1 else self._batch.sequence(ticket)
+        self._scheduler.move(victim.ticket, "waiting")
+        victim.preempt()
 
-    def _room(self, row: Row) -> Room | None:
-        """What a guess behind the row's latest token may take; None where none is made and the row goes one token further."""
-        kv, behind = row.kv, len(row.feed) - 1
-        if not self._stepper.checks or not row.prepared.speculation or kv is None or self._call.flights or not 0 <= behind < GUESSED:
+    def _draft_limits(self, sequence: RunningSequence) -> DraftLimits | None:
+        """What a verify pass may hold now; None where no tokens are drafted and an ordinary step is made."""
+        kv, unprocessed = sequence.kv, len(sequence.feed) - 1
+        if not self._stepper.checks or not sequence.prepared.speculation or kv is None or self._flights:
             return None
-        left = kv.verifiable - len(row.feed)
+        if not 0 <= unprocessed < MAX_DRAFT_TOKENS:
+            return None
+        left = kv.verifiable - len(sequence.feed)
         if left < 0:
             return None
-        drafting = self._call.runner.drafting
-        unread = drafting.unread(kv, kv.length + behind) if drafting is not None else 0
-        return Room(min(GUESSED - behind, left) if row.answer.coming is None else 0, behind, unread)
+        unread = self._drafting.unread(kv, kv.length + unprocessed) if self._drafting is not None else 0
+        most = min(MAX_DRAFT_TOKENS - unprocessed, left) if sequence.completion.forced_token is None else 0
+        return DraftLimits(most, unprocessed, unread)
 
-    def _guess(self, row: Row, room: Room) -> tuple[list[int], float]:
-        """Tokens to check behind the row's latest one, if that pays, and the seconds that it took to draft them."""
-        drafting, kv = self._call.runner.drafting, row.kv
-        if row.speculator is None:
-            row.speculator = Speculator((*row.prepared.ids, *row.answer.ids), self._call.session.costs, row.reading)
-        plan = row.speculator.plan(room)
-        if not plan.drafts or drafting is None or kv is None:
+    def _draft(self, sequence: RunningSequence, limits: DraftLimits) -> tuple[list[int], float]:
+        """Draft tokens to verify after the latest token, if that pays, and the seconds that the draft layer took."""
+        kv = sequence.kv
+        if sequence.speculator is None:
+            ids = (*sequence.prepared.ids, *sequence.completion.ids)
+            sequence.speculator = Speculator(ids, self._costs, sequence.prefill_seconds)
+        plan = sequence.speculator.plan(limits)
+        if not plan.layer_tokens or self._drafting is None or kv is None:
             return list(plan.tokens), 0.0
         began, captured = time.perf_counter(), self._stepper.captured
         with self._meter.measure("draft"):
-            guess = drafting.guess(kv, kv.length + room.behind, row.feed[-1], plan.drafts)
+            draft = self._drafting.draft(kv, kv.length + limits.unprocessed, sequence.feed[-1], plan.layer_tokens)
         seconds = time.perf_counter() - began
-        self._meter.add_bytes("draft", plan.drafts * self._call.books.guess_bytes)
+        self._meter.add_bytes("draft", plan.layer_tokens * self._draft_token_bytes)
         if self._stepper.captured == captured:
-            self._call.session.costs.note_draft(plan.drafts, room.unread, seconds)
-        return guess, seconds
+            self._costs.record_draft(plan.layer_tokens, limits.unread, seconds)
+        return draft, seconds
 
-    def _check(self, row: Row, guess: list[int], began: float, drafting: float, captured: int) -> Iterator[Event]:
-        """Read the latest tokens and a guess in one pass, and choose at each place as if it had been read alone, until one differs.
+    def _verify(
+        self, sequence: RunningSequence, draft: list[int], began: float, drafting: float, captured: int
+    ) -> Iterator[Event]:
+        """Compute the latest tokens and the draft tokens in one pass, then choose at each position as decode steps
+        would, until the choice differs from the draft.
 
-        `captured`: of the stepper when the step `began`, with a guess that may have been drafted by a pass of a new kind.
+        `captured`: the stepper's count when the step `began`: drafting may have captured a graph too. `drafting`: its
+        seconds.
         """
-        kv, speculator, meter = row.kv, row.speculator, self._meter
+        kv, speculator, meter = sequence.kv, sequence.speculator, self._meter
         if kv is None or speculator is None:
-            raise ValueError("a row without a cache or a speculator has no guess")
-        fed, right = list(row.feed), 0
-        row.feed.clear()
+            raise ValueError("a sequence without a cache or a speculator has no draft")
+        fed, accepted = list(sequence.feed), 0
+        sequence.feed.clear()
         with meter.measure("decode"):
-            checked = self._stepper.check(kv, row.sampler, [*fed, *guess], len(fed))
-        self._call.count_pass("decode")
-        stages = ("speculation", "draft") if drafting else ("speculation",) if guess else ()
-        self._tell(stages, Stage(proposed=len(guess)))
+            checked = self._stepper.check(kv, sequence.sampler, [*fed, *draft], len(fed))
+        self._batch.count_pass("decode")
+        stages = ("speculation", "draft") if drafting else ("speculation",) if draft else ()
+        self._add(stages, Stage(proposed=len(draft)))
         events: list[Event] = []
-        for place, expected in enumerate([*guess, None]):
+        for position, expected in enumerate([*draft, None]):
+            forced = sequence.completion.forced_token
             with meter.measure("sample"):
-                picked = Picked(-1) if row.answer.coming is not None else checked.pick(place)
-            token = picked.token if row.answer.coming is None else row.answer.coming
+                picked = Picked(-1) if forced is not None else checked.pick(position)
+            token = picked.token if forced is None else forced
             if token == expected:
-                right += 1
-                self._tell(stages, Stage(accepted=1))
-            for _ in (token,) if place else fed:
+                accepted += 1
+                self._add(stages, Stage(accepted=1))
+            for _ in (token,) if position else fed:
                 kv.advance(1)
                 kv.keep_checkpoint(written=True)
-            events += self._call.take(row, picked)
-            if token != expected or row.answer.finish is not None:
+            events += self._batch.apply(sequence, picked)
+            if token != expected or sequence.completion.finish is not None:
                 break
-            row.feed.clear()
+            sequence.feed.clear()
         if not kv.cuts_anywhere:
-            kv.truncate(kv.length)  # the states behind what was not chosen
+            kv.truncate(kv.length)  # drops the states after the accepted tokens
         seconds = time.perf_counter() - began if self._stepper.captured == captured else None
-        speculator.note(len(guess), right, seconds, rows=len(fed) + len(guess), drafting=drafting)
+        speculator.record(len(draft), accepted, seconds, rows=len(fed) + len(draft), drafting=drafting)
         yield from events
 
-    def _tell(self, stages: Sequence[str], cost: Stage) -> None:
+    def _add(self, stages: Sequence[str], cost: Stage) -> None:
         for stage in stages:
             self._meter.add(stage, cost)
 
 
-def _grown(row: Row, kv: SequenceKV) -> bool:
-    """Whether the row could be given room for more tokens."""
+def _grow(sequence: RunningSequence, kv: SequenceKV) -> bool:
+    """Reserve more blocks for the sequence; whether there were any."""
     for blocks in GROWTH:
         with suppress(MemoryFull):
-            kv.widen(min(row.most, kv.capacity + blocks * BLOCK))
+            kv.widen(min(sequence.max_capacity, kv.capacity + blocks * BLOCK))
             return True
     return False

@@ -1,7 +1,7 @@
-"""Choosing tokens on the device: what a step's rows want as numbers, and the kernels that choose from the scores.
+"""Sampling on the device: the plan of a step's rows as numbers, and the kernels that choose tokens from the scores.
 
-Same order and meaning as engine/sampler: ids that the tokenizer lacks, temperature, top_k, top_p, min_p, one draw. What depends on more
-(bias, penalties, what may come next, log-probabilities) is the host sampler's; see Sampler.plain.
+Same order and meaning as engine/sampler: ids that the tokenizer lacks, temperature, top_k, top_p, min_p, one draw. The
+host samples what depends on more (bias, penalties, a grammar, log-probabilities); see Sampler.plain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ VALUES = 65536
 
 
 class DeviceSampler:
-    """Buffers for choosing from up to `rows` rows of scores, and the launches that do it. Nothing is allocated later."""
+    """Buffers for choosing tokens from up to `rows` rows of scores, and the kernel launches. Nothing is allocated
+    later."""
 
     def __init__(self, lease: Lease, rows: int, vocab: int, half: str, *, early: bool) -> None:
         """half: "bf16" or "fp16", the scores' type. early: programmatic dependent launch."""
@@ -46,13 +47,14 @@ class DeviceSampler:
         return integers + 2 * carved_bytes((rows, blocks), torch.float32) + carved_bytes((rows,), torch.float64)
 
     def feed(self, plan: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Put tokens and positions of a plan [PLAN_ROWS, batch] where the network reads them."""
+        """Copy tokens and positions of a plan [PLAN_ROWS, batch] to where the network reads them."""
         from ..kernels.cuda.triton_sample import feed
 
         on_grid(feed, (1,))(plan, self.chosen, ids, positions, plan.shape[1], PADDED=16)
 
     def choose(self, scores: torch.Tensor, plan: torch.Tensor, *, draws: bool) -> None:
-        """Into `chosen`, from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row does not take the likeliest."""
+        """Choose into `chosen` from scores [batch, vocab]; -1 where they are no numbers. draws: whether any row is not
+        greedy."""
         from ..kernels.cuda.triton_sample import decide, find, likeliest, survey
 
         batch, room = plan.shape[1], 1 << (self._blocks - 1).bit_length()
@@ -77,14 +79,22 @@ def _integers(rows: int, blocks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def write_plan(plan: np.ndarray, feeds: Sequence[Feed], positions: Sequence[int]) -> bool:
-    """Fill plan [PLAN_ROWS, batch] int32 for feeds at positions; rows beyond the feeds repeat the first. Whether any row draws."""
+    """Fill plan [PLAN_ROWS, batch] int32 for feeds at positions; rows beyond the feeds repeat the first. Returns
+    whether any draws."""
     draws = False
     floats = plan.view(np.float32)
     for row in range(plan.shape[1]):
         feed = feeds[row] if row < len(feeds) else feeds[0]
         sampler = feed.sampler
         mode = _mode(sampler) if feed.wanted and sampler.plain else 0
-        plan[:6, row] = (-1 if feed.token is None else feed.token, max(feed.source, 0), positions[row], mode, sampler.limit, 0)
+        plan[:6, row] = (
+            -1 if feed.token is None else feed.token,
+            max(feed.source, 0),
+            positions[row],
+            mode,
+            sampler.limit,
+            0,
+        )
         if mode:
             draws = True
             s = sampler.sampling
@@ -98,7 +108,7 @@ def write_plan(plan: np.ndarray, feeds: Sequence[Feed], positions: Sequence[int]
 
 
 def _mode(sampler: Sampler) -> int:
-    """0: the likeliest, 1: a draw from all, 2: a draw from a part."""
+    """0: the likeliest token, 1: a draw from all, 2: a draw from some."""
     s = sampler.sampling
     if sampler.greedy:
         return 0

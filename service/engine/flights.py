@@ -1,4 +1,4 @@
-"""Decode steps on their way: what is fed to each row, and which results still count when they come."""
+"""Decode steps in flight: the token that each sequence is fed, and which results still count."""
 
 from __future__ import annotations
 
@@ -6,94 +6,111 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .request_state import RunningSequence
 from .stepper import Feed, Picked, Stepper
-from .work import Row
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A row of a step under way. `replays`: the answer has the token already that follows. `wanted`: it makes a draw."""
+    """A sequence of a step in flight. `replays`: its next token is known already. `wanted`: it makes a draw."""
 
-    row: Row
+    sequence: RunningSequence
     epoch: int
     replays: bool
     wanted: bool
 
 
 class Flights:
-    """Steps of one call under way on a stepper, at most one more than it can run ahead.
+    """Steps of a batch in flight on a stepper, at most one more than it can run ahead.
 
-    A step launched ahead feeds each row what the device chose, before the host has seen it. Where the host decides otherwise (the answer
-    has ended, another token is forced), `correct` makes what is under way for the row worth nothing.
+    A step launched ahead feeds each sequence the token that the device chose, before the host has seen it. Where the
+    host decides otherwise (the completion has ended, another token is forced), `correct` discards the steps in flight
+    of that sequence.
     """
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self._under_way: deque[list[_Entry]] = deque()
+        self._in_flight: deque[list[_Entry]] = deque()
 
     def __len__(self) -> int:
-        """Steps under way."""
-        return len(self._under_way)
+        """Steps in flight."""
+        return len(self._in_flight)
 
-    def can_join(self, row: Row) -> bool:
-        """Whether the row can be in the next launch: its token is known, or is being chosen by the step just before."""
-        if row.feed:
+    def can_join(self, sequence: RunningSequence) -> bool:
+        """Whether the sequence can be in the next launch: its token is known, or is being chosen by the step just
+        before."""
+        if sequence.feed:
             return True
-        return self._source(row) is not None and row.answer.coming is None and self._stepper.runs_ahead(row.sampler)
+        if self._source(sequence) is None or sequence.completion.forced_token is not None:
+            return False
+        return self._stepper.runs_ahead(sequence.sampler)
 
-    def launch(self, rows: Sequence[Row]) -> None:
-        """Begin a step of rows that can join and have room."""
+    def launch(self, sequences: Sequence[RunningSequence]) -> None:
+        """Launch a step of sequences that can join and have a block for their token."""
         feeds, entries = [], []
-        for row in rows:
-            if row.kv is None:
-                raise ValueError("a row without a cache cannot decode")
-            token = row.feed.popleft() if row.feed else None
-            source = -1 if token is not None else self._source(row)
+        for sequence in sequences:
+            if sequence.kv is None:
+                raise ValueError("a sequence without a cache cannot decode")
+            token = sequence.feed.popleft() if sequence.feed else None
+            source = -1 if token is not None else self._source(sequence)
             if source is None:
-                raise ValueError("a row's token is neither known nor being chosen")
-            replays = bool(row.feed)
-            wanted = not replays and row.answer.coming is None
-            feeds.append(Feed(row.kv, row.sampler, token, source, row.sampler.drawn + self._drawing(row), wanted))
-            entries.append(_Entry(row, row.epoch, replays, wanted))
+                raise ValueError("a sequence's token is neither known nor being chosen")
+            replays = bool(sequence.feed)
+            wanted = not replays and sequence.completion.forced_token is None
+            feeds.append(
+                Feed(
+                    sequence.kv,
+                    sequence.sampler,
+                    token,
+                    source,
+                    sequence.sampler.drawn + self._drawing(sequence),
+                    wanted,
+                )
+            )
+            entries.append(_Entry(sequence, sequence.epoch, replays, wanted))
         self._stepper.launch(feeds)
-        for row in rows:
-            row.launched += 1
-        self._under_way.append(entries)
+        for sequence in sequences:
+            sequence.launched += 1
+        self._in_flight.append(entries)
 
-    def collect(self) -> list[tuple[Row, Picked]]:
-        """What the oldest step chose, for the rows that still wait for it."""
-        entries, picked = self._under_way.popleft(), self._stepper.collect()
+    def collect(self) -> list[tuple[RunningSequence, Picked]]:
+        """The choices of the oldest step, for the sequences where they still count."""
+        entries, picked = self._in_flight.popleft(), self._stepper.collect()
         found = []
         for entry, choice in zip(entries, picked, strict=True):
-            if entry.epoch != entry.row.epoch:
+            if entry.epoch != entry.sequence.epoch:
                 continue
-            entry.row.launched -= 1
+            entry.sequence.launched -= 1
             if not entry.replays:
-                found.append((entry.row, choice))
+                found.append((entry.sequence, choice))
         return found
 
-    def correct(self, row: Row, token: int) -> None:
-        """The row goes on with `token`, whatever was fed to it since."""
-        if row.kv is not None and row.launched:
-            row.kv.truncate(row.kv.length - row.launched)
-        row.epoch += 1
-        row.launched = 0
-        row.feed.append(token)
+    def correct(self, sequence: RunningSequence, token: int) -> None:
+        """Continue the sequence with `token`; what was fed to it since is discarded."""
+        if sequence.kv is not None and sequence.launched:
+            sequence.kv.truncate(sequence.kv.length - sequence.launched)
+        sequence.epoch += 1
+        sequence.launched = 0
+        sequence.feed.append(token)
 
     def drain(self) -> None:
-        """Wait for what is under way, for nobody."""
-        while self._under_way:
-            self._under_way.popleft()
+        """Wait for the steps in flight and discard them."""
+        while self._in_flight:
+            self._in_flight.popleft()
             self._stepper.collect()
 
-    def _drawing(self, row: Row) -> int:
-        """Draws of the row that are under way."""
-        return sum(e.row is row and e.epoch == row.epoch and e.wanted for entries in self._under_way for e in entries)
+    def _drawing(self, sequence: RunningSequence) -> int:
+        """Draws of the sequence in flight."""
+        return sum(
+            e.sequence is sequence and e.epoch == sequence.epoch and e.wanted
+            for entries in self._in_flight
+            for e in entries
+        )
 
-    def _source(self, row: Row) -> int | None:
-        """The row's place in the last launch, None if it was not in it or what it chose there does not count."""
-        last = self._under_way[-1] if self._under_way else []
-        for place, entry in enumerate(last):
-            if entry.row is row and entry.epoch == row.epoch and not entry.replays:
-                return place
+    def _source(self, sequence: RunningSequence) -> int | None:
+        """The sequence's row in the last launch; None if it was not in it, or if its choice there does not count."""
+        last = self._in_flight[-1] if self._in_flight else []
+        for row, entry in enumerate(last):
+            if entry.sequence is sequence and entry.epoch == sequence.epoch and not entry.replays:
+                return row
         return None

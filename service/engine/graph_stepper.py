@@ -1,4 +1,5 @@
-"""Decode steps on a CUDA device as graphs: network and choice of tokens in one launch, one step ahead of the host where it can be."""
+"""Decode steps on a CUDA device as graphs: network and token choice in one launch, one step ahead of the host where
+possible."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ from .cuda_graphs import Graphs
 from .device_sampler import PLAN_ROWS, DeviceSampler, write_plan
 from .runner import Runner
 from .sampler import Sampler
-from .stepper import Checked, Feed, Picked, chosen_there, pick
+from .stepper import Checked, Feed, Picked, pick, picked_by_device
 
-# A step with another number of rows is filled up to the next of these.
+# A step with another number of rows is padded to the next of these.
 BATCHES = (1, 2, 4, 8)
-# Where sequences have recurrent states a row cannot be there twice: both would write the same state.
+# Where sequences have recurrent states no row can repeat another: both would write the same state.
 EVERY_BATCH = tuple(range(1, MAX_BATCH + 1))
-# Programmatic dependent launch is there from this compute capability on.
+# Compute capability that has programmatic dependent launch.
 EARLY_FROM = (9, 0)
 
 
 class _Slot:
-    """Host memory of one step under way: what it is told, what it chose, and when it is done. Pinned, so that no copy waits."""
+    """Host memory of one step in flight: its plan, its chosen tokens, and an event when it is done. Pinned, so that no
+    copy waits."""
 
     def __init__(self) -> None:
         plan = torch.zeros(PLAN_ROWS * MAX_BATCH, dtype=torch.int32).pin_memory()
@@ -46,11 +48,12 @@ class _Step:
 
 
 class GraphStepper:
-    """See Stepper. A graph is captured when a batch size is first seen, by the step after: the first step itself runs without.
+    """See Stepper. The first step of a batch size runs without a graph, and then captures one for the next steps.
 
-    A network whose sequences have recurrent states is not stepped ahead: where the host decides otherwise (another token is forced), a
-    state cannot be cut back by one token as keys and values can. Nor is one with tables in files: their rows follow from the tokens.
-    Guesses are for those alone: behind a step under way nobody knows yet what to guess.
+    No step runs ahead where sequences have recurrent states: if the host decides otherwise (another token is forced), a
+    state cannot be cut back by one token as keys and values can. Nor where the network has tables in files: the host
+    needs the tokens to read their rows. Draft tokens are only verified where no step runs ahead: after a step in flight
+    the tokens to draft from are not known yet.
 
     All buffers are reserved before.
     """
@@ -66,9 +69,11 @@ class GraphStepper:
         self.checks = self.ahead == 0
         self._batches = EVERY_BATCH if recurrent else BATCHES
         self._slots = deque(_Slot() for _ in range(self.ahead + 2))
-        self._under_way: deque[_Step] = deque()
+        self._in_flight: deque[_Step] = deque()
         self._graphs = graphs
-        self._plans = {batch: sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in self._batches}
+        self._plans = {
+            batch: sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch) for batch in self._batches
+        }
 
     @property
     def captured(self) -> int:
@@ -79,28 +84,28 @@ class GraphStepper:
 
     def launch(self, feeds: Sequence[Feed], /) -> None:
         runner, batch = self._runner, next(size for size in self._batches if size >= len(feeds))
-        if runner is None or len(self._under_way) > self.ahead:
-            raise ValueError("too many steps are under way, or the stepper was closed")
-        if not self._under_way and any(feed.token is None for feed in feeds):
+        if runner is None or len(self._in_flight) > self.ahead:
+            raise ValueError("too many steps are in flight, or the stepper was closed")
+        if not self._in_flight and any(feed.token is None for feed in feeds):
             raise ValueError("a row without a token: nothing was launched before it")
         slot = self._slots.popleft()
-        positions = runner.buffers.place([feed.kv for feed in feeds], batch)
-        draws = self._tell(slot, batch, feeds, positions)
+        positions = runner.buffers.reserve([feed.kv for feed in feeds], batch)
+        draws = self._send_plan(slot, batch, feeds, positions)
         if self._early:
             self._sampler.feed(self._plans[batch], runner.buffers.ids, runner.buffers.positions)
             tokens = [feed.token for feed in feeds if feed.token is not None]
             runner.buffers.prepare(batch, tokens if len(tokens) == batch else ())
         self._graphs.run((batch, draws), partial(self._step, runner, batch, draws))
-        self._answer(slot, batch)
+        self._fetch_chosen(slot, batch)
         for feed in feeds:
             feed.kv.advance(1)
             feed.kv.keep_checkpoint(written=True)
         if len(feeds) == 1 and feeds[0].token is not None:
-            runner.saw(feeds[0].kv, [feeds[0].token])
-        self._under_way.append(_Step(feeds, slot, runner.scratch.logits(batch)))
+            runner.note_computed(feeds[0].kv, [feeds[0].token])
+        self._in_flight.append(_Step(feeds, slot, runner.scratch.logits(batch)))
 
     def collect(self) -> list[Picked]:
-        step = self._under_way.popleft()
+        step = self._in_flight.popleft()
         self._slots.append(step.slot)
         step.slot.done.synchronize()
         tokens = step.slot.chosen.tolist()
@@ -108,45 +113,45 @@ class GraphStepper:
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
         runner, count = self._runner, len(ids)
-        if runner is None or self._under_way or not self.checks:
-            raise ValueError("steps are under way, or the stepper checks nothing")
+        if runner is None or self._in_flight or not self.checks:
+            raise ValueError("steps are in flight, or the stepper checks nothing")
         slot, places = self._slots[0], range(1 - known, count + 1 - known)
         feeds = [
             Feed(sequence, sampler, token, -1, sampler.drawn + max(0, place), wanted=place >= 0)
             for token, place in zip(ids, places, strict=True)
         ]
-        draws = self._tell(slot, count, feeds, range(sequence.length, sequence.length + count))
+        draws = self._send_plan(slot, count, feeds, range(sequence.length, sequence.length + count))
         runner.buffers.fill_verify(sequence, ids)
         runner.buffers.prepare(count, ids, verify=True)
         self._graphs.run(("check", count, draws), partial(self._verify, runner, count, draws))
-        self._answer(slot, count)
-        runner.saw(sequence, ids, ahead=True)
+        self._fetch_chosen(slot, count)
+        runner.note_computed(sequence, ids, ahead=True)
         slot.done.synchronize()
         first = known - 1
         return Checked(sampler, runner.scratch.logits(count)[first:], slot.chosen.tolist()[first:count], sampler.drawn)
 
     def close(self) -> None:
         self._runner = None
-        self._under_way.clear()
+        self._in_flight.clear()
         self._graphs.close()
         self._plans.clear()
         del self._sampler
 
-    def _tell(self, slot: _Slot, batch: int, feeds: Sequence[Feed], positions: Sequence[int]) -> bool:
-        """Bring the plan of a pass to the device; whether any of its rows draws."""
+    def _send_plan(self, slot: _Slot, batch: int, feeds: Sequence[Feed], positions: Sequence[int]) -> bool:
+        """Copy the plan of a pass to the device; returns whether any of its rows draws."""
         draws = write_plan(slot.arrays[batch], feeds, positions)
         self._plans[batch].copy_(slot.plans[batch], non_blocking=True)
         return draws
 
-    def _answer(self, slot: _Slot, batch: int) -> None:
-        """Bring what a pass chooses to the host, once it has."""
+    def _fetch_chosen(self, slot: _Slot, batch: int) -> None:
+        """Copy the tokens that a pass chooses to the host, when it is done."""
         slot.chosen[:batch].copy_(self._sampler.chosen[:batch], non_blocking=True)
         slot.done.record()
 
     def _picked(self, feed: Feed, token: int, scores: torch.Tensor) -> Picked:
         if not feed.wanted:
             return Picked(-1)
-        return chosen_there(token) if feed.sampler.plain else pick(feed.sampler, scores)
+        return picked_by_device(token) if feed.sampler.plain else pick(feed.sampler, scores)
 
     def _step(self, runner: Runner, batch: int, draws: bool) -> None:
         plan = self._plans[batch]
@@ -155,7 +160,9 @@ class GraphStepper:
         self._sampler.choose(runner.buffers.step(batch, runner.kv.context, prepared=True), plan, draws=draws)
 
     def _verify(self, runner: Runner, count: int, draws: bool) -> None:
-        self._sampler.choose(runner.buffers.step(count, runner.kv.context, prepared=True, verify=True), self._plans[count], draws=draws)
+        self._sampler.choose(
+            runner.buffers.step(count, runner.kv.context, prepared=True, verify=True), self._plans[count], draws=draws
+        )
 
 
 def graph_stepper(runner: Runner, lease: Lease, vocab: int, graphs: Graphs) -> GraphStepper | None:

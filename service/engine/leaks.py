@@ -1,4 +1,5 @@
-"""What each stage leaves behind in the process, beside the leases, over the last uses of a handle; names the stage that grows."""
+"""Memory that each stage leaves in the process outside the leases, over the last uses of a handle; names a stage that
+grows."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from pathlib import Path
 from ..memory.pool import Pool
 
 STATUS = Path("/proc/self/status")
-# What is the process's own: pages of a file can be dropped, and a library's are shared.
+# The process's own memory: pages of a file can be dropped, and a library's are shared.
 OWN_KEYS = ("RssAnon", "RssShmem", "VmSwap")
 KEPT_USES = 20
 FEWEST_USES = 4
-# A stage must have left this much behind over the uses that are kept, and something in most of them: arenas and caches settle in steps.
+# A stage grows if it leaves this many bytes over the recorded uses, and some in most of them: arenas and caches settle
+# in steps.
 GROWN = 1 << 20
 BETWEEN = "between"
-# What a load makes and a release takes apart is one account.
+# A release returns what the load took, so both count as one.
 PAIRED = {"release": "load"}
 
 
 def own_bytes() -> int:
-    """Bytes of this process that are only its own (anonymous, shared memory, swapped); the peak of them where there is no /proc."""
+    """Bytes of this process alone (anonymous, shared memory, swapped); their peak where there is no /proc."""
     if not STATUS.exists():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
@@ -34,7 +36,8 @@ def own_bytes() -> int:
 
 
 def outside_bytes(pool: Pool) -> int:
-    """Bytes of the process that are in none of the pool's leases; on a device of its own memory, torch's blocks beside them too."""
+    """Bytes of the process outside the pool's leases; on a device with memory of its own, torch's other blocks
+    included."""
     leased = sum(lease.resident() for lease in pool.holders())
     if not pool.backend.commits:
         return own_bytes() - leased
@@ -45,7 +48,7 @@ def outside_bytes(pool: Pool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageGrowth:
-    """What one stage left behind over the uses that are kept, in bytes: in all, in the median use, and in the last one."""
+    """Bytes that one stage left over the recorded uses: in total, in the median use, and in the last one."""
 
     total: int
     median: int
@@ -54,8 +57,9 @@ class StageGrowth:
 
 @dataclass(frozen=True, slots=True)
 class LeakReport:
-    """Memory by stage over the last `uses` of a handle. `outside` is what the process holds beside leases now; `grew` names the stage
-    that leaves something behind use after use, None if none does. `between` is what others in the process did between two uses.
+    """Memory by stage over the last `uses` of a handle. `outside`: bytes of the process outside leases now. `grew`
+    names the stage that leaves bytes use after use, None if none does. The stage "between" is what else the process did
+    between two uses.
     """
 
     owner: str
@@ -67,9 +71,9 @@ class LeakReport:
 
 
 class LeakWatch:
-    """Books the change of the process's memory to the stage that has just ended. For one handle, under its lock.
+    """Counts the change of the process's memory towards the stage that has just ended. For one handle, under its lock.
 
-    Other threads of the process are in the figures too: what they take during a stage is booked to it.
+    Memory that other threads take during a stage counts towards it too.
     """
 
     def __init__(self, owner: str, pool: Pool, *, kept: int = KEPT_USES) -> None:
@@ -81,7 +85,8 @@ class LeakWatch:
         self._level: int | None = None
 
     def begin(self) -> None:
-        """A use of the handle begins. The first one is not kept: libraries, threads and caches come into being in it."""
+        """A use of the handle begins. The first one is not recorded: libraries, threads and caches are created in
+        it."""
         self.mark(BETWEEN)
         if self._begun > 1:
             self._uses.append(self._use)
@@ -90,7 +95,7 @@ class LeakWatch:
         self._begun += 1
 
     def mark(self, stage: str) -> None:
-        """`stage` has ended: what changed since the mark before is its."""
+        """`stage` has ended: the change since the last mark counts towards it."""
         now = outside_bytes(self._pool)
         if self._level is not None:
             self._use[stage] = self._use.get(stage, 0) + now - self._level

@@ -1,4 +1,4 @@
-"""Which blocks of keys and values begin which prompts: an index by the hash of full blocks, and the order in which they give way."""
+"""The prefix cache: an index of KV blocks by the hash of the tokens up to their end, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..kernels.forward_batch import BLOCK
 
 
 class Keeping(Protocol):
-    """What the index asks of the paged cache; PagedKV is one."""
+    """What the index needs of the paged cache; PagedKV is one."""
 
     def cache_block(self, block: int, /) -> None: ...
 
@@ -24,10 +24,11 @@ class Keeping(Protocol):
 
 
 class PrefixIndex:
-    """Blocks by the chain of tokens that they end: each one's hash covers all tokens before it, so a block stands for a whole prefix.
+    """Blocks by a hash that covers their tokens and all tokens before them, so a block stands for a whole prefix.
 
-    A block is kept after its sequences have closed, until the cache needs it: the longest unused one goes first, and of a chain its end
-    goes before its beginning. What is kept is never written again. Invariant: in `_blocks` a chain's beginning stands behind its end.
+    A block is kept after its sequences have closed, until the cache needs it: the least recently used one is evicted
+    first, and of a prefix the last block before the first. A kept block is never written again. Invariant: `_blocks`
+    has the first block of a prefix after its last one.
     """
 
     def __init__(self, pages: Keeping) -> None:
@@ -35,11 +36,12 @@ class PrefixIndex:
         self._blocks: OrderedDict[bytes, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks that are known."""
+        """The number of blocks in the index."""
         return len(self._blocks)
 
     def match(self, ids: Sequence[int]) -> list[int]:
-        """The blocks of the longest known beginning of `ids`, in order. The last token is never among them: its scores are wanted."""
+        """The blocks of the longest cached prefix of `ids`, in order. It never has the last token: its scores are
+        needed."""
         found: list[bytes] = []
         for digest in _chain(ids[: len(ids) - 1]):
             if digest not in self._blocks:
@@ -49,7 +51,8 @@ class PrefixIndex:
         return [self._blocks[digest] for digest in found]
 
     def insert(self, ids: Sequence[int], table: Sequence[int]) -> None:
-        """Remember the full blocks of a sequence that holds `ids`; `table` are its blocks. A prefix that is known keeps its own blocks."""
+        """Add the full blocks of a sequence that holds `ids`; `table` are its blocks. A prefix that is cached keeps its
+        own blocks."""
         chain = list(_chain(ids))
         for digest, block in zip(chain, table, strict=False):
             if digest not in self._blocks:
@@ -60,14 +63,14 @@ class PrefixIndex:
         self._touch(chain)
 
     def evict(self) -> None:
-        """Forget the longest unused block that no sequence uses. Raises KeyError when there is none."""
+        """Evict the least recently used block that no sequence uses. Raises KeyError when there is none."""
         digest = next((d for d, block in self._blocks.items() if not self._pages.users(block)), None)
         if digest is None:
-            raise KeyError("every known block is in use")
+            raise KeyError("every cached block is in use")
         self._pages.uncache_block(self._blocks.pop(digest))
 
     def clear(self) -> None:
-        """Forget all; blocks in use stay with their sequences."""
+        """Empty the index; blocks in use stay with their sequences."""
         while self._blocks:
             self._pages.uncache_block(self._blocks.popitem()[1])
 
@@ -78,7 +81,7 @@ class PrefixIndex:
 
 
 def _chain(ids: Sequence[int]) -> Iterator[bytes]:
-    """The hash of each full block of `ids` and of everything before it."""
+    """A hash of each full block of `ids` and of all tokens before it."""
     digest = b""
     for at in range(0, len(ids) - BLOCK + 1, BLOCK):
         digest = blake2b(digest + array("q", ids[at : at + BLOCK]).tobytes(), digest_size=16).digest()

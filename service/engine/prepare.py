@@ -1,4 +1,4 @@
-"""Everything that can be refused of a request is refused here, before any work."""
+"""Checks and prepares requests: everything that can be refused is refused here, before any work."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from ..text.grammar import Grammars, Guide
 from ..text.language import Language
 from ..text.reasoning import opens_reasoning
 from ..text.stops import StopStrings
-from .answer import CLOSING, Prepared
-from .beam_search import Search
+from .beam_search import BeamSearch
+from .completion import CLOSING, Limits, Prepared
 from .effective_sampling import effective_sampling
+from .picture_reader import PictureReader
+from .prepare_pictures import place_pictures
 from .sampler import Adjustments
-from .sequence import Limits
 from .session import Blueprint
 
-# Characters that a tokenizer's normalizer may make one of, at most; a text is only refused unread where it surely does not fit.
+# The most characters that a normalizer may merge into one. A text is refused before it is tokenized only if it surely
+# does not fit.
 SHRINKS = 4
 
 
-def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> Prepared:
-    """Check `request` and turn it into token ids with complete sampling and limits, and make what its choices share.
+def prepare(
+    request: Request,
+    blueprint: Blueprint,
+    language: Language,
+    cancel: CancelCheck | None = None,
+    reader: PictureReader | None = None,
+) -> Prepared:
+    """Check `request`, turn it into token ids with complete sampling and limits, and make what its choices share.
 
-    Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
+    `reader` reads its pictures. Raises RequestError, ModelError, and Cancelled when `cancel` turns true.
     """
     request = request.validated()
     require_head(blueprint)
@@ -37,6 +45,7 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
     prompt = _prompt(request, blueprint.context, language, cancel)
     ids, in_reasoning = prompt.ids, prompt.in_reasoning
     check_ids(ids, blueprint.widths.vocab)
+    ids, pictures = place_pictures(request, ids, reader, blueprint.context)
     check_biases(request.sampling.logit_bias, blueprint.widths.vocab)
     room = blueprint.context - len(ids)
     if room < 1:
@@ -77,21 +86,29 @@ def prepare(request: Request, blueprint: Blueprint, language: Language, cancel: 
         speculation=request.speculation,
         logprobs=request.logprobs,
         guide=guide.fork if guide is not None else None,
+        pictures=pictures,
+        keys=pictures.keys(ids) if pictures is not None else tuple(ids),
     )
 
 
-def prepare_all(requests: Sequence[Request], blueprint: Blueprint, language: Language, cancel: CancelCheck | None = None) -> list[Prepared]:
-    """As `prepare` for each; what is wrong with one of several is told with its place in the list."""
+def prepare_all(
+    requests: Sequence[Request],
+    blueprint: Blueprint,
+    language: Language,
+    cancel: CancelCheck | None = None,
+    reader: PictureReader | None = None,
+) -> list[Prepared]:
+    """As `prepare` for each; an error of one of several names its position in the list."""
     if not requests:
         raise RequestError("the list of requests is empty; give at least one")
     prepared = []
-    for place, request in enumerate(requests, 1):
+    for number, request in enumerate(requests, 1):
         try:
-            prepared.append(prepare(request, blueprint, language, cancel))
+            prepared.append(prepare(request, blueprint, language, cancel, reader))
         except OnedeskError as error:
             if len(requests) == 1:
                 raise
-            raise type(error)(f"item {place} of {len(requests)}: ", *error.args) from error
+            raise type(error)(f"item {number} of {len(requests)}: ", *error.args) from error
     return prepared
 
 
@@ -99,7 +116,9 @@ def require_head(blueprint: Blueprint) -> None:
     """Raise RequestError for a network that gives states and no scores."""
     if blueprint.config.headless:
         name = blueprint.checkpoint.name
-        raise RequestError(f"{name} has no output matrix (lm_head), so it gives vectors and writes no text; ask it for embeddings")
+        raise RequestError(
+            f"{name} has no output matrix (lm_head), so it gives vectors and writes no text; ask it for embeddings"
+        )
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
@@ -108,18 +127,23 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
         raise RequestError("the prompt has no tokens; write at least one character")
     for at, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-            raise RequestError(f"token id {token!r} at position {at} is not one of the model's {vocab}; use 0 to {vocab - 1}")
+            raise RequestError(
+                f"token id {token!r} at position {at} is not one of the model's {vocab}; use 0 to {vocab - 1}"
+            )
 
 
 def check_biases(biases: Mapping[int, float], vocab: int) -> None:
-    """Raise RequestError if a bias is for an id that the model does not have."""
+    """Raise RequestError for a bias of an id that the model does not have."""
     for token in biases:
         if token >= vocab:
-            raise RequestError(Field("logit_bias"), f" has token id {token}, which is not one of the model's {vocab}; use 0 to {vocab - 1}")
+            raise RequestError(
+                Field("logit_bias"),
+                f" has token id {token}, which is not one of the model's {vocab}; use 0 to {vocab - 1}",
+            )
 
 
 def end_tokens(blueprint: Blueprint, language: Language) -> frozenset[int]:
-    """The ids that end a turn: of generation_config.json, else of config.json, else Qwen's two by name."""
+    """The ids that end a turn: from generation_config.json, else config.json, else Qwen's two by name."""
     checkpoint = blueprint.checkpoint
     for source, shown in ((checkpoint.generation, GENERATION), (checkpoint.config, CONFIG)):
         if found := end_ids(source, shown):
@@ -141,8 +165,8 @@ def _prompt(request: Request, context: int, language: Language, cancel: CancelCh
         fewest = len(text) // (SHRINKS * tokenizer.longest)
         if fewest > context:
             raise RequestError(
-                f"the prompt has more than {fewest} tokens and the context is {context}; shorten it ({len(text)} characters), or open the "
-                "model with a larger ",
+                f"the prompt has more than {fewest} tokens and the context is {context}; shorten it "
+                f"({len(text)} characters), or open the model with a larger ",
                 Field("context"),
             )
 
@@ -162,7 +186,9 @@ def _prompt(request: Request, context: int, language: Language, cancel: CancelCh
     text = request.prompt
     check_length(text)
     in_reasoning = request.parse_special and opens_reasoning(text)
-    return RenderedPrompt(text, tokenizer.encode(text, parse_special=request.parse_special), in_reasoning, thoughts_closed=False)
+    return RenderedPrompt(
+        text, tokenizer.encode(text, parse_special=request.parse_special), in_reasoning, thoughts_closed=False
+    )
 
 
 def _guide(request: Request, grammars: Grammars, prompt: RenderedPrompt) -> Guide:
@@ -179,17 +205,24 @@ def _guide(request: Request, grammars: Grammars, prompt: RenderedPrompt) -> Guid
 
 
 def _check_beams(beams: int, tokens: int, room: int, blueprint: Blueprint) -> None:
-    need, there = Search.blocks(tokens, room, beams), blocks_for(blueprint.context) * blueprint.sequences
+    need, there = BeamSearch.blocks(tokens, room, beams), blocks_for(blueprint.context) * blueprint.sequences
     if need > there:
         raise RequestError(
-            f"{beams} beams of up to {room} tokens behind a prompt of {tokens} need KV for {need * BLOCK:,} tokens, and the context gives "
-            f"{there * BLOCK:,}; use fewer ",
-            *(Field("beams"), ", a smaller ", Field("max_tokens"), ", or open the model with a larger ", Field("context")),
+            f"{beams} beams of up to {room} tokens after a prompt of {tokens} need KV for {need * BLOCK:,} tokens, "
+            f"and the context gives {there * BLOCK:,}; use fewer ",
+            *(
+                Field("beams"),
+                ", a smaller ",
+                Field("max_tokens"),
+                ", or open the model with a larger ",
+                Field("context"),
+            ),
         )
 
 
 def _reserve(request: Request, limits: Limits, in_reasoning: bool) -> int:
-    """Tokens for which an answer gets room at once: thinking without a bound of its own is taken to be as long as the answer."""
+    """Tokens for which KV blocks are reserved at once: reasoning without a budget is assumed to be as long as the
+    answer."""
     budget = request.thinking_budget
     thinking = (limits.answer if in_reasoning else 0) if budget is None else budget
     return min(limits.room, limits.answer + thinking)
@@ -198,13 +231,13 @@ def _reserve(request: Request, limits: Limits, in_reasoning: bool) -> int:
 def _limits(request: Request, room: int, eos: frozenset[int]) -> Limits:
     budget = request.thinking_budget
     if request.beams is not None:
-        # The texts of a search are compared by their tokens, so one limit holds for all of them, thoughts included.
+        # A search compares completions by their tokens, so one limit holds for all of them, reasoning included.
         room = min(room, request.max_tokens)
         return Limits(room, room, room, eos)
     if request.total_tokens is not None:
         room = min(room, request.total_tokens)
         if budget is None and request.json_schema is None:
             return Limits(request.max_tokens, room, room, eos)
-    # Without a budget of its own reasoning may use what the answer leaves, but never more than half where the answer is cut short too.
+    # Without a budget reasoning may use what the answer leaves, but at most half where the answer is cut short too.
     reasoning = room - min(request.max_tokens, room // 2) if budget is None else budget
     return Limits(request.max_tokens, reasoning, room, eos)

@@ -12,37 +12,41 @@ import torch
 from ..core import FP32_MAX, Logprobs, Sampling
 from ..errors import ModelError
 
-# Below it the scores divided by the temperature leave fp32: greedy, as the limit is.
+# Below this temperature, scores divided by it exceed fp32: greedy, which is the limit.
 GREEDY_BELOW = 1e-5
-# Scores that are added up together before a draw looks among them: 152,000 scores then need no second copy of themselves, whose new pages
-# took longer than the sum. All scores go through numpy: torch wakes a thread a processor for them, which then spin for milliseconds where
-# others want to run (of a service on 16 processors its client).
-DRAWN_TOGETHER = 1024
+# Scores that are summed as one group before a draw looks inside it: 152,000 scores then need no second copy, whose new
+# pages took longer than the sum. Scores go through numpy: torch wakes one thread per processor for them, and these spin
+# for milliseconds while other processes want to run (with a service on 16 processors, its client).
+DRAW_GROUP = 1024
 _NO_IDS = np.empty(0, np.int64)
 # Candidates looked at first: top_p and min_p rarely need more, and a full sort of 150,000 scores takes 10 ms.
 FIRST_CANDIDATES = 1024
 
 
 class Adjustments:
-    """What a request adds to scores or takes off them, as arrays: made once, shared by its choices and read only.
+    """A request's bias and the prompt's penalized ids as arrays: made once, read only, shared by its choices.
 
-    `biased` and `biases` are ids and what is added there, `prompt` the ids for which the repetition penalty holds from the start, each
-    once; all below `limit`.
+    `biased` are ids and `biases` what is added to their scores. `prompt`: ids that the repetition penalty applies to
+    from the start, each once. All ids are below `limit`.
     """
 
     def __init__(self, sampling: Sampling, prompt: Iterable[int], limit: int) -> None:
         bias = {token: value for token, value in sampling.logit_bias.items() if token < limit}
         self.biased, self.biases = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
         penalized = (sampling.repetition_penalty or 1.0) != 1.0
-        self.prompt = np.unique(np.fromiter((token for token in prompt if token < limit), np.int64)) if penalized else _NO_IDS
+        self.prompt = (
+            np.unique(np.fromiter((token for token in prompt if token < limit), np.int64)) if penalized else _NO_IDS
+        )
 
 
 class Sampler:
-    """One choice's way to its tokens, with its own random numbers: the same seed gives the same choices; nothing global is touched.
+    """Samples one choice's tokens with random numbers of its own: the same seed gives the same tokens. It touches no
+    global state.
 
-    Order: bias, penalties, ids that the tokenizer lacks or that are not allowed, temperature, top_k, top_p, min_p, one draw. `sampling`
-    has no None but the seed. An id that is not allowed is never chosen, whatever the numbers: it is left out behind all that is added.
-    The draw of the i-th token that is sampled is `uniform(i)` whatever was looked at before: a step may be computed twice, or ahead.
+    Order: bias, penalties, ids that the tokenizer lacks or that are not allowed, temperature, top_k, top_p, min_p, one
+    draw. In `sampling` only the seed may be None. An id that is not allowed is never chosen, whatever its score: it is
+    masked after bias and penalties. The i-th sampled token uses the draw `uniform(i)`, so a step may be computed twice,
+    or ahead.
     """
 
     def __init__(
@@ -55,18 +59,18 @@ class Sampler:
         top: int | None = None,
         adjustments: Adjustments | None = None,
     ) -> None:
-        """`top`: how many of the likeliest tokens `logprobs` shows at each position; None: it is not wanted at all. `adjustments`: where
-        other choices of the request have them already."""
+        """`top`: how many of the likeliest tokens `logprobs` has; None: no `logprobs`. `adjustments`: those of the
+        request, if they are made already."""
         self.sampling = sampling
         self.limit = limit
         self.top = top
         # Of the last choice, in the raw model.
         self.logprobs: Logprobs | None = None
-        # Says which ids may come next, bool [limit], None for all; asked at every choice.
+        # Returns the ids that may come next, bool [limit], or None for all; called for every token.
         self.allowed: Callable[[], np.ndarray | None] | None = None
-        # Says which id is taken in place of the one that was chosen.
+        # Returns the id to use instead of the chosen one.
         self.corrected: Callable[[int], int] | None = None
-        # How many tokens were sampled and accepted, so the number of the next draw.
+        # Tokens that were sampled and accepted: the number of the next draw.
         self.drawn = 0
         self._counts: Counter[int] = Counter()
         self._draws = draws_of(seed)
@@ -76,7 +80,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without a draw."""
+        """Whether the likeliest token is chosen, without a draw."""
         return (self.sampling.temperature or 0.0) < GREEDY_BELOW
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -91,20 +95,21 @@ class Sampler:
         self.logprobs = None if raw is None else measured(raw, token, self.top or 0)
         return token
 
-    def uniform(self, place: int) -> float:
-        """The draw in [0, 1) for the sampled token number `place`, from 0."""
-        while len(self._uniforms) <= place:
+    def uniform(self, index: int) -> float:
+        """The draw in [0, 1) for the sampled token number `index`, from 0."""
+        while len(self._uniforms) <= index:
             self._uniforms.append(next(self._draws))
-        return self._uniforms[place]
+        return self._uniforms[index]
 
     def accept(self, token: int, *, forced: bool = False) -> None:
-        """Count a token of the answer, for the penalties and, if it was not forced, for the next draw."""
+        """Count a token of the completion, for the penalties and, if it was not forced, for the next draw."""
         self._counts[token] += 1
         self.drawn += not forced
 
     @property
     def plain(self) -> bool:
-        """Whether a choice depends on the scores, temperature, top_k, top_p, min_p and the draw alone: others cannot be made ahead."""
+        """Whether the choice depends only on scores, temperature, top_k, top_p, min_p and the draw; only then it can be
+        made ahead."""
         s = self.sampling
         penalties = s.presence_penalty or s.frequency_penalty or (s.repetition_penalty or 1.0) != 1.0
         return not penalties and not len(self._adjustments.biased) and self.allowed is None and self.top is None
@@ -124,13 +129,19 @@ class Sampler:
 
     def _penalize(self, values: np.ndarray) -> None:
         s = self.sampling
-        repetition, presence, frequency = s.repetition_penalty or 1.0, s.presence_penalty or 0.0, s.frequency_penalty or 0.0
+        repetition, presence, frequency = (
+            s.repetition_penalty or 1.0,
+            s.presence_penalty or 0.0,
+            s.frequency_penalty or 0.0,
+        )
         written = np.array([token for token in self._counts if token < self.limit], np.int64)
         if repetition != 1.0:
             seen = np.union1d(self._adjustments.prompt, written)
             found = values[seen]
             with np.errstate(over="ignore"):
-                _set_finite(values, seen, np.where(found > 0, found / np.float32(repetition), found * np.float32(repetition)))
+                _set_finite(
+                    values, seen, np.where(found > 0, found / np.float32(repetition), found * np.float32(repetition))
+                )
         if (presence or frequency) and len(written):
             counts = np.array([self._counts[token] for token in written.tolist()], np.float32)
             _set_finite(values, written, values[written] - (np.float32(presence) + np.float32(frequency) * counts))
@@ -139,7 +150,7 @@ class Sampler:
         s, every = self.sampling, scores.numpy()
         best = float(every.max())
         _require_number(best)
-        with np.errstate(over="ignore"):  # what is beyond FP32 has no chance
+        with np.errstate(over="ignore"):  # scores beyond FP32 have no chance
             every -= best
             every /= np.float32(s.temperature or 1.0)
         width = min(s.top_k or self.limit, self.limit)
@@ -164,12 +175,13 @@ class Sampler:
         return math.log(float(np.exp(values, out=self._exps).sum(dtype=np.float64)))
 
     def _enough(self, chances: torch.Tensor) -> bool:
-        """Whether these candidates, the likeliest, hold all that top_p and min_p keep."""
+        """Whether these likeliest candidates include all that top_p and min_p keep."""
         s = self.sampling
         return bool(chances.sum() >= (s.top_p or 1.0)) or bool(chances[-1] < (s.min_p or 0.0) * chances[0])
 
     def _filtered(self, chances: torch.Tensor) -> torch.Tensor:
-        """Zero what top_p (Holtzman et al. 2019) and min_p (Nguyen et al. 2024) leave out of descending `chances`; the first stays."""
+        """Set to 0 what top_p (Holtzman et al. 2019) and min_p (Nguyen et al. 2024) drop from descending `chances`; the
+        first stays."""
         s = self.sampling
         keep = chances.cumsum(0) - chances < (s.top_p or 1.0)
         keep &= chances >= (s.min_p or 0.0) * chances[0]
@@ -177,32 +189,33 @@ class Sampler:
         return chances * keep
 
     def _pick(self, chances: torch.Tensor, ids: torch.Tensor) -> int:
-        """The draw whose turn it is, by the inverse of the cumulative distribution."""
-        return int(ids[_place(chances.numpy(), self.uniform(self.drawn))])
+        """The next draw, by the inverse of the cumulative distribution."""
+        return int(ids[_index_at(chances.numpy(), self.uniform(self.drawn))])
 
     def _pick_of_all(self, values: np.ndarray) -> int:
-        """The same among all tokens, some of them at a time; the chances `values` need not add up to 1."""
-        totals = np.add.reduceat(values, range(0, len(values), DRAWN_TOGETHER), dtype=np.float64)
+        """The same among all tokens, DRAW_GROUP at a time; the chances `values` need not sum to 1."""
+        totals = np.add.reduceat(values, range(0, len(values), DRAW_GROUP), dtype=np.float64)
         sums = totals.cumsum()
         aim = self.uniform(self.drawn) * sums[-1]
         part = min(int(np.searchsorted(sums, aim, side="right")), int(np.flatnonzero(totals)[-1]))
-        inside = values[part * DRAWN_TOGETHER : (part + 1) * DRAWN_TOGETHER]
-        return part * DRAWN_TOGETHER + _place(inside, (aim - (sums[part] - totals[part])) / totals[part])
+        inside = values[part * DRAW_GROUP : (part + 1) * DRAW_GROUP]
+        return part * DRAW_GROUP + _index_at(inside, (aim - (sums[part] - totals[part])) / totals[part])
 
 
-def _place(chances: np.ndarray, share: float) -> int:
-    """Where the cumulative distribution of `chances` passes `share` of its sum; the last chance there is, if rounding lets it pass none."""
+def _index_at(chances: np.ndarray, share: float) -> int:
+    """The index where the cumulative sum of `chances` passes `share` of the total; the last chance above 0 if rounding
+    passes none."""
     cumulative = chances.cumsum(dtype=np.float64)
-    # Rounding may have brought a share below 0, where the first id of all would be taken, one without a chance among them.
-    place = int(np.searchsorted(cumulative, max(0.0, share * cumulative[-1]), side="right"))
-    return place if place < len(chances) else int(np.flatnonzero(chances)[-1])
+    # Rounding may make the share negative: the first id would be chosen, even with chance 0.
+    index = int(np.searchsorted(cumulative, max(0.0, share * cumulative[-1]), side="right"))
+    return index if index < len(chances) else int(np.flatnonzero(chances)[-1])
 
 
 def draws_of(seed: int) -> Iterator[float]:
-    """The draws in [0, 1) of a seed of 64 bits, without an end.
+    """An endless sequence of draws in [0, 1) for a seed of 64 bits.
 
-    torch's generator for the CPU takes the lower 32 bits of a seed and drops the others, so seeds that have some go to Philox (Salmon et
-    al. 2011), whose raw numbers are the same in every version of numpy.
+    torch's CPU generator uses only the lower 32 bits of a seed. Larger seeds use Philox (Salmon et al. 2011), whose raw
+    numbers are the same in every version of numpy.
     """
     if seed < 1 << 32:
         generator = torch.Generator().manual_seed(seed)
@@ -214,12 +227,13 @@ def draws_of(seed: int) -> Iterator[float]:
 
 
 def _set_finite(values: np.ndarray, ids: np.ndarray, changed: np.ndarray) -> None:
-    """Put `changed` into `values` at `ids`, no further than FP32 reaches: what is infinite there would outweigh everything for good."""
+    """Set `values` at `ids` to `changed`, clipped to the range of FP32: an infinite score would outweigh every other
+    for good."""
     values[ids] = np.clip(changed, -FP32_MAX, FP32_MAX)
 
 
 def measured(raw: torch.Tensor, token: int, top: int) -> Logprobs:
-    """The log-probability of `token` and the `top` likeliest, of `raw` [vocab]."""
+    """The log-probability of `token` and the `top` likeliest ids, from `raw` [vocab]."""
     values, ids = raw.topk(top)
     return Logprobs(float(raw[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
@@ -227,5 +241,6 @@ def measured(raw: torch.Tensor, token: int, top: int) -> Logprobs:
 def _require_number(best: float) -> None:
     if not math.isfinite(best):
         raise ModelError(
-            f"the model computed {best} as its best score; its weights are damaged, or others than its config; download it again"
+            f"the model computed {best} as its best score; its weights are damaged or do not belong to its config; "
+            "download it again"
         )

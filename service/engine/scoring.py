@@ -1,4 +1,4 @@
-"""Texts of any length scored in windows, what perplexity that is, and blocks counted from either end."""
+"""Log-probabilities of texts of any length, in windows; perplexity; layer counts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from ..core import Logprobs
 from ..errors import RequestError
 
 
-def score_windows(ids: Sequence[int], context: int, score: Callable[[Sequence[int]], list[float]]) -> tuple[list[float], int]:
-    """log-probability of each id from the second on, and the number of windows: of `context` ids each, overlapping by half.
+def score_windows(
+    ids: Sequence[int], context: int, score: Callable[[Sequence[int]], list[float]]
+) -> tuple[list[float], int]:
+    """The log-probability of each id from the second on, and the number of windows: `context` ids each, overlapping by
+    half.
 
-    `score` does it for one window. Raises RequestError without any id.
+    `score` scores one window. Raises RequestError without any id.
     """
     if not ids:
         raise RequestError("the text to score is empty; give at least one character")
@@ -31,17 +34,17 @@ def score_windows(ids: Sequence[int], context: int, score: Callable[[Sequence[in
 
 
 def scored_rows(scores: torch.Tensor, ids: torch.Tensor, top: int) -> list[Logprobs]:
-    """The log-probability of each row's id, and the `top` likeliest, of raw scores [rows, vocab] fp32."""
+    """The log-probability of each row's id, and the `top` likeliest ids, from raw scores [rows, vocab] fp32."""
     total = scores.logsumexp(-1, keepdim=True)
     picked = (scores.gather(1, ids[:, None]) - total)[:, 0].tolist()
     likeliest = scores.topk(top)
-    values, places = (likeliest.values - total).tolist(), likeliest.indices.tolist()
-    rows = zip(picked, places, values, strict=True)
-    return [Logprobs(one, tuple(zip(ids_there, shown, strict=True))) for one, ids_there, shown in rows]
+    values, indices = (likeliest.values - total).tolist(), likeliest.indices.tolist()
+    rows = zip(picked, indices, values, strict=True)
+    return [Logprobs(one, tuple(zip(top_ids, shown, strict=True))) for one, top_ids, shown in rows]
 
 
 def perplexity(logprobs: Sequence[float]) -> float | None:
-    """exp of the mean negative log-probability; None without any."""
+    """exp of the mean negative log-probability; None for an empty list."""
     if not logprobs:
         return None
     mean = -sum(logprobs) / len(logprobs)
@@ -49,8 +52,10 @@ def perplexity(logprobs: Sequence[float]) -> float | None:
 
 
 def block_count(layer: int, layers: int, name: str) -> int:
-    """How many blocks `layer` means, -1 for all of them. Raises RequestError for one that the model `name` does not have."""
+    """The number of blocks that `layer` means; -1 is all of them. Raises RequestError if the model `name` has fewer."""
     count = layer if layer >= 0 else layers + 1 + layer
     if not 0 <= count <= layers:
-        raise RequestError(f"layer {layer} does not exist; {name} has {layers} blocks: use 0 to {layers} or -1 to -{layers + 1}")
+        raise RequestError(
+            f"layer {layer} does not exist; {name} has {layers} blocks: use 0 to {layers} or -1 to -{layers + 1}"
+        )
     return count

@@ -1,4 +1,4 @@
-"""A model in memory: its leases, its network, the runner over them."""
+"""An open model: its leases, its network, and the runner over them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from ..model.decoder import build_draft
 from ..model.draft import carried_width, draft_part, without_draft
 from ..model.families import read_family
 from ..model.layers import Scratch, Widths
+from ..model.positions import BEFORE
 from ..model.shape import DecoderConfig
 from ..model.tables import open_tables
 from ..model.weights import WeightPlan
 from ..quant.weight import QuantizedWeight, Weight
 from .buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers
 from .cuda_graphs import Graphs
-from .drafting import BESIDE, REACH, Drafting, DraftShape
+from .drafting import DRAFT_CONTEXT, FORK_TOKENS, Drafting, DraftShape
 from .graph_stepper import graph_stepper, graph_stepper_bytes
 from .prefix import PrefixIndex
 from .runner import SCORED_ROWS, Runner, chunk_rows
@@ -49,16 +50,16 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 DEFAULT_CONTEXT = 4096
-# Recurrent states beside those of sequences that decode together: a prompt whose other choices wait, and beginnings to go on behind. A
-# text that is written alone uses those of the others for the states behind guessed tokens.
+# Recurrent states besides those of sequences that decode together: of a shared prompt, and of cached prefixes. A
+# sequence that decodes alone uses the others' states for its draft tokens.
 KEPT_STATES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """All that is known of a model before a byte of its weights is read: family, config, tensors, and what it needs.
+    """A model before its weights are read: family, config, tensors, and the bytes that it needs.
 
-    Its keys and values have room for `sequences` of `context` tokens; more and shorter ones may share it.
+    Its KV cache has blocks for `sequences` of `context` tokens; more and shorter ones may share them.
     """
 
     checkpoint: Checkpoint
@@ -69,7 +70,7 @@ class Blueprint:
     activation: torch.dtype
     device: torch.device
     sequences: int = 1
-    capability: tuple[int, int] | None = None  # of a GPU of another machine; None: of the one that is here
+    capability: tuple[int, int] | None = None  # of another machine's GPU; None: of this one's
 
     @property
     def widths(self) -> Widths:
@@ -79,25 +80,28 @@ class Blueprint:
     def kv_shape(self) -> KVShape:
         indexer = self.config.indexer
         pooled = (BLOCK // indexer.ratio, indexer.dim) if indexer else (0, 0)
-        return KVShape(self.config.attention_layers, self.widths.kv_heads, self.widths.head_dim, self.activation, pooled)
+        return KVShape(
+            self.config.attention_layers, self.widths.kv_heads, self.widths.head_dim, self.activation, pooled
+        )
 
     @property
     def state_shape(self) -> StateShape | None:
-        """What sequences leave behind in constant size; None where the network has no such layers."""
+        """The recurrent states of sequences; None where the network has no such layers."""
         layers = self.config.states
         return StateShape(layers, 1 + MAX_BATCH + KEPT_STATES, MAX_BATCH) if layers else None
 
     @property
     def draft_shape(self) -> DraftShape | None:
-        """What guesses of the layer for multi-token prediction take beside its weights; None without it."""
+        """What drafting takes besides the weights of the layer for multi-token prediction; None without it."""
         if not self.config.draft:
             return None
         tail, whole = self.config.indexer.state if self.config.indexer else (), self.kv_shape
-        return DraftShape(replace(whole, layers=1), tail, min(self.context, REACH) + BESIDE, carried_width(self.config), self.rows)
+        context = min(self.context, DRAFT_CONTEXT) + FORK_TOKENS
+        return DraftShape(replace(whole, layers=1), tail, context, carried_width(self.config), self.rows)
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of the weights lease that the layer for multi-token prediction takes."""
+        """Bytes of the layer for multi-token prediction in the weights lease."""
         return sum(tensor.nbytes for tensor in self.plan.tensors if tensor.destination.part == draft_part(self.config))
 
     def without_draft(self) -> Blueprint:
@@ -106,60 +110,68 @@ class Blueprint:
         return replace(self, config=without_draft(self.config), plan=replace(self.plan, tensors=tensors))
 
     def fitted(self, pool: Pool) -> Blueprint:
-        """What of it the budget has room for: fewer sequences, then no layer for multi-token prediction. It may still be too much."""
+        """Cut to the budget: fewer sequences, then no layer for multi-token prediction. It may still not fit."""
         if self.need.with_headroom(pool.settings.headroom) <= pool.budget.spendable:
             return self
         if self.sequences > 1:
             return replace(self, sequences=self.sequences - 1).fitted(pool)
         if not self.config.draft:
             return self
-        log.info("%s: no room for its layer for multi-token prediction (%s)", self.checkpoint.name, show(self.draft_bytes))
+        log.info("%s: no memory for multi-token prediction (%s)", self.checkpoint.name, show(self.draft_bytes))
         return self.without_draft()
 
     @property
     def need(self) -> Need:
         widths, context, states, draft = self.widths, self.context, self.state_shape, self.draft_shape
         parts = (
-            RotaryTable.nbytes(context, self.config.rotary_dim),
+            RotaryTable.nbytes(context, self.config.rotary_dim, self.turned_rows),
             Scratch.nbytes(widths, self.rows, SCORED_ROWS, self.activation),
             ChunkBuffers.nbytes(context, self.rows, recurrent=states is not None),
-            DecodeBuffers.nbytes(context, recurrent=states is not None),
+            DecodeBuffers.nbytes(context, recurrent=states is not None, turned=bool(self.config.axes)),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns, self.capability),
             graph_stepper_bytes(self.device, widths.vocab),
             draft.scratch_bytes if draft else 0,
         )
-        kv = self.kv_shape.nbytes(context, self.sequences) + (states.nbytes if states else 0) + (draft.kv_bytes if draft else 0)
-        return Need(self.plan.nbytes, kv, sum(parts) + self.bench_bytes, context=context, weights_of=self.plan.weights_of)
+        kv = self.kv_shape.nbytes(context, self.sequences)
+        kv += (states.nbytes if states else 0) + (draft.kv_bytes if draft else 0)
+        scratch = sum(parts) + self.bench_bytes
+        return Need(self.plan.nbytes, kv, scratch, context=context, weights_of=self.plan.weights_of)
 
     @property
     def bench_bytes(self) -> int:
-        """Bytes of the scratch that only converting the weights while they are read takes; they are returned after it."""
+        """Bytes of scratch for converting weights while they are read; they are returned after it."""
         return self.plan.bench_bytes(self.device)
 
     @property
     def rows(self) -> int:
-        """Rows of the largest pass: a chunk of a prompt, or a step of all sequences that can decode together."""
-        return max(MAX_BATCH, min(chunk_rows(self.device, sparse=self.config.experts is not None), self.context * self.sequences))
+        """Rows of the largest pass: a prefill chunk, or a step of all sequences that can decode together."""
+        chunk = chunk_rows(self.device, sparse=self.config.experts is not None)
+        return max(MAX_BATCH, min(chunk, self.context * self.sequences))
+
+    @property
+    def turned_rows(self) -> int:
+        """Extra rows of the rotary table for a chunk with pictures; 0 for a model that reads none."""
+        return self.rows + BEFORE if self.config.axes else 0
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of weights that one pass of a row over the network reads: of experts those that are chosen, of an embedding that is not
-        the head too only single rows."""
+        """Bytes of weights that a pass of one row reads: only chosen experts; the embedding only if it is the head."""
         every = self.without_draft().plan.tensors
         keys = {tensor.destination.key for tensor in every}
         read = (tensor for tensor in every if tensor.destination.key != "embedding" or "head" not in keys)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in read)
 
     @property
-    def guess_bytes(self) -> int:
-        """Bytes of weights that one guess of the layer for multi-token prediction reads, the head among them; 0 without it."""
+    def draft_token_bytes(self) -> int:
+        """Bytes of weights that drafting one token reads, the head included; 0 without the draft layer."""
         head = "head" if any(tensor.destination.key == "head" for tensor in self.plan.tensors) else "embedding"
-        own = (t for t in self.plan.tensors if t.destination.part == draft_part(self.config) or t.destination.key == head)
+        part = draft_part(self.config)
+        own = (t for t in self.plan.tensors if t.destination.part == part or t.destination.key == head)
         return sum(round(tensor.nbytes * tensor.destination.used) for tensor in own) if self.config.draft else 0
 
 
 def pick_device(device: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda". Raises RequestError for one that is not there."""
+    """The device for "auto", "cpu" or "cuda". Raises RequestError for one that does not exist."""
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(Field("device"), f" is {device!r}; use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -168,23 +180,31 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_context(context: int | None, allowed: int) -> int:
-    """The context to open with: as asked, or 4,096 where the model allows that much. Raises RequestError with both numbers."""
+    """The context to open with: as asked, or 4,096 if the model allows it. Raises RequestError with both numbers."""
     if context is None:
         return min(DEFAULT_CONTEXT, allowed)
     if isinstance(context, bool) or not isinstance(context, int) or context < 2:
         raise RequestError(Field("context"), f" is {context!r}; use a whole number from 2")
     if context > allowed:
-        raise RequestError(Field("context"), f" is {context}, but the model's config allows {allowed}; use at most that")
+        raise RequestError(
+            Field("context"), f" is {context}, but the model's config allows {allowed}; use at most that"
+        )
     return context
 
 
 def draw_blueprint(
-    checkpoint: Checkpoint, device: torch.device, context: int, quant: str = "none", cache: Path | None = None, *, draft: bool = True
+    checkpoint: Checkpoint,
+    device: torch.device,
+    context: int,
+    quant: str = "none",
+    cache: Path | None = None,
+    *,
+    draft: bool = True,
 ) -> Blueprint:
-    """Check config and tensors against each other, for weights held as `quant`; what was converted before may lie in `cache`.
+    """Check config and tensors against each other, for weights held as `quant`; `cache` may have converted weights.
 
-    With the layer for multi-token prediction where there is one and guesses are made, unless `draft` is false. Raises ModelError; allocates
-    nothing.
+    With the layer for multi-token prediction where there is one and tokens are drafted, unless `draft` is false. Raises
+    ModelError; allocates nothing.
     """
     family, config, checkpoint = read_family(checkpoint, draft=draft)
     plan = plan_form(lambda: family.destinations(config), checkpoint, quant, cache)
@@ -192,17 +212,21 @@ def draw_blueprint(
     return Blueprint(checkpoint, family, config, plan, context, activation, device)
 
 
-def sketch(family: ModuleType, config: DecoderConfig, device: torch.device, capability: tuple[int, int] | None = None) -> Blueprint:
-    """A blueprint without files and weights, to ask what else an opening needs: keys and values, states, scratch."""
+def sketch(
+    family: ModuleType, config: DecoderConfig, device: torch.device, capability: tuple[int, int] | None = None
+) -> Blueprint:
+    """A blueprint without files and weights, for the bytes of all else: KV cache, states, scratch."""
     checkpoint = Checkpoint(Path(), "", MappingProxyType({}), MappingProxyType({}), MappingProxyType({}), 0)
     activation = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Blueprint(checkpoint, family, config, WeightPlan(()), DEFAULT_CONTEXT, activation, device, capability=capability)
+    return Blueprint(
+        checkpoint, family, config, WeightPlan(()), DEFAULT_CONTEXT, activation, device, capability=capability
+    )
 
 
 class Session:
-    """An open model: its leases, the weights that may still be on their way, and the runner over them.
+    """An open model: its leases, weights that may still be loading, and the runner over them.
 
-    The runner may read a prompt at once: each block waits for its own weights. `settle` must be called before decode.
+    The runner may prefill at once: each layer waits for its own weights. `settle` must be called before decode.
     """
 
     def __init__(
@@ -215,17 +239,18 @@ class Session:
         blueprint: Blueprint,
     ) -> None:
         self.runner = runner
-        # What earlier prompts left in the cache; it gives way block by block.
+        # The prefix cache; it is evicted block by block.
         self.prefix = PrefixIndex(runner.kv)
         runner.kv.evictor = self.prefix
         self.stepper = stepper
-        # What a pass reads, and a drafted token: worked out once, it takes longer than anything else before a first token.
-        self.pass_bytes, self.guess_bytes = blueprint.pass_bytes, blueprint.guess_bytes
-        self.costs = PassCosts(guess_share=self.guess_bytes / max(1, self.pass_bytes))
+        # Bytes that a pass reads, and a draft token: computed once, for it takes longer than anything else before a
+        # first token.
+        self.pass_bytes, self.draft_token_bytes = blueprint.pass_bytes, blueprint.draft_token_bytes
+        self.costs = PassCosts(draft_share=self.draft_token_bytes / max(1, self.pass_bytes))
         self.kernels = f"{kernels.name}: {kernels.reason}"
         self.leases = tuple(leases)
         self._arrival = arrival
-        self.settled = False  # whether `settle` was called: until then nobody has counted what the reading took
+        self.settled = False  # whether `settle` was called, and so the cost of loading counted
 
     @property
     def arrived(self) -> bool:
@@ -233,11 +258,11 @@ class Session:
         return self._arrival.complete
 
     def settle(self) -> StreamStats:
-        """Wait until all weights are in memory; returns what reading them took. Raises Cancelled, FileError."""
+        """Wait until all weights are in memory; returns the cost of reading them. Raises Cancelled, FileError."""
         stats = self._arrival.finish()
         self.runner.gate = None
         if not self.settled:
-            self.leases[0].seal()  # in debug mode: nobody writes to weights from here on
+            self.leases[0].seal()  # in debug mode: weights must not change from here on
         self.settled = True
         return stats
 
@@ -251,25 +276,28 @@ class Session:
         return sum(lease.nbytes for lease in self.leases if not lease.released)
 
     def checksums(self, plan: WeightPlan) -> dict[str, int]:
-        """A CRC-32 of each tensor of `plan` as it lies in memory, by the name of its first part in the checkpoint."""
+        """A CRC-32 of each tensor of `plan` in memory, by the name of its first part in the checkpoint."""
         named = {tensor.parts[0].name: self._arrival.tensors[tensor.destination.key] for tensor in plan.tensors}
-        return {name: _checksum(weight.tensors if isinstance(weight, QuantizedWeight) else (weight,)) for name, weight in named.items()}
+        return {
+            name: _checksum(weight.tensors if isinstance(weight, QuantizedWeight) else (weight,))
+            for name, weight in named.items()
+        }
 
     def offer(self, policy: Policy, give_way: GiveWay) -> None:
-        """Say on which terms the leases are held from now on; `give_way` returns all of them."""
+        """Set the policy of all leases; `give_way` returns all of them."""
         for lease in self.leases:
             lease.offer(policy=policy, give_way=give_way)
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Hold every lease in use: none can be returned until the block ends."""
+        """Mark every lease as in use: none is returned until the code block ends."""
         with ExitStack() as held:
             for lease in self.leases:
                 held.enter_context(lease.using())
             yield
 
     def release(self) -> tuple[Released, ...]:
-        """Return every lease; weights still on their way are given up, and every tensor is let go first: a device counts its views."""
+        """Return every lease. Loading stops, and every tensor is dropped first: a device counts views of its memory."""
         self._arrival.stop()
         self.stepper.close()
         self.runner.kv.evictor = None  # index and cache refer to each other
@@ -295,7 +323,7 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Where a session's bytes come from, where its compiled kernels are kept, and who hears of the loading."""
+    """The pool of a session's bytes, the folder of compiled kernels, and the callbacks of the load."""
 
     pool: Pool
     kernel_cache: Path
@@ -304,9 +332,10 @@ class Opening:
 
 
 def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
-    """Lease what the model needs, start to stream its weights, build its network over them.
+    """Lease what the model needs, start loading its weights, and build its network over them.
 
-    One owner opens at a time. Raises MemoryFull before anything is leased, Cancelled and FileError with every lease returned.
+    One owner opens at a time. Raises MemoryFull before anything is leased, Cancelled and FileError with every lease
+    returned.
     """
     need, pool = blueprint.need, opening.pool
     with pool.loads(owner, opening.cancel), ExitStack() as undo:
@@ -324,10 +353,12 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         weights, kv, scratch = leases
         bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
         if bench is not None:
-            undo.callback(lambda: None if bench.released else bench.release())  # whoever reads returns it too
+            undo.callback(lambda: None if bench.released else bench.release())  # the reader returns it too
         kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache, opening.cancel)
-        arrival = WeightArrival(blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize).start()
-        undo.callback(arrival.stop)  # first of all: it reads while the rest is made
+        arrival = WeightArrival(
+            blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize
+        ).start()
+        undo.callback(arrival.stop)  # first: it reads while the rest is built
         runner, stepper = build_runner(blueprint, arrival.tensors, kernels, (kv, scratch), opening, arrival)
         undo.pop_all()
         return Session(leases, arrival, runner, kernels, stepper, blueprint)
@@ -341,23 +372,26 @@ def build_runner(
     opening: Opening,
     gate: WeightArrival | None = None,
 ) -> tuple[Runner, Stepper]:
-    """The network over `tensors` (keys of the plan's destinations), and all that runs it, in the `leases` of caches and of scratch.
+    """The network over `tensors` (keys of the plan's destinations) and its runner, in the `leases` of caches and of
+    scratch.
 
     `gate`: see Runner. Raises FileError for tables that cannot be read, Cancelled.
     """
     kv, scratch = leases
     config, widths, context = blueprint.config, blueprint.widths, blueprint.context
-    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.yarn)
+    turned = config.axes, blueprint.turned_rows
+    rotary = RotaryTable.build(scratch, context, config.rotary_dim, config.rope_theta, config.yarn, *turned)
     reader = row_reader(opening.kernel_cache, opening.cancel) if blueprint.plan.tables else None
     network = blueprint.family.build(config, tensors, kernels, rotary, open_tables(blueprint.plan.tables, reader))
     pages, draft_shape = _make_cache(kv, blueprint), blueprint.draft_shape
     passes = Scratch(scratch, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
-    buffers = ChunkBuffers(scratch, pages, blueprint.rows), DecodeBuffers(scratch, network, pages, passes)
+    steps = DecodeBuffers(scratch, network, pages, passes, turned=bool(config.axes))
+    buffers = ChunkBuffers(scratch, pages, blueprint.rows), steps
     wanted = kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
     kernels.reserve([scratch.carve(shape, dtype) for shape, dtype in wanted])
     graphs, drafting = Graphs(), None
     if draft_shape is not None:
         layer = build_draft(config, tensors, network, rotary)
         drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
-    runner = Runner(network, pages, passes, buffers, gate, drafting)
+    runner = Runner(network, pages, passes, buffers, gate, drafting, rotary)
     return runner, graph_stepper(runner, scratch, widths.vocab, graphs) or HostStepper(runner)

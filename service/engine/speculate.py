@@ -1,8 +1,8 @@
-"""Guessing the next tokens, and deciding whether to check a guess is worth a wider pass.
+"""Speculative decoding: which draft tokens to propose, and whether verifying them is worth a wider pass. Pure Python.
 
-A guess is what followed the last occurrence of the text's latest tokens (prompt lookup, Saxena 2023), or what a layer for multi-token
-prediction drafts (see drafting.py). It is checked in one pass, and each position is then chosen from its true scores with the draw that it
-would have had anyway: what is written is the same, only sooner.
+Draft tokens are what followed the last occurrence of the text's latest tokens (prompt lookup, Saxena 2023), or come
+from the draft layer (see drafting.py). They are verified in one pass. Each position is then chosen from its true
+scores, with the draw that it would have had in a step of its own, so the completion is the same, only sooner.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 # Lengths of the latest tokens that are looked up, the longest first.
-LENGTHS: tuple[int, ...] = (4, 3, 2)
-# The share of a run's time, its prompt included, that wrong guesses may have cost at any moment. The promise is 3 %: with 0.02 the steps
-# alone took up to 1.07 times as long behind a prompt that took half as long as they (quiet, medians of 7), with 0.01 up to 1.03.
-RISK = 0.01
-# How fast a measured pass replaces what was known of passes of its size.
-LEARNING = 0.2
-# Rows that the drafting layer reads in the time that it takes for one token: of those the head sees only the last. BF16 6.6, INT4 5.8.
-READ_AT_ONCE = 6
-# What a pass of more rows than any that was measured may take, beside as much for each row: they took up to 1.1 (see lab/notebook.md).
-BEYOND = 1.25
-# What a width costs beside a step is believed as if so many passes of it had cost nothing more: one that a busy moment made slow is tried
-# again, where it may be.
-HOPE = 2
-# Rows that the drafting layer has to read where it guesses step by step; what a pause has left unread is read once.
+NGRAM_LENGTHS: tuple[int, ...] = (4, 3, 2)
+# The share of a run's time, prefill included, that rejected draft tokens may have cost at any moment. The promise is 3
+# %. Measured with 0.02: decode took up to 1.07 times as long after a prefill of half its time (quiet machine, medians
+# of 7); with 0.01: 1.03.
+MAX_LOSS = 0.01
+# Weight of a new measurement in the moving average of a pass's seconds.
+SMOOTHING = 0.2
+# Rows that the draft layer prefills in the time of one draft token: only the last of them goes through the head. BF16
+# 6.6, INT4 5.8.
+PREFILL_ROWS_PER_DRAFT_TOKEN = 6
+# Upper bound for passes wider than any measured: linear extrapolation times this. Measured: up to 1.1 times linear, see
+# lab/notebook.md.
+EXTRAPOLATION_FACTOR = 1.25
+# The measured extra cost of a width counts as if this many earlier passes of it had cost nothing extra. So one slow
+# measurement on a busy machine does not keep a width from being tried again.
+PRIOR_FREE_PASSES = 2
+# Rows that the draft layer has to prefill while it drafts step by step. After a pause there are more, once.
 USUAL_UNREAD = 2
 
 
-class Lookup:
-    """The tokens of one text, and where each run of them last occurred."""
+class PromptLookup:
+    """The tokens of one text, and where each n-gram of them last occurred."""
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self._ids: list[int] = []
@@ -38,66 +41,76 @@ class Lookup:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Append a token to the text."""
         end = len(self._ids)
-        for length in LENGTHS:
+        for length in NGRAM_LENGTHS:
             if end >= length:
                 self._after[tuple(self._ids[end - length :])] = end
         self._ids.append(token)
 
-    def guess(self, most: int) -> tuple[int, list[int]]:
-        """How many latest tokens were found again (0: none), and up to `most` tokens that followed; what it guesses may be repeated."""
+    def propose(self, most: int) -> tuple[int, list[int]]:
+        """The length of the n-gram that was found again (0: none), and up to `most` tokens after it; a cycle is
+        continued."""
         ids = self._ids
-        for length in LENGTHS:
-            at = self._after.get(tuple(ids[-length:])) if len(ids) >= length else None
-            if at is not None:
-                guessed: list[int] = []
-                for place in range(at, at + most):
-                    guessed.append(ids[place] if place < len(ids) else guessed[place - len(ids)])
-                return length, guessed
+        for length in NGRAM_LENGTHS:
+            start = self._after.get(tuple(ids[-length:])) if len(ids) >= length else None
+            if start is not None:
+                draft: list[int] = []
+                for index in range(start, start + most):
+                    draft.append(ids[index] if index < len(ids) else draft[index - len(ids)])
+                return length, draft
         return 0, []
 
 
 @dataclass(slots=True)
 class PassCosts:
-    """Seconds of a step by its rows, of how many passes, and of a drafted token, as measured in this session.
+    """Measured seconds of a pass by its rows, the number of measurements, and the seconds of one token of the draft
+    layer.
 
-    `guess_share`: of the bytes that a pass of one row reads, what one drafted token takes; 0 where nothing drafts.
+    `draft_share`: bytes that drafting one token reads, as a share of those that a pass of one row reads; 0 without a
+    draft layer.
     """
 
     measured: dict[int, float] = field(default_factory=dict)
-    guess_share: float = 0.0
-    drafted: float = 0.0
-    tries: dict[int, int] = field(default_factory=dict)
+    draft_share: float = 0.0
+    measured_draft: float = 0.0
+    passes: dict[int, int] = field(default_factory=dict)
 
-    def note(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took `seconds`."""
+    def record(self, rows: int, seconds: float) -> None:
+        """A pass of `rows` rows took `seconds`."""
         known = self.measured.get(rows)
-        self.measured[rows] = seconds if known is None else known + LEARNING * (seconds - known)
-        self.tries[rows] = self.tries.get(rows, 0) + 1
+        self.measured[rows] = seconds if known is None else known + SMOOTHING * (seconds - known)
+        self.passes[rows] = self.passes.get(rows, 0) + 1
 
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
-        """To draft so many tokens took `seconds`; the layer had `unread` rows to read first."""
-        each = seconds / (tokens + (unread - 1) / READ_AT_ONCE)
-        self.drafted = each if not self.drafted else self.drafted + LEARNING * (each - self.drafted)
+    def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
+        """The draft layer took `seconds` for `tokens` draft tokens; it had `unread` rows to prefill first."""
+        each = seconds / (tokens + (unread - 1) / PREFILL_ROWS_PER_DRAFT_TOKEN)
+        self.measured_draft = (
+            each if not self.measured_draft else self.measured_draft + SMOOTHING * (each - self.measured_draft)
+        )
 
     @property
-    def a_draft(self) -> float:
-        """What a drafted token is going to take; until it was measured, by the bytes that it reads."""
-        return self.drafted or self.guess_share * self.at_most(1)
+    def draft_token(self) -> float:
+        """Seconds per token of the draft layer; estimated from the bytes that it reads until they were measured."""
+        return self.measured_draft or self.draft_share * self.upper_bound(1)
 
-    def at_most(self, rows: int) -> float:
-        """What a step of so many rows takes at most: beyond what was measured BEYOND times as much for each; 0 if nothing was."""
-        return self._between(rows, self.measured.__getitem__, lambda known: self.measured[known] * BEYOND * rows / known)
+    def upper_bound(self, rows: int) -> float:
+        """The most seconds that a pass of `rows` takes; 0 if nothing was measured. See EXTRAPOLATION_FACTOR."""
+        return self._between(
+            rows, self.measured.__getitem__, lambda known: self.measured[known] * EXTRAPOLATION_FACTOR * rows / known
+        )
 
-    def likely(self, rows: int) -> float:
-        """What a step of so many rows takes, if more rows than were measured cost nothing: that is found out where it may be tried."""
-        return self._between(rows, self._hoped, self._hoped)
+    def estimate(self, rows: int) -> float:
+        """Seconds that a pass of `rows` takes, on the assumption that rows beyond the measured ones are free. See
+        PRIOR_FREE_PASSES."""
+        return self._between(rows, self._shrunk, self._shrunk)
 
-    def _hoped(self, rows: int) -> float:
+    def _shrunk(self, rows: int) -> float:
         seconds, single = self.measured[rows], self.measured.get(1)
-        tries = self.tries.get(rows)
-        return seconds if single is None or tries is None else single + (seconds - single) * tries / (tries + HOPE)
+        passes = self.passes.get(rows)
+        if single is None or passes is None:
+            return seconds
+        return single + (seconds - single) * passes / (passes + PRIOR_FREE_PASSES)
 
     def _between(self, rows: int, known: Callable[[int], float], beyond: Callable[[int], float]) -> float:
         if rows in self.measured:
@@ -111,108 +124,118 @@ class PassCosts:
 
 
 @dataclass(slots=True)
-class Record:
-    """Tokens of guesses of one kind that were checked, and those that were right; begun with what is believed before anything is known."""
+class Acceptance:
+    """Draft tokens of one source that were verified and accepted. It starts from what is assumed before anything was
+    measured."""
 
-    tried: float
-    right: float
+    verified: float
+    accepted: float
 
     @property
     def chance(self) -> float:
-        """How likely the next one is right, if those before it were."""
-        return self.right / self.tried
+        """How likely the next draft token is accepted, if those before it were."""
+        return self.accepted / self.verified
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a step may read: `behind` tokens of the text before its latest one, and `most` guessed ones.
+class DraftLimits:
+    """What a verify pass may hold: `most` draft tokens, after `unprocessed` tokens of the text before its latest one.
 
-    `unread`: rows that the drafting layer would read first, 0 where it cannot guess.
+    `unread`: rows that the draft layer would have to prefill first, 0 where it cannot draft.
     """
 
     most: int
-    behind: int = 0
+    unprocessed: int = 0
     unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to check: tokens that were looked up, or so many that are to be drafted. Neither: an ordinary step."""
+class DraftPlan:
+    """What to verify: tokens that were looked up, or a number of tokens for the draft layer. Neither: an ordinary
+    step."""
 
     tokens: tuple[int, ...] = ()
-    drafts: int = 0
+    layer_tokens: int = 0
 
 
 class Speculator:
-    """One text's guesses and what came of them. It guesses only where that pays by what was measured, within RISK of the time so far.
+    """Decides on one text's draft tokens. It proposes some only where the measured costs say that it pays, within
+    MAX_LOSS of the time.
 
     `spent`: seconds that the text has taken before the first step.
     """
 
     def __init__(self, prompt: Iterable[int], costs: PassCosts, spent: float = 0.0) -> None:
-        self._lookup = Lookup(prompt)
+        self._lookup = PromptLookup(prompt)
         self._costs = costs
-        # By length of what was found again: before anything is known one of two is right. Of drafts four of five: published are 0.7 to 0.9.
-        self._looked_up = {length: Record(2.0, 1.0) for length in LENGTHS}
-        self._drafted = Record(5.0, 4.0)
-        self._record = self._drafted
+        # Assumed at the start: of looked-up tokens one of two is accepted, of the draft layer's four of five
+        # (published: 0.7 to 0.9).
+        self._looked_up = {length: Acceptance(2.0, 1.0) for length in NGRAM_LENGTHS}
+        self._drafted = Acceptance(5.0, 4.0)
+        self._current = self._drafted
         self._spent = spent
-        self._saved = 0.0  # seconds that guesses have saved, less what wrong ones cost
+        self._saved = 0.0  # seconds that accepted tokens have saved, less what rejected ones cost
         self.proposed = 0
         self.accepted = 0
 
     def push(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Append a token to the text."""
         self._lookup.push(token)
 
-    def plan(self, room: Room) -> Plan:
-        """What is worth checking now."""
-        if room.most < 1 or not self._costs.at_most(1):
-            return Plan()
-        found, tokens = self._lookup.guess(room.most)
-        looked_up, gain = self._best(self._looked_up[found], len(tokens), room, None) if found else (0, 0.0)
-        unread = room.unread if self._costs.guess_share else 0
-        drafts, drafted_gain = self._best(self._drafted, room.most, room, unread) if unread else (0, 0.0)
+    def plan(self, limits: DraftLimits) -> DraftPlan:
+        """The draft tokens that are worth a verify pass now."""
+        if limits.most < 1 or not self._costs.upper_bound(1):
+            return DraftPlan()
+        length, tokens = self._lookup.propose(limits.most)
+        looked_up, gain = self._best(self._looked_up[length], len(tokens), limits, None) if length else (0, 0.0)
+        unread = limits.unread if self._costs.draft_share else 0
+        drafted, drafted_gain = self._best(self._drafted, limits.most, limits, unread) if unread else (0, 0.0)
         if drafted_gain > gain:
-            self._record = self._drafted
-            return Plan(drafts=drafts)
+            self._current = self._drafted
+            return DraftPlan(layer_tokens=drafted)
         if looked_up:
-            self._record = self._looked_up[found]
-        return Plan(tokens=tuple(tokens[:looked_up]))
+            self._current = self._looked_up[length]
+        return DraftPlan(tokens=tuple(tokens[:looked_up]))
 
-    def _best(self, record: Record, most: int, room: Room, unread: int | None) -> tuple[int, float]:
-        """How many tokens of a kind of guess are the best to check, and the seconds that they save then; `unread` of drafts only."""
-        costs, allowed = self._costs, self._saved + RISK * self._spent
-        single, now, chance = costs.at_most(1), room.behind + 1, record.chance
-        base = costs.likely(now)
-        token = costs.a_draft if unread else 0.0
-        first, usual = ((rows - 1) / READ_AT_ONCE for rows in (unread or 1, min(unread or 1, USUAL_UNREAD)))
+    def _best(self, source: Acceptance, most: int, limits: DraftLimits, unread: int | None) -> tuple[int, float]:
+        """The best number of draft tokens of a source to verify, and the seconds that they save; `unread` for the draft
+        layer only."""
+        costs, allowed = self._costs, self._saved + MAX_LOSS * self._spent
+        single, now, chance = costs.upper_bound(1), limits.unprocessed + 1, source.chance
+        base = costs.estimate(now)
+        token = costs.draft_token if unread else 0.0
+        counts = unread or 1, min(unread or 1, USUAL_UNREAD)
+        first, usual = ((rows - 1) / PREFILL_ROWS_PER_DRAFT_TOKEN for rows in counts)
         best, best_gain, expected, power = 0, 0.0, 0.0, 1.0
         for count in range(1, most + 1):
             power *= chance
             expected += power
             worth = expected * single - token * (count + usual)
             if worth <= best_gain:
-                continue  # it would not be if rows cost nothing: most steps of a text that guesses do not suit end here
-            gain = worth - (costs.likely(now + count) - base)
-            risk = costs.at_most(now + count) - single + token * (count + first)
+                continue  # no gain even if rows were free: most steps of a text that does not repeat itself end here
+            gain = worth - (costs.estimate(now + count) - base)
+            risk = costs.upper_bound(now + count) - single + token * (count + first)
             if gain > best_gain and risk <= allowed:
                 best, best_gain = count, gain
         return best, best_gain
 
-    def note(self, guessed: int, right: int, seconds: float | None, *, rows: int = 0, drafting: float = 0.0) -> None:
-        """A step took `seconds`, `drafting` of them to draft; it read `rows` (0: one more than guessed). None: longer than others will.
+    def record(
+        self, proposed: int, accepted: int, seconds: float | None, *, rows: int = 0, drafting: float = 0.0
+    ) -> None:
+        """A step took `seconds`, `drafting` of them in the draft layer; None: not typical, as when a graph was
+        captured.
 
-        It checked `guessed` tokens (0: none) of which the first `right` were what was chosen.
+        It verified `proposed` draft tokens (0: none), accepted the first `accepted`, and had `rows` rows (0: one more
+        than proposed).
         """
         if seconds is not None:
-            self._costs.note(rows or guessed + 1, seconds - drafting)
+            self._costs.record(rows or proposed + 1, seconds - drafting)
             self._spent += seconds
-            if guessed or rows > 1:
-                self._saved += (right + 1) * self._costs.at_most(1) - seconds
-        if not guessed:
+            if proposed or rows > 1:
+                self._saved += (accepted + 1) * self._costs.upper_bound(1) - seconds
+        if not proposed:
             return
-        self.proposed += guessed
-        self.accepted += right
-        self._record.tried += min(right + 1, guessed)
-        self._record.right += right
+        self.proposed += proposed
+        self.accepted += accepted
+        self._current.verified += min(accepted + 1, proposed)
+        self._current.accepted += accepted

@@ -1,4 +1,5 @@
-"""What each stage of a run cost: seconds, bytes, page faults, pool allocations, allocator time, share of the read bandwidth."""
+"""The costs of each stage of a run: seconds, bytes, page faults, pool allocations, allocator time, share of the read
+bandwidth."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from ..loader.stream import StreamStats
 from ..memory.meminfo import Faults, read_faults
 from ..memory.pool import Pool
 
-# Stages whose speed is that of reading weights. The others wait for a disk, or compute more than they read.
+# Stages bound by reading weights. The others wait for a disk, or compute more than they read.
 BOUND_BY_READING = ("decode",)
 
 
 @dataclass(slots=True)
 class _Sums:
-    """A Stage that grows: a token adds to several, and a new Stage each time took more than what is measured in a small model."""
+    """A mutable Stage. Each token adds to several; a new Stage each time took longer than the work measured in a small
+    model."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -28,7 +30,7 @@ class _Sums:
     allocator_seconds: float = 0.0
     proposed: int = 0
     accepted: int = 0
-    ended: Faults | None = None  # of the process, when it was measured last
+    ended: Faults | None = None  # of the process, at the last measurement
 
     def stage(self) -> Stage:
         cost = self.seconds, self.bytes, self.major_faults, self.minor_faults, self.allocations, self.allocator_seconds
@@ -36,7 +38,7 @@ class _Sums:
 
 
 class Measure:
-    """Counts a block's seconds, faults of the whole process, pool allocations and their seconds towards a stage."""
+    """Counts a code block's seconds, page faults of the process, pool allocations and their seconds towards a stage."""
 
     __slots__ = ("_allocated", "_before", "_pool", "_started", "_sums")
 
@@ -48,7 +50,9 @@ class Measure:
         self._before, self._allocated = read_faults(), (self._pool.allocations, self._pool.seconds)
         self._started = time.perf_counter()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         sums, pool, before, allocated = self._sums, self._pool, self._before, self._allocated
         sums.seconds += time.perf_counter() - self._started
         after = sums.ended = read_faults()
@@ -59,7 +63,8 @@ class Measure:
 
 
 class StageMeter:
-    """Adds up, stage by stage, what happens inside `measure`. `ceiling` is the machine's measured bytes a second, None if unknown."""
+    """Sums the costs inside `measure` by stage. `ceiling`: the machine's measured read bandwidth in bytes per second,
+    or None."""
 
     def __init__(self, pool: Pool, ceiling: float | None = None) -> None:
         self._pool = pool
@@ -69,11 +74,11 @@ class StageMeter:
 
     @property
     def stages(self) -> dict[str, Stage]:
-        """What each stage cost so far, the bandwidth shares worked out."""
+        """The costs of each stage so far, with bandwidth shares."""
         return {name: self._with_share(name, sums.stage()) for name, sums in self._sums.items()}
 
     def measure(self, name: str) -> Measure:
-        """Count what happens in the block towards stage `name`."""
+        """Count the code block towards stage `name`."""
         return Measure(self._of(name), self._pool)
 
     def add(self, name: str, cost: Stage) -> None:
@@ -89,9 +94,9 @@ class StageMeter:
         sums.accepted += cost.accepted
 
     def add_reading(self, stats: StreamStats, waited: float) -> None:
-        """Count a reading that began with the end of `load` and ran beside `prefill`, which waited `waited` seconds for it.
+        """Count reading of weights that went on after `load`, during `prefill`, which waited `waited` seconds for it.
 
-        The readers' own faults belong to the load; of all others since the load's end the prompt's computation is the cause.
+        The readers' page faults count towards the load, all others since the end of the load towards the prefill.
         """
         faults = read_faults().since(self._of("load").ended or self._began)
         self.add("load", Stage(stats.seconds, stats.bytes, stats.major_faults, stats.minor_faults))
@@ -101,13 +106,13 @@ class StageMeter:
         prefill.minor_faults = max(0, faults.minor - stats.minor_faults)
 
     def add_bytes(self, name: str, nbytes: int, seconds: float = 0.0) -> None:
-        """Count bytes read or moved, and the seconds that they took where nothing else counts them, towards stage `name`."""
+        """Count bytes read or moved towards stage `name`, and their seconds where nothing else counts them."""
         sums = self._of(name)
         sums.bytes += nbytes
         sums.seconds += seconds
 
     def since(self, before: Mapping[str, Stage]) -> dict[str, Stage]:
-        """What each stage cost since `stages` was `before`; stages that have cost nothing since are left out."""
+        """The costs of each stage since `stages` was `before`; stages without any are left out."""
         costs = {name: _difference(sums.stage(), before.get(name, Stage())) for name, sums in self._sums.items()}
         return {name: self._with_share(name, cost) for name, cost in costs.items() if cost != Stage()}
 
@@ -129,7 +134,7 @@ def _difference(stage: Stage, before: Stage) -> Stage:
 
 
 def stages_line(stages: Mapping[str, Stage]) -> str:
-    """All stages in one line for the log."""
+    """All stages in one log line."""
     return "; ".join(f"{name} {_words(stage)}" for name, stage in stages.items())
 
 

@@ -1,4 +1,5 @@
-"""One decode step of several rows, the choice of their tokens included: the seam between what is wanted and the device that does it."""
+"""One decode step of several sequences, the choice of their tokens included; the protocol that host and device
+implement."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ from .sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A row of a step: `token` goes behind `kv`, and the sampler chooses from the scores behind it.
+    """A row of a step: `token` is appended to `kv`, and the sampler chooses from the scores after it.
 
-    token None: what the step launched just before chose for its row `source`, which the host need not have seen. `draw` is the place of
-    the sampler's draw, see Sampler.uniform. `wanted` false: nothing need be chosen, the next token is known.
+    token None: the token that the step launched just before chose for its row `source`; the host need not have seen it.
+    `draw` is the number of the sampler's draw, see Sampler.uniform. `wanted` false: nothing need be chosen, the next
+    token is known.
     """
 
     kv: SequenceKV
@@ -34,7 +36,8 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What a row chose; -1 where nothing was wanted, and where the choice failed with `error`, which is this row's alone."""
+    """The token chosen for a row; -1 where none was wanted, and where the choice failed with `error`, which concerns
+    this row alone."""
 
     token: int
     logprobs: Logprobs | None = None
@@ -43,9 +46,9 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A pass over known and guessed tokens: scores [T, vocab] behind the last known one and each guess, until the next pass.
+    """A verify pass: scores [T, vocab] after the last known token and each draft token, valid until the next pass.
 
-    `chosen`: what the device chose there, where it did, with the draws from number `drawn` on.
+    `chosen`: the device's choices there, if it made them, with the draws from number `drawn` on.
     """
 
     sampler: Sampler
@@ -53,24 +56,25 @@ class Checked:
     chosen: Sequence[int] = ()
     drawn: int = 0
 
-    def pick(self, place: int) -> Picked:
-        """The sampler's choice at a place, once it has accepted those before."""
-        # A token that was forced in between took no draw: the device's are not those that come now.
-        if self.chosen and self.sampler.plain and self.sampler.drawn == self.drawn + place:
-            return chosen_there(self.chosen[place])
-        return pick(self.sampler, self.scores[place])
+    def pick(self, position: int) -> Picked:
+        """The sampler's choice at a position, after it has accepted the tokens before."""
+        # A token that was forced in between took no draw: the device's draws are not the ones of these positions.
+        if self.chosen and self.sampler.plain and self.sampler.drawn == self.drawn + position:
+            return picked_by_device(self.chosen[position])
+        return pick(self.sampler, self.scores[position])
 
 
 class Stepper(Protocol):
-    """Launches steps and collects what they chose, in the order of the launches.
+    """Launches steps and collects their choices, in the order of the launches.
 
-    A launch advances each sequence by one token, at the position that its length says. A sequence may be cut back afterwards, and its
-    row of a step under way is then worth nothing: the one who launched it knows, and cuts the sequence before the row's next launch.
-    `ahead` is how many steps may be under way beside the oldest: with 1, step t+1 is launched before the tokens of step t are collected,
-    for rows whose token is None. Where the host must see a row's scores (see Sampler.plain), `runs_ahead` is false and nothing is launched
-    ahead of that row's step: its scores last until the next launch only. `stage` is what
-    collecting is booked to: "sample" where the device is done by then or sampling is the host's, "decode" where it waits for the step.
-    `checks`: whether it takes guesses. `captured`: how many kinds of passes it has prepared; the first of a kind takes longer than others.
+    A launch advances each sequence by one token. A sequence may be cut back afterwards: its row of a step in flight is
+    then discarded by the caller, who cuts the sequence before its next launch.
+    `ahead`: steps that may be in flight besides the oldest. With 1, step t+1 is launched before the tokens of step t
+    are collected, for rows whose token is None. Where the host must see a row's scores (see Sampler.plain),
+    `runs_ahead` is false and nothing is launched ahead of that row's step: its scores are valid until the next launch.
+    `stage`: where collecting is counted: "sample" where the step is done by then or the host samples, "decode" where it
+    waits for it. `checks`: whether it verifies draft tokens. `captured`: kinds of passes it has prepared; the first of
+    a kind takes longer than others.
     """
 
     ahead: int
@@ -85,22 +89,25 @@ class Stepper(Protocol):
         ...
 
     def launch(self, feeds: Sequence[Feed], /) -> None:
-        """Begin a step of up to MAX_BATCH rows. Raises RequestError for a sequence at its capacity."""
+        """Launch a step of up to MAX_BATCH rows. Raises RequestError for a sequence at its capacity."""
         ...
 
     def collect(self) -> list[Picked]:
-        """The choices of the oldest step under way. What fails of one row, such as scores that are no numbers, is in its choice."""
+        """The choices of the oldest step in flight. A row's failure, such as scores that are no numbers, is in its
+        choice."""
         ...
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
-        """Read up to MAX_BATCH ids in one pass, of which the first `known` are the text's (at least one) and the others guessed.
+        """Compute up to MAX_BATCH ids in one pass: the first `known` (at least one) are the text's, the others draft
+        tokens.
 
-        No step may be under way. The sequence is as it was until the caller advances it, by as many of them as it wants.
+        No step may be in flight. The sequence does not change until the caller advances it, by as many of the ids as
+        were accepted.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything; it cannot be used afterwards."""
+        """Drop everything; it cannot be used afterwards."""
         ...
 
 
@@ -114,35 +121,35 @@ class HostStepper:
 
     def __init__(self, runner: Runner) -> None:
         self._runner: Runner | None = runner
-        self._under_way: deque[tuple[Sequence[Feed], torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[Sequence[Feed], torch.Tensor]] = deque()
 
     def runs_ahead(self, sampler: Sampler, /) -> bool:
         return False
 
     def launch(self, feeds: Sequence[Feed], /) -> None:
-        if self._runner is None or self._under_way:
-            raise ValueError("a step is under way, or the stepper was closed")
+        if self._runner is None or self._in_flight:
+            raise ValueError("a step is in flight, or the stepper was closed")
         tokens = [feed.token for feed in feeds if feed.token is not None]
         if len(tokens) != len(feeds):
             raise ValueError("a row without a token: nothing was launched before it")
-        self._under_way.append((feeds, self._runner.decode([feed.kv for feed in feeds], tokens)))
+        self._in_flight.append((feeds, self._runner.decode([feed.kv for feed in feeds], tokens)))
 
     def collect(self) -> list[Picked]:
-        feeds, scores = self._under_way.popleft()
+        feeds, scores = self._in_flight.popleft()
         return [pick(feed.sampler, row) if feed.wanted else Picked(-1) for feed, row in zip(feeds, scores, strict=True)]
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
-        if self._runner is None or self._under_way:
-            raise ValueError("a step is under way, or the stepper was closed")
+        if self._runner is None or self._in_flight:
+            raise ValueError("a step is in flight, or the stepper was closed")
         return Checked(sampler, self._runner.check(sequence, ids)[known - 1 :])
 
     def close(self) -> None:
         self._runner = None
-        self._under_way.clear()
+        self._in_flight.clear()
 
 
-def chosen_there(token: int) -> Picked:
-    """What a device chose; -1 stands for scores that are no numbers, which is a ModelError."""
+def picked_by_device(token: int) -> Picked:
+    """The choice of a device; -1 stands for scores that are no numbers, which is a ModelError."""
     if token < 0:
         words = "the model computed scores that are no numbers; its weights are damaged or do not belong to this config"
         return Picked(-1, error=ModelError(words))

@@ -10,7 +10,8 @@ class Limits:
     """`rate` is in bytes per second, 0 for no limit; all times are in seconds.
 
     A connection that delivers less than `stall_rate` bytes per second over `stall` seconds is dropped. After `tries`
-    attempts in a row that each gain less than `progress` bytes the pull fails. `sync` is how many bytes are written
+    attempts in a row that each gain less than `progress` bytes the pull fails; after `first_tries` if the hub has not
+    answered at all. `sync` is how many bytes are written
     between two syncs; only synced bytes count after a crash. `reserve` bytes stay free on the disk.
     """
 
@@ -20,6 +21,7 @@ class Limits:
     stall_rate: int = 1024
     connect: float = 30.0
     tries: int = 8
+    first_tries: int = 3
     progress: int = 64 << 10
     backoff: float = 1.0
     longest_backoff: float = 30.0

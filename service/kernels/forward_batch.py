@@ -75,6 +75,13 @@ class ForwardBatch:
 
     ids: token ids of the rows if the host knows them, otherwise empty. Reading them back would wait for the device.
 
+    turns: int32 [T] on the device, which row of the rotary table turns each row. None: `positions`. They differ in and
+    after pictures. first_turns: the same for the first token of the key block that an indexer has each row in, in a
+    chunk with pictures.
+
+    pictures: which rows stand for pictures, each with what replaces them [1 + taps, rows, hidden]: the first in place
+    of their embeddings, the others added after the first layers.
+
     A CUDA graph of up to FEW_ROWS rows is replayed at other positions. Kernels that a graph can hold therefore read
     positions from the device only, never `longest` or PrefillChunk.start.
     """
@@ -84,11 +91,19 @@ class ForwardBatch:
     longest: int
     slots: Slots | None = None
     ids: Sequence[int] = ()
+    turns: torch.Tensor | None = None
+    first_turns: torch.Tensor | None = None
+    pictures: Sequence[tuple[slice, torch.Tensor]] = ()
 
     # All rows belong to one sequence, in order.
     one_sequence: ClassVar[bool] = False
     # Every row stores its recurrent state in its own slot, as in a decode step.
     state_per_row: ClassVar[bool] = False
+
+    @property
+    def rotary_rows(self) -> torch.Tensor:
+        """int32 [T], the rows of the rotary table that turn the rows of the pass."""
+        return self.positions if self.turns is None else self.turns
 
 
 @dataclass(slots=True)
@@ -143,15 +158,39 @@ class RotaryTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    axes: torch.Tensor | None = None
+    positions: int = 0
 
     @classmethod
-    def build(cls, lease: Lease, positions: int, dim: int, theta: float, yarn: Yarn | None = None) -> RotaryTable:
+    def build(
+        cls,
+        lease: Lease,
+        positions: int,
+        dim: int,
+        theta: float,
+        yarn: Yarn | None = None,
+        axes: Sequence[int] = (),
+        rows: int = 0,
+    ) -> RotaryTable:
+        """One row per position, and `rows` more for passes with pictures, whose positions have three axes:
+        `turn_axes`.
+        """
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), turns_per_position(dim, theta, yarn))
         scale = 1.0 if yarn is None else yarn.attention
-        tables = [lease.carve(angles.shape, torch.float32).copy_(values.mul_(scale)) for values in (angles.cos(), angles.sin())]
-        return cls(*tables)
+        cos, sin = (lease.carve((positions + rows, angles.shape[1]), torch.float32) for _ in range(2))
+        for table, values in ((cos, angles.cos()), (sin, angles.sin())):
+            table[:positions].copy_(values.mul_(scale))
+        return cls(cos, sin, torch.tensor(axes, dtype=torch.int64, device=cos.device) if rows else None, positions)
 
     @staticmethod
-    def nbytes(positions: int, dim: int) -> int:
+    def nbytes(positions: int, dim: int, rows: int = 0) -> int:
         """Bytes of both tables, alignment included."""
-        return 2 * carved_bytes((positions, dim // 2), torch.float32)
+        return 2 * carved_bytes((positions + rows, dim // 2), torch.float32)
+
+    def turn_axes(self, places: torch.Tensor) -> None:
+        """Fill the further rows for places int64 [3, n] (time, row, column): each pair of a head has its own axis."""
+        if self.axes is None or self.positions + places.shape[1] > self.cos.shape[0]:
+            raise ValueError(f"the table has no room for {places.shape[1]} rows with three axes")
+        wanted = places.to(self.cos.device)[self.axes].t()
+        for table in (self.cos, self.sin):
+            table[self.positions : self.positions + places.shape[1]] = table[: self.positions].gather(0, wanted)

@@ -137,13 +137,20 @@ class AttentionHeads:
     """What attention has between its projections: norms [head_dim] for the queries and keys of each head, and the
     rotary table.
 
-    `rotary` may cover less than a head's width: its first numbers only.
+    `rotary` may cover less than a head's width: its first numbers only. Qwen2 has no norms, and a `bias` fp32
+    [shape.qkv] that is added to queries, keys and values first.
     """
 
     shape: HeadShape
-    q_norm: NormWeight
-    k_norm: NormWeight
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
     rotary: RotaryTable
+    bias: torch.Tensor | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether it is attention as Qwen3 has it, which the fused CUDA kernels are written for."""
+        return self.q_norm is not None and self.k_norm is not None and self.bias is None
 
 
 @dataclass(slots=True)
@@ -190,4 +197,4 @@ class IndexerOperands:
 
 
 # The parts of a layer that kernels take as a whole.
-LayerPart: TypeAlias = Weight | HyperConnection | ExpertWeights | DeltaHeads
+LayerPart: TypeAlias = Weight | HyperConnection | ExpertWeights | DeltaHeads | AttentionHeads

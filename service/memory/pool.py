@@ -25,6 +25,7 @@ from .budget import (
     make_budget,
     show,
 )
+from .claims import Claims
 from .external_lease import ExternalLease
 from .guard_zones import broken_zones, plan_layout, write_zones
 from .lease import (
@@ -83,12 +84,17 @@ class Pool:
     memory.
     """
 
-    def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth]) -> None:
-        """Make the budget from what is available now. Raises RequestError if this machine cannot meet the settings."""
+    def __init__(
+        self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth], claims: Claims | None = None
+    ) -> None:
+        """Make the budget from what is available now, less what `claims` know. Raises RequestError if this machine
+        cannot meet the settings.
+        """
         self.device = device
         self.settings = settings
         self.read_truth = truth_reader
-        self.budget: Budget = make_budget(truth_reader(), settings)
+        self.claims = claims or Claims(device, None)
+        self.budget: Budget = self._size(settings, own=0)
         self.lock = threading.RLock()
         self.allocations = 0
         self.backend: Backend = choose_backend(device, managed=settings.managed, oversubscribe=settings.oversubscribe)
@@ -255,7 +261,7 @@ class Pool:
 
         Raises RequestError if the new budget would be below what is leased.
         """
-        budget = make_budget(self.read_truth(), settings, own=self._resident())
+        budget = self._size(settings, own=self._resident())
         with self.lock:
             if budget.spendable < self._used:
                 raise RequestError(
@@ -304,7 +310,9 @@ class Pool:
             damage = [words for lease in self._leases for words in self._damage(lease)]
         if damage:
             self.count("damaged", len(damage))
-            raise LeaseDamagedError("; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode")
+            raise LeaseDamagedError(
+                "; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode"
+            )
 
     @property
     def debug(self) -> bool:
@@ -316,6 +324,10 @@ class Pool:
         self.allocations += 1
 
     # Internals
+
+    def _size(self, settings: MemorySettings, *, own: int) -> Budget:
+        truth = self.read_truth()
+        return self.claims.size(truth, lambda promised: make_budget(truth, settings, own=own, promised=promised))
 
     def _wait_for_admission(self, owner: str, cancel: CancelCheck | None) -> None:
         end = time.monotonic() + _ADMISSION
@@ -352,7 +364,9 @@ class Pool:
 
     def _place(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
         """Place a lease. None if the system refuses, but on the `last` try its refusal is raised."""
-        whole = self.backend.page if nbytes >= self.backend.page > 0 else 1  # whole pages, so that all of it can be returned
+        whole = (
+            self.backend.page if nbytes >= self.backend.page > 0 else 1
+        )  # whole pages, so that all of it can be returned
         align = max(align, self.settings.weight_align, whole)
         layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0, whole)
         try:
@@ -429,7 +443,9 @@ class Pool:
             return None
 
     def _resident(self) -> int:
-        return self._elsewhere() + sum(lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders())
+        return self._elsewhere() + sum(
+            lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders()
+        )
 
     def _elsewhere(self) -> int:
         """Bytes that child processes have taken."""

@@ -1,4 +1,6 @@
-"""Attention layers: grouped queries with a norm a head, as Qwen3 has them, and with an output gate, as its hybrid successors do."""
+"""Attention layers: grouped queries with a norm a head, as Qwen3 has them, and with an output gate, as its hybrid
+successors do.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,19 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     heads = (("q", 2 * q if config.gated else q), ("k", kv), ("v", kv))
     yield from layer_norm(config, layer, "attention_norm", "input_layernorm")
     yield Destination(key + "qkv", tuple(Source(f"{name}{p}_proj.weight", (rows, w.hidden)) for p, rows in heads), part)
-    for which in ("q_norm", "k_norm"):
-        yield Destination(key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn)
+    if config.bias:
+        biases = tuple(Source(f"{name}{p}_proj.bias", (rows,)) for p, rows in heads)
+        yield Destination(key + "qkv_bias", biases, part, wide=True)
+    for which in ("q_norm", "k_norm") if config.head_norms else ():
+        yield Destination(
+            key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn
+        )
     yield Destination(key + "output", (Source(name + "o_proj.weight", (w.hidden, q)),), part)
 
 
-def build(config: DecoderConfig, weights: Named, layer: int, index: int, rotary: RotaryTable) -> Attention | GatedAttention:
+def build(
+    config: DecoderConfig, weights: Named, layer: int, index: int, rotary: RotaryTable
+) -> Attention | GatedAttention:
     """The layer over its weights; `index` is its place among the layers that leave keys and values."""
     at = weights.of(layer)
     kind = GatedAttention if config.gated else Attention
@@ -41,12 +50,13 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int, rotary:
 
 def heads(config: DecoderConfig, at: Named, rotary: RotaryTable) -> AttentionHeads:
     """What a layer has between its projections; `at`: its weights."""
-    return AttentionHeads(config.widths.shape, at.norm("q_norm", config.eps), at.norm("k_norm", config.eps), rotary)
+    q_norm, k_norm = (at.norm(which, config.eps) if config.head_norms else None for which in ("q_norm", "k_norm"))
+    return AttentionHeads(config.widths.shape, q_norm, k_norm, rotary, at.plain("qkv_bias") if config.bias else None)
 
 
 @dataclass(slots=True)
 class Attention:
-    """Pre-norm grouped-query attention with a norm a head on queries and keys (Qwen3).
+    """Pre-norm grouped-query attention, with a norm per head on queries and keys (Qwen3) or with biases (Qwen2).
 
     qkv [q + k + v rows, hidden], output [hidden, q rows].
     """
@@ -59,7 +69,7 @@ class Attention:
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        return self.qkv, self.output
+        return self.qkv, self.output, self.heads
 
     def run(self, at: Pass, /) -> None:
         kernels, views = at.kernels, at.views
@@ -82,7 +92,8 @@ class Attention:
 
 @dataclass(slots=True)
 class GatedAttention(Attention):
-    """As Attention, with gates beside the queries that weigh what was mixed, each number through a sigmoid (Qwen3-Next).
+    """As Attention, with gates beside the queries that weigh what was mixed, each number through a sigmoid
+    (Qwen3-Next).
 
     qkv [2 * q + k + v rows, hidden]: of each head its queries, then its gates.
     """

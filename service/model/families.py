@@ -15,8 +15,13 @@ from . import draft as drafts
 from .decoder import drafting
 from .ngram import check_stored
 from .shape import DecoderConfig
+from .vision_config import PREFIXES as TOWERS
+from .vision_config import VisionConfig, read_vision, sees
 
-FAMILIES = {name: name for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")}
+_WRITING = ("qwen2", "qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES = {
+    name: name for name in (*_WRITING, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+}
 # The same config and tensors under another name, in some re-uploads.
 ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
 # Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
@@ -28,7 +33,8 @@ QUANTIZATION = "quantization_config"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the text network: of one that nests it under text_config that, and of the rest what it does not say.
+    """What a config.json says of the text network: of one that nests it under text_config that, and of the rest what it
+    does not say.
 
     Whether the head is tied to the embedding the outer level says where it says anything.
     """
@@ -45,8 +51,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def family_of(config: Mapping[str, Any]) -> ModuleType:
     """The module of a config.json's model_type; ModelError names what it is and what is supported."""
-    kind = str(text_config(config).get("model_type")).removesuffix("_text")
-    kind = ALIASES.get(kind, kind)
+    kind = _kind(config)
     if kind in FAMILIES:
         return import_module(f"{__package__}.{FAMILIES[kind]}")
     architectures = config.get("architectures")
@@ -62,14 +67,18 @@ def describe(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleType, DecoderConfig, Checkpoint]:
-    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module uses.
+    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module
+    uses.
 
-    With the layer for multi-token prediction where the checkpoint has it, unless not even a look at it is wanted (`draft`).
+    With the layer for multi-token prediction where the checkpoint has it, unless not even a look at it is wanted
+    (`draft`).
     """
     family, text = family_of(checkpoint.config), text_config(checkpoint.config)
     config: DecoderConfig = family.read_config(text)
     beside: tuple[str, ...] = getattr(family, "BESIDE", ())
-    prefix = next((p for p in PREFIXES if any(name.startswith(f"{p}embed_tokens.") for name in checkpoint.tensors)), "model.")
+    prefix = next(
+        (p for p in PREFIXES if any(name.startswith(f"{p}embed_tokens.") for name in checkpoint.tensors)), "model."
+    )
     tensors = {}
     for name, info in checkpoint.tensors.items():
         known = _known_name(name, prefix)
@@ -92,11 +101,51 @@ def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleTy
 
 
 def _is_headless(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether the checkpoint is an embedding model, published without an output matrix: the bare network under its own names, or a
+    """Whether the checkpoint is an embedding model, published without an output matrix: the bare network under its own
+    names, or a
     folder of sentence-transformers. Any other checkpoint without that matrix is incomplete."""
     if any(name.startswith("lm_head.") for name in tensors):
         return False
     return prefix == "" or (checkpoint.folder / SENTENCE_TRANSFORMERS).is_file()
+
+
+def read_tower(checkpoint: Checkpoint) -> tuple[VisionConfig, Checkpoint] | None:
+    """The seeing part of a model and its tower under the names that tower.py uses; None where config or files have
+    none.
+
+    Raises ModelError for a config.json that describes a tower wrongly.
+    """
+    kind = _kind(checkpoint.config)
+    prefix = next((p for p in TOWERS if any(name.startswith(p) for name in checkpoint.tensors)), None)
+    if prefix is None or not sees(checkpoint.config, kind):
+        return None
+    vision = read_vision(checkpoint.config, kind, describe(checkpoint.config).widths.hidden)
+    tensors = {
+        name.removeprefix(prefix): replace(info, name=name.removeprefix(prefix))
+        for name, info in checkpoint.tensors.items()
+        if name.startswith(prefix)
+    }
+    config = dict(checkpoint.config)
+    if QUANTIZATION in config:
+        config[QUANTIZATION] = _without(config[QUANTIZATION], prefix)
+    return vision, replace(checkpoint, config=MappingProxyType(config), tensors=MappingProxyType(tensors))
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """The model_type of the text network, by the name that has a module."""
+    kind = str(text_config(config).get("model_type")).removesuffix("_text")
+    return ALIASES.get(kind, kind)
+
+
+def _without(value: Any, prefix: str) -> Any:
+    """What a quantization says of layers by their names, without the prefix."""
+    if isinstance(value, str):
+        return value.removeprefix(prefix)
+    if isinstance(value, list):
+        return [_without(item, prefix) for item in value]
+    if isinstance(value, Mapping):
+        return {_without(key, prefix): _without(item, prefix) for key, item in value.items()}
+    return value
 
 
 def _known_names(value: Any, prefix: str) -> Any:

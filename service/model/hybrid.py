@@ -10,7 +10,9 @@ from .layers import BufferSpec
 from .shape import DecoderConfig, ExpertShape, read_delta, read_hybrid, read_widths
 from .spec import ConfigReader
 
-HEAD_DIM = 256  # where a config has none
+# Where a config has none: the width of a head, and how many of its pairs each axis of a picture's positions turns.
+HEAD_DIM = 256
+SECTIONS = (11, 11, 10)
 
 
 def read_hybrid_decoder(
@@ -21,7 +23,9 @@ def read_hybrid_decoder(
     dense: frozenset[int] = frozenset(),
     sparse_step: int = 1,
 ) -> DecoderConfig:
-    """Read and check what is not about experts; `fused` as in DeltaShape. Raises ModelError for what would change the arithmetic."""
+    """Read and check what is not about experts; `fused` as in DeltaShape. Raises ModelError for what would change
+    the arithmetic.
+    """
     read = ConfigReader(config)
     read.require("hidden_act", "silu", "the gates of feed-forward and delta net")
     read.require("attention_bias", False, "biases in attention")
@@ -43,6 +47,7 @@ def read_hybrid_decoder(
         rope_theta=theta,
         rotary_dim=rotary_dim,
         tied=read.flag("tie_word_embeddings", False),
+        axes=() if fused else read.axes(rotary_dim // 2, SECTIONS, interleaved=True),
         yarn=read.yarn(),
         kinds=kinds,
         interval=interval,

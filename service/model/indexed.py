@@ -1,6 +1,8 @@
-"""Gated attention to few tokens: an indexer scores blocks of them by a mean key each, and only the best blocks are attended to (QSA).
+"""Gated attention to few tokens: an indexer scores blocks of them by a mean key each, and only the best blocks are
+attended to (QSA).
 
-A row attends to the tokens of its best blocks and to those behind the last full one. Where it sees no more than that, all are attended to.
+A row attends to the tokens of its best blocks and to those behind the last full one. Where it sees no more than that,
+all are attended to.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
         yield Destination(f"{key}indexer_{which}_norm", (norm,), part, wide=True, turn="plus_one")
 
 
-def build(config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> IndexedAttention:
-    """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave states."""
+def build(
+    config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable
+) -> IndexedAttention:
+    """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave
+    states.
+    """
     at, shape = weights.of(layer), _shape(config)
     norms = (at.norm(f"indexer_{which}_norm", config.eps) for which in ("q", "k"))
     return IndexedAttention(
@@ -54,7 +60,9 @@ def _shape(config: DecoderConfig) -> IndexerShape:
 
 @dataclass(slots=True, kw_only=True)
 class IndexedAttention(GatedAttention):
-    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a block wait to be full."""
+    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a
+    block wait to be full.
+    """
 
     indexer: Indexer
     place: int
@@ -62,7 +70,7 @@ class IndexedAttention(GatedAttention):
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        return self.qkv, self.output, self.index_qk
+        return self.qkv, self.output, self.index_qk, self.heads
 
     def _attend(self, at: Pass, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
         shape, states, slots, batch = self.indexer, at.cache.states, at.batch.slots, at.batch
@@ -72,7 +80,10 @@ class IndexedAttention(GatedAttention):
         at.project(self.norm, self.index_qk, indexed)
         own = self._rows(at, qkv, mixed)
         if at.kernels.attend_indexed(
-            self.heads, own, shape, IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index])
+            self.heads,
+            own,
+            shape,
+            IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index]),
         ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
@@ -83,7 +94,7 @@ class IndexedAttention(GatedAttention):
         for row, (first, last) in enumerate([(row, row + 1) for row in range(len(places))] if verify else pieces):
             slot = slots.part(slice(row, row + 1))
             tails = states.read(self.place, slot.source)[0]
-            self._pool(at, keys[first:last], tails[0], 0 if verify else row, places[first])
+            self._pool(at, keys[first:last], tails[0], 0 if verify else row, (places[first], first))
             states.write(self.place, slot.target, (tails,))
         if max(places) < shape.budget + shape.ratio - 1:
             at.kernels.attend(self.heads, own)
@@ -95,12 +106,14 @@ class IndexedAttention(GatedAttention):
             for row in range(first, last):
                 self._attend_to(at, queries[row], self._tokens(chosen[row], places[row] + 1), sequence, found[row])
 
-    def _chosen(self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]) -> torch.Tensor:
+    def _chosen(
+        self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]
+    ) -> torch.Tensor:
         """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
         shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, shape.q_norm, wanted)
-        at.kernels.rotate(wanted, rotary.cos[batch.positions], rotary.sin[batch.positions])
+        at.kernels.rotate(wanted, rotary.cos[batch.rotary_rows], rotary.sin[batch.rotary_rows])
         chosen = torch.full((count, shape.budget // shape.ratio), -1, dtype=torch.int64, device=indexed.device)
         for sequence, (first, last) in enumerate(pieces):
             scored = at.cache.pooled[self.index][batch.tables[sequence].long()].flatten(0, 1)
@@ -111,11 +124,14 @@ class IndexedAttention(GatedAttention):
                 chosen[row, : len(best)] = best.sort().values
         return chosen
 
-    def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, start: int) -> None:
-        """Let new raw keys [T, dim] at `start` in: the mean of each full block is kept, normed and rotated to its first token's place.
+    def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, begin: tuple[int, int]) -> None:
+        """Let new raw keys [T, dim] in: the mean of each full block is kept, normed and rotated to its first token's
+        position.
 
+        `begin`: where the first of them stands in its sequence and in the pass.
         tail [ratio - 1, dim] holds the raw keys of the block that is not full, and is changed.
         """
+        start, row = begin
         shape, rotary, waiting = self.indexer, self.heads.rotary, start % self.indexer.ratio
         raw = torch.cat((tail[:waiting], keys))
         full = len(raw) // shape.ratio
@@ -126,12 +142,20 @@ class IndexedAttention(GatedAttention):
         pooled = raw[: full * shape.ratio].view(full, 1, shape.ratio, shape.dim).mean(2)
         firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
         at.kernels.rms_norm(pooled, shape.k_norm, pooled)
-        at.kernels.rotate(pooled, rotary.cos[firsts], rotary.sin[firsts])
+        lasts = row + shape.ratio - 1 - waiting + torch.arange(full, device=keys.device) * shape.ratio
+        turns = (
+            at.batch.rotary_rows[lasts] - (shape.ratio - 1)
+            if at.batch.first_turns is None
+            else at.batch.first_turns[lasts]
+        )
+        at.kernels.rotate(pooled, rotary.cos[turns], rotary.sin[turns])
         blocks = at.batch.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 
     def _tokens(self, chosen: torch.Tensor, length: int) -> torch.Tensor:
-        """The places that a row attends to, of the `length` that it sees: in its chosen blocks, and behind the last full one."""
+        """The places that a row attends to, of the `length` that it sees: in its chosen blocks, and behind the last
+        full one.
+        """
         ratio, blocks = self.indexer.ratio, chosen[chosen >= 0]
         inside = (blocks[:, None] * ratio + torch.arange(ratio, device=blocks.device)).view(-1)
         return torch.cat((inside, torch.arange(length // ratio * ratio, length, device=blocks.device)))

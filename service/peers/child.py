@@ -1,4 +1,6 @@
-"""A child process of another engine: started with fixed words, watched, and ended by its own process group; never by name."""
+"""A child process of another engine: started with fixed words, watched, and ended by its own process group; never by
+name.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import BinaryIO
 import psutil
 
 from ..errors import FileError, PeerError
+from ..python_process import SAFE_FOLDER, isolated_command
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _START_SECONDS = 30.0  # for the guardian, a bare Python, on a machine that is busy
@@ -29,7 +31,8 @@ _FRESH_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to start: `argv` as it is, no shell; `environment` is all that the child sees. `secret` is never quoted from its log.
+    """What to start: `argv` as it is, no shell; `environment` is all that the child sees. `secret` is never quoted from
+    its log.
 
     `grace`: seconds between SIGTERM and SIGKILL.
     """
@@ -46,13 +49,15 @@ class Child:
     """A child that runs, or has ended. Every method may be called from any thread."""
 
     def __init__(self, order: Order) -> None:
-        """Start it. Raises PeerError where the program is missing or cannot be run, FileError where its log cannot be written."""
+        """Start it. Raises PeerError where the program is missing or cannot be run, FileError where its log cannot
+        be written.
+        """
         self.title = order.title
         self._order = order
         self._lock = threading.Lock()
         self._measured = (0.0, 0)
         program = check_program(order.title, order.argv[0], order.environment.get("PATH"))
-        words = [sys.executable, "-I", "-S", str(_GUARDIAN), f"{order.grace:g}", program, *order.argv[1:]]
+        words = isolated_command("-S", _GUARDIAN, f"{order.grace:g}", Path(program).absolute(), *order.argv[1:])
         with _open_log(order.log) as log:
             self._guardian = subprocess.Popen(
                 words,
@@ -60,6 +65,8 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=dict(order.environment),
+                # engines start Pythons of their own, which would import what lies in the working directory
+                cwd=SAFE_FOLDER,
                 start_new_session=True,  # Ctrl-C is for us, and we end it in order
             )
         self.pid = self._hear_pid()
@@ -97,7 +104,9 @@ class Child:
         return f"; the end of {self._order.log.name}:\n  {text}"
 
     def own_bytes(self) -> int:
-        """Bytes of host memory that only it and its own children hold: anonymous and shared memory; 0 once it has ended."""
+        """Bytes of host memory that only it and its own children hold: anonymous and shared memory; 0 once it has
+        ended.
+        """
         when, nbytes = self._measured
         if time.monotonic() - when >= _FRESH_SECONDS:
             nbytes = _group_bytes(self.pid) if self.running else 0
@@ -105,7 +114,9 @@ class Child:
         return nbytes
 
     def stop(self) -> None:
-        """End it and all of its group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError where even that does not do."""
+        """End it and all of its group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError where even
+        that does not do.
+        """
         with self._lock:
             self._measured = (0.0, 0)
             if self.running:
@@ -141,7 +152,9 @@ def check_program(title: str, name: str, path: str | None) -> str:
     """Where the program is. Raises PeerError where it is missing."""
     program = shutil.which(name, path=path)
     if program is None:
-        raise PeerError(f"{title}: there is no program {name!r}; install it, or name it with command = [...] in its table")
+        raise PeerError(
+            f"{title}: there is no program {name!r}; install it, or name it with command = [...] in its table"
+        )
     return program
 
 

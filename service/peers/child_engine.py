@@ -17,15 +17,16 @@ from pathlib import Path
 import torch
 
 from ..config import PeerSettings
-from ..core import CancelCheck
+from ..core import CancelCheck, ModelSpec
 from ..errors import Cancelled, FileError, PeerError
 from ..memory.external_lease import ExternalLease
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Pool, Released
+from ..python_process import SAFE_FOLDER, python_environment
 from . import llama_server, vllm
 from .child import Child, Order, check_program
 from .launch import Launch, Machine, Place, environment
-from .peer import Address, Described, Peer, Wanted
+from .peer import Address, Described, Peer
 from .wire import Exchange
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ _ABOUT_TO_ASK = 1.0
 
 
 class ChildEngine(Peer):
-    """The engine of a [peers.NAME] of kind "vllm" or "llama-server". It starts at the first use, and again after it gave way or ended.
+    """The engine of a [peers.NAME] of kind "vllm" or "llama-server". It starts at the first use, and again after it
+    gave way or ended.
 
     `cache` keeps its log and its key; `pool` is asked for the pool when it starts.
     """
@@ -73,7 +75,8 @@ class ChildEngine(Peer):
     def reach(self, cancel: CancelCheck | None = None) -> Address:
         """Where it listens, started or woken first if need be.
 
-        Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit, Cancelled, FileError.
+        Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit,
+        Cancelled, FileError.
         """
         while not self._lock.acquire(timeout=_LOOK):
             _check(cancel, self.title)
@@ -91,7 +94,7 @@ class ChildEngine(Peer):
             self._lock.release()
 
     @contextmanager
-    def using(self, wanted: Wanted) -> Generator[None, None, None]:
+    def using(self, wanted: ModelSpec) -> Generator[None, None, None]:
         """It does not give way while the block runs."""
         lease = self._lease
         if lease is None:
@@ -99,27 +102,27 @@ class ChildEngine(Peer):
         with lease.using():
             yield
 
-    def offer(self, wanted: Wanted, policy: Policy) -> None:
+    def offer(self, wanted: ModelSpec, policy: Policy) -> None:
         """When it gives way without being asked."""
         self._policy = policy
         lease = self._lease
         if lease is not None:
             lease.offer(self._give_way, policy=policy)
 
-    def describe(self, wanted: Wanted) -> Described:
+    def describe(self, wanted: ModelSpec) -> Described:
         """The context that it was started with, and the bytes that it may hold."""
         return Described(self._context, self._settings.memory)
 
-    def held(self, wanted: Wanted) -> int:
+    def held(self, wanted: ModelSpec) -> int:
         """Bytes that it has taken."""
         lease = self._lease
         return lease.held() if lease is not None else 0
 
-    def release(self, wanted: Wanted) -> tuple[Released, ...]:
+    def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
         """Let it sleep where it can, else end it; returns when its bytes are back, measured."""
         return self._give_way()
 
-    def busy(self, wanted: Wanted) -> bool:
+    def busy(self, wanted: ModelSpec) -> bool:
         lease = self._lease
         return lease is not None and lease.in_use
 
@@ -200,7 +203,9 @@ class ChildEngine(Peer):
         settings = self._settings
         key = secrets.token_urlsafe(32)
         preset = self._own_file(f"{settings.name}.ini", "")
-        place = Place(_free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset)
+        place = Place(
+            _free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset
+        )
         truth = pool.read_truth()
         self._on_gpu = torch.device(pool.device).type != "cpu"
         machine = Machine(truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete")
@@ -224,7 +229,9 @@ class ChildEngine(Peer):
                 with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                     file.write(text)
         except OSError as error:
-            raise FileError(f"{name} of {self.title} cannot be written in the cache: {error.strerror}; check the rights there") from error
+            raise FileError(
+                f"{name} of {self.title} cannot be written in the cache: {error.strerror}; check the rights there"
+            ) from error
         return path
 
     def _help(self) -> bytes:
@@ -232,7 +239,15 @@ class ChildEngine(Peer):
         command = self._settings.command or llama_server.COMMAND
         check_program(self.title, command[0], os.environ.get("PATH"))
         try:
-            told = subprocess.run([*command, "--help"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELP_SECONDS, check=False)
+            told = subprocess.run(
+                [*command, "--help"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_HELP_SECONDS,
+                check=False,
+                cwd=SAFE_FOLDER,
+                env=python_environment(),
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PeerError(f"{self.title}: {command[0]} does not tell its options: {error}") from error
         return told.stdout + told.stderr
@@ -269,7 +284,8 @@ class ChildEngine(Peer):
     # From any thread
 
     def _held(self) -> int:
-        """On a GPU what the machine had less once it was ready: not every driver tells a process's share. Else its own pages.
+        """On a GPU what the machine had less once it was ready: not every driver tells a process's share. Else its own
+        pages.
 
         Called under the pool's lock, so it must ask nobody for the pool.
         """
@@ -308,7 +324,9 @@ class ChildEngine(Peer):
         # Versions differ in whether they answer with a document.
         said = _probe(self._address, route, "POST", _SLEEP_SECONDS)
         if said != "200":
-            raise PeerError(f"{self.title} does not do as it is asked: {said}{self._child.last_words() if self._child else ''}")
+            raise PeerError(
+                f"{self.title} does not do as it is asked: {said}{self._child.last_words() if self._child else ''}"
+            )
 
 
 def _check(cancel: CancelCheck | None, title: str) -> None:
@@ -317,13 +335,17 @@ def _check(cancel: CancelCheck | None, title: str) -> None:
 
 
 def _free_port(asked: int, title: str) -> int:
-    """`asked`, or any that is free for 0. Raises PeerError for one that is taken: by another program, or an engine that still ends."""
+    """`asked`, or any that is free for 0. Raises PeerError for one that is taken: by another program, or an engine
+    that still ends.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", asked))
         except OSError as error:
-            raise PeerError(f"{title}: port {asked} is in use by another program; write another in its table, or 0 for any") from error
+            raise PeerError(
+                f"{title}: port {asked} is in use by another program; write another in its table, or 0 for any"
+            ) from error
         return probe.getsockname()[1]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import PeerSettings
+from ..core import ModelSpec
 from ..memory.budget import show
 from ..memory.pool import Pool
 from . import llama_server, vllm
@@ -15,7 +16,7 @@ from .child import check_program
 from .child_engine import ChildEngine, served_names
 from .launch import weight_bytes
 from .openai_server import OtherServer
-from .peer import Peer, Wanted
+from .peer import Peer
 
 
 def make_peer(settings: PeerSettings, cache: Path, pool: Callable[[], Pool]) -> Peer:
@@ -24,7 +25,9 @@ def make_peer(settings: PeerSettings, cache: Path, pool: Callable[[], Pool]) -> 
 
 
 def check_peer(settings: PeerSettings) -> str:
-    """What can be told of an entry without starting or asking anything, in one line. Raises PeerError, FileError for what cannot work."""
+    """What can be told of an entry without starting or asking anything, in one line. Raises PeerError, FileError for
+    what cannot work.
+    """
     if not settings.ours:
         OtherServer(settings).reach()
         return "a server that runs by itself; its address and key can be read"
@@ -36,9 +39,9 @@ def check_peer(settings: PeerSettings) -> str:
     return f"{program} with {model.name}, {show(weight_bytes(title, file))} of weights within {show(settings.memory)}"
 
 
-def wanted_of(settings: PeerSettings) -> Wanted:
+def wanted_of(settings: PeerSettings) -> ModelSpec:
     """The model of an entry, by its name there; "" where the entry names none."""
-    return Wanted((settings.asked or served_names(settings)[0]) if settings.ours else settings.model)
+    return ModelSpec((settings.asked or served_names(settings)[0]) if settings.ours else settings.model)
 
 
 def engine_of(settings: PeerSettings) -> PeerSettings:

@@ -7,20 +7,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..core import CancelCheck
+from ..core import CancelCheck, ModelSpec
 from ..memory.policy import Policy
 from ..memory.pool import Released
 
-# "onedesk": our own service, which also tells tokens, progress and stages, and takes options that OpenAI's API does not have.
+# "onedesk": our own service, which also tells tokens, progress and stages, and takes options that OpenAI's API does not
+# have.
 Dialect = Literal["onedesk", "openai"]
 
-# Seconds without a byte after which a server is taken for dead. Ours says something every 10; others say nothing while they read a prompt.
+# Seconds without a byte after which a server is taken for dead. Ours says something every 10; others say nothing while
+# they read a prompt.
 SILENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens and how to ask it. `title` is all of it that people, logs and errors may see, such as "the server NAME".
+    """Where a server listens and how to ask it. `title` is all of it that people, logs and errors may see, such as "the
+    server NAME".
 
     `path` stands before every route, such as "/v1". `uds` is a unix socket in place of host and port.
     """
@@ -37,18 +40,10 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which model, in which form: tokens of context and one of core.QUANTIZATIONS, where the engine lets that be chosen. `name` is the
-    model's name there, "" for the only one that a server has."""
-
-    name: str
-    context: int | None = None
-    quant: str = "none"
-
-
-@dataclass(frozen=True, slots=True)
 class Described:
-    """What an engine says of a model: tokens of context, and bytes that it takes while it is loaded; 0 for not known."""
+    """What an engine says of a model: tokens of context, and bytes that it takes while it is loaded; 0 for not
+    known.
+    """
 
     context: int = 0
     nbytes: int = 0
@@ -57,7 +52,8 @@ class Described:
 class Peer(ABC):
     """An engine in another process. Every method may be called from any thread; none waits longer than it must.
 
-    `title` names it for people; `has_memory` says whether its models' bytes are on this machine, can be asked for and given back.
+    `title` names it for people; `has_memory` says whether its models' bytes are on this machine, can be asked for and
+    given back.
     """
 
     title: str
@@ -65,32 +61,39 @@ class Peer(ABC):
 
     @abstractmethod
     def reach(self, cancel: CancelCheck | None = None) -> Address:
-        """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError; Cancelled by `cancel`."""
+        """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError;
+        Cancelled by `cancel`.
+        """
 
-    def describe(self, wanted: Wanted) -> Described:
-        """What it says of a model that it was reached for. Raises ModelError for one that it does not have, PeerError."""
+    def describe(self, wanted: ModelSpec) -> Described:
+        """What it says of a model that it was reached for. Raises ModelError for one that it does not have,
+        PeerError.
+        """
         return Described()
 
-    def held(self, wanted: Wanted) -> int:
+    def held(self, wanted: ModelSpec) -> int:
         """Bytes that the model holds now; 0 where nobody runs or answers. Never raises, never starts anything."""
         return 0
 
-    def release(self, wanted: Wanted) -> tuple[Released, ...]:
-        """Let the model give its bytes back; returns when they are back, measured. () when there is nothing, or while it writes.
+    def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
+        """Let the model give its bytes back; returns when they are back, measured. () when there is nothing, or while
+        it writes.
 
         Never cuts an answer. Raises PeerError.
         """
         return ()
 
-    def busy(self, wanted: Wanted) -> bool:
+    def busy(self, wanted: ModelSpec) -> bool:
         """Whether it kept its bytes at the last `release` because it writes for somebody."""
         return False
 
-    def using(self, wanted: Wanted) -> AbstractContextManager[None]:
-        """The model is at work for us while the block runs: where its memory is ours to end, it does not give way. Raises PeerError."""
+    def using(self, wanted: ModelSpec) -> AbstractContextManager[None]:
+        """The model is at work for us while the block runs: where its memory is ours to end, it does not give way.
+        Raises PeerError.
+        """
         return nullcontext()
 
-    def offer(self, wanted: Wanted, policy: Policy) -> None:  # noqa: B027 - nothing to do for most
+    def offer(self, wanted: ModelSpec, policy: Policy) -> None:  # noqa: B027 - nothing to do for most
         """When the model should give way without being asked, where that is not told with each request."""
 
     def why(self) -> str:

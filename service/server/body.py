@@ -13,6 +13,7 @@ from .error_documents import SOON, ApiError
 from .service import Service
 
 BODY_LIMIT = 8 << 20  # bytes; a text for the longest context of a Qwen, 1 million tokens, has 4 to 5 MB
+PICTURE_BODY_LIMIT = 32 << 20  # of a conversation, which may hold pictures in base64
 BODY_SECONDS = 30.0
 # Bytes up to which a body is parsed and checked on the event loop, at once: 1 ms. A larger one goes to a thread.
 SMALL_BODY = 16 << 10
@@ -20,37 +21,46 @@ SMALL_BODY = 16 << 10
 BODIES_LIMIT = 64 << 20
 
 
-async def read_json(service: Service, request: web.Request, schema: Schema) -> dict[str, Any]:
+async def read_json(service: Service, request: web.Request, schema: Schema, limit: int = BODY_LIMIT) -> dict[str, Any]:
     """The body of `request`, an object that follows `schema`.
 
-    Raises ApiError: 415 for another type, 413 beyond BODY_LIMIT, 408 after BODY_SECONDS, 429 where other requests have bodies that large,
-    400 for anything else that is wrong.
+    Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 408 after BODY_SECONDS, 429 where other requests
+    have bodies as large, 400 for anything else that is wrong.
     """
     if request.content_type != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="wrong_content_type")
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise ApiError(415, "the body is compressed; send it as it is", code="wrong_content_type")
-    if (request.content_length or 0) > BODY_LIMIT:
-        raise _too_large()
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
     try:
         # A body that came with its headers needs no task that waits for it.
-        raw = request.content.read_nowait() if request.content.is_eof() else await asyncio.wait_for(_read(service, request), BODY_SECONDS)
+        at_once = request.content.is_eof()
+        raw = (
+            request.content.read_nowait()
+            if at_once
+            else await asyncio.wait_for(_read(service, request, limit), BODY_SECONDS)
+        )
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body was not there after {BODY_SECONDS:g} s; send it at once", code="slow_body") from None
+        raise ApiError(
+            408, f"the body was not there after {BODY_SECONDS:g} s; send it at once", code="slow_body"
+        ) from None
     except web.RequestPayloadError as error:
-        raise ApiError(400, "the body cannot be read: it is cut short, or its chunks are malformed", code="broken_body") from error
+        raise ApiError(
+            400, "the body cannot be read: it is cut short, or its chunks are malformed", code="broken_body"
+        ) from error
     if len(raw) <= SMALL_BODY:
         return _checked(raw, schema)
     _count(service, request, len(raw))
     return await service.parse(_checked, raw, schema)
 
 
-async def _read(service: Service, request: web.Request) -> bytes:
+async def _read(service: Service, request: web.Request, limit: int) -> bytes:
     raw = bytearray()
     async for chunk in request.content.iter_any():
         raw += chunk
-        if len(raw) > BODY_LIMIT:
-            raise _too_large()
+        if len(raw) > limit:
+            raise _too_large(limit)
         if len(raw) > SMALL_BODY:
             _count(service, request, len(raw))
     return bytes(raw)
@@ -78,5 +88,5 @@ def _checked(raw: bytes, schema: Schema) -> Any:
     return document
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, f"the body has more than {BODY_LIMIT} bytes; shorten it", code="body_too_large")
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes; shorten it", code="body_too_large")

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..engine.answer import Prepared
+from ..engine.completion import Prepared
 from ..errors import OnedeskError
 from .body import read_json
 from .error_documents import as_api_error, to_json
@@ -46,7 +46,9 @@ async def _answered(service: Service, request: web.Request) -> web.StreamRespons
             prompt=sum(len(call.task.ids) for call in calls if isinstance(call.task, Prepared)),
             stop=body.get("stop_sequences") or (),
         )
-        return await answer(service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer))
+        return await answer(
+            service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer)
+        )
 
 
 async def _counted(service: Service, request: web.Request) -> web.StreamResponse:
@@ -57,7 +59,9 @@ async def _counted(service: Service, request: web.Request) -> web.StreamResponse
     return web.Response(body=to_json({"input_tokens": count}), content_type="application/json")
 
 
-async def _with_its_errors(request: web.Request, work: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+async def _with_its_errors(
+    request: web.Request, work: Callable[[], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     """The answer of `work`, or its error in the shape that this API's clients read."""
     try:
         return await work()

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..api import OpenModel
 from ..catalog.inventory import default_model, is_toy, model_roots, usual_context
 from ..config import Config
+from ..core import ModelSpec
 from ..errors import OnedeskError
 from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots, pull_advice
@@ -20,7 +21,6 @@ from ..registry import Registry
 from .error_documents import ApiError
 from .requests import Form
 
-_Key: TypeAlias = tuple[str, int | None, str]  # name, context as asked, quantization
 FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept
 
 
@@ -51,7 +51,7 @@ class Models:
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
         self._lock = threading.Lock()
-        self._open: dict[_Key, OpenModel] = {}  # the one that was asked for last after all others
+        self._open: dict[ModelSpec, OpenModel] = {}  # the one that was asked for last after all others
         self._uses_lock = threading.Lock()  # held for a moment only: the event loop takes it
         self._uses: Counter[OpenModel] = Counter()  # requests that have found a handle and have not ended
 
@@ -59,12 +59,14 @@ class Models:
         """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
         found = self._roots.list()
         with self._lock:
-            self._forget_stale({name for name, _, _ in self._open} - {entry.name for entry in found})
+            self._forget_stale({spec.name for spec in self._open} - {entry.name for entry in found})
         return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
 
     @contextmanager
     def using(self) -> Iterator[Uses]:
-        """What a request finds stays open until the block ends, however many other contexts of the model are asked for meanwhile."""
+        """What a request finds stays open until the block ends, however many other contexts of the model are asked
+        for meanwhile.
+        """
         uses = Uses()
         try:
             yield uses
@@ -83,7 +85,9 @@ class Models:
         return not opened.loaded and not opened.busy and not self._uses[opened]
 
     def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The name and the handle for what a request asked for, which loads when it is first used. Raises as `name_of` and `open`."""
+        """The name and the handle for what a request asked for, which loads when it is first used. Raises as
+        `name_of` and `open`.
+        """
         key = self._key(asked or "", form or Form())
         opened = self._open.get(key)
         # The usual case, and one look at its files: each look is a dozen questions to the system before a first token.
@@ -92,18 +96,20 @@ class Models:
                 if self._open.get(key) is opened:
                     self._open[key] = self._open.pop(key)
                     self._hold(opened, uses)
-                    return key[0], opened
+                    return key.name, opened
         name = self.name_of(asked)
         return name, self.open(name, form, uses)
 
     def name_of(self, asked: str | None) -> str:
-        """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where one must be named."""
+        """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where
+        one must be named.
+        """
         if asked is None:
             default = self.choice.names[0] if self.choice.names else default_model(self._config)
             if default is None:
                 raise ApiError(400, "model is missing; give a name of /v1/models", code="missing_field", param="model")
             return default
-        if any(name == asked and not opened.stale for (name, _, _), opened in list(self._open.items())):
+        if any(spec.name == asked and not opened.stale for spec, opened in list(self._open.items())):
             return asked
         names = [entry.name for entry in self.entries()]
         if asked not in names:
@@ -113,13 +119,15 @@ class Models:
         return asked
 
     def open(self, name: str, form: Form | None = None, uses: Uses | None = None) -> OpenModel:
-        """The handle of a served name, which loads when it is first used. Raises ModelError, FileError, RequestError."""
+        """The handle of a served name, which loads when it is first used. Raises ModelError, FileError,
+        RequestError.
+        """
         with self._lock:
             key = self._key(name, form or Form())
             opened = self._open.get(key)
             if opened is None or opened.stale:
                 try:
-                    opened = self._opened(*key)
+                    opened = self._opened(key)
                 except OnedeskError:
                     self._forget_stale({name})
                     raise
@@ -129,42 +137,58 @@ class Models:
             self._forget_forms(name)
             return opened
 
-    def _key(self, name: str, form: Form) -> _Key:
-        return name, form.context, form.quant or self.choice.quant
+    def _key(self, name: str, form: Form) -> ModelSpec:
+        return ModelSpec(name, form.context, form.quant or self.choice.quant, self.choice.device)
 
-    def _opened(self, name: str, context: int | None, quant: str) -> OpenModel:
-        path = self._roots.resolve(name)
+    def _opened(self, spec: ModelSpec) -> OpenModel:
+        path = self._roots.resolve(spec.name)
         return self._registry.open(
-            name,
+            spec.name,
             roots=self._roots,
-            context=context or self.choice.context or usual_context(self._config, path, self._roots),
-            quant=quant,
-            device=self.choice.device,
+            context=spec.context or self.choice.context or usual_context(self._config, path, self._roots),
+            quant=spec.quant,
+            device=spec.device,
             load=False,
             sequences=self._config.service.concurrency,
         )
 
     def _forget_stale(self, names: AbstractSet[str]) -> None:
-        """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later look finds it idle."""
-        for key in [key for key, opened in self._open.items() if key[0] in names and opened.stale]:
+        """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later
+        look finds it idle.
+        """
+        for key in [key for key, opened in self._open.items() if key.name in names and opened.stale]:
             opened = self._open[key]
             opened.give_way()
             if self._unused(opened):
                 self._registry.forget(self._open.pop(key))
 
     def _forget_forms(self, name: str) -> None:
-        """A client may ask for one context after the other: of forms that are neither loaded nor used only the latest few are kept."""
-        forms = [key for key in self._open if key[0] == name and key[1] is not None]
+        """A client may ask for one context after the other: of forms that are neither loaded nor used only the
+        latest few are kept.
+        """
+        forms = [key for key in self._open if key.name == name and key.context is not None]
         for key in forms[:-FORMS_LIMIT]:
             if self._unused(self._open[key]):
                 self._registry.forget(self._open.pop(key))
 
     def document(self, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
         """A model as /v1/models shows it; a broken one says why."""
-        more: dict[str, Any] = {"toy": is_toy(entry.name), "context": None, "loaded": False, "bytes": None, "held": 0, "reason": ""}
+        more: dict[str, Any] = {
+            "toy": is_toy(entry.name),
+            "context": None,
+            "loaded": False,
+            "bytes": None,
+            "held": 0,
+            "reason": "",
+        }
         try:
             opened = self.open(entry.name, form)
-            more |= {"context": opened.context, "loaded": opened.loaded, "bytes": opened.need.total, "held": opened.held_bytes()}
+            more |= {
+                "context": opened.context,
+                "loaded": opened.loaded,
+                "bytes": opened.need.total,
+                "held": opened.held_bytes(),
+            }
         except OnedeskError as error:
             more["reason"] = str(error)
         return {"id": entry.name, "object": "model", "created": _changed(entry), "owned_by": "onedesk", "onedesk": more}

@@ -27,4 +27,6 @@ async def responses(service: Service, request: web.Request) -> web.StreamRespons
     with service.models.using() as uses:
         name, calls, ask = await begin(service, body, _ask, uses)
         writer = ResponsesWriter(name, body, ask.tools, one_call=ask.one_call)
-        return await answer(service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer))
+        return await answer(
+            service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer)
+        )

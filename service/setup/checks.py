@@ -1,4 +1,6 @@
-"""What ./install.sh --test runs after installing: style, types, shell, tests. All of them run, whatever the first ones say."""
+"""What ./install.sh --test runs after installing: style, types, shell, tests. All of them run, whatever the first
+ones say.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..python_process import isolated_command
 from .environment import TEST_PINS, Environment
 from .steps import Steps
 
 LOG = logging.getLogger(__name__)
 SCRIPTS = ("install.sh", ".ci/run")
-# Its interpreter runs the CUDA kernels on a CPU. Not on the list of pins: a CUDA build of torch brings the version that it needs.
+# Its interpreter runs the CUDA kernels on a CPU. Not on the list of pins: a CUDA build of torch brings the version that
+# it needs.
 TRITON = "triton==3.6.0"
 
 
@@ -21,9 +25,9 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
     """The checks by name, pytest last so that its closing line is; `more` are further arguments of pytest."""
     python = str(environment.python)
     checks = {
-        "ruff check": [python, "-m", "ruff", "check", "."],
-        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
-        "pyright": [python, "-m", "pyright", "--pythonpath", python],
+        "ruff check": isolated_command("-m", "ruff", "check", ".", python=python),
+        "ruff format": isolated_command("-m", "ruff", "format", "--check", ".", python=python),
+        "pyright": isolated_command("-m", "pyright", "--pythonpath", python, python=python),
     }
     shellcheck = environment.folder / "bin" / "shellcheck"
     if shellcheck.exists():
@@ -31,7 +35,7 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
     else:
         LOG.info("checks    shellcheck has no package for this processor: the shell scripts are not checked")
     # The cache of pytest would be written into the checkout.
-    checks["pytest"] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
+    checks["pytest"] = isolated_command("-m", "pytest", "-q", "-p", "no:cacheprovider", *more, python=python)
     return checks
 
 
@@ -43,7 +47,11 @@ def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Seq
     # Not in the tree's cache: links from model folders may lead into it, and tests make links that may not.
     temporary = steps.tree.envs / "tmp"
     temporary.mkdir(exist_ok=True)
-    variables = steps.environment() | {name: str(steps.tree.cache / folder) for name, folder in caches.items()} | {"TMPDIR": str(temporary)}
+    variables = (
+        steps.environment()
+        | {name: str(steps.tree.cache / folder) for name, folder in caches.items()}
+        | {"TMPDIR": str(temporary)}
+    )
     failed = []
     for name, argv in commands(environment, more).items():
         LOG.info("checks    %s", name)

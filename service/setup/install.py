@@ -1,4 +1,6 @@
-"""install.sh, as far as it can be Python: makes the tree, fills it step by step, and takes it away again. Standard library only."""
+"""install.sh, as far as it can be Python: makes the tree, fills it step by step, and takes it away again. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,22 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
 from ..errors import OnedeskError
 from ..peers.note import running as running_service
-from ..places import TREE_LINK
+from .adopt import find_record, is_installation
 from .checks import run_checks
 from .environment import PINS, TORCH, Environment
 from .foreign import find_foreign, model_paths, no_comfyui
-from .pack import (
-    NAME,
-    PREFIX_OF_DEMO,
-    add_package,
-    link,
-    link_demo_models,
-    read_project,
-)
-from .source import Source
-from .steps import SetupError, Steps, locked
-from .tree import SETTINGS, Desk, Tree, run_script, write_if_changed
+from .pack import NAME, add_package, link_demo_models, read_project, recorded_link
+from .record import FILE as RECORD
+from .record import Record, digest, remove
+from .source import Source, move_additions, shipped_files
+from .steps import LOCK, SetupError, Steps, locked
+from .tree import CACHE_ENTRIES, CACHES, SETTINGS, Desk, Tree, run_script
 from .unit import add_unit, remove_unit
 
 LOG = logging.getLogger(__name__)
@@ -41,7 +39,8 @@ MACHINES = ("x86_64", "aarch64")
 PYTHONS = ((3, 10), (3, 13))
 TEST_PYTHON = (3, 11)
 GIB = 1 << 30
-# A fresh installation was 2.0 GB with the CPU build of torch and 5.7 GB with the CUDA build; pip unpacks one wheel at a time beside it.
+# A fresh installation was 2.0 GB with the CPU build of torch and 5.7 GB with the CUDA build; pip unpacks one wheel at a
+# time beside it.
 ROOM = 3 * GIB
 ROOM_CUDA = 8 * GIB
 ROOM_SERVICE = GIB // 4
@@ -90,21 +89,54 @@ def bad_prefix(prefix: Path) -> str | None:
     if prefix.exists() and not prefix.is_dir():
         return "it is a file"
     script = prefix / "run.sh"
-    if script.is_file() and "Onedesk" not in script.read_text(encoding="utf-8", errors="replace"):
+    ours = (
+        script.is_file()
+        and not script.is_symlink()
+        and "Onedesk" in script.read_text(encoding="utf-8", errors="replace")
+    )
+    if os.path.lexists(script) and not ours:
         return "it holds a run.sh that is not ours; name another folder"
     return None
+
+
+def check_prefix(tree: Tree) -> None:
+    """Refuse a prefix that has folders of the names that we need, made by somebody else. SetupError names them."""
+    for folder in tree.folders():
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise SetupError(f"{folder} is there and is no folder; name another --prefix")
+    for file in (tree.script, tree.prefix / RECORD):
+        if os.path.lexists(file):
+            raise SetupError(f"{file} is there and no installation of ours has made it; name another --prefix")
+    for folder in (tree.envs, tree.cache):
+        if folder.is_symlink():
+            raise SetupError(
+                f"{folder} is a link, and no installation of ours has made it; name another --prefix. To have that"
+                " folder on another disk, move it there after installing, and leave a link in its place"
+            )
+        if folder.is_dir() and any(folder.iterdir()):
+            raise SetupError(
+                f"{folder} is there and no installation of ours has made it (conda has an envs/ too); name another"
+                " --prefix"
+            )
 
 
 def check_machine(options: argparse.Namespace) -> None:
     """Refuse a machine that cannot run it: system, processor, Python, room on the disk. SetupError says what to do."""
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
-        raise SetupError(f"this is {platform.system()} on {platform.machine()}; Onedesk installs on Linux, {' and '.join(MACHINES)}")
+        raise SetupError(
+            f"this is {platform.system()} on {platform.machine()}; Onedesk installs on Linux, {' and '.join(MACHINES)}"
+        )
     low, high = PYTHONS
     version = ".".join(map(str, sys.version_info[:3]))
     if not low <= sys.version_info[:2] <= high:
-        raise SetupError(f"Python {version} does not fit; name one from {low[0]}.{low[1]} to {high[0]}.{high[1]} with --python")
+        raise SetupError(
+            f"Python {version} does not fit; name one from {low[0]}.{low[1]} to {high[0]}.{high[1]} with --python"
+        )
     if options.test and sys.version_info[:2] < TEST_PYTHON:
-        raise SetupError(f"the tests compare with transformers 5.24, which Python {version} cannot have; name 3.11 to 3.13 with --python")
+        raise SetupError(
+            f"the tests compare with transformers 5.24, which Python {version} cannot have; name 3.11 to 3.13 with"
+            " --python"
+        )
     place = next(folder for folder in (options.prefix, *options.prefix.parents) if folder.exists())
     if not os.access(place, os.W_OK):
         raise SetupError(f"{place} cannot be written to; name a folder of yours with --prefix")
@@ -112,66 +144,101 @@ def check_machine(options: argparse.Namespace) -> None:
     fresh = not (options.prefix / "envs" / "desk.json").exists()
     need = ROOM if fresh and not options.comfyui else ROOM_SERVICE
     if free < need:
-        raise SetupError(f"{place} has {free / GIB:.1f} GiB free and {need / GIB:.1f} GiB are needed; free some, or name another --prefix")
+        raise SetupError(
+            f"{place} has {free / GIB:.1f} GiB free and {need / GIB:.1f} GiB are needed; free some, or name another"
+            " --prefix"
+        )
     if fresh and not options.comfyui and free < ROOM_CUDA:
-        LOG.info("room      %.1f GiB free: enough for torch without CUDA, which is 2 GB in all; with CUDA it takes 6 GB", free / GIB)
+        LOG.info(
+            "room      %.1f GiB free: enough for torch without CUDA, which is 2 GB in all; with CUDA it takes 6 GB",
+            free / GIB,
+        )
 
 
-def install_all(tree: Tree, options: argparse.Namespace) -> Environment:
+def install_all(tree: Tree, options: argparse.Namespace, record: Record) -> Environment:
     """ComfyUI, the pack and the service in one new environment."""
     steps = Steps(tree)
     environment = Environment(tree.envs / NAME, steps)
-    environment.make(sys.executable)
+    environment.make(sys.executable, record)
     with environment.torch_unchanged():
         environment.add_torch(options.torch)
         environment.add_pins("packages", PINS)
         environment.settle_operators()
-        Source(environment, steps).fetch()
-        link(tree.comfyui / "custom_nodes" / NAME, CHECKOUT)
+        Source(environment, steps).fetch(record)
+        recorded_link(record, tree.comfyui / "custom_nodes" / NAME, CHECKOUT)
+        recorded_link(record, tree.pack / NAME, CHECKOUT)
         add_package(environment, tree, CHECKOUT)
-    write_if_changed(tree.model_paths, model_paths(tree, kinds=()))
-    tree.save_desk(Desk(str(tree.comfyui), str(environment.python), made=True))
+    record.write_file(tree.model_paths, model_paths(tree, kinds=()))
+    record.write_file(tree.record, Desk(str(tree.comfyui), str(environment.python), made=True).text())
     return environment
 
 
-def install_beside(tree: Tree, options: argparse.Namespace) -> Environment:
-    """The service in an environment of its own, beside a ComfyUI whose environment is only read."""
+def install_beside(tree: Tree, options: argparse.Namespace, record: Record) -> Environment:
+    """The service in an environment of its own, next to a ComfyUI whose environment is only read."""
     steps = Steps(tree)
     foreign = find_foreign(options.comfyui.expanduser().resolve(), options.comfyui_python, steps)
     service = Environment(tree.envs / "service", steps)
     with foreign.unchanged():
-        service.make(str(foreign.python))
+        service.make(str(foreign.python), record)
         foreign.share_packages(service, read_project(CHECKOUT))
+        recorded_link(record, tree.pack / NAME, CHECKOUT)
         add_package(service, tree, CHECKOUT)
-        write_if_changed(tree.model_paths, model_paths(tree))
+        record.write_file(tree.model_paths, model_paths(tree))
         previous = tree.load_desk()
-        pack, place = foreign.add_pack(CHECKOUT, tree)
+        pack, place = foreign.add_pack(CHECKOUT, tree, record)
         if previous and previous.link and Path(previous.link) != place:
-            remove_pack(Path(previous.link), tree)
-        tree.save_desk(Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)))
+            record.forget_link(Path(previous.link))
+        record.write_file(
+            tree.record, Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)).text()
+        )
     return service
 
 
 def install(tree: Tree, options: argparse.Namespace) -> int:
     """Make or complete the installation, then what else was asked for."""
     check_machine(options)
+    if not is_installation(tree):
+        check_prefix(tree)
+    made = [folder for folder in (tree.prefix, *tree.prefix.parents) if not folder.exists()]
     tree.prefix.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         held.enter_context(locked(tree))
-        tree.make()
-        tree.write_files()
-        environment = install_beside(tree, options) if options.comfyui else install_all(tree, options)
-        link_demo_models(tree, CHECKOUT)
+        record = find_record(tree) or new_record(tree, made)
+        prepare(tree, record)
+        environment = install_beside(tree, options, record) if options.comfyui else install_all(tree, options, record)
+        link_demo_models(tree, CHECKOUT, record)
         if options.service:
-            add_unit(tree, environment.folder / "bin" / NAME, CHECKOUT)
+            add_unit(tree, environment.folder / "bin" / NAME, CHECKOUT, record)
         LOG.info("ready     %s start opens ComfyUI; %s/bin/onedesk is the command", tree.script, environment.folder)
         failed = run_demo(environment) if options.demo else []
         if options.test:
             more = ["--comfyui", str(options.comfyui.expanduser().resolve())] if options.comfyui else []
+            record.make_tree(tree.envs / "tmp")
             failed += run_checks(environment, environment.steps, CHECKOUT, more)
     if failed:
         LOG.error("install.sh: failed: %s", ", ".join(failed))
     return 1 if failed else 0
+
+
+def new_record(tree: Tree, made: Sequence[Path]) -> Record:
+    """The record of a new installation; `made` are the folders down to the prefix that had to be made for it."""
+    record = Record(tree.prefix)
+    record.folders = ["." if folder == tree.prefix else str(folder) for folder in made]
+    record.save()
+    return record
+
+
+def prepare(tree: Tree, record: Record) -> None:
+    """Make the folders of the tree that are missing, and its files."""
+    record.save()
+    for folder in tree.folders():
+        record.make_folder(folder)
+    for folder in (tree.pack, Steps(tree).stamps):
+        record.make_tree(folder)
+    tree.make()
+    record.write_file(tree.script, run_script(), executable=True)
+    if not os.path.lexists(tree.settings):
+        record.write_file(tree.settings, SETTINGS)
 
 
 def run_demo(environment: Environment) -> list[str]:
@@ -183,25 +250,10 @@ def run_demo(environment: Environment) -> list[str]:
     return ["demo"] if code else []
 
 
-def remove_link(place: Path) -> None:
-    """Take away a link of ours; anything that is not a link stays."""
-    if place.is_symlink():
-        place.unlink()
-        LOG.info("removed   %s", place)
-
-
-def remove_pack(place: Path, tree: Tree) -> None:
-    """Take away the link that `add_pack` made for the tree, unless it was made anew for another one since."""
-    target = place.readlink() if place.is_symlink() else place
-    other = Tree(target if place.name == TREE_LINK else target.parent.parent.parent)
-    if other.script.is_file() and not other.prefix.samefile(tree.prefix):
-        LOG.info("kept      %s, which leads to another installation", place)
-    else:
-        remove_link(place)
-
-
 def noted_process(tree: Tree) -> int | None:
-    """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see desk.find_running."""
+    """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see
+    desk.find_running.
+    """
     try:
         pid = int(json.loads((tree.cache / "comfyui.json").read_text(encoding="utf-8"))["pid"])
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -212,35 +264,54 @@ def noted_process(tree: Tree) -> int | None:
 
 
 def uninstall(tree: Tree) -> int:
-    """Take away what can be made again, the user unit, and our link in somebody's ComfyUI; models, data and changed settings stay."""
-    if not tree.script.is_file():
+    """Take away what this installation has made, by its record; models, data, changed settings and what people added
+    stay.
+    """
+    if not is_installation(tree):
         raise SetupError(f"there is no installation in {tree.prefix}; name the right folder with --prefix")
     if running := noted_process(tree):
-        raise SetupError(f"ComfyUI still runs from {tree.prefix} (process {running}); end it first with {tree.script} stop")
+        raise SetupError(
+            f"ComfyUI still runs from {tree.prefix} (process {running}); end it first with {tree.script} stop"
+        )
     with locked(tree):
-        remove_unit(tree)
+        record = find_record(tree)
+        if record is None:
+            raise SetupError(f"the installation in {tree.prefix} has just been taken away by another install.sh")
+        remove_unit(record)
         if service := running_service(tree.cache):
             raise SetupError(
-                f"a service still runs from {tree.prefix} (process {service.pid}); end it first, with Ctrl-C or kill {service.pid}"
+                f"a service still runs from {tree.prefix} (process {service.pid}); end it first, with Ctrl-C or kill"
+                f" {service.pid}"
             )
-        if desk := tree.load_desk():
-            remove_pack(Path(desk.link), tree) if desk.link else None
-        for place in [*tree.models.glob(f"{PREFIX_OF_DEMO}*"), *tree.image_models.glob(f"*/{PREFIX_OF_DEMO}*")]:
-            remove_link(place)
-        for folder in (tree.envs, tree.cache):
-            shutil.rmtree(folder, ignore_errors=True)
-            LOG.info("removed   %s", folder)
-        if tree.script.read_text(encoding="utf-8") == run_script():
-            tree.script.unlink()
-        if tree.settings.is_file() and tree.settings.read_text(encoding="utf-8") == SETTINGS:
-            tree.settings.unlink()
-        (tree.prefix / ".lock").unlink()
-    for folder in (*tree.image_models.glob("*"), *reversed(tree.folders()), tree.prefix):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        for name in list(record.links):
+            record.forget_link(tree.prefix / name)
+        if record.owns_tree(tree.comfyui):
+            for place in move_additions(tree.comfyui, tree.data / "ComfyUI", shipped_files(Steps(tree))):
+                LOG.info("moved     %s: it is not of ComfyUI's release, so it is yours", place)
+        clear_cache(tree, record)
+        record.files[LOCK] = digest(b"")
+        record.remove()
     if tree.prefix.exists():
-        LOG.info("kept      your models, data and settings in %s; delete that folder if you do not need them", tree.prefix)
+        LOG.info(
+            "kept      your models, data and settings in %s; delete that folder if you do not need them", tree.prefix
+        )
     return 0
+
+
+def clear_cache(tree: Tree, record: Record) -> None:
+    """Remove what our programs write into cache/; what else is there stays and is named."""
+    if record.behind_link(tree.cache):
+        LOG.info("kept      %s, which is a link; what it leads to was not touched", tree.cache)
+        return
+    if not tree.cache.is_dir():
+        return
+    patterns = {*(path.partition("/")[0] for path in CACHES.values()), *CACHE_ENTRIES}
+    for entry in sorted(tree.cache.iterdir()):
+        if entry.is_symlink() or not any(fnmatchcase(entry.name, pattern) for pattern in patterns):
+            LOG.info("kept      %s, which none of our programs has made", entry)
+        else:
+            remove(entry)
+    LOG.info("removed   %s", tree.cache)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -253,7 +324,9 @@ def main(arguments: Sequence[str]) -> int:
     except OnedeskError as error:
         sys.stderr.write(f"install.sh: {error}\n")
     except OSError as error:
-        sys.stderr.write(f"install.sh: {error.strerror}: {error.filename}; check the rights and the room there, then run it again\n")
+        sys.stderr.write(
+            f"install.sh: {error.strerror}: {error.filename}; check the rights and the room there, then run it again\n"
+        )
     except KeyboardInterrupt:
         sys.stderr.write("install.sh: interrupted; run it again to go on from here\n")
         return 130

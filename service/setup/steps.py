@@ -1,10 +1,11 @@
-"""How the installer works: one step after the other, each with a log, a stamp once it is done, and a clear end when it fails."""
+"""How the installer works: one step after the other, each with a log, a stamp once it is done, and a clear end when
+it fails.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +15,25 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import OnedeskError
+from ..python_process import SAFE_FOLDER, probe_command, python_environment
+from .pip_settings import pip_environment
 from .telling import EVERY, LOOK, Teller
 from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 TAIL_LINES = 15
-# What a user's shell may hold and what would lead pip or Python out of the tree.
-UNSET = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_ROOT", "PIP_REQUIREMENT")
+LOCK = ".onedesk.lock"
+# Variables of git that say how to reach a repository; all others (GIT_DIR, GIT_WORK_TREE ...) would lead a clone
+# elsewhere.
+_GIT_PASSED = (
+    "GIT_SSL_",
+    "GIT_PROXY_",
+    "GIT_HTTP_",
+    "GIT_SSH",
+    "GIT_ASKPASS",
+    "GIT_CONFIG_GLOBAL",
+    "GIT_CONFIG_SYSTEM",
+)
 
 
 class SetupError(OnedeskError):
@@ -55,8 +68,14 @@ class Steps:
         write_if_changed(self.stamps / step, key)
 
     def environment(self) -> dict[str, str]:
-        """The variables that every command of the installer runs with: nothing is cached, and nothing installed, outside the tree."""
-        kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+        """The variables that every command of the installer runs with: nothing is cached, and nothing installed,
+        outside the tree.
+        """
+        kept = {
+            name: value
+            for name, value in pip_environment(python_environment()).items()
+            if name != "VIRTUAL_ENV" and (not name.startswith("GIT_") or name.startswith(_GIT_PASSED))
+        }
         ours = {
             "TMPDIR": str(self.tree.cache / "tmp"),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -64,7 +83,8 @@ class Steps:
             "PYTHONDONTWRITEBYTECODE": "1",
             "GIT_TERMINAL_PROMPT": "0",
         }
-        # pip asks rustc for its version, and a rustup that was never used would then make its folder in the home directory.
+        # pip asks rustc for its version, and a rustup that was never used would then make its folder in the home
+        # directory.
         if not (Path.home() / ".rustup").exists():
             ours["RUSTUP_HOME"] = str(self.tree.cache / "rustup")
         return kept | self.tree.environment() | ours
@@ -78,7 +98,13 @@ class Steps:
         LOG.info("%-9s done in %.0f s", name, time.monotonic() - begin)
 
     def run(
-        self, step: str, argv: Sequence[str | Path], advice: str, *, timeout: float | None = None, more: Mapping[str, str] | None = None
+        self,
+        step: str,
+        argv: Sequence[str | Path],
+        advice: str,
+        *,
+        timeout: float | None = None,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         """Run a command with its output in the step's log. Raises SetupError with the end of the log and `advice`."""
         log = self.tree.logs / f"{step}.log"
@@ -94,14 +120,23 @@ class Steps:
             except OSError as error:
                 code, ending = -1, f"it could not be started: {error.strerror}"
         if code != 0:
-            raise SetupError(f"step {step} failed: {Path(words[0]).name}: {ending}\n{tail(log)}\n  log: {log}\n  what to do: {advice}")
+            raise SetupError(
+                f"step {step} failed: {Path(words[0]).name}: {ending}\n{tail(log)}\n  log: {log}\n  what to do:"
+                f" {advice}"
+            )
 
-    def _wait(self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]) -> int:
-        """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it does not go on alone."""
+    def _wait(
+        self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]
+    ) -> int:
+        """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it
+        does not go on alone.
+        """
         log, temporary, folder = self.tree.logs / f"{step}.log", self.tree.cache / "tmp", Path(words[0]).parent.parent
         teller = Teller(step, log, temporary, folder, self.every)
         end = None if timeout is None else time.monotonic() + timeout
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=temporary
+        )
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -118,18 +153,27 @@ class Steps:
     def ask(self, python: Path, code: str) -> str | None:
         """What a line of Python prints in the environment of `python`; None if it fails."""
         answer = subprocess.run(
-            [str(python), "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=self.environment(), check=False
+            probe_command(python, code),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=self.environment(),
+            cwd=SAFE_FOLDER,
+            check=False,
         )
         return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 @contextmanager
 def locked(tree: Tree) -> Iterator[None]:
-    """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process, however it ends."""
-    path = tree.prefix / ".lock"
-    with path.open("a") as lock:
+    """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process,
+    however it ends.
+    """
+    with (tree.prefix / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise SetupError(f"another install.sh is working in {tree.prefix}; wait for its end, then run this again") from error
+            raise SetupError(
+                f"another install.sh is working in {tree.prefix}; wait for its end, then run this again"
+            ) from error
         yield

@@ -1,4 +1,6 @@
-"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie. Standard library only."""
+"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 
 from ..places import FILE_NAME
 
-# The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's cache/.
+# The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's
+# cache/.
 CACHES: Mapping[str, str] = {
     "XDG_CACHE_HOME": "xdg",
     "PIP_CACHE_DIR": "pip",
@@ -29,6 +32,24 @@ CACHES: Mapping[str, str] = {
     "PYRIGHT_PYTHON_CACHE_DIR": "pyright",
 }
 
+# What else the installer, the service, the command and ComfyUI write into cache/, as patterns of names. uninstall
+# removes what these and CACHES name, and nothing else there.
+CACHE_ENTRIES = (
+    *("tmp", "temp", "logs", "source", "rustup", "ruff", "hypothesis", "peers", "quantized", "bench"),
+    *(
+        "kernels-*",
+        ".kernels-*",
+        ".quantized-*",
+        ".bench-*",
+        "service.*",
+        ".service.*",
+        "read-ceiling.json",
+        ".read-ceiling.json.tmp",
+        "comfyui.json",
+        ".comfyui.json.part",
+    ),
+)
+
 # Nothing is asked of any hub at run time, and no tool reports home.
 OFFLINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -38,7 +59,8 @@ OFFLINE: Mapping[str, str] = {
 }
 
 SETTINGS = """\
-# Onedesk's one configuration file. Every value is optional; unknown names are errors. See docs/memory.md and docs/service.md.
+# Onedesk's one configuration file. Every value is optional; unknown names are errors. See docs/memory.md and
+# docs/service.md.
 
 [models]
 roots = ["models"]
@@ -60,7 +82,7 @@ RUN_TAIL = """\
 for name in onedesk service; do
   python=$here/envs/$name/bin/python
   if [[ -x $python ]]; then
-    exec "$python" -m onedesk.service.setup.desk "$here" "$@"
+    exec "$python" -I -m onedesk.service.setup.desk "$here" "$@"
   fi
 done
 echo "run.sh: there is no environment in $here/envs; run install.sh again" >&2
@@ -71,7 +93,12 @@ exit 1
 def run_script() -> str:
     """The text of run.sh. It finds its own folder, so that no path stands in it."""
     exports = [f'export {name}="$here/cache/{folder}"' for name, folder in CACHES.items()]
-    return RUN_HEAD + "\n".join([*exports, *(f"export {name}={value}" for name, value in OFFLINE.items())]) + "\n" + RUN_TAIL
+    return (
+        RUN_HEAD
+        + "\n".join([*exports, *(f"export {name}={value}" for name, value in OFFLINE.items())])
+        + "\n"
+        + RUN_TAIL
+    )
 
 
 def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool:
@@ -91,8 +118,8 @@ def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool
 class Desk:
     """What run.sh must know of an installation: which ComfyUI it starts, with which Python, and whose it is.
 
-    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is the link that we put
-    into somebody else's ComfyUI.
+    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is the link
+    that we put into somebody else's ComfyUI.
     """
 
     comfyui: str
@@ -100,6 +127,10 @@ class Desk:
     made: bool
     pack: str = "onedesk"
     link: str | None = None
+
+    def text(self) -> str:
+        """How it is kept."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +186,9 @@ class Tree:
 
     @property
     def pack(self) -> Path:
-        """The folder whose only entry is the link `onedesk` to the checkout; it stands on the Python path of our environment."""
+        """The folder whose only entry is the link `onedesk` to the checkout; it stands on the Python path of our
+        environment.
+        """
         return self.envs / "pack"
 
     @property
@@ -192,7 +225,7 @@ class Tree:
 
     def save_desk(self, desk: Desk) -> None:
         """Keep `desk` for run.sh."""
-        write_if_changed(self.record, json.dumps(asdict(desk), indent=2) + "\n")
+        write_if_changed(self.record, desk.text())
 
     def load_desk(self) -> Desk | None:
         """The Desk of this installation, None before the installer has come so far."""

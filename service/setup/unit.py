@@ -1,4 +1,6 @@
-"""The systemd user unit of `onedesk serve`: written only when asked for, removed by uninstall. Standard library only."""
+"""The systemd user unit of `onedesk serve`: written only when asked for, removed by uninstall. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from .record import Record
 from .steps import SetupError
 from .tree import Tree, write_if_changed
 
@@ -18,8 +21,11 @@ STOP_SECONDS = 45
 _ASK_SECONDS = 30
 _HEAD = "# Onedesk: written by install.sh --service for the installation in "
 
+_ID = "# Installation: "
+
 _UNIT = """\
 {head}{prefix}
+{id}{installation}
 # install.sh --uninstall removes it. Settings belong into onedesk.toml there.
 [Unit]
 Description=Onedesk: local language models over HTTP
@@ -47,12 +53,14 @@ def unit_path() -> Path:
     return Path(home) / "systemd" / "user" / NAME
 
 
-def unit_text(tree: Tree, command: Path, checkout: Path) -> str:
+def unit_text(tree: Tree, command: Path, checkout: Path, installation: str) -> str:
     """The unit: the service in the foreground, with the tree's caches, offline, without rights to gain more."""
     variables = [f"Environment={_quoted(f'{name}={value}')}" for name, value in tree.environment().items()]
     return _UNIT.format(
         head=_HEAD,
         prefix=tree.prefix,
+        id=_ID,
+        installation=installation,
         documentation=_escaped(str(checkout / "docs" / "service.md")).replace(" ", "%%20"),
         command=_quoted(str(command)).replace("$", "$$"),
         environment="\n".join(variables),
@@ -60,28 +68,37 @@ def unit_text(tree: Tree, command: Path, checkout: Path) -> str:
     )
 
 
-def add_unit(tree: Tree, command: Path, checkout: Path) -> None:
+def add_unit(tree: Tree, command: Path, checkout: Path, record: Record) -> None:
     """Write the unit and let it start now and at each login, or say what to run where systemd cannot be asked.
 
     Raises SetupError where another program's unit, or another installation's, has the name.
     """
     path = unit_path()
-    _check_ours(path, tree)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = write_if_changed(path, unit_text(tree, command, checkout))
+    _check_ours(path, record)
+    record.make_folder(path.parent)
+    record.note_unit(path)
+    new = write_if_changed(path, unit_text(tree, command, checkout, record.id))
     reason = _systemctl("daemon-reload") or _systemctl("enable", "--now", NAME)
     if reason:
         LOG.info("service   %s is written; %s", path, reason)
-        LOG.info("          run this where systemd runs: systemctl --user daemon-reload && systemctl --user enable --now %s", NAME)
+        LOG.info(
+            "          run this where systemd runs: systemctl --user daemon-reload && systemctl --user enable --now %s",
+            NAME,
+        )
         return
-    LOG.info("service   %s %s; it listens as [service] in %s says", NAME, "runs" if new else "runs as before", tree.settings)
+    LOG.info(
+        "service   %s %s; it listens as [service] in %s says", NAME, "runs" if new else "runs as before", tree.settings
+    )
     LOG.info("          to have it without being logged in: loginctl enable-linger")
 
 
-def remove_unit(tree: Tree) -> None:
-    """End the service and take its unit away, if it is of this installation; anything else stays."""
-    path = unit_path()
-    if not _is_of(path, tree):
+def remove_unit(record: Record) -> None:
+    """End the service and take its unit away, if this installation wrote it; anything else stays."""
+    if record.unit is None:
+        return
+    path = Path(record.unit)
+    if not is_unit_of(path, record):
+        LOG.info("kept      %s, which this installation did not write", path)
         return
     reason = _systemctl("disable", "--now", NAME)
     path.unlink()
@@ -89,23 +106,34 @@ def remove_unit(tree: Tree) -> None:
     LOG.info("removed   %s%s", path, f" ({reason})" if reason else "")
 
 
-def _check_ours(path: Path, tree: Tree) -> None:
-    if not (path.exists() or path.is_symlink()) or _is_of(path, tree):
+def _check_ours(path: Path, record: Record) -> None:
+    if not (path.exists() or path.is_symlink()) or is_unit_of(path, record):
         return
-    first = _first_line(path)
+    first = _head(path)[0]
     if first.startswith(_HEAD):
-        raise SetupError(f"{path} is of the installation in {first.removeprefix(_HEAD)}; take --service out, or uninstall that one first")
+        raise SetupError(
+            f"{path} is of the installation in {first.removeprefix(_HEAD)}; take --service out, or uninstall that one"
+            " first"
+        )
     raise SetupError(f"{path} is there already and is not ours; move it away, then run install.sh again")
 
 
-def _is_of(path: Path, tree: Tree) -> bool:
-    return _first_line(path) == f"{_HEAD}{tree.prefix}"
+def is_unit_of(path: Path, record: Record) -> bool:
+    """Whether this installation wrote the unit: by its id; one of an earlier version, which had no id, by the prefix
+    in it.
+    """
+    first, second = _head(path)
+    if second.startswith(_ID):
+        return first.startswith(_HEAD) and second.removeprefix(_ID) == record.id
+    return first == f"{_HEAD}{record.prefix}"
 
 
-def _first_line(path: Path) -> str:
+def _head(path: Path) -> tuple[str, str]:
+    """The first two lines of a unit that is a plain file."""
     if path.is_symlink() or not path.is_file():
-        return ""
-    return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        return "", ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[:2]
+    return lines[0] if lines else "", lines[1] if len(lines) > 1 else ""
 
 
 def _systemctl(*words: str) -> str:
@@ -126,7 +154,11 @@ def _systemctl(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"systemctl does not answer: {error}"
     said = answer.stderr.strip().splitlines()
-    return "" if answer.returncode == 0 else f"systemctl --user {words[0]} failed: {said[-1] if said else f'status {answer.returncode}'}"
+    return (
+        ""
+        if answer.returncode == 0
+        else f"systemctl --user {words[0]} failed: {said[-1] if said else f'status {answer.returncode}'}"
+    )
 
 
 def _escaped(text: str) -> str:

@@ -23,7 +23,8 @@ Part: TypeAlias = Thought | CallEvent
 class AnswerParts:
     """Takes text and reasoning in pieces and gives their parts in order.
 
-    Without `tools` (as the OpenAI API has them) no call is looked for. With `one_call` nothing comes after the first complete call.
+    Without `tools` (as the OpenAI API has them) no call is looked for. With `one_call` nothing comes after the first
+    complete call.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool = False) -> None:

@@ -12,8 +12,8 @@ from .protected_text import AddedTokens, ProtectedText
 from .reasoning import CLOSE, OPEN, opens_reasoning
 from .template import ChatTemplate
 
-# Whose content is protected from all added tokens. A system message is the developer's own and may name `<tool_call>`, and templates
-# look for `</think>` in what an assistant said; both are protected from control tokens alone.
+# Whose content is protected from all added tokens. A system message is the developer's own and may name `<tool_call>`,
+# and templates look for `</think>` in what an assistant said; both are protected from control tokens alone.
 _FOREIGN_ROLES = ("user", "tool")
 
 
@@ -43,25 +43,36 @@ def render_conversation(
 ) -> RenderedPrompt:
     """The prompt for `messages`, up to where the answer begins.
 
-    Texts of control tokens in messages and tools stay text. A template that refuses several system messages, or one that comes
-    later, gets them merged into one, as it does messages of a developer. With
-    `continue_final_message` the answer goes on in the last message, in its reasoning where that is all it has.
-    `check` may refuse the text before it is tokenized. Raises RequestError for messages that the template refuses, in its own words,
-    ModelError and Cancelled as ChatTemplate.render.
+    Texts of control tokens in messages and tools stay text. A template that refuses several system messages, or one
+    that comes later, gets them merged into one, as it does messages of a developer. With `continue_final_message` the
+    answer goes on in the last message, in its reasoning where that is all it has. `check` may refuse the text before it
+    is tokenized. Raises RequestError for messages that the template refuses, in its own words, ModelError and Cancelled
+    as ChatTemplate.render.
     """
     if continue_final_message and not (messages and (messages[-1].content or messages[-1].reasoning)):
-        raise RequestError("continue_final_message needs a last message with content or reasoning; add one, or leave it out")
+        raise RequestError(
+            "continue_final_message needs a last message with content or reasoning; add one, or leave it out"
+        )
     protected = ProtectedText(tokens, [*map(_parts, messages), tools, options or {}])
     final = messages[-1] if continue_final_message else None
     prepared = [_protected(protected, message) for message in messages]
     if final is not None:
         last = prepared[-1]
-        ended = {"content": last.content + protected.end} if final.content else {"reasoning": last.reasoning + protected.end}
+        ended = (
+            {"content": last.content + protected.end}
+            if final.content
+            else {"reasoning": last.reasoning + protected.end}
+        )
         prepared[-1] = replace(last, **ended)
     extra = dict(protected.protect(options or {}, visible=False))
     if tools:
         extra["tools"] = protected.protect(tools, visible=True)
-    asked = {"thinking": thinking, "extra": extra, "add_generation_prompt": add_generation_prompt and final is None, "cancel": cancel}
+    asked = {
+        "thinking": thinking,
+        "extra": extra,
+        "add_generation_prompt": add_generation_prompt and final is None,
+        "cancel": cancel,
+    }
     rendered = _render(template, prepared, asked)
     in_reasoning = opens_reasoning(rendered)
     if final is not None:
@@ -115,7 +126,9 @@ def _protected(protected: ProtectedText, message: Message) -> Message:
 def _cut(rendered: str, end: str) -> str:
     place = rendered.rfind(end)
     if place < 0:
-        raise RequestError("the chat template leaves out the last message, so it cannot be continued; leave continue_final_message out")
+        raise RequestError(
+            "the chat template leaves out the last message, so it cannot be continued; leave continue_final_message out"
+        )
     return rendered[:place].replace(end, "")
 
 

@@ -1,4 +1,4 @@
-"""Tokens to text while they come, never half a character."""
+"""Tokens to text in a stream, without partial characters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOLD_LIMIT = 32  # code points; the longest emoji in use (a kiss with two skin t
 
 _JOINER = "\u200d"
 _REGIONAL = range(0x1F1E6, 0x1F200)
-# What may start an emoji, by block: a sign too many is only shown one token later.
+# Blocks of characters that may start an emoji. A character listed without need is only shown one token later.
 _EMOJI = (
     range(0x1F000, 0x1FC00),
     range(0x2190, 0x2200),
@@ -25,9 +25,10 @@ _EXTENDERS = (range(0xFE00, 0xFE10), range(0x1F3FB, 0x1F400), range(0xE0020, 0xE
 
 
 class Detokenizer:
-    """Text of tokens as they come. The pieces and `finish()`, joined, are `tokenizer.decode` of all the ids.
+    """Decodes tokens in a stream. The pieces and `finish()`, joined, are `tokenizer.decode` of all the ids.
 
-    The start of a character waits for its rest; bytes that can never become one are U+FFFD at once. Each token is decoded once.
+    The first bytes of a character wait for the others; bytes that cannot become one are U+FFFD at once. Each token is
+    decoded once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -35,42 +36,42 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The characters that `token` completes; control tokens have none."""
+        """The characters that `token` completes; none for control tokens."""
         if token in self._tokenizer.control_ids:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
-        """U+FFFD for a character that was never completed, else nothing."""
+        """U+FFFD for a character that was never completed, otherwise an empty text."""
         return self._decoder.decode(b"", final=True)
 
 
 class ClusterHold:
-    """Holds back an emoji at the end of the text until the next character shows that it is whole.
+    """Holds back an emoji at the end of the text until the next character shows that it is complete.
 
-    A family, a skin tone or a flag is several code points; shown in pieces it would flicker through other pictures. Only emoji and
-    what a joiner binds wait (by one character, at most HOLD_LIMIT code points), so plain text is never late. Combining marks of a
-    letter and the keycap sign of a digit are not waited for: every letter would have to be.
+    A family, a skin tone or a flag is several code points; shown one by one they would appear as other emoji first.
+    Only emoji and joined characters wait (for one character, at most HOLD_LIMIT code points), so plain text is never
+    late. Combining marks of letters and the keycap sign of digits do not wait: every letter would have to.
     """
 
     def __init__(self) -> None:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What is surely whole of the held text and `text`."""
+        """The part of the held text and `text` that is surely complete."""
         text = self._held + text
         cut = _open_cluster(text)
         self._held = text[cut:]
         return text[:cut]
 
     def finish(self) -> str:
-        """What was held."""
+        """The held text."""
         held, self._held = self._held, ""
         return held
 
 
 def _open_cluster(text: str) -> int:
-    """Index from which the end of `text` is an emoji that may go on; len(text) where nothing is open."""
+    """The index of an emoji at the end of `text` that may continue; len(text) for none."""
     last = len(text) - 1
     if last < 0 or not _may_go_on(text[last]):
         return len(text)
@@ -80,7 +81,7 @@ def _open_cluster(text: str) -> int:
     if last - start >= HOLD_LIMIT:
         return len(text)
     if ord(text[start]) in _REGIONAL and _regional_run(text, start) % 2 == 0:
-        return len(text)  # two regional letters are a whole flag
+        return len(text)  # two regional letters are a complete flag
     return start
 
 
@@ -96,7 +97,7 @@ def _extends(character: str) -> bool:
 
 
 def _regional_run(text: str, end: int) -> int:
-    """How many regional letters stand in a row up to index `end`."""
+    """The number of consecutive regional letters up to index `end`."""
     count = 0
     while count <= end and ord(text[end - count]) in _REGIONAL:
         count += 1

@@ -1,4 +1,5 @@
-"""Answers bound to a JSON Schema: which tokens may come next, by llguidance (extra "service"), the only optional package of this room."""
+"""Answers bound to a JSON Schema: which tokens may come next, by llguidance (extra "service"), the only optional
+package of this room."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from .tool_calls import call_schema
 log = logging.getLogger(__name__)
 
 SCHEMA_LIMIT = 1 << 18  # characters; the largest schemas of published tool collections have some 50,000
-# Blanks between the parts of a document are one space, or a line feed and an indentation: an unbounded run of them is how a small model
-# never comes to an end.
+# Blanks between the parts of a document are one space, or a line feed and an indentation: with unbounded blanks a small
+# model may never end.
 _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,24}|\n\t{0,8})?"}
 # A call is written as models are trained to write it, in the style of json.dumps.
 _CALL_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -29,11 +30,11 @@ _MESSAGE_LIMIT = 300
 
 
 class Guide:
-    """One answer's way through its grammar. Not thread-safe.
+    """The state of one answer in its grammar. Not thread-safe.
 
-    The grammar binds the answer, not the reasoning: ask and tell it of nothing while the model thinks. As long as it was told of
-    nothing it also allows `opener`, the token that begins reasoning, where one is given. Where the grammar outgrows llguidance's limits
-    half-way, only `ends` are allowed: this answer ends there, and those that are written beside it go on.
+    The grammar binds the answer, not the reasoning: do not call it while the model reasons. Before the first token it
+    also allows `opener`, the token that opens reasoning, if there is one. If the grammar exceeds llguidance's limits,
+    only `ends` are allowed: this answer ends there, and the others of the batch continue.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Guide:
         self._opener = opener
 
     def fork(self) -> Guide:
-        """Another guide that stands where this one does."""
+        """A copy in the same state."""
         return Guide(self._matcher.deep_copy(), self._size, self._ends, self._opener, self._tokenize)
 
     def allowed(self) -> np.ndarray:
-        """What may come next: bool [size], at least one true."""
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=self._size, bitorder="little")
+        """The ids that may come next: bool [size], at least one true."""
+        bits = np.unpackbits(
+            np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=self._size, bitorder="little"
+        )
         if self._matcher.is_error() or not bits.any():
             log.warning("an answer ends before its JSON schema is fulfilled: %s", _shortened(self._matcher.get_error()))
             bits = np.zeros(self._size, np.uint8)
@@ -74,7 +77,8 @@ class Guide:
         self._matcher.consume_token(token)
 
     def accept_text(self, text: str) -> None:
-        """Take in a part of the answer that stands there already. Raises RequestError where it does not follow the schema."""
+        """Take in a part of the answer that stands there already. Raises RequestError where it does not follow the
+        schema."""
         self._opener = None
         for token in self._tokenize(text.encode("utf-8")):
             if not self._matcher.consume_token(token):
@@ -82,9 +86,11 @@ class Guide:
 
 
 class Grammars:
-    """Makes guides for one tokenizer; `ends` are the ids that end a turn, `size` how many ids can be chosen. Thread-safe.
+    """Makes guides for one tokenizer; `ends` are the ids that end a turn, `size` how many ids can be chosen.
+    Thread-safe.
 
-    Making it costs 0.5 s for a vocabulary of 150,000, a guide some milliseconds. Raises ModelError where llguidance is not installed.
+    Making it costs 0.5 s for a vocabulary of 150,000, a guide some milliseconds. Raises ModelError where llguidance is
+    not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, ends: Iterable[int]) -> None:
@@ -113,9 +119,11 @@ class Grammars:
         return self._made(schema, may_think, lambda: self._grammar(schema, frame))
 
     def guide_or_calls(self, schema: str, tools: Sequence[Mapping[str, Any]], *, most: int, may_think: bool) -> Guide:
-        """A guide for JSON that follows `schema`, or else for up to `most` calls of `tools` in either form that models have for them.
+        """A guide for JSON that follows `schema`, or else for up to `most` calls of `tools` in either form that models
+        have for them.
 
-        Arguments written as JSON follow the tool's schema; those written between tags are free. Raises RequestError as `guide`.
+        Arguments written as JSON follow the tool's schema; those written between tags are free. Raises RequestError as
+        `guide`.
         """
         return self._made(schema, may_think, lambda: _with_calls(schema, tools, most))
 
@@ -130,14 +138,16 @@ class Grammars:
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the JSON schema cannot be followed: {_shortened(matcher.get_error())}")
-        return Guide(matcher, self._size, self._ends, self._opener if may_think else None, self._tokenizer.tokenize_bytes)
+        return Guide(
+            matcher, self._size, self._ends, self._opener if may_think else None, self._tokenizer.tokenize_bytes
+        )
 
     def _grammar(self, schema: str, frame: tuple[str, str]) -> str:
         if not any(frame):
             return self._matcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
         document = json.dumps(json.loads(schema) | {"x-guidance": _CALL_OPTIONS})
-        before, behind = map(json.dumps, frame)
-        return self._matcher.grammar_from_lark(f"start: {before} document {behind}\ndocument: %json {document}\n")
+        before, after = map(json.dumps, frame)
+        return self._matcher.grammar_from_lark(f"start: {before} document {after}\ndocument: %json {document}\n")
 
 
 def _with_calls(schema: str, tools: Sequence[Mapping[str, Any]], most: int) -> str:

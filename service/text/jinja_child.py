@@ -1,9 +1,10 @@
-"""The program that renders chat templates, in a process of its own. It is run by path, never imported: nothing of Onedesk is in it.
+"""The program that renders chat templates in its own process. It is run by path, never imported, and imports nothing of
+Onedesk.
 
-Its arguments are the bytes of memory it may take and the folders of jinja2 and markupsafe. It speaks frames on stdin and stdout:
-4 bytes of length, big-endian, then JSON in ASCII. First comes {"ready": true} from here. A request is {"source": template, or null
-for the last one, "values": {...}, "seconds": S, "limit": BYTES}; the answer is {"text": ...} or {"error": kind, "message": ...,
-"line": number or null}. The end of stdin ends the program.
+Its arguments are the bytes of memory it may use and the folders of jinja2 and markupsafe. It uses frames on stdin and
+stdout: 4 bytes of length, big-endian, then JSON in ASCII. It first sends {"ready": true}. A request is {"source":
+template, or null for the last one, "values": {...}, "seconds": S, "limit": BYTES}; the answer is {"text": ...} or
+{"error": kind, "message": ..., "line": number or null}. The end of stdin ends the program.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datetime import datetime
 from typing import Any, BinaryIO
 
 MESSAGE_LIMIT = 1000  # characters of an error that are passed on
-# What rendering can raise beside jinja's own errors. Whatever else comes up ends this process, and the parent says so.
+# Errors of rendering besides jinja's own. Any other ends this process, and the parent reports that.
 FAULTS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
     *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
@@ -23,12 +24,13 @@ FAULTS = (
 
 try:
     import resource
-except ImportError:  # Windows; there the parent watches alone
+except ImportError:  # Windows: only the parent watches
     resource = None
 
 
 def _confine(memory: int) -> None:
-    """Allow `memory` bytes of address space more, and take away what no template needs: writing files, processes, core dumps."""
+    """Allow `memory` more bytes of address space, and forbid what no template needs: writing files, processes, core
+    dumps."""
     if resource is None:
         return
     bounds = {"RLIMIT_AS": _mapped() + memory, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
@@ -40,12 +42,12 @@ def _confine(memory: int) -> None:
         wanted = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         try:
             resource.setrlimit(kind, (wanted, wanted))
-        except (ValueError, OSError):  # macOS refuses some of them; there the parent watches alone
+        except (ValueError, OSError):  # macOS refuses some limits: only the parent watches
             continue
 
 
 def _mapped() -> int:
-    """Bytes of address space in use, libraries included; 0 where the system does not say."""
+    """Bytes of address space in use, libraries included; 0 if unknown."""
     try:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - pathlib would be one more import at every start
             return int(file.read().split()[0]) * (resource.getpagesize() if resource else 0)
@@ -54,7 +56,7 @@ def _mapped() -> int:
 
 
 def _alarm(seconds: float) -> None:
-    """Let the kernel end this process after so long, even inside one long C call and even when the parent is gone; 0 calls it off."""
+    """Let the kernel end this process after `seconds`, even inside a long C call and without a parent; 0 cancels it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -75,7 +77,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, is_internal_attribute
 
     class Generation(Extension):
-        """`{% generation %}` marks what the model wrote, for training; here its body is rendered as it stands."""
+        """`{% generation %}` marks the model's text, for training; here its body is rendered as it is."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -100,7 +102,7 @@ def _environment() -> Any:
             raise jinja2.exceptions.SecurityError(f"access to attribute {name!r} of a namespace is unsafe")
 
     class Dict:
-        """dict() without the class behind it."""
+        """dict() without access to the class."""
 
         def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
             return dict(*args, **values)
@@ -110,19 +112,27 @@ def _environment() -> Any:
 
     class Sandbox(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-            """Reaching for Python's insides fails at once; jinja's own would print nothing and go on."""
+            """Access to Python's internals fails at once; jinja's own sandbox would print nothing and continue."""
             if attribute.startswith("_") or is_internal_attribute(obj, attribute):
-                raise jinja2.exceptions.SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe")
+                raise jinja2.exceptions.SecurityError(
+                    f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe"
+                )
             return super().unsafe_undefined(obj, attribute)
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=Dict(), namespace=Namespace)
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=Dict(), namespace=Namespace
+    )
     return environment
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -136,7 +146,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _line(error: BaseException) -> int | None:
-    """The template's line in which `error` came up; jinja writes it into the traceback."""
+    """The template's line that raised `error`; jinja puts it into the traceback."""
     line = None
     trace = error.__traceback__
     while trace is not None:
@@ -151,7 +161,7 @@ def _fault(kind: str, message: str, line: int | None) -> dict[str, Any]:
 
 
 class Renderer:
-    """Compiles the last template given and renders it."""
+    """Compiles and renders the latest template."""
 
     def __init__(self) -> None:
         import jinja2
@@ -161,7 +171,7 @@ class Renderer:
         self._template: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The text of one request, or what went wrong with it."""
+        """The text of one request, or its error."""
         try:
             if request["source"] is not None:
                 self._template = None

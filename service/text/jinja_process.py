@@ -1,9 +1,10 @@
-"""The parent's side of jinja_child.py: starts it, asks it, bounds it, ends it.
+"""The parent's side of jinja_child.py: starts it, sends requests, enforces limits, ends it.
 
-Why a process: a chat template is a program from a downloaded file, and one expression of it ('a' * 10**10, two lists nested forty deep
-compared with each other) can spend minutes or all memory inside a single C call. There no thread can be stopped, no tracer or
-operator hook is asked, and the interpreter lock is held: in ComfyUI everything would stand still. A process can be killed at any
-point, and its memory has a limit that the kernel keeps. It stays open between renders: starting it costs 0.1 s, a render 1 ms.
+Why a process: a chat template is a program from a downloaded file, and one expression of it ('a' * 10**10, two lists
+nested forty deep compared with each other) can take minutes or all memory inside a single C call. Such a call cannot be
+interrupted by a thread, tracer or operator hook, and it holds the interpreter lock: ComfyUI would stop. A process can
+be killed at any point, and the kernel limits its memory. It stays open between renders: starting it takes 0.1 s, a
+render 1 ms.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ import psutil
 
 from ..core import CancelCheck
 from ..errors import ModelError, RequestError
+from ..python_process import isolated_command
 
 log = logging.getLogger(__name__)
 
 _CHILD = Path(__file__).with_name("jinja_child.py")
-_LOOK_EVERY = 0.05  # seconds between two looks at a render that takes long
-_ALARM_AFTER = 1.0  # seconds past the limit when the child ends itself, should we be gone
+_LOOK_EVERY = 0.05  # seconds between two checks of a long render
+_ALARM_AFTER = 1.0  # seconds past the limit after which the child ends itself, in case the parent is gone
 
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one render may use: seconds, bytes of text as UTF-8, and resident bytes of the process that renders."""
+    """Limits of one render: seconds, bytes of text as UTF-8, and resident bytes of its process."""
 
     seconds: float = 5.0
     text: int = 16 * 2**20
     memory: int = 512 * 2**20
-    start_seconds: float = 30.0  # for the process to come up, on a machine that is busy
+    start_seconds: float = 30.0  # for the process to start on a busy machine
 
 
 Why = Literal["time", "memory", "ended", "cancelled"]
 
 
 class ChildEndedError(Exception):
-    """The process is gone; `why` says what for, `status` how."""
+    """The process has ended; `why`: the reason, `status`: its exit status."""
 
     def __init__(self, why: Why, status: int | None) -> None:
         super().__init__(f"{why}, status {status}")
@@ -58,31 +60,34 @@ class ChildEndedError(Exception):
 
 
 class JinjaProcess:
-    """One child process, started at the first use and again after it was ended. Safe to call from several threads."""
+    """One child process, started at its first use and again after it has ended. Thread-safe."""
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._release: weakref.finalize | None = None
-        self._source: str | None = None  # the template that the running child has compiled
+        self._source: str | None = None  # the template that the child has compiled
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None while there is none."""
+        """Process id of the child, None without one."""
         return self._process.pid if self._process else None
 
     def render(self, source: str, values: Mapping[str, Any], cancel: CancelCheck | None = None) -> dict[str, Any]:
-        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit or once `cancel()` is true, ModelError
-        where it cannot be started, RequestError for values far beyond the limit of text, TypeError or ValueError for such that JSON cannot
-        say."""
+        """The child's answer (see jinja_child.py). Raises ChildEndedError past a limit or once `cancel()` is true,
+        ModelError where it cannot be started, RequestError for values far beyond the limit of text, TypeError or
+        ValueError for such that JSON cannot say."""
         limits = self._limits
         with self._turn(cancel):
             known = self._running() and self._source == source
             request = {"source": None if known else source, "values": dict(values), "limit": limits.text}
             body = json.dumps(request | {"seconds": limits.seconds + _ALARM_AFTER}).encode("ascii")
             if len(body) > 4 * limits.text:
-                raise RequestError(f"the conversation has {len(body):,} bytes; a prompt has at most {limits.text:,}: shorten the messages")
+                raise RequestError(
+                    f"the conversation has {len(body):,} bytes; a prompt has at most {limits.text:,}: "
+                    "shorten the messages"
+                )
             if self._process is None:
                 self._start()
             answer = self._exchange(body, limits.seconds, cancel)
@@ -100,7 +105,7 @@ class JinjaProcess:
             self._lock.release()
 
     def close(self) -> None:
-        """End the child; a later render starts another."""
+        """End the child; a later render starts a new one."""
         with self._lock:
             self._end()
 
@@ -113,12 +118,20 @@ class JinjaProcess:
     def _start(self) -> None:
         folders = _folders_of("jinja2", "markupsafe")
         if not sys.executable:
-            raise ModelError("chat templates are rendered in a Python process of their own, and this program does not say where Python is")
-        # -I -S: no user site, no .pth files, no environment; the child imports the standard library and the two folders only
-        command = [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), str(self._limits.memory), *folders]
+            raise ModelError(
+                "chat templates are rendered in a Python process of their own, and this program does not say "
+                "where Python is"
+            )
+        # -I -S: no user site, no .pth files, no environment; the child imports the standard library and the two folders
+        # only
+        command = isolated_command("-S", "-X", "utf8", _CHILD, str(self._limits.memory), *folders)
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         except OSError as error:
             raise ModelError(f"the process that renders chat templates cannot be started: {error.strerror}") from error
@@ -126,7 +139,9 @@ class JinjaProcess:
         try:
             self._exchange(None, self._limits.start_seconds)
         except ChildEndedError as error:
-            raise ModelError(f"the process that renders chat templates did not come up ({error}); is jinja2 installed whole?") from error
+            raise ModelError(
+                f"the process that renders chat templates did not come up ({error}); is jinja2 installed whole?"
+            ) from error
 
     def _exchange(self, body: bytes | None, seconds: float, cancel: CancelCheck | None = None) -> dict[str, Any]:
         """Send a frame (None: nothing) and wait for one, ending the child past a limit."""
@@ -139,7 +154,7 @@ class JinjaProcess:
             with watch:
                 frame = _talk(process, body, cap=8 * self._limits.text + 2**20)
         finally:
-            # Past a limit, out of step, or left by an interrupt: in each case this child is of no use any more
+            # Past a limit, out of sync, or interrupted: this child cannot be used again
             if watch.why or frame is None:
                 self._end()
         if watch.why or frame is None:
@@ -156,10 +171,12 @@ class JinjaProcess:
 
 
 class _Watch:
-    """A thread that kills `process` past its time or memory or once `cancel()` is true, for as long as the block runs; `why` tells that it
-    did."""
+    """A thread that kills `process` past its time or memory or once `cancel()` is true, for as long as the block runs;
+    `why` tells that it did."""
 
-    def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory: int, cancel: CancelCheck | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], seconds: float, memory: int, cancel: CancelCheck | None
+    ) -> None:
         self.why: Why | None = None
         self._cancel = cancel
         self._process, self._memory = process, memory
@@ -196,7 +213,7 @@ def _resident(pid: int) -> int:
 
 
 def _talk(process: subprocess.Popen[bytes], body: bytes | None, cap: int) -> bytes | None:
-    """Write one frame and read one; None where the other side is gone or answers more than `cap` bytes."""
+    """Write one frame and read one; None if the child is gone or answers more than `cap` bytes."""
     if process.stdin is None or process.stdout is None:
         return None
     try:
@@ -219,16 +236,18 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe:
-            with contextlib.suppress(OSError):  # what was still to be written to it
+            with contextlib.suppress(OSError):  # data that was not written yet
                 pipe.close()
 
 
 def _folders_of(*packages: str) -> list[str]:
-    """The folders that hold `packages`, in the order in which this process looks."""
+    """The folders of `packages`, in this process's import order."""
     folders = []
     for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            raise ModelError(f"chat templates need the package {package}; install it into this environment (pip install {package})")
+            raise ModelError(
+                f"chat templates need the package {package}; install it into this environment (pip install {package})"
+            )
         folders.append(str(Path(spec.origin).parents[1]))
     return list(dict.fromkeys(folders))

@@ -65,7 +65,8 @@ class Language:
             return self._template
 
     def grammars(self, size: int, ends: Iterable[int]) -> Grammars:
-        """What binds answers to a schema; `size` ids can be chosen and `ends` end a turn, the same at every call. Raises ModelError."""
+        """What binds answers to a schema; `size` ids can be chosen and `ends` end a turn, the same at every call.
+        Raises ModelError."""
         tokenizer = self.tokenizer
         with self._lock:
             if self._grammars is None:

@@ -1,8 +1,10 @@
-"""Keeps control tokens apart from text that only looks like them: a message that holds `<|im_end|>` must not close its turn.
+"""Keeps control tokens apart from text that only looks like them: a message that holds `<|im_end|>` must not close its
+turn.
 
-A chat template puts messages and control tokens into one text, in which nothing tells them apart. So a mark, a character that
-occurs nowhere in the request, is put into every such text of the messages before the template sees them. What the template
-wrote itself has no mark; everything between its tokens is then encoded by a tokenizer that knows no added tokens at all.
+A chat template puts messages and control tokens into one text, in which nothing tells them apart. So a mark, a
+character that occurs nowhere in the request, is put into every such text of the messages before the template sees them.
+What the template wrote itself has no mark; everything between its tokens is then encoded by a tokenizer that knows no
+added tokens at all.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class AddedTokens:
         return {token.content: token_id for token_id, token in self.tokenizer.added_tokens.items()}
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Ids of a text in which added tokens without a mark are tokens, and all else is text once the marks are taken out."""
+        """Ids of a text in which added tokens without a mark are tokens, and all else is text once the marks are taken
+        out."""
         ids: list[int] = []
         at = 0
         for found in self._split.finditer(text) if self._split else ():
@@ -71,8 +74,8 @@ class TokenTexts:
         self._longest = max(map(len, texts), default=0)
 
     def marked(self, text: str, mark: str) -> str:
-        """`text` with a mark behind the first character of each token text, overlapping ones too, and behind a part of one at its end,
-        which the text after it could complete."""
+        """`text` with a mark behind the first character of each token text, overlapping ones too, and behind a part of
+        one at its end, which the text after it could complete."""
         if self._whole is None or not any(start in text for start in self._starts):
             return text
         places = [found.start() + 1 for found in self._whole.finditer(text)]
@@ -91,7 +94,11 @@ class ProtectedText:
         """`values`: everything that the template is going to see; the marks are characters that are not in it."""
         self._tokens = tokens
         texts = list(_texts(values))
-        free = (mark for mark in map(chr, chain(*_MARKS)) if not any(mark in text or _escape(mark) in text for text in texts))
+        free = (
+            mark
+            for mark in map(chr, chain(*_MARKS))
+            if not any(mark in text or _escape(mark) in text for text in texts)
+        )
         self.mark, self.end = next(free, ""), next(free, "")
         if not self.end:
             raise RequestError("the messages use every character of Unicode's private areas; leave one out")
@@ -108,7 +115,9 @@ class ProtectedText:
             self._is_marked = self._is_marked or marked is not value
             return marked
         if isinstance(value, Mapping):
-            return {self.protect(key, visible=visible): self.protect(item, visible=visible) for key, item in value.items()}
+            return {
+                self.protect(key, visible=visible): self.protect(item, visible=visible) for key, item in value.items()
+            }
         return [self.protect(item, visible=visible) for item in value] if isinstance(value, list | tuple) else value
 
     def plain(self, rendered: str) -> str:

@@ -1,12 +1,13 @@
-"""Splitting what a model thinks from what it answers: `<think>` reasoning `</think>` answer, across token borders.
+"""Splits reasoning from the answer: `<think>` reasoning `</think>` answer, across token boundaries.
 
-The rules, which are those of Qwen's templates where these say something:
-- Only a `<think>` at the very start of the answer (after blanks, or right after an earlier `</think>`) opens reasoning; later in the
-  answer it is text. A prompt that ends with `<think>` has opened it already, and a model that repeats the tag is forgiven.
+The rules; where Qwen's templates have any, they are the same:
+- Only a `<think>` at the very start of the answer (after blanks, or right after an earlier `</think>`) opens reasoning;
+  later in the answer it is text. A prompt that ends with `<think>` has opened it already; the model may repeat the tag.
 - Line feeds right after either tag and before `</think>` belong to the tag. Nothing else is dropped.
 - Reasoning that is never closed is reasoning to the end.
-- A `</think>` in an answer that had neither reasoning nor a `<think>` says that all before it was reasoning; elsewhere it is text.
-- A `</think>` between two equal quotes or backticks is being talked about and closes nothing.
+- After a `</think>` in an answer without reasoning and `<think>`, all text before it is reasoning; elsewhere the tag
+  is text.
+- A `</think>` between two equal quotes or backticks is a quotation and closes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Segment = tuple[Channel, str]
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether a rendered prompt leaves the model inside `<think>`."""
+    """Whether a rendered prompt ends inside `<think>`."""
     return prompt.rstrip().endswith(OPEN)
 
 
@@ -38,22 +39,23 @@ def split_reasoning(answer: str, in_reasoning: bool = False) -> tuple[str, str]:
 
 
 class ReasoningSplitter:
-    """Takes text in pieces and gives it back in order as ("text", piece), ("reasoning", piece) and, at most once,
-    ("reclaim", ""): all text so far was reasoning. Holds back only what may be part of a tag, and line feeds beside one."""
+    """Takes text in pieces and returns it in order as ("text", piece), ("reasoning", piece) and, at most once,
+    ("reclaim", ""): all text so far was reasoning. Holds back only what may be part of a tag, and line feeds next to
+    one."""
 
     def __init__(self, in_reasoning: bool = False) -> None:
         self._state: Literal["start", "opened", "reasoning", "closed", "answer"] = "opened" if in_reasoning else "start"
         self._held = ""
-        self._last = ""  # the last character given out, for a quote before a tag
-        self._may_repeat = in_reasoning  # the model may write the tag that the prompt has already
+        self._last = ""  # the last character returned, for a quote before a tag
+        self._may_repeat = in_reasoning  # the model may repeat the tag that the prompt ends with
         self._orphan_closes = not in_reasoning
-        self._divide = ""  # what stands between two blocks of reasoning
+        self._divide = ""  # text between two blocks of reasoning
         self._spoken = False  # whether there was more than line feeds so far
         self._out: list[Segment] = []
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next character is reasoning, as far as is known."""
+        """Whether the next character is reasoning, as far as known."""
         return self._state in ("opened", "reasoning")
 
     def push(self, text: str) -> list[Segment]:
@@ -62,7 +64,7 @@ class ReasoningSplitter:
         return self._run(last=False)
 
     def finish(self) -> list[Segment]:
-        """The segments that were held back, tags that never became whole among them."""
+        """The segments that were held back, incomplete tags included."""
         return self._run(last=True)
 
     def _run(self, last: bool) -> list[Segment]:
@@ -88,7 +90,7 @@ class ReasoningSplitter:
         self._spoken = self._spoken or bool(piece.strip("\n"))
         self._out.append((channel, piece))
 
-    # Each step below takes from the front of what is held; True means that another step may follow.
+    # Each step below takes from the start of the held text; True: another step may follow.
 
     def _at_start(self, last: bool) -> bool:
         begun = self._held.lstrip()
@@ -120,18 +122,18 @@ class ReasoningSplitter:
         return bool(self._held)
 
     def _within_reasoning(self, last: bool) -> bool:
-        place = self._held.find(CLOSE)
-        if place < 0:
+        index = self._held.find(CLOSE)
+        if index < 0:
             self._give("reasoning", len(self._held) if last else _before_tag(self._held))
             return False
-        quoted = self._quoted(place, last)
+        quoted = self._quoted(index, last)
         if quoted is None:
-            self._give("reasoning", max(0, place - 1))
+            self._give("reasoning", max(0, index - 1))
             return False
         if quoted:
-            self._give("reasoning", place + len(CLOSE))
+            self._give("reasoning", index + len(CLOSE))
             return True
-        self._give("reasoning", len(self._held[:place].rstrip("\n")))
+        self._give("reasoning", len(self._held[:index].rstrip("\n")))
         self._close()
         return True
 
@@ -171,22 +173,22 @@ class ReasoningSplitter:
         self._close()
         return True
 
-    def _quoted(self, place: int, last: bool) -> bool | None:
-        """Whether the tag at `place` stands in quotes; None while the character after it is not there yet."""
-        before = self._held[place - 1] if place else self._last
+    def _quoted(self, index: int, last: bool) -> bool | None:
+        """Whether the tag at `index` is quoted; None while the character after it is not known."""
+        before = self._held[index - 1] if index else self._last
         if before not in _QUOTES:
             return False
-        after = self._held[place + len(CLOSE) : place + len(CLOSE) + 1]
+        after = self._held[index + len(CLOSE) : index + len(CLOSE) + 1]
         if not after:
             return False if last else None
         return after == before
 
 
 def _begun(text: str, tag: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `tag`."""
+    """How many characters at the end of `text` may be the start of `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def _before_tag(text: str) -> int:
-    """Length of `text` without what may be the beginning of `</think>` and the line feeds that would belong to it."""
+    """Length of `text` without a possible start of `</think>` at its end and the line feeds that would belong to it."""
     return len(text[: len(text) - _begun(text, CLOSE)].rstrip("\n"))

@@ -1,4 +1,4 @@
-"""Noticing that a model has fallen into a loop."""
+"""Detects that a model repeats itself in a loop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ LONGEST_CYCLE = 64  # tokens
 
 
 class RepetitionCheck:
-    """Tells when the last WINDOW tokens are one cycle of at most LONGEST_CYCLE tokens, repeated."""
+    """Detects when the last WINDOW tokens are one repeated cycle of at most LONGEST_CYCLE tokens."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=LONGEST_CYCLE)
-        self._runs: dict[int, int] = {}  # cycle length -> how many tokens in a row equal the one that many before
+        self._runs: dict[int, int] = {}  # cycle length -> consecutive tokens that equal the one that far before
 
     def push(self, token: int) -> bool:
-        """Take the next token; True when it completes such a window. Costs one look at the last LONGEST_CYCLE tokens."""
+        """Append a token; True when it completes such a window. Costs one scan of the last LONGEST_CYCLE tokens."""
         runs = self._runs
         if token in self._recent:
             alike = (distance for distance, earlier in enumerate(reversed(self._recent), 1) if earlier == token)

@@ -1,4 +1,4 @@
-"""From sampled tokens to what a reader sees: characters, then reasoning apart, then stop strings, then whole emoji."""
+"""From sampled tokens to visible text: whole characters, reasoning split off, stop strings cut, whole emoji."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became visible: a part of the answer, a part of the reasoning, or both, or nothing."""
+    """Text that became visible: of the answer, of the reasoning, of both, or none."""
 
     text: str = ""
     reasoning: str = ""
 
 
 class TextStream:
-    """Text and reasoning of one answer, piece by piece; no control token and no half of a character ever shows.
+    """Text and reasoning of one completion, piece by piece, without control tokens and partial characters.
 
-    Stop strings are looked for in the answer only, not in the reasoning: a stop that the model merely thinks of must not end it.
-    The pieces, joined, are `text` and `reasoning`, except after a `</think>` that nothing opened: then the text before it has become
-    reasoning, and the totals are right where the pieces were not.
+    Stop strings are searched in the answer only: one inside the reasoning must not end the completion. The pieces,
+    joined, are `text` and `reasoning`, except after a `</think>` that was never opened. Then the text before it becomes
+    reasoning: the totals are right, the pieces already given are not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] | StopStrings = (), in_reasoning: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str] | StopStrings = (), in_reasoning: bool = False
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._splitter = ReasoningSplitter(in_reasoning)
         self._stops = StopMatcher(stop)
@@ -37,12 +39,12 @@ class TextStream:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the model is thinking."""
+        """Whether the next token belongs to the reasoning."""
         return self._splitter.in_reasoning and not self.stopped
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was written; everything from it on is dropped."""
+        """Whether a stop string was found; the text from it on is dropped."""
         return self._stops.stopped
 
     @property
@@ -56,14 +58,14 @@ class TextStream:
         return "".join(self._totals["reasoning"])
 
     def push(self, token: int) -> Piece:
-        """Take the next token; returns what it made visible."""
+        """Append the next token; returns what it made visible."""
         if self.stopped:
             return Piece()
         self._route(self._splitter.push(self._detokenizer.push(token)))
         return self._made()
 
     def finish(self) -> Piece:
-        """The answer has ended: returns what was held back."""
+        """After the last token: returns the text that was held back."""
         if self.stopped:
             return Piece()
         self._route(self._splitter.push(self._detokenizer.finish()) + self._splitter.finish())

@@ -31,8 +31,9 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         limits: RenderLimits | None = None,
     ) -> None:
-        """`templates` by name; "default" is the one used, "tool_use", where there is one, when tools are given. `origin` is the file
-        named in errors. Raises ModelError without a default or where jinja2 is too old to be safe."""
+        """`templates` by name; "default" is the one used, "tool_use", where there is one, when tools are given.
+        `origin` is the file named in errors. Raises ModelError without a default or where jinja2 is too old to be
+        safe."""
         if "default" not in templates:
             names = ", ".join(sorted(templates)) or "none"
             raise ModelError(f"{origin} has no template called default (found: {names}); name one of them default")
@@ -52,11 +53,13 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         cancel: CancelCheck | None = None,
     ) -> str:
-        """The prompt for `messages` (Message, or mappings as the OpenAI API has them, for tool calls and content parts).
+        """The prompt for `messages` (Message, or mappings as the OpenAI API has them, for tool calls and content
+        parts).
 
-        thinking on and off pass enable_thinking, auto passes nothing. `extra` are further variables: tools, reasoning_effort,
-        preserve_thinking, ... Raises RequestError where the template refuses the messages in its own words, ModelError where the
-        template is at fault: its grammar, the sandbox, or a limit of time, memory or length; Cancelled once `cancel()` is true.
+        thinking on and off pass enable_thinking, auto passes nothing. `extra` are further variables: tools,
+        reasoning_effort, preserve_thinking, ... Raises RequestError where the template refuses the messages in its own
+        words, ModelError where the template is at fault: its grammar, the sandbox, or a limit of time, memory or
+        length; Cancelled once `cancel()` is true.
         """
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
@@ -64,7 +67,10 @@ class ChatTemplate:
         if thinking != "auto":
             values["enable_thinking"] = thinking == "on"
         values |= dict(extra or {})
-        values |= {"messages": [_as_mapping(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        values |= {
+            "messages": [_as_mapping(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         source = self._templates["default"]
         if values["tools"] is not None:
             source = self._templates.get("tool_use", source)
@@ -81,7 +87,7 @@ class ChatTemplate:
         raise self._error(answer)
 
     def close(self) -> None:
-        """End the process behind this template; a later render starts it again."""
+        """End this template's process; a later render starts a new one."""
         self._process.close()
 
     def _error(self, answer: Mapping[str, Any]) -> ModelError | RequestError:
@@ -90,12 +96,20 @@ class ChatTemplate:
         if kind == "raised":
             return RequestError(f"the model's chat template refuses these messages: {message}")
         if kind == "syntax":
-            return ModelError(f"{place}: the chat template does not compile: {message}; take it anew from the model's own repository")
+            return ModelError(
+                f"{place}: the chat template does not compile: {message}; take it anew from the model's own repository"
+            )
         if kind == "sandbox":
-            return ModelError(f"{place}: the chat template reaches out of its sandbox ({message}); use the template of the model's maker")
+            return ModelError(
+                f"{place}: the chat template reaches out of its sandbox ({message}); "
+                "use the template of the model's maker"
+            )
         if kind == "long":
             limit = self._limits.text
-            return ModelError(f"{place}: the chat template writes more than {limit:,} bytes; shorten the messages or repair the template")
+            return ModelError(
+                f"{place}: the chat template writes more than {limit:,} bytes; "
+                "shorten the messages or repair the template"
+            )
         if kind == "memory":
             return ModelError(f"{place}: {self._memory_message()}")
         return ModelError(f"{place}: the chat template fails on these messages: {message}")
@@ -108,16 +122,20 @@ class ChatTemplate:
             )
         if ended.why == "memory":
             return f"{self._origin}: {self._memory_message()}"
-        return f"{self._origin}: the process that renders the chat template ended by itself (status {ended.status}); repair the template"
+        return (
+            f"{self._origin}: the process that renders the chat template ended by itself (status {ended.status}); "
+            "repair the template"
+        )
 
     def _memory_message(self) -> str:
-        return f"the chat template takes more than {self._limits.memory // 2**20:,} MiB of memory; shorten the messages or repair it"
+        mib = self._limits.memory // 2**20
+        return f"the chat template takes more than {mib:,} MiB of memory; shorten the messages or repair it"
 
 
 def _as_mapping(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     """The keys that templates read: none whose value is None, and the reasoning under both names in use."""
     if isinstance(message, Message):
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.reasoning:
             fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -132,6 +150,13 @@ def _as_mapping(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """The text, or the parts of a turn with pictures as templates read them."""
+    if not message.pictures:
+        return message.content
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
+
+
 def load_template(folder: Path, *, limits: RenderLimits | None = None) -> ChatTemplate:
     """Read the template of a checkpoint folder: chat_template.jinja, else "chat_template" of tokenizer_config.json or
     chat_template.json. Raises ModelError that says which file to add or what is wrong with it."""
@@ -139,11 +164,18 @@ def load_template(folder: Path, *, limits: RenderLimits | None = None) -> ChatTe
     special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
     path = folder / "chat_template.jinja"
     if exists_at_all(path):
-        return ChatTemplate({"default": _read_text(path)}, origin=f"{folder.name}/{path.name}", special_tokens=special, limits=limits)
-    for name, document in (("tokenizer_config.json", config), ("chat_template.json", _read_json(folder / "chat_template.json"))):
+        return ChatTemplate(
+            {"default": _read_text(path)}, origin=f"{folder.name}/{path.name}", special_tokens=special, limits=limits
+        )
+    for name, document in (
+        ("tokenizer_config.json", config),
+        ("chat_template.json", _read_json(folder / "chat_template.json")),
+    ):
         if document.get("chat_template"):
             origin = f"{folder.name}/{name}"
-            return ChatTemplate(_named(document["chat_template"], origin), origin=origin, special_tokens=special, limits=limits)
+            return ChatTemplate(
+                _named(document["chat_template"], origin), origin=origin, special_tokens=special, limits=limits
+            )
     raise ModelError(f"{folder.name}: no chat template; add {_WHERE}, from the model's own repository")
 
 
@@ -158,7 +190,10 @@ def _named(value: object, origin: str) -> dict[str, str]:
     for entry in entries:
         name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
         if not isinstance(name, str) or not isinstance(template, str):
-            raise ModelError(f'{origin}: chat_template is neither a text nor a list of {{"name", "template"}}; take the maker\'s file')
+            raise ModelError(
+                f'{origin}: chat_template is neither a text nor a list of {{"name", "template"}}; '
+                "take the maker's file"
+            )
         found[name] = template
     return found
 
@@ -192,4 +227,6 @@ def _require_safe_jinja() -> None:
     found = version("jinja2")
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     if numbers < _SAFE_JINJA:
-        raise ModelError(f"jinja2 {found} has known ways out of its sandbox; install 3.1.6 or newer (pip install -U jinja2)")
+        raise ModelError(
+            f"jinja2 {found} has known ways out of its sandbox; install 3.1.6 or newer (pip install -U jinja2)"
+        )

@@ -22,7 +22,8 @@ LARGEST_ID = 1 << 24  # Qwen's largest vocabulary has 248,320
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: itself where it is printable Latin-1, else from U+0100 on."""
+    """Byte-level BPE writes each byte as one printable character: itself where it is printable Latin-1, else from
+    U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if chr(byte) not in table]
@@ -35,9 +36,9 @@ _BYTE_OF = _byte_of_character()
 class Tokenizer:
     """A byte-level tokenizer.
 
-    `size` is the highest id plus one, added tokens included; a model's logits may be wider (padded), and ids from `size` on mean
-    nothing. `longest` is the most bytes that one token stands for. `control_ids` are the tokens marked special (`<|im_end|>` and its
-    like, not `<think>`): they never show in text.
+    `size` is the highest id plus one, added tokens included; a model's logits may be wider (padded), and ids from
+    `size` on mean nothing. `longest` is the most bytes that one token stands for. `control_ids` are the tokens marked
+    special (`<|im_end|>` and its like, not `<think>`): they never show in text.
     """
 
     def __init__(self, backend: Backend, origin: str = FILE) -> None:
@@ -45,23 +46,28 @@ class Tokenizer:
         self._backend = backend
         self._origin = origin
         with _as_model_errors(origin):
-            backend.no_truncation()  # a tokenizer.json saved after training may carry both; a prompt is never cut or padded silently
+            # A tokenizer.json saved after training may have both; a prompt is never cut or padded silently.
+            backend.no_truncation()
             backend.no_padding()
             self.added_tokens: Mapping[int, AddedToken] = backend.get_added_tokens_decoder()
             self._plain = _without_added_tokens(backend)
             vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.control_ids: frozenset[int] = frozenset(token_id for token_id, token in self.added_tokens.items() if token.special)
+        self.control_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in self.added_tokens.items() if token.special
+        )
         self.size: int = max(vocabulary.values(), default=-1) + 1
         self.longest: int = max(map(len, vocabulary), default=1) or 1
         if self.size > LARGEST_ID:
-            raise ModelError(f"{origin} has the token id {self.size - 1}; ids below {LARGEST_ID} are possible: download it again")
+            raise ModelError(
+                f"{origin} has the token id {self.size - 1}; ids below {LARGEST_ID} are possible: download it again"
+            )
 
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of `text`, without any added start or end token.
 
-        Text of added tokens becomes those tokens wherever it stands, as in transformers; with `parse_special` False it stays text.
-        For a conversation, whose template writes control tokens and whose messages must not, see ProtectedText.
-        Raises RequestError for half a character, ModelError where the tokenizer itself fails.
+        Text of added tokens becomes those tokens wherever it stands, as in transformers; with `parse_special` False it
+        stays text. For a conversation, whose template writes control tokens and whose messages must not, see
+        ProtectedText. Raises RequestError for half a character, ModelError where the tokenizer itself fails.
         """
         if parse_special:
             return self._ids(self._backend, text)
@@ -72,8 +78,8 @@ class Tokenizer:
         return [token for character in text for token in self._ids(self._plain, character)]
 
     def encode_for_pooling(self, text: str) -> list[int]:
-        """Token ids of `text` with the start and end tokens that the tokenizer's own post-processor adds, such as the end token
-        whose state is the vector of an embedding model. Raises as `encode`."""
+        """Token ids of `text` with the start and end tokens that the tokenizer's own post-processor adds, such as the
+        end token whose state is the vector of an embedding model. Raises as `encode`."""
         return self._ids(self._backend, text, post_process=True)
 
     def _ids(self, backend: Backend, text: str, *, post_process: bool = False) -> list[int]:
@@ -97,7 +103,8 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to the text (UTF-8, perhaps a part of a character); empty for an id that no token has."""
+        """The bytes that a token adds to the text (UTF-8, perhaps a part of a character); empty for an id that no token
+        has."""
         if not 0 <= token < self.size:
             return b""
         written = self._backend.id_to_token(token)
@@ -120,7 +127,8 @@ def _without_added_tokens(backend: Backend) -> Backend:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read `tokenizer.json` of a checkpoint folder; raises ModelError that says which file to add or what is wrong with it."""
+    """Read `tokenizer.json` of a checkpoint folder; raises ModelError that says which file to add or what is wrong with
+    it."""
     path, origin = folder / FILE, f"{folder.name}/{FILE}"
     if not exists_at_all(path):
         raise ModelError(f"{folder.name}: no {FILE}; add the file of that name from the model's own repository")
@@ -139,8 +147,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def _as_model_errors(origin: str, what: str = "cannot be read") -> Iterator[None]:
-    """Raise as ModelError what tokenizers raises: a bare Exception for a fault of the file, and for a fault of its own a PanicException,
-    which is no Exception and has no name that could be imported."""
+    """Raise as ModelError what tokenizers raises: a bare Exception for a fault of the file, and for a fault of its own
+    a PanicException, which is no Exception and has no name that could be imported."""
     try:
         yield
     except BaseException as error:
@@ -156,4 +164,6 @@ def _require_byte_level(backend: Backend, folder_name: str) -> None:
     kinds = [step.get("type") for step in steps]
     if kinds != ["ByteLevel"]:
         found = ", ".join(map(str, kinds))
-        raise ModelError(f"{folder_name}/tokenizer.json decodes by {found}; Onedesk reads byte-level tokenizers (ByteLevel) only")
+        raise ModelError(
+            f"{folder_name}/tokenizer.json decodes by {found}; Onedesk reads byte-level tokenizers (ByteLevel) only"
+        )

@@ -35,7 +35,8 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call has ended. `raw` is the text that it was written as, for a caller that takes an incomplete one for text."""
+    """A call has ended. `raw` is the text that it was written as, for a caller that takes an incomplete one for
+    text."""
 
     complete: bool
     raw: str
@@ -47,10 +48,11 @@ CallEvent: TypeAlias = str | CallStart | CallArguments | CallEnd
 class ToolCallStream:
     """Takes an answer in pieces and gives, in order, text that is no call and the parts of calls.
 
-    Calls are JSON in `<tool_call>` tags, as Qwen3 writes them, or `<function=NAME>` tags, as Qwen3-Coder and Qwen3.5 do, with or
-    without `<tool_call>` around; without it the name must be one of `tools` (as the OpenAI API has them). The schemas of `tools` say
-    which type a parameter between tags has. Blanks next to a call belong to it. What turns out to be no call is given as text, except
-    where its name and the start of its arguments were given already: then its end says that it is not complete.
+    Calls are JSON in `<tool_call>` tags, as Qwen3 writes them, or `<function=NAME>` tags, as Qwen3-Coder and Qwen3.5
+    do, with or without `<tool_call>` around; without it the name must be one of `tools` (as the OpenAI API has them).
+    The schemas of `tools` say which type a parameter between tags has. Blanks next to a call belong to it. What turns
+    out to be no call is given as text, except where its name and the start of its arguments were given already: then
+    its end says that it is not complete.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -276,7 +278,8 @@ class _Tags:
         self._value = ""  # what was read of it, where it is given as a whole
 
     def read(self, text: str, last: bool) -> tuple[int, str, str]:
-        """How much of `text` was read, what it adds to the arguments, and how it stands: "" for more to come, "done", or "cut"."""
+        """How much of `text` was read, what it adds to the arguments, and how it stands: "" for more to come, "done",
+        or "cut"."""
         at, out = 0, ""
         while True:
             step = self._between if self._key is None else self._within

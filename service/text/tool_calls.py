@@ -1,4 +1,5 @@
-"""Tool calls that a model writes into its answer, taken out of the text: JSON as Qwen3 writes it, or tags as Qwen3-Coder and Qwen3.5 do.
+"""Tool calls that a model writes into its answer, taken out of the text: JSON as Qwen3 writes it, or tags as
+Qwen3-Coder and Qwen3.5 do.
 
 <tool_call>                                      <tool_call>
 {"name": "draw", "arguments": {"what": "cat"}}   <function=draw><parameter=what>
@@ -84,7 +85,8 @@ class ToolCallSplitter:
 
 
 class ThoughtCalls:
-    """Looks for calls in thoughts: a complete call in thoughts that are never closed is a call, one in closed thoughts is a thought.
+    """Looks for calls in thoughts: a complete call in thoughts that are never closed is a call, one in closed thoughts
+    is a thought.
 
     Reasoning from the first tag of a call on is held back until one or the other is known.
     """

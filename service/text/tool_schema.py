@@ -1,4 +1,5 @@
-"""What a tool's JSON Schema says of its arguments: the types that a parameter takes, and schemas that can stand inside another document."""
+"""What a tool's JSON Schema says of its arguments: the types that a parameter takes, and schemas that can stand inside
+another document."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ _DATA = frozenset({"const", "enum", "default", "example", "examples"})  # hold v
 
 
 def parameter_kinds(parameters: Any) -> dict[str, Kinds]:
-    """JSON types by parameter of a tool's `parameters`, with $ref, allOf, anyOf, oneOf, enum, const and nullable resolved."""
-    return {name: _kinds(schema, parameters, _DEPTH) for name, schema in _properties(parameters, parameters, _DEPTH).items()}
+    """JSON types by parameter of a tool's `parameters`, with $ref, allOf, anyOf, oneOf, enum, const and nullable
+    resolved."""
+    return {
+        name: _kinds(schema, parameters, _DEPTH) for name, schema in _properties(parameters, parameters, _DEPTH).items()
+    }
 
 
 def argument(text: str, kinds: Kinds) -> Any:
     """The value of a parameter that was written as text between tags.
 
-    A text stays text wherever the schema takes one: "94103" does not become a number. Anything else is read as JSON, or as Python's
-    True, False and None, where the schema takes the type that results; otherwise it stays text too.
+    A text stays text wherever the schema takes one: "94103" does not become a number. Anything else is read as JSON, or
+    as Python's True, False and None, where the schema takes the type that results; otherwise it stays text too.
     """
     text = text.removeprefix("\n").removesuffix("\n")
     word = text.strip()
@@ -103,7 +107,9 @@ def _own_kinds(schema: Mapping[str, Any]) -> Kinds:
 def _both(one: Kinds, other: Kinds) -> Kinds:
     if one is None or other is None:
         return other if one is None else one
-    more = {"integer"} if ("number" in one and "integer" in other) or ("integer" in one and "number" in other) else set()
+    more = (
+        {"integer"} if ("number" in one and "integer" in other) or ("integer" in one and "number" in other) else set()
+    )
     return (one & other) | more
 
 

@@ -1,4 +1,6 @@
-"""A checkout that somebody cloned into custom_nodes, in the real ComfyUI: without install.sh, a tree or an environment of its own."""
+"""A checkout that somebody cloned into custom_nodes, in the real ComfyUI: without install.sh, a tree or an
+environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,18 @@ from kept_kernels import keep_kernels
 from node_graphs import shown, writing
 from tiny_models import write_language_model
 
+# The same pack once more, as if it had been installed twice.
+SECOND = "my second desk"
+# Inputs of the first release. A workflow in API form that has these alone must go on working, so every later one is
+# optional.
+FIRST_INPUTS = {
+    "OnedeskLoadModel": {"model", "weights", "context", "policy"},
+    "OnedeskPrompt": {"preset", "system", "text", "dynamic", "seed"},
+    "OnedeskGenerate": {"model", "messages", "seed", "max_tokens"},
+    "OnedeskTextEncoder": {"model", "text", "layers", "template", "min_tokens"},
+    "OnedeskSampling": set(),
+    "OnedeskRelease": {"value"},
+}
 PARTS = ("__init__.py", "pyproject.toml", "models", "nodes", "service", "workflows")
 
 
@@ -34,18 +48,23 @@ def pack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (repository / name).is_file():
             (pack / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(repository / name, pack / name)
-    (pack / "onedesk.toml").write_text('[models]\nroots = ["../../more"]\n[peers.far]\nkind = "openai"\nurl = "http://127.0.0.1:9/v1"\n')
+    (pack / "onedesk.toml").write_text(
+        '[models]\nroots = ["../../more"]\n[peers.far]\nkind = "openai"\nurl = "http://127.0.0.1:9/v1"\n'
+    )
     keep_kernels(pack / ".cache")
     write_language_model(base / "more" / "elsewhere")
     write_language_model(base / "models" / "llm" / "in-comfyui")
+    (base / "custom_nodes" / SECOND).symlink_to(pack)
     return pack
 
 
 @pytest.fixture(scope="module")
 def cloned(comfyui_folder: Path, pack: Path) -> Iterator[Comfy]:
     base = pack.parents[1]
-    words = "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
-    arguments = ["--base-directory", str(base), *words.split(), "--whitelist-custom-nodes", pack.name]
+    words = (
+        "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
+    )
+    arguments = ["--base-directory", str(base), *words.split(), "--whitelist-custom-nodes", pack.name, SECOND]
     process = BoundComfy(Path(sys.executable), comfyui_folder, arguments, log=base / "comfyui.log", environment={})
     process.start()
     yield Comfy(process, base)
@@ -63,3 +82,17 @@ def test_it_writes_and_leaves_nothing_but_its_cache_in_the_checkout(cloned: Comf
     outcome = cloned.run(writing(model="elsewhere"))
     assert len(shown(outcome, "text")) >= 12
     assert files(pack) == before
+
+
+def test_a_pack_that_is_there_twice_under_other_names_is_registered_once(cloned: Comfy) -> None:
+    scripts = [name for name in cloned.client.ask("/extensions") if name.endswith("/onedesk.js")]
+    assert len(scripts) == 1, scripts
+    log = cloned.process.log.read_text()
+    assert log.count("Onedesk is in custom_nodes twice") == 1
+    for node in FIRST_INPUTS:
+        assert cloned.object_info(node)["python_module"] in ("custom_nodes.ComfyUI-Onedesk", f"custom_nodes.{SECOND}")
+
+
+@pytest.mark.parametrize("node", FIRST_INPUTS)
+def test_inputs_that_came_later_are_optional(cloned: Comfy, node: str) -> None:
+    assert set(cloned.object_info(node)["input"].get("required", {})) <= FIRST_INPUTS[node]

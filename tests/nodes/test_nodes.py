@@ -13,7 +13,7 @@ from comfyui import Comfy
 # Fixed for ever: names are only appended.
 INPUTS = {
     "OnedeskLoadModel": ["model", "weights", "context", "policy", "ttl", "where"],
-    "OnedeskPrompt": ["preset", "system", "text", "dynamic", "seed", "history"],
+    "OnedeskPrompt": ["preset", "system", "text", "dynamic", "seed", "history", "image"],
     "OnedeskSampling": [
         "temperature",
         "top_k",
@@ -29,6 +29,17 @@ INPUTS = {
         "logit_bias",
     ],
     "OnedeskGenerate": ["model", "messages", "seed", "max_tokens", "sampling"],
+    "OnedeskDescribeImage": [
+        "model",
+        "image",
+        "task",
+        "question",
+        "together",
+        "pixels",
+        "seed",
+        "max_tokens",
+        "sampling",
+    ],
     "OnedeskTextEncoder": ["model", "text", "layers", "template", "min_tokens"],
     "OnedeskRelease": ["value", "model"],
     "OnedeskMemory": ["budget", "floor", "policy", "ttl", "model", "value"],
@@ -38,6 +49,7 @@ OUTPUTS = {
     "OnedeskPrompt": ["ONEDESK_MESSAGES"],
     "OnedeskSampling": ["ONEDESK_SAMPLING"],
     "OnedeskGenerate": ["STRING", "STRING", "ONEDESK_MESSAGES", "STRING"],
+    "OnedeskDescribeImage": ["STRING", "STRING", "ONEDESK_MESSAGES", "STRING"],
     "OnedeskTextEncoder": ["CONDITIONING"],
     "OnedeskRelease": ["*", "STRING"],
     "OnedeskMemory": ["*", "STRING", "IMAGE"],
@@ -46,8 +58,25 @@ CHOICES = {
     ("OnedeskLoadModel", "weights"): ["as stored", "int8", "int4"],
     ("OnedeskLoadModel", "policy"): ["stay", "give way after the prompt", "give way when idle", "pinned"],
     ("OnedeskLoadModel", "where"): ["in this process", "local service"],
-    ("OnedeskMemory", "policy"): ["as their loaders say", "stay", "give way after the prompt", "give way when idle", "pinned"],
+    ("OnedeskMemory", "policy"): [
+        "as their loaders say",
+        "stay",
+        "give way after the prompt",
+        "give way when idle",
+        "pinned",
+    ],
     ("OnedeskSampling", "thinking"): ["auto", "on", "off"],
+    ("OnedeskDescribeImage", "task"): [
+        "my question",
+        "caption",
+        "tags",
+        "JSON",
+        "prompt for Flux or Qwen-Image",
+        "prompt for SDXL",
+        "prompt for tag models",
+        "read the text",
+        "compare",
+    ],
     ("OnedeskTextEncoder", "template"): ["chat", "chat without thinking", "raw text"],
 }
 

@@ -83,7 +83,10 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
     [
         ("[memroy]\n", "unknown table or key 'memroy'; known tables: memory, models, service, comfyui, hub, peers"),
         ("port = 1\n", "unknown table or key 'port'"),
-        ("[service]\nprot = 1\n", "unknown key 'prot' in [service]; known keys: host, port, concurrency, queue, deadline"),
+        (
+            "[service]\nprot = 1\n",
+            "unknown key 'prot' in [service]; known keys: host, port, concurrency, queue, deadline",
+        ),
         ("service = 3\n", "service is 3; write it as a table, [service]"),
         ('[service]\nport = "80"\n', "port in [service] is '80'; use a whole number"),
         ("[service]\nport = true\n", "port in [service] is True; use a whole number"),
@@ -129,7 +132,7 @@ def test_the_tree_of_the_running_python_is_found(tmp_path, monkeypatch):
     assert load_config(other).service.port == 6
 
 
-def test_without_a_tree_the_toy_models_of_the_package_are_offered(tmp_path, monkeypatch):
+def test_without_a_tree_the_toy_models_are_offered(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(config_module, "package_folder", lambda: tmp_path)
     assert load_config().model_roots == ()
@@ -142,13 +145,23 @@ def test_without_a_tree_the_toy_models_of_the_package_are_offered(tmp_path, monk
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("0", 0), ("121GiB", 121 * 1024**3), ("1.5 gib", 3 * 1024**3 // 2), ("2K", 2000), ("3KiB", 3072), ("7B", 7), (" 4 MB ", 4_000_000)],
+    [
+        ("0", 0),
+        ("121GiB", 121 * 1024**3),
+        ("1.5 gib", 3 * 1024**3 // 2),
+        ("2K", 2000),
+        ("3KiB", 3072),
+        ("7B", 7),
+        (" 4 MB ", 4_000_000),
+    ],
 )
 def test_sizes(text, wanted):
     assert parse_bytes(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1GiBs", "1e9", "4 PiB", "nan", "9" * 400 + "GiB", "1 \N{KELVIN SIGN}iB", "١GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1GiBs", "1e9", "4 PiB", "nan", "9" * 400 + "GiB", "1 \N{KELVIN SIGN}iB", "١GiB"]
+)
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="is no size"):
         parse_bytes(text)
@@ -225,7 +238,10 @@ def test_other_engines_are_read(tmp_path):
 
 
 def test_an_engine_of_several_models_is_an_entry_for_each(tmp_path):
-    table = '[peers.many]\nkind = "llama-server"\nmodels = ["a.gguf", "big/b-00001-of-00003.gguf", "folder"]\nmemory = 9\nloaded = 2\n'
+    table = (
+        '[peers.many]\nkind = "llama-server"\nmodels = ["a.gguf", "big/b-00001-of-00003.gguf", "folder"]\nmemory ='
+        " 9\nloaded = 2\n"
+    )
     peers = load_config(write(tmp_path, table)).peers
     assert {name: (entry.name, entry.asked) for name, entry in peers.items()} == {
         f"many/{name}": ("many", name) for name in ("a", "b", "folder")
@@ -239,26 +255,50 @@ def test_an_engine_of_several_models_is_an_entry_for_each(tmp_path):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("peers = 3\n", "peers is no table of tables; write each as [peers.NAME]"),
-        ('[peers]\nkind = "vllm"\n', "peers is no table of tables; write each as [peers.NAME]"),
+        ("peers = 3\n", "peers is not a table of tables; write each as [peers.NAME]"),
+        ('[peers]\nkind = "vllm"\n', "peers is not a table of tables; write each as [peers.NAME]"),
         ('[peers."a b"]\nkind = "openai"\n', "a peer is called 'a b'; use up to 64 letters"),
         ("[peers.a]\n", "kind in [peers.a] is None; use one of openai, vllm, llama-server"),
         ('[peers.a]\nkind = "ollama"\n', "kind in [peers.a] is 'ollama'; use one of openai, vllm, llama-server"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "0GiB"\n', "memory in [peers.a] is '0GiB'; use 1 to"),
         ('[peers.a]\nkind = "openai"\n', "[peers.a] is of kind openai and lacks url; write url = ..."),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\n', "[peers.a] is of kind vllm and lacks memory"),
-        ('[peers.a]\nkind = "vllm"\nmodle = "m"\n', "unknown key 'modle' in [peers.a]; known keys: kind, url, key_file"),
-        ('[peers.a]\nkind = "openai"\nurl = "http://x"\nmemory = 1\n', "memory in [peers.a] does not go with kind openai; it has url"),
-        ('[peers.a]\nkind = "llama-server"\nmodel = "m"\nmemory = 1\nsleep = true\n', "sleep in [peers.a] does not go with kind llama-"),
-        ('[peers.a]\nkind = "llama-server"\nmemory = 1\n', "[peers.a] needs either model, or models for several"),
-        ('[peers.a]\nkind = "llama-server"\nmemory = 1\nmodel = "m"\nmodels = ["n"]\n', "[peers.a] needs either model, or models"),
-        ('[peers.a]\nkind = "llama-server"\nmemory = 1\nmodels = ["x/n.gguf", "y/n"]\n', "models in [peers.a] has 'n' twice"),
-        ('[peers.a]\nkind = "llama-server"\nmemory = 1\nmodels = ["a]b.gguf"]\n', "has 'a]b' twice, or with signs no name has"),
+        (
+            '[peers.a]\nkind = "vllm"\nmodle = "m"\n',
+            "unknown key 'modle' in [peers.a]; known keys: kind, url, key_file",
+        ),
+        (
+            '[peers.a]\nkind = "openai"\nurl = "http://x"\nmemory = 1\n',
+            "memory in [peers.a] does not belong to kind openai; its keys are url",
+        ),
+        (
+            '[peers.a]\nkind = "llama-server"\nmodel = "m"\nmemory = 1\nsleep = true\n',
+            "sleep in [peers.a] does not belong to kind llama-",
+        ),
+        ('[peers.a]\nkind = "llama-server"\nmemory = 1\n', "[peers.a] needs either model or models"),
+        (
+            '[peers.a]\nkind = "llama-server"\nmemory = 1\nmodel = "m"\nmodels = ["n"]\n',
+            "[peers.a] needs either model or models",
+        ),
+        (
+            '[peers.a]\nkind = "llama-server"\nmemory = 1\nmodels = ["x/n.gguf", "y/n"]\n',
+            "models in [peers.a] has 'n' twice",
+        ),
+        (
+            '[peers.a]\nkind = "llama-server"\nmemory = 1\nmodels = ["a]b.gguf"]\n',
+            "has 'a]b' twice or with characters that",
+        ),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 2\n', "has nodes = 2 and lacks address"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 0\n', "nodes in [peers.a] is 0; use 1 to 1024"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "much"\n', "memory in [peers.a]: 'much' is no size"),
-        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\ncommand = "vllm"\n', "command in [peers.a] is 'vllm'; use a list of texts"),
-        ('[peers.a]\nkind = "vllm"\nmodel = "a\\u0000b"\nmemory = 1\n', "model in [peers.a] has 'a\\x00b', which is no path"),
+        (
+            '[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\ncommand = "vllm"\n',
+            "command in [peers.a] is 'vllm'; use a list of texts",
+        ),
+        (
+            '[peers.a]\nkind = "vllm"\nmodel = "a\\u0000b"\nmemory = 1\n',
+            "model in [peers.a] has 'a\\x00b', which is no path",
+        ),
     ],
 )
 def test_a_wrong_peer_names_itself(tmp_path, text, wanted):
@@ -268,9 +308,24 @@ def test_a_wrong_peer_names_itself(tmp_path, text, wanted):
 
 
 def test_the_hub_settings_are_read_and_held_to_their_ranges(tmp_path):
-    text = '[hub]\nendpoints = ["https://mirror.example"]\norder = ["modelscope"]\nconnections = 2\nlimit_mb_per_s = 12.5\n'
+    text = (
+        '[hub]\nendpoints = ["https://mirror.example"]\norder = ["modelscope"]\nconnections = 2\nlimit_mb_per_s ='
+        " 12.5\n"
+    )
     hub = load_config(write(tmp_path, text)).hub
-    assert (hub.endpoints, hub.order, hub.connections, hub.limit_mb_per_s) == (("https://mirror.example",), ("modelscope",), 2, 12.5)
-    for wrong in ("order = []", 'order = ["ftp"]', 'order = ["hf", "hf"]', "connections = 0", "connections = 99", "stall = 0"):
+    assert (hub.endpoints, hub.order, hub.connections, hub.limit_mb_per_s) == (
+        ("https://mirror.example",),
+        ("modelscope",),
+        2,
+        12.5,
+    )
+    for wrong in (
+        "order = []",
+        'order = ["ftp"]',
+        'order = ["hf", "hf"]',
+        "connections = 0",
+        "connections = 99",
+        "stall = 0",
+    ):
         with pytest.raises(FileError, match=r"in \[hub\]"):
             load_config(write(tmp_path, f"[hub]\n{wrong}\n"))

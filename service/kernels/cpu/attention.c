@@ -19,18 +19,29 @@ static float *query(const struct attention *a, long t, long head) {
     return a->qkv + (t * (a->heads + 2 * a->kv_heads) + head) * a->dim;
 }
 
+static void add_bias(const struct attention *a, long t, long head) {
+    float *x = query(a, t, head);
+    const float *bias = a->bias + head * a->dim;
+    for (long d = 0; d < a->dim; d += VL) store(x + d, load(x + d) + load(bias + d));
+}
+
 /* Store the key and value of row t for one head in the cache; norm, rotate and scale (by dim^-0.5) the queries of
  * its group. */
 static void store_heads(const struct attention *a, long t, long head) {
     const long position = a->positions[t], group = a->heads / a->kv_heads, slot = position % BLOCK;
     const int32_t block = table_of(a, t)[position / BLOCK];
     float *key = query(a, t, a->heads + head);
-    rotate_head(a, key, a->dim, a->k_norm, a->k_eps, position, 1.0f);
+    if (a->bias) {
+        add_bias(a, t, a->heads + head);
+        add_bias(a, t, a->heads + a->kv_heads + head);
+        for (long g = 0; g < group; g++) add_bias(a, t, head * group + g);
+    }
+    rotate_head(a, key, a->dim, a->k_norm, a->k_eps, a->turns[t], 1.0f);
     memcpy(slot_of(a, a->keys, block, head, slot), key, a->dim * sizeof *key);
     memcpy(slot_of(a, a->values, block, head, slot), query(a, t, a->heads + a->kv_heads + head), a->dim * sizeof *key);
     const float factor = 1.0f / sqrtf((float)a->dim);
     for (long g = 0; g < group; g++)
-        rotate_head(a, query(a, t, head * group + g), a->dim, a->q_norm, a->q_eps, position, factor);
+        rotate_head(a, query(a, t, head * group + g), a->dim, a->q_norm, a->q_eps, a->turns[t], factor);
 }
 
 /* scores[g * BLOCK + j] = query g times key j, for J keys and G queries. */

@@ -37,7 +37,8 @@ static void pool_key(const struct indexer *x, long t, float *tail) {
         for (long i = 0; i < ratio - 1; i++) sum += load(tail + i * dim + d);
         store(to + d, (sum + load(key + d)) / (float)ratio);
     }
-    rotate_head(a, to, dim, x->k_norm, x->k_eps, first, 1.0f);
+    const long turn = a->first_turns ? a->first_turns[t] : a->turns[t] - waiting;
+    rotate_head(a, to, dim, x->k_norm, x->k_eps, turn, 1.0f);
 }
 
 static void pool_keys(const struct indexer *x) {
@@ -75,7 +76,7 @@ static void choose(const struct indexer *x, long t, int64_t *chosen, struct scor
     const int32_t *table = table_of(a, t);
     float *queries = x->indexed + t * (x->heads + 1) * dim;
     if (wanted < full) {
-        for (long h = 0; h < x->heads; h++) rotate_head(a, queries + h * dim, dim, x->q_norm, x->q_eps, position, 1.0f);
+        for (long h = 0; h < x->heads; h++) rotate_head(a, queries + h * dim, dim, x->q_norm, x->q_eps, a->turns[t], 1.0f);
 #pragma omp parallel for schedule(static) num_threads((int)a->threads) \
     if (full * dim * (long)sizeof(float) >= ALONE && a->threads > 1)
         for (long j = 0; j < full; j++)

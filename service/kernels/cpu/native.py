@@ -53,9 +53,10 @@ class AttentionStruct(ctypes.Structure):
     """struct attention of attention.h."""
 
     _fields_ = structure(
-        "qkv q_norm k_norm q_eps k_eps cos sin half keys values block_stride positions tables table_stride out "
+        "qkv q_norm k_norm bias q_eps k_eps cos sin half keys values block_stride positions turns first_turns tables "
+        "table_stride out "
         "tokens heads kv_heads dim chunk threads scratch stride chosen most ratio",
-        pointers="qkv q_norm k_norm cos sin keys values positions tables out scratch chosen",
+        pointers="qkv q_norm k_norm bias cos sin keys values positions turns first_turns tables out scratch chosen",
         integers="half block_stride table_stride tokens heads kv_heads dim chunk threads stride most ratio",
         doubles="q_eps k_eps",
     )
@@ -91,7 +92,10 @@ class ExpertsStruct(ctypes.Structure):
     """struct experts of experts.c."""
 
     _fields_ = [
-        *((name, ProductStruct) for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")),
+        *(
+            (name, ProductStruct)
+            for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")
+        ),
         *structure(
             "gate_ups downs x out scores routed gated rows count active hidden width shared normalized",
             pointers="gate_ups downs x out scores routed gated",
@@ -138,7 +142,9 @@ class NormStruct(ctypes.Structure):
 class GatesStruct(ctypes.Structure):
     """struct gates of step.c."""
 
-    _fields_ = structure("projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim kv_width")
+    _fields_ = structure(
+        "projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim kv_width"
+    )
 
 
 class InjectionStruct(ctypes.Structure):
@@ -172,7 +178,9 @@ class Native:
         self.apply_gates = bind(library, "apply_gates", address)
         self.run_calls = bind(library, "run_calls", address, whole)
         self.expert_rows = bind(library, "expert_rows", address)
-        self.norm_rows = bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
+        self.norm_rows = bind(
+            library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole
+        )
         self.pack_rows = bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = bind(library, "embed_rows", address, address, whole, address, result=whole)
         self.read_all = bind(library, "read_all", address, whole, whole, result=whole)

@@ -43,7 +43,7 @@ class AttentionKernels(FusedProducts):
 
     def attend(self, heads: AttentionHeads, at: AttentionOperands) -> torch.Tensor:
         shape, batch, count = heads.shape, at.batch, at.qkv.shape[0]
-        if not self.fuses_attention(shape):
+        if not (heads.normed and self.fuses_attention(shape)):
             return super().attend(heads, at)
         forms = _forms(shape)
         few = batch.one_sequence and _in_graph(batch)
@@ -63,10 +63,14 @@ class AttentionKernels(FusedProducts):
             )  # fmt: skip
             return self._join(batch.positions, at.out, forms, splits, 0)
         padded = power(shape.heads + 2 * shape.kv_heads)
-        on_grid(store_heads, (count,))(*parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8)
+        on_grid(store_heads, (count,))(
+            *parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8
+        )
         return self._attend_chunk(at, forms, batch.start)
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> bool:
+    def attend_indexed(
+        self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+    ) -> bool:
         qkv, batch, rotary = at.qkv, at.batch, heads.rotary
         if not self.fuses_attention(heads.shape) or batch.slots is None:
             return False
@@ -78,9 +82,10 @@ class AttentionKernels(FusedProducts):
         ahead = _ahead(batch)
         on_grid(pool_keys, (count, indexer.heads + 1))(
             keyed.indexed, keyed.tails, keyed.pooled, queries, indexer.q_norm.weight, indexer.k_norm.weight,
-            indexer.q_norm.eps, indexer.k_norm.eps, rotary.cos, rotary.sin, batch.positions, batch.tables, ahead,
+            indexer.q_norm.eps, indexer.k_norm.eps, rotary.cos, rotary.sin, batch.positions, batch.rotary_rows,
+            batch.rotary_rows if batch.first_turns is None else batch.first_turns, batch.tables, ahead,
             batch.slots.source, batch.slots.target, count, HALF=rotary.cos.shape[1], CHUNK=batch.one_sequence,
-            VERIFY=isinstance(batch, VerifyPass), num_warps=1, **sizes, **early,
+            VERIFY=isinstance(batch, VerifyPass), FIRSTS=batch.first_turns is not None, num_warps=1, **sizes, **early,
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
         if not held and isinstance(batch, PrefillChunk) and batch.start + count <= seen:
@@ -147,7 +152,9 @@ class AttentionKernels(FusedProducts):
             "BLOCK": 1024,
             "PDL": self.device.early,
         }
-        on_grid(apply_gates, (qkv.shape[0], -(-heads.queries // 1024)))(projected, mixed, num_warps=4, **sizes, **self.launch)
+        on_grid(apply_gates, (qkv.shape[0], -(-heads.queries // 1024)))(
+            projected, mixed, num_warps=4, **sizes, **self.launch
+        )
 
     def fuses_attention(self, heads: HeadShape) -> bool:
         """Whether fused kernels support it. What they do not support is logged once."""
@@ -159,7 +166,9 @@ class AttentionKernels(FusedProducts):
 
     def _buffer(self, name: str, dtype: torch.dtype, like: torch.Tensor, held: bool, size: int) -> torch.Tensor:
         """A buffer between two kernels. In a pass that a graph may hold (`held`) it has the same address every time."""
-        return self.static_buffer(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
+        return (
+            self.static_buffer(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
+        )
 
     def _store(self, heads: AttentionHeads, at: AttentionOperands) -> None:
         shape = heads.shape
@@ -252,8 +261,12 @@ def _ahead(batch: ForwardBatch) -> int:
 def _store_arguments(heads: AttentionHeads, at: AttentionOperands) -> tuple[Any, ...]:
     """The first arguments of the kernels that norm, rotate and store heads."""
     q_norm, k_norm, rotary, batch = heads.q_norm, heads.k_norm, heads.rotary, at.batch
+    if q_norm is None or k_norm is None:
+        raise ValueError("fused attention norms queries and keys")
     norms = q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps
-    return at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, batch.positions, batch.tables
+    return (
+        at.qkv, *norms, rotary.cos, rotary.sin, at.keys, at.values, batch.positions, batch.rotary_rows, batch.tables
+    )  # fmt: skip
 
 
 def _forms(heads: HeadShape) -> dict[str, Any]:

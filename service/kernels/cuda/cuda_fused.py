@@ -13,7 +13,7 @@ import torch
 
 from ..delta_rule import DeltaHeads
 from ..forward_batch import HeadShape
-from ..operands import ExpertWeights, HyperConnection, LayerPart
+from ..operands import AttentionHeads, ExpertWeights, HyperConnection, LayerPart
 from ..reference import Buffer
 from .cuda_attention import UNITS, AttentionKernels
 from .cuda_delta import DeltaKernels
@@ -40,6 +40,8 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
     def _fuses(self, part: LayerPart) -> bool:
         if isinstance(part, ExpertWeights):
             return self.fuses_experts(part)
+        if isinstance(part, AttentionHeads):
+            return part.normed
         if isinstance(part, DeltaHeads):
             return self.fuses_delta(part)
         if isinstance(part, HyperConnection):
@@ -47,7 +49,9 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
         return not isinstance(self.shape(part), str)
 
     @classmethod
-    def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+    def workspace_spec(
+        cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    ) -> tuple[Buffer, ...]:
         group = -(-heads.heads // heads.kv_heads)
         units = UNITS * heads.kv_heads * power(group)
         return (

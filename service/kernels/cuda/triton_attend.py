@@ -115,7 +115,7 @@ def with_block(ql, qh, low, high, held, visible, m, weight_sum, acc):
 
 @triton.jit
 def attend_step(
-    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, width, parts, tops, sums, out,
+    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables, width, parts, tops, sums, out,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One new token for each of B sequences. Grid (B, KV, SPLITS).
@@ -140,8 +140,9 @@ def attend_step(
     h = tl.arange(0, H)[None, :]
     d = tl.arange(0, D)
     i = tl.arange(0, 16)
-    c = tl.load(cos + pos * H + h)
-    s = tl.load(sin + pos * H + h)
+    turn = tl.load(turns + b)
+    c = tl.load(cos + turn * H + h)
+    s = tl.load(sin + turn * H + h)
     q_low, q_high = tl.load(q_norm + h), tl.load(q_norm + H + h)
     k_low, k_high = tl.load(k_norm + h), tl.load(k_norm + H + h)
     new = ((tl.load(table + pos // 32).to(tl.int64) * KV + kv) * 32 + pos % 32) * D

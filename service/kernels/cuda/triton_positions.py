@@ -12,7 +12,9 @@ from .triton_primitives import early
 
 
 @triton.jit
-def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def split_gates(
+    projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates after the queries of each head.
     Grid (T, blocks).
     """
@@ -26,13 +28,17 @@ def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def apply_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def apply_gates(
+    projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `split_gates`. Grid (T, blocks)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < HEADS * D
     early(PDL)
-    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(
+        tl.float32
+    )
     p = mixed + t * (HEADS * D) + c
     y = tl.load(p, mask=live, other=0.0).to(tl.float32) * tl.sigmoid(z)
     tl.store(p, y.to(mixed.dtype.element_ty), live)
@@ -53,9 +59,9 @@ def norm_rotate(p, norm, eps, cos, sin, pos, D: tl.constexpr, DP: tl.constexpr, 
     return x * c + tl.where(d < HALF, -y, y) * s
 
 
-@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["positions", "turns"])
 def store_rotated(
-    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables, ahead,
+    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables, ahead,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate queries in place, norm and rotate keys into the cache, copy values into it. Grid (T, HEADS + 2
@@ -66,18 +72,19 @@ def store_rotated(
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pos = tl.load(positions + t)
+    turn = tl.load(turns + t)
     d = tl.arange(0, D)
     p = qkv + t * ((HEADS + 2 * KV) * D) + head * D
     block = tl.load(tables + t * ahead + pos // 32).to(tl.int64)
     early(PDL)
     if head < HEADS:
-        x = norm_rotate(p, q_norm, q_eps, cos, sin, pos, D, D, HALF)
+        x = norm_rotate(p, q_norm, q_eps, cos, sin, turn, D, D, HALF)
         tl.debug_barrier()  # what is written here was read there
         tl.store(p + d, x.to(qkv.dtype.element_ty))
     else:
         at = (block * KV + (head - HEADS) % KV) * (32 * D) + (pos % 32) * D + d
         if head < HEADS + KV:
-            x = norm_rotate(p, k_norm, k_eps, cos, sin, pos, D, D, HALF)
+            x = norm_rotate(p, k_norm, k_eps, cos, sin, turn, D, D, HALF)
             tl.store(keys + at, x.to(keys.dtype.element_ty))
         else:
             tl.store(values + at, tl.load(p + d))
@@ -108,7 +115,9 @@ def attend_positions(
     size = split_size(count, SPLITS)
     active = tl.maximum(tl.cdiv(count, size), 1)
     if split < active:
-        q = tl.load(qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0)
+        q = tl.load(
+            qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0
+        )
         q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(keys.dtype.element_ty)
         m = tl.full([16], -1e30, tl.float32)
         weight_sum = tl.zeros([16], tl.float32)
@@ -144,11 +153,11 @@ def attend_positions(
             tl.store(sums + row, weight_sum, i < GP)
 
 
-@triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["count", "ahead"], do_not_specialize_on_alignment=["positions", "turns", "first_turns"])
 def pool_keys(
-    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, tables, ahead, source, target,
-    count, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr,
-    CHUNK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
+    indexed, tails, pooled, queries, q_norm, k_norm, q_eps, k_eps, cos, sin, positions, turns, first_turns, tables,
+    ahead, source, target, count, HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    RATIO: tl.constexpr, CHUNK: tl.constexpr, VERIFY: tl.constexpr, FIRSTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Update what an indexer keeps of rows (see IndexerOperands); queries fp32 [T, HEADS, DIM] are normed and rotated.
     Grid (T, HEADS + 1), one warp each.
@@ -156,7 +165,7 @@ def pool_keys(
     The last program of a row handles its key. If its key block is full, the mean of the raw keys goes into `pooled`,
     normed and rotated to the position of the first token; otherwise the raw key goes into the tails. CHUNK: all rows
     belong to one sequence, whose tail goes from slot source[0] to slot target[0], or with VERIFY after each row to slot
-    target[t].
+    target[t]. FIRSTS: first_turns [T] are the rotary rows of the first tokens, else they follow from turns [T].
     """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -166,7 +175,7 @@ def pool_keys(
     W: tl.constexpr = (HEADS + 1) * DIM
     early(PDL)
     if head < HEADS:
-        x = norm_rotate(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, pos, DIM, DP, HALF)
+        x = norm_rotate(indexed + t * W + head * DIM, q_norm, q_eps, cos, sin, tl.load(turns + t), DIM, DP, HALF)
         tl.store(queries + (t * HEADS + head) * DIM + d, x, live)
     else:
         own = indexed + HEADS * DIM + d
@@ -189,7 +198,8 @@ def pool_keys(
             tl.store(mean + d, total, live)
             tl.debug_barrier()  # the partners of the rotation are read from there
             first = pos - (RATIO - 1)
-            x = norm_rotate(mean, k_norm, k_eps, cos, sin, first, DIM, DP, HALF)
+            turn = tl.load(first_turns + t) if FIRSTS else tl.load(turns + t) - (RATIO - 1)
+            x = norm_rotate(mean, k_norm, k_eps, cos, sin, turn, DIM, DP, HALF)
             block = tl.load(tables + sequence * ahead + first // 32).to(tl.int64)
             tl.store(pooled + (block * (32 // RATIO) + first % 32 // RATIO) * DIM + d, x, live)
         # One program reads the old tail and then writes the new one, so both may lie in one slot.

@@ -119,7 +119,7 @@ def silu_mul(both, out, COLS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_heads(
-    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, tables,
+    qkv, q_norm, k_norm, q_eps, k_eps, cos, sin, keys, values, positions, turns, tables,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Rows of one sequence: norm and rotate queries in place, norm and rotate keys into the paged cache, copy values
@@ -141,8 +141,9 @@ def store_heads(
     root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None] / D + tl.where(key, k_eps, q_eps))
     a = low * root * tl.where(key, tl.load(k_norm + h), tl.load(q_norm + h))
     b = high * root * tl.where(key, tl.load(k_norm + H + h), tl.load(q_norm + H + h))
-    c = tl.load(cos + pos * H + h)
-    s = tl.load(sin + pos * H + h)
+    turn = tl.load(turns + row)
+    c = tl.load(cos + turn * H + h)
+    s = tl.load(sin + turn * H + h)
     low = tl.where(rotated, a * c - b * s, low).to(qkv.dtype.element_ty)
     high = tl.where(rotated, b * c + a * s, high).to(qkv.dtype.element_ty)
     tl.store(p, low, live & (head < HEADS))

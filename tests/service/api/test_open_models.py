@@ -28,7 +28,7 @@ def test_one_choice_is_one_model(registry: Registry, checkpoint: Path) -> None:
         registry.release("other")
 
 
-def test_handles_of_one_checkpoint_share_its_tokenizer_and_its_templates_process(registry: Registry) -> None:
+def test_handles_of_one_checkpoint_share_tokenizer_and_template(registry: Registry) -> None:
     first, second, third = (registry.open("tiny", context=context, load=False) for context in (64, 96, 128))
     assert first.template is second.template is third.template
     assert first.tokenizer is second.tokenizer is third.tokenizer
@@ -42,7 +42,9 @@ def test_a_changed_template_is_used_by_the_next_who_opens(registry: Registry, ch
     asked = [Message("user", "a cat")]
     first = registry.open("tiny", context=64, load=False)
     shown = first.render(asked)
-    file = next(path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := checkpoint / name).exists())
+    file = next(
+        path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := checkpoint / name).exists()
+    )
     before = file.read_bytes()
     (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }} and a dog", encoding="utf-8")
     try:
@@ -67,7 +69,7 @@ def test_code_in_a_models_folder_is_never_run(registry: Registry, tmp_path: Path
     assert not ran.exists()
 
 
-def test_the_same_seed_gives_the_same_text_also_after_giving_way(model: OpenModel, registry: Registry) -> None:
+def test_the_same_seed_gives_the_same_text_after_an_eviction(model: OpenModel, registry: Registry) -> None:
     first = run(model, ask())[1]
     held = model.held_bytes()
     assert held >= model.need.total
@@ -82,7 +84,9 @@ def test_the_same_seed_gives_the_same_text_also_after_giving_way(model: OpenMode
     assert run(model, ask(sampling=Sampling(seed=8)))[1].ids != first.ids
 
 
-def test_a_load_that_ends_before_the_prompt_begins_is_counted(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_ends_before_the_prompt_begins_is_counted(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = WeightArrival.start
 
     def started_and_done(self: WeightArrival) -> WeightArrival:
@@ -97,7 +101,7 @@ def test_a_load_that_ends_before_the_prompt_begins_is_counted(registry: Registry
     assert (second.seconds["load"], "load" in second.stages) == (0, False)
 
 
-def test_a_model_with_a_time_to_live_gives_way_by_itself_and_wakes_again(model: OpenModel, registry: Registry) -> None:
+def test_a_model_with_a_ttl_is_evicted_and_reloads(model: OpenModel, registry: Registry) -> None:
     model.policy = Policy("ttl", 0.2)
     first = run(model, ask())[1]
     assert registry.watch("cpu").running
@@ -108,7 +112,7 @@ def test_a_model_with_a_time_to_live_gives_way_by_itself_and_wakes_again(model: 
     assert run(model, ask())[1].ids == first.ids
 
 
-def test_another_model_makes_an_idle_one_give_way_but_never_a_pinned_or_running_one(
+def test_only_idle_unpinned_models_are_evicted_for_another(
     checkpoint: Path, registry: Registry, tmp_path: Path
 ) -> None:
     other = write_tiny_qwen3(tmp_path / "other", seed=1)

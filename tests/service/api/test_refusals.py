@@ -16,7 +16,7 @@ from onedesk.service.registry import Registry
 
 
 @pytest.mark.parametrize("length", [32, 33, 5000])
-def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(registry: Registry, length: int) -> None:
+def test_a_prompt_as_long_as_the_context_is_refused(registry: Registry, length: int) -> None:
     model = registry.open("tiny", context=32, load=False)
     with pytest.raises(RequestError, match=rf"has {length} tokens and the context is 32: .* by {length - 31} tokens"):
         model.generate(Request(ids=(5,) * length))
@@ -61,7 +61,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(registry: 
         (ask(beams=2, logprobs=1), "does not know logprobs; leave it out"),
         (
             ask(beams=8, max_tokens=900),
-            r"8 beams of up to 900 tokens behind a prompt of \d+ need KV for [\d,]+ tokens, and the context gives 1,024",
+            r"8 beams of up to 900 tokens after a prompt of \d+ need KV for [\d,]+ tokens, and the context gives 1,024",
         ),
         (Request(ids=()), "list of token ids is empty"),
         (Request(ids=(1, 512)), "token id 512 at position 1 is not one of the model's 512"),
@@ -76,7 +76,7 @@ def test_a_request_that_cannot_be_served_says_why(registry: Registry, request_: 
     assert not model.loaded
 
 
-def test_one_bad_item_refuses_the_list_before_any_work_and_is_named(registry: Registry) -> None:
+def test_one_bad_item_refuses_the_list_and_is_named(registry: Registry) -> None:
     model = registry.open("tiny", context=CONTEXT, load=False)
     with pytest.raises(RequestError, match="item 2 of 3: max_tokens is 0"):
         model.generate_batch([ask(), ask(max_tokens=0), ask()])
@@ -93,8 +93,12 @@ def test_a_megabyte_prompt_is_refused_with_both_numbers(registry: Registry) -> N
         model.generate(ask("word " * 200_000))
 
 
-def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(checkpoint: Path, registry: Registry) -> None:
-    registry.configure(Config(tree=checkpoint.parent, model_roots=(checkpoint.parent,), memory={"limit_bytes": 4 << 20, "floor": 1 << 20}))
+def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, registry: Registry) -> None:
+    registry.configure(
+        Config(
+            tree=checkpoint.parent, model_roots=(checkpoint.parent,), memory={"limit_bytes": 4 << 20, "floor": 1 << 20}
+        )
+    )
     with pytest.raises(MemoryFull, match=r"tiny needs .*weights.*KV"):
         registry.open("tiny", context=4096)
     (left,) = registry.models()
@@ -110,7 +114,9 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(checkpoi
         ({"device": "tpu"}, RequestError, "device is 'tpu'; use auto, cpu or cuda"),
     ],
 )
-def test_a_choice_that_cannot_be_is_refused(registry: Registry, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_choice_that_cannot_be_is_refused(
+    registry: Registry, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         registry.open("tiny", **changes)
 

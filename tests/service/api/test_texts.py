@@ -53,7 +53,9 @@ def test_raw_ids_need_no_tokenizer(tmp_path: Path, registry: Registry) -> None:
     result = run(model, Request(ids=(5, 6, 7), sampling=Sampling(temperature=0), max_tokens=10))[1]
     assert result.text == ""
     with torch.no_grad():
-        wanted = load_model(folder).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=10, do_sample=False)[0, 3:].tolist()
+        wanted = (
+            load_model(folder).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=10, do_sample=False)[0, 3:].tolist()
+        )
     assert [*result.ids, *([2] if result.finish == "stop" else [])] == wanted
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         model.generate(ask())
@@ -61,11 +63,14 @@ def test_raw_ids_need_no_tokenizer(tmp_path: Path, registry: Registry) -> None:
 
 def test_the_context_ends_the_answer(registry: Registry) -> None:
     model = registry.open("tiny", context=32)
-    result = run(model, Request(ids=tuple(range(3, 23)), sampling=Sampling(temperature=0, logit_bias={2: -1000.0}), max_tokens=500))[1]
+    result = run(
+        model,
+        Request(ids=tuple(range(3, 23)), sampling=Sampling(temperature=0, logit_bias={2: -1000.0}), max_tokens=500),
+    )[1]
     assert (result.finish, result.usage.completion) == ("length", 12)
 
 
-def test_a_stop_before_the_load_gives_every_choice_its_empty_result(registry: Registry) -> None:
+def test_a_stop_before_the_load_gives_empty_results(registry: Registry) -> None:
     model = registry.open("tiny", context=CONTEXT, load=False)
     found = [event for event in model.generate_batch([ask(n=2), ask()], cancel=lambda: True) if event.result]
     assert [(event.request, event.choice) for event in found] == [(0, 0), (0, 1), (1, 0)]
@@ -101,7 +106,7 @@ def test_a_generator_that_is_dropped_frees_the_model(model: OpenModel) -> None:
     assert model.give_way()
 
 
-def test_a_second_generation_waits_its_turn_and_can_be_stopped_meanwhile(model: OpenModel) -> None:
+def test_a_second_run_waits_and_can_be_stopped(model: OpenModel) -> None:
     alone = run(model, ask())[1].ids
     events = model.generate(ask())
     next(events)

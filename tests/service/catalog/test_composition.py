@@ -16,6 +16,7 @@ from onedesk.service.engine.session import sketch
 from onedesk.service.errors import ModelError
 from onedesk.service.loader.checkpoint import Checkpoint, open_checkpoint
 from tiny_families import FAMILIES, WITH_VISION, write_family
+from tiny_vision import SEEING, write_seeing
 
 # How a tensor's name tells its kind; the first that matches.
 KINDS = {
@@ -63,13 +64,24 @@ def counted(network: Composition) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("family", "vision"), [(f, False) for f in FAMILIES] + [(f, True) for f in WITH_VISION])
-def test_every_tensor_that_transformers_writes_is_counted_and_no_other(tmp_path: Path, family: str, vision: bool) -> None:
+def test_every_tensor_that_transformers_writes_is_counted_and_no_other(
+    tmp_path: Path, family: str, vision: bool
+) -> None:
     checkpoint = open_checkpoint(write_family(tmp_path / "tiny", family, vision=vision))
     network = compose(checkpoint.config)
     assert network.family == family
     assert counted(network) == stored(checkpoint)
     assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
     assert sum(network.kinds.values()) == network.parameters
+
+
+@pytest.mark.parametrize("family", sorted(SEEING))
+def test_every_tensor_of_a_model_that_sees_is_counted(tmp_path: Path, family: str) -> None:
+    checkpoint = open_checkpoint(write_seeing(tmp_path / "tiny", family))
+    network = compose(checkpoint.config)
+    assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
+    towers = sum(info.elements for name, info in checkpoint.tensors.items() if "visual" in name)
+    assert network.kinds["vision"] == towers
 
 
 def test_other_widths_of_every_part_are_followed(tmp_path: Path) -> None:
@@ -109,7 +121,10 @@ def test_flash_next_is_counted_to_the_byte_of_its_published_index():
     assert routed / 1e9 == pytest.approx(2.36, abs=0.005)
     assert sum(tensors.count for tensors in network.tensors if tensors.part == "vision") == 333
     # 31 with all experts of a layer in two tensors
-    assert sum(tensors.count for tensors in network.tensors if tensors.part == "mtp" and tensors.kind != "experts") + 2 == 31
+    assert (
+        sum(tensors.count for tensors in network.tensors if tensors.part == "mtp" and tensors.kind != "experts") + 2
+        == 31
+    )
     shape = sketch(network.module, network.config, torch.device("cuda")).kv_shape
     assert shape.token_bytes == (24 << 10) + 1536  # keys and values, and the indexer's pooled keys in fp32
 
@@ -156,7 +171,7 @@ def test_names_are_found_whoever_published_them_and_however_packed():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen3, "),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen2, "),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_experts": -8}, "num_experts = -8"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types that are not 4"),

@@ -14,11 +14,14 @@ from onedesk.service.loader.checkpoint import open_checkpoint
 from published import CASES, write_published
 from tiny_families import FAMILIES, write_family
 from tiny_qwen3 import write_tiny_qwen3
+from tiny_vision import write_seeing
 
 GIB = 1 << 30
 
 
-def rows_of(root: Path, memory: dict[str, Any] | None = None, *, context: int | None = None) -> dict[str, dict[str, Any]]:
+def rows_of(
+    root: Path, memory: dict[str, Any] | None = None, *, context: int | None = None
+) -> dict[str, dict[str, Any]]:
     rows = model_rows(Config(model_roots=(root,), memory=memory or {}), None, device="cpu", context=context)
     return {row["name"]: row for row in rows}
 
@@ -50,6 +53,19 @@ def test_every_family_has_its_parameters_and_its_bytes_by_kind(models: Path):
     # the picture tower is in the file, and is not opened
     assert rows["pictures"]["bytes"] == rows["qwen4_exp"]["bytes"]
     assert rows["pictures"]["parameters"] > rows["qwen4_exp"]["parameters"]
+
+
+def test_models_that_see_say_what_their_towers_take(tmp_path: Path):
+    write_seeing(tmp_path / "seer", "qwen3_vl")
+    write_tiny_qwen3(tmp_path / "writer")
+    rows = rows_of(tmp_path)
+    assert rows["writer"]["vision"] is None
+    seen = rows["seer"]["vision"]
+    towers = sum(info.nbytes for name, info in open_checkpoint(tmp_path / "seer").tensors.items() if "visual" in name)
+    assert towers <= seen["tower"] < 2 * towers
+    assert (seen["pixels"], seen["tokens"]) == (262_144, 256)
+    # x, mixed and qkv of 1,024 patches, four rows of 256 tokens, fp32
+    assert seen["scratch"] == pytest.approx(4 * (1024 * (5 * 72 + 36) + 4 * 256 * 64), rel=0.01)
 
 
 def test_longest_context_and_room_for_images_follow_the_budget(tmp_path: Path):

@@ -29,7 +29,12 @@ def model(tmp_path: Path) -> Iterator[OpenModel]:
 def test_leases_budget_and_counters_are_those_of_the_pool(model):
     list(model.generate(Request(ids=(1, 2), max_tokens=3)))
     report = memory_report(CONFIG, device="cpu", proc=None)
-    assert report["budget"] == {"limit": 64 << 20, "kept_back": int((64 << 20) * 0.1), "floor": 1 << 20, "used": model.held_bytes()}
+    assert report["budget"] == {
+        "limit": 64 << 20,
+        "kept_back": int((64 << 20) * 0.1),
+        "floor": 1 << 20,
+        "used": model.held_bytes(),
+    }
     assert {lease["kind"]: lease["bytes"] for lease in report["leases"]}["weights"] == model.need.weights
     assert sum(lease["bytes"] for lease in report["leases"]) == model.held_bytes()
     for lease in report["leases"]:

@@ -17,6 +17,8 @@ from bound import bound
 from command_line import COMMAND, ENDS_WITHIN
 from hub_server import TOKEN, Fault, Hub, Repository, running_hub
 from onedesk.service.cli import command as cli
+from onedesk.service.cli.pull import make_verdict
+from onedesk.service.config import load_config
 from tiny_models import write_language_model
 
 WRITER = "Qwen/Tiny-Writer"
@@ -175,3 +177,29 @@ def test_a_terminal_has_one_line_of_progress_that_is_cleared(tree: Path, hub: Hu
     assert child.wait(ENDS_WITHIN) == 0, shown
     assert b"MB/s" in shown
     assert shown.count(b"\x1b[K") >= 2
+
+
+def test_the_doctor_asks_each_hub_once(
+    tree: Path, hub: Hub, writer_files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+):
+    toml = tree / "onedesk.toml"
+    toml.write_text(f'[hub]\nendpoints = ["{hub.address}"]\nmodelscope = "http://127.0.0.1:9"\n')
+    hub.repositories["Qwen/Qwen3-0.6B"] = Repository(writer_files)
+    assert cli.main(["doctor", "--hub", "--json", "--config", str(toml)]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["status"] for check in checks] == ["ok", "failure"]
+    assert "1024 bytes of model.safetensors from 127.0.0.1" in checks[0]["detail"]
+    assert "status 206" in checks[0]["detail"]
+    assert "no connection to 127.0.0.1" in checks[1]["detail"]
+    assert hub.count(WEIGHTS) == 1
+    assert list((tree / "models").iterdir()) == []
+
+
+def test_image_models_are_judged_with_the_language_model_they_come_with(tree: Path):
+    config = load_config(tree / "onedesk.toml")
+    verdict = make_verdict(config, None, "cpu")
+    assert verdict("Qwen3-0.6B", None, 1).fits in (True, False)
+    assert "tokens" in verdict("Qwen3-0.6B", None, 1).text
+    assert verdict("Qwen3-0.6B", None, 1 << 50).fits is False
+    assert verdict("", None, 1).fits is True
+    assert verdict("", None, 1 << 50).fits is False

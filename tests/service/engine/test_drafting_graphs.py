@@ -1,4 +1,5 @@
-"""Guesses where passes are CUDA graphs: the same texts as without, choices and all. The CPU stands in for the device, see stepping.py."""
+"""Drafts where passes are CUDA graphs: the same completions as without. The CPU stands in for the device, see
+stepping.py."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from kept_kernels import keep_kernels
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import speculate
-from onedesk.service.engine.decode_loop import Writing
+from onedesk.service.engine.decode_loop import DecodeLoop
+from onedesk.service.engine.request_state import RunningSequence
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import PassCosts, Speculator
 from onedesk.service.engine.stepper import Checked
-from onedesk.service.engine.work import Row
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
@@ -36,13 +37,13 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds that were told are no share of those that pass."""
-    monkeypatch.setattr(speculate, "RISK", 1e9)
+    """The fixed costs are no share of the real time, so the bound on losses is lifted."""
+    monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen4_exp"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
-    """Of which every third guess or so is wrong."""
+    """A model of which about every third draft token is wrong."""
     folder: Path = tmp_path_factory.mktemp("models")
     keep_kernels(folder)
     pool = Pool("cpu", MemorySettings(floor=64 << 20), lambda: read_truth("cpu"))
@@ -63,15 +64,15 @@ def ask(sampling: Sampling, **changes: object) -> Request:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_guesses_in_graphs_save_passes_and_change_nothing(model: OpenModel, stepper: OnTheCpu, way: str) -> None:
+def test_drafts_in_graphs_save_passes_and_change_nothing(model: OpenModel, stepper: OnTheCpu, way: str) -> None:
     request = ask(WAYS[way])
     plain = written(model, replace(request, speculation=False))
     assert (stepper.checked, stepper.launches) == (0, 49)
-    guessed = written(model, request)
-    assert (guessed.ids, guessed.finish) == (plain.ids, plain.finish)
-    drafts = guessed.stages["draft"]
+    drafted = written(model, request)
+    assert (drafted.ids, drafted.finish) == (plain.ids, plain.finish)
+    drafts = drafted.stages["draft"]
     assert 20 < drafts.accepted < drafts.proposed
-    assert passes(model, guessed) == stepper.checked + stepper.launches - 49 < 40
+    assert passes(model, drafted) == stepper.checked + stepper.launches - 49 < 40
     graphs = stepper._graphs
     assert isinstance(graphs, ReplayedGraphs)
     assert {key[0] for key in graphs.keys} >= {1, "check", "draft"}
@@ -79,9 +80,14 @@ def test_guesses_in_graphs_save_passes_and_change_nothing(model: OpenModel, step
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), chance=st.floats(0.0, 1.0), drawn=st.booleans())
-def test_any_guesses_in_graphs_leave_the_text_as_it_is(model: OpenModel, stepper: OnTheCpu, seed: int, chance: float, drawn: bool) -> None:
-    """Guesses of any length, right up to any token, drafted or made up."""
-    draw, request = random.Random(seed), ask(WAYS["drawn" if drawn else "greedy"], ids=PROMPT[: 5 + seed % 30], max_tokens=30)
+def test_any_drafts_in_graphs_leave_the_text_as_it_is(
+    model: OpenModel, stepper: OnTheCpu, seed: int, chance: float, drawn: bool
+) -> None:
+    """Drafts of any length, right up to any token, from the layer or invented."""
+    draw, request = (
+        random.Random(seed),
+        ask(WAYS["drawn" if drawn else "greedy"], ids=PROMPT[: 5 + seed % 30], max_tokens=30),
+    )
     wanted = written(model, replace(request, speculation=False)).ids
 
     with pytest.MonkeyPatch.context() as patch:
@@ -91,62 +97,63 @@ def test_any_guesses_in_graphs_leave_the_text_as_it_is(model: OpenModel, stepper
 
 
 class Noting(PassCosts):
-    """Told costs; what is noted is kept apart."""
+    """Fixed costs; what is recorded is kept apart."""
 
     def __init__(self) -> None:
-        told = Told()
-        super().__init__(told.measured, told.guess_share, told.drafted)
+        fixed = Told()
+        super().__init__(fixed.measured, fixed.draft_share, fixed.measured_draft)
         self.noted: list[int] = []
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         self.noted.append(rows)
 
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+    def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
         self.noted.append(-tokens)
 
 
-def test_a_step_that_captures_says_nothing_of_what_others_cost(
+def test_a_step_that_captures_is_not_recorded(
     model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by its own pass nor by the one of the layer that drafts before it: guessing would seem to cost what it never will again."""
+    """Neither its own pass nor that of the draft layer before it is recorded: a capture takes longer than the passes
+    after it."""
     costs, graphs, grew = Noting(), stepper._graphs, list[bool]()
     tell(model, costs)
-    real_step, real_note, told = Writing.step, Speculator.note, list[float | None]()
+    real_step, real_record, recorded = DecodeLoop.step, Speculator.record, list[float | None]()
 
-    def step(writing: Writing, rows: Sequence[Row]) -> Iterator[Event]:
+    def step(loop: DecodeLoop, sequences: Sequence[RunningSequence]) -> Iterator[Event]:
         before = graphs.captured
         try:
-            yield from real_step(writing, rows)
+            yield from real_step(loop, sequences)
         finally:  # the last one is left where the text ends
             grew.append(graphs.captured > before)
 
-    def note(speculator: Speculator, guessed: int, right: int, seconds: float | None, **more: Any) -> None:
-        told.append(seconds)
-        real_note(speculator, guessed, right, seconds, **more)
+    def record(speculator: Speculator, proposed: int, accepted: int, seconds: float | None, **more: Any) -> None:
+        recorded.append(seconds)
+        real_record(speculator, proposed, accepted, seconds, **more)
 
-    monkeypatch.setattr(Writing, "step", step)
-    monkeypatch.setattr(Speculator, "note", note)
+    monkeypatch.setattr(DecodeLoop, "step", step)
+    monkeypatch.setattr(Speculator, "record", record)
     written(model, ask(WAYS["greedy"], speculation=True))
     assert len(grew) == stepper.checked + stepper.launches
     assert any(grew)
     count = len([rows for rows in costs.noted if rows > 0])
-    assert count == len([seconds for seconds in told if seconds is not None]) == grew.count(False)
+    assert count == len([seconds for seconds in recorded if seconds is not None]) == grew.count(False)
 
 
-def test_a_text_whose_steps_are_under_way_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:
-    stepper._under_way.append(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="steps are under way"):
+def test_a_text_whose_steps_are_in_flight_is_not_checked(model: OpenModel, stepper: OnTheCpu) -> None:
+    stepper._in_flight.append(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps are in flight"):
         stepper.check(None, None, [1], 1)  # type: ignore[arg-type]
-    stepper._under_way.clear()
+    stepper._in_flight.clear()
 
 
-def test_results_tell_of_guesses(model: OpenModel, stepper: OnTheCpu) -> None:
+def test_results_show_drafts(model: OpenModel, stepper: OnTheCpu) -> None:
     result: Result = written(model, ask(WAYS["drawn"]))
     assert result.stages["speculation"].accepted >= result.stages["draft"].accepted > 0
 
 
 def test_a_forced_token_inside_a_check_takes_no_draw() -> None:
-    """What the device drew behind it was another token's draw: the host draws anew."""
+    """The device's draw after it was another token's: the host draws again."""
     vocab, scores = 50, torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
 
     def sampler() -> Sampler:

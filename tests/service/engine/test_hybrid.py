@@ -1,4 +1,5 @@
-"""A network with recurrent layers through the whole engine: whatever is kept, shared, cut or stopped, the texts are the same."""
+"""A network with recurrent layers through the whole engine: whatever is kept, shared, cut or stopped, the texts are the
+same."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from onedesk.service.cache.paged import SequenceKV
 from onedesk.service.core import Event, Request, Result, Sampling
 from onedesk.service.engine import session as session_module
 from onedesk.service.engine.buffers import MAX_BATCH
-from onedesk.service.engine.runner import Runner, Stopped, first_piece, last_border
+from onedesk.service.engine.runner import Runner, Stopped, first_piece, last_checkpoint
 from onedesk.service.engine.session import KEPT_STATES, Opening, draw_blueprint, open_session
 from onedesk.service.kernels.choose import workspace_bytes
 from onedesk.service.kernels.forward_batch import BLOCK, FEW_ROWS
@@ -33,7 +34,7 @@ from tiny_families import write_family
 
 CONTEXT = 512
 CPU = torch.device("cpu")
-MOVES = ("read", "step", "guess", "snapshot", "restore", "truncate", "fork")
+MOVES = ("read", "step", "draft", "snapshot", "restore", "truncate", "fork")
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
@@ -86,7 +87,7 @@ def read(runner: Runner, sequence: SequenceKV, ids: Sequence[int]) -> torch.Tens
     return runner.prefill(sequence, list(ids), None, lambda _: None).clone()
 
 
-def test_a_conversation_goes_on_behind_what_was_read_and_what_was_written(model: OpenModel) -> None:
+def test_a_conversation_continues_after_prompt_and_answer(model: OpenModel) -> None:
     prompt = ids_of(3 * BLOCK + 20, 1)
     first = one(model, ask(prompt, max_tokens=40))
     again = one(model, ask(prompt, max_tokens=40))
@@ -94,14 +95,14 @@ def test_a_conversation_goes_on_behind_what_was_read_and_what_was_written(model:
     assert (first.usage.cached, again.usage.cached, alone.usage.cached) == (0, 3 * BLOCK, 0)
     assert first.ids == again.ids == alone.ids
     longer = (*prompt, *first.ids, *ids_of(15, 2))
-    reused, anew = one(model, ask(longer)), one(model, ask(longer, prefix_reuse=False))
-    assert (reused.usage.cached, anew.usage.cached) == (4 * BLOCK, 0), "the last border of the answer"
-    assert reused.ids == anew.ids
+    reused, fresh = one(model, ask(longer)), one(model, ask(longer, prefix_reuse=False))
+    assert (reused.usage.cached, fresh.usage.cached) == (4 * BLOCK, 0), "the last block boundary of the answer"
+    assert reused.ids == fresh.ids
     branched = (*prompt[: 2 * BLOCK], *ids_of(40, 3))
     assert one(model, ask(branched)).ids == one(model, ask(branched, prefix_reuse=False)).ids
 
 
-def test_choices_lists_and_a_prompt_that_is_read_meanwhile_are_what_each_is_alone(model: OpenModel) -> None:
+def test_choices_lists_and_a_later_prompt_are_what_each_is_alone(model: OpenModel) -> None:
     prompts = [ids_of(length, length) for length in (5, 290, 70, 33, 2, 41)]
     requests = [ask(ids, max_tokens=8 + 3 * place, sampling=Sampling(seed=place)) for place, ids in enumerate(prompts)]
     requests[2] = replace(requests[2], n=4)
@@ -114,7 +115,7 @@ def test_choices_lists_and_a_prompt_that_is_read_meanwhile_are_what_each_is_alon
 
 
 def test_decode_asks_the_pool_for_nothing(model: OpenModel) -> None:
-    """Not for the states behind guesses either, of which a text that repeats itself has many."""
+    """Nor for the states of draft tokens, of which a text that repeats itself has many."""
     bias = {2: -100.0} | {token: 1e4 * (1 + token % 2) for token in range(3, 7)}
     result = one(model, ask([3, 4, 5] * 20, max_tokens=200, sampling=Sampling(temperature=0.0, logit_bias=bias)))
     assert result.stages["decode"].allocations == 0
@@ -141,7 +142,7 @@ def test_a_chunk_that_was_stopped_leaves_the_sequence_as_it_was(runner: Runner) 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 70)), max_size=8))
-def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runner, moves: list[tuple[str, int]]) -> None:
+def test_snapshots_and_cuts_continue_alike(runner: Runner, moves: list[tuple[str, int]]) -> None:
     tail = list(ids_of(12, 4))
     known: list[int] = list(ids_of(40, 5))
     kept: list[tuple[Any, list[int]]] = []
@@ -154,7 +155,7 @@ def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runn
         elif move == "step":
             runner.decode([kv], [amount])
             known.append(amount)
-        elif move == "guess":
+        elif move == "draft":
             runner.check(kv, new := list(ids_of(1 + amount % FEW_ROWS, amount)))
             for token in new[: amount // FEW_ROWS]:  # none, some, all
                 kv.advance(1)
@@ -175,8 +176,8 @@ def test_snapshots_and_cuts_at_any_point_give_the_same_continuation(runner: Runn
             before.close()
             kv, kept = fork, []
         kept = [pair for pair in kept if len(pair[1]) <= len(known)]
-    with runner.kv.open(CONTEXT) as anew:
-        wanted = read(runner, anew, known + tail)
+    with runner.kv.open(CONTEXT) as fresh:
+        wanted = read(runner, fresh, known + tail)
     torch.testing.assert_close(read(runner, kv, tail), wanted, rtol=1e-3, atol=1e-3)
     runner.kv.check()
     kv.close()
@@ -190,7 +191,7 @@ def states_of(runner: Runner, kv: SequenceKV) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_pass_of_a_few_rows_leaves_behind_each_what_single_steps_leave(
+def test_a_verify_pass_leaves_the_states_of_single_steps(
     model: OpenModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     model.load()
@@ -203,12 +204,12 @@ def test_a_pass_of_a_few_rows_leaves_behind_each_what_single_steps_leave(
     assert session is not None
     runner = session.runner
     for count in range(1, FEW_ROWS + 1):
-        guess = ids_of(count, count)
+        draft = ids_of(count, count)
         with runner.kv.open(64) as stepped, runner.kv.open(64) as kv:
             for sequence in (stepped, kv):
-                read(runner, sequence, ids_of(29 - count % 3))  # the guess goes over the end of a block
-            found = runner.check(kv, guess).clone()
-            for row, token in enumerate(guess):
+                read(runner, sequence, ids_of(29 - count % 3))  # the draft crosses a block boundary
+            found = runner.check(kv, draft).clone()
+            for row, token in enumerate(draft):
                 wanted = runner.decode([stepped], [token])[0]
                 torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-4)
                 kv.advance(1)
@@ -219,7 +220,7 @@ def test_a_pass_of_a_few_rows_leaves_behind_each_what_single_steps_leave(
         session.release()
 
 
-def test_guesses_are_no_longer_than_there_are_states_for(runner: Runner) -> None:
+def test_drafts_are_no_longer_than_there_are_states(runner: Runner) -> None:
     others = [runner.kv.open(8) for _ in range(MAX_BATCH + KEPT_STATES - 3)]
     with runner.kv.open(CONTEXT) as kv:
         read(runner, kv, ids_of(9))
@@ -233,13 +234,13 @@ def test_guesses_are_no_longer_than_there_are_states_for(runner: Runner) -> None
         other.close()
 
 
-def test_pieces_end_at_the_last_border_behind_which_more_than_a_few_tokens_are_left() -> None:
+def test_prefill_pieces_end_at_the_last_checkpoint() -> None:
     for start in (0, 5, BLOCK, 70):
         for tokens in (1, FEW_ROWS, FEW_ROWS + 1, BLOCK, BLOCK + FEW_ROWS + 1, 300):
             at, pieces = start, []
             while at < start + tokens:
                 left = start + tokens - at
-                pieces.append(first_piece(left, 256, last_border(at, left)))
+                pieces.append(first_piece(left, 256, last_checkpoint(at, left)))
                 at += pieces[-1]
             assert at == start + tokens
             assert all(0 < piece <= 256 for piece in pieces)
@@ -274,7 +275,9 @@ def test_the_stated_need_is_what_is_carved(
     session = open_session("test", blueprint, Opening(pool, tmp_path))
     session.settle()
     asked = (blueprint.widths.shape, context, torch.float32, blueprint.widths.columns)
-    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace_spec(*asked))
+    unused = workspace_bytes(CPU, *asked) - sum(
+        carved_bytes(*buffer) for buffer in ReferenceKernels.workspace_spec(*asked)
+    )
     weights, kv, scratch = session.leases
     assert (weights.free < 256, kv.free < 256, 0 <= scratch.free - unused < 256) == (True, True, True)
     pages = session.runner.kv
@@ -292,7 +295,8 @@ def test_the_stated_need_is_what_is_carved(
 
 
 def test_rows_of_a_table_are_a_stage_of_their_own(model: OpenModel) -> None:
-    """A pass reads each different row once: of 40 tokens that are all the same few, far fewer than 40 times the rows of one."""
+    """A pass reads each different row once: of 40 tokens that are all the same few, far fewer than 40 times the rows of
+    one."""
     same = results(model.generate(ask([7] * 40, max_tokens=1, prefix_reuse=False)))[0]
     other = results(model.generate(ask(ids_of(40), max_tokens=1, prefix_reuse=False)))[0]
     if not model._blueprint.plan.tables:
@@ -303,13 +307,21 @@ def test_rows_of_a_table_are_a_stage_of_their_own(model: OpenModel) -> None:
 
 
 def test_graph_steps_change_no_text(model: OpenModel, monkeypatch: pytest.MonkeyPatch):
-    """Rows of a table are there before a step that a graph does, no row is there twice, and none is stepped ahead of its token."""
+    """Rows of a table are there before a step that a graph does, no row is there twice, and none is stepped ahead of
+    its token."""
     model.load()
-    ids = [tuple(torch.randint(3, 512, (40 + 9 * row,), generator=torch.Generator().manual_seed(row)).tolist()) for row in range(3)]
+    ids = [
+        tuple(torch.randint(3, 512, (40 + 9 * row,), generator=torch.Generator().manual_seed(row)).tolist())
+        for row in range(3)
+    ]
     requests = [Request(ids=row, sampling=Sampling(temperature=0.0), max_tokens=12, prefix_reuse=False) for row in ids]
-    expected = [event.result.ids for request in requests for event in model.generate(request) if event.result is not None]
+    expected = [
+        event.result.ids for request in requests for event in model.generate(request) if event.result is not None
+    ]
     with stepping(model, monkeypatch) as stepper:
-        found = {event.request: event.result.ids for event in model.generate_batch(requests) if event.result is not None}
+        found = {
+            event.request: event.result.ids for event in model.generate_batch(requests) if event.result is not None
+        }
         assert stepper.ahead == 0
         assert max(stepper.steps) == 3
     assert [found[row] for row in range(3)] == expected

@@ -1,4 +1,4 @@
-"""The prefix index beside a plain dictionary of prefixes, through random prompts, use and pressure."""
+"""The prefix index against a plain dictionary of prefixes, with random prompts, use and pressure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shelf:
 
 
 def ids(letters: str, tail: int) -> tuple[int, ...]:
-    """A prompt of whole blocks, one a letter, and `tail` tokens behind them."""
+    """A prompt of whole blocks, one per letter, and `tail` tokens after them."""
     return tuple(ord(letter) for letter in letters for _ in range(BLOCK)) + tuple(range(tail))
 
 
@@ -42,7 +42,7 @@ PROMPTS = st.builds(ids, st.text("ab", max_size=4), st.integers(0, BLOCK - 1)).f
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Prompts come, are read, and go; `content` says of every block which whole prefix it was written behind."""
+    """Prompts arrive, are prefilled and end; `content` is the whole prefix up to the end of every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,9 @@ class PrefixMachine(RuleBasedStateMachine):
         self.open.append(table)
         self.index.insert(prompt, table)
         again = self.index.match((*prompt, 999))
-        assert [self.content[block] for block in again] == [prompt[: (i + 1) * BLOCK] for i in range(len(prompt) // BLOCK)]
+        assert [self.content[block] for block in again] == [
+            prompt[: (i + 1) * BLOCK] for i in range(len(prompt) // BLOCK)
+        ]
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 99))
@@ -87,7 +89,7 @@ class PrefixMachine(RuleBasedStateMachine):
         (gone,) = before - self.shelf.kept
         assert gone in cold
         longer = [b for b in cold - {gone} if self.content[b][: len(self.content[gone])] == self.content[gone]]
-        assert not longer, "the beginning of a prefix went before its end"
+        assert not longer, "the start of a prefix was evicted before its end"
 
     @invariant()
     def what_is_known_is_kept(self) -> None:

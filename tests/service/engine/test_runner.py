@@ -1,4 +1,4 @@
-"""Batches, chunks, forks and guesses compute what one token after another computes; every byte of it was stated before."""
+"""Batches, chunks, forks and verify passes compute what single tokens compute, in the bytes that were stated before."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def start(folder: Path, cache: Path, context: int, sequences: int, pool: Pool | 
 
 
 @pytest.fixture(scope="module", params=["reference", "fast"])
-def session(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+def session(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
             patch.setattr(session_module, "choose_kernels", lambda *_: ReferenceKernels())
@@ -137,14 +139,14 @@ def test_forks_share_the_past_and_go_their_own_ways(runner: Runner) -> None:
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 @pytest.mark.parametrize("length", [4, BLOCK - 3])
 def test_a_few_ids_at_once_score_as_one_after_another(runner: Runner, count: int, length: int) -> None:
-    guess = prompt(200)[:count]
+    draft = prompt(200)[:count]
     with runner.kv.open(CONTEXT) as stepped, runner.kv.open(CONTEXT) as extended:
         for sequence in (stepped, extended):
             read(runner, sequence, prompt(length))
-        wanted = torch.stack([runner.decode([stepped], [token])[0].clone() for token in guess])
-        torch.testing.assert_close(runner.check(extended, guess), wanted, rtol=1e-4, atol=1e-4)
-        extended.advance(len(guess))
-        # A guess that was half right: what was wrong is forgotten, and both go on together.
+        wanted = torch.stack([runner.decode([stepped], [token])[0].clone() for token in draft])
+        torch.testing.assert_close(runner.check(extended, draft), wanted, rtol=1e-4, atol=1e-4)
+        extended.advance(len(draft))
+        # A draft that was half right: the rejected tokens are dropped, and both continue together.
         for sequence in (stepped, extended):
             sequence.truncate(length + count // 2)
         rows = runner.decode([extended, stepped], [9, 9])
@@ -187,7 +189,9 @@ def test_the_stated_need_is_what_is_carved(
     session = start(folder, tmp_path, context, sequences, pool)
     widths = draw_blueprint(open_checkpoint(folder), CPU, context).widths
     asked = (widths.shape, context, torch.float32, widths.columns)
-    unused = workspace_bytes(CPU, *asked) - sum(carved_bytes(*buffer) for buffer in ReferenceKernels.workspace_spec(*asked))
+    unused = workspace_bytes(CPU, *asked) - sum(
+        carved_bytes(*buffer) for buffer in ReferenceKernels.workspace_spec(*asked)
+    )
     weights, kv, scratch = session.leases
     assert (weights.free < 256, kv.free < 256, 0 <= scratch.free - unused < 256) == (True, True, True)
     with session.runner.kv.open(context) as sequence:

@@ -1,4 +1,4 @@
-"""Opening: reading begins before the rest of the session is made, and an opening that fails leaves nothing behind."""
+"""Opening: loading starts before the rest of the session is built, and a failed opening returns every lease."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
-def test_an_opening_that_fails_while_the_weights_come_returns_every_lease_once(
+def test_a_failed_opening_returns_every_lease_once(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
     model = open_model(
-        write_tiny_qwen3(tmp_path / "tiny"), pool=pool, context=64, device="cpu", quant=quant, kernel_cache=tmp_path, load=False
+        write_tiny_qwen3(tmp_path / "tiny"),
+        pool=pool,
+        context=64,
+        device="cpu",
+        quant=quant,
+        kernel_cache=tmp_path,
+        load=False,
     )
     with monkeypatch.context() as patch:
         patch.setattr(session, "PagedKV", lambda *_: (_ for _ in ()).throw(MemoryFull("no pages")))

@@ -1,4 +1,4 @@
-"""What Python does for a token beside the network: counted, for in a small model it is what a token costs."""
+"""The Python calls per token besides the network, counted: in a small model they are most of its time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
     folder = write_family(tmp_path_factory.mktemp("models") / "tiny", "qwen4_exp", seed=5)
     kernels = tmp_path_factory.mktemp("kernels")
     keep_kernels(kernels)
-    opened = open_model(folder, pool=Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu")), context=128, kernel_cache=kernels)
+    opened = open_model(
+        folder, pool=Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu")), context=128, kernel_cache=kernels
+    )
     yield opened
     opened.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,22 @@ def test_the_manifest_is_there_before_the_first_file(desk: Desk):
     desk.on_event = look
     desk.pull()
     assert seen == [9]
+
+
+def test_no_fetched_byte_stays_in_the_page_cache_on_purpose(desk: Desk, monkeypatch: pytest.MonkeyPatch):
+    """Every byte of a shard is given up after it was synced: on unified memory a download must not displace running
+    models.
+    """
+    dropped: dict[str, set[int]] = {}
+    real = os.posix_fadvise
+
+    def advise(fd: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            name = Path(f"/proc/self/fd/{fd}").readlink().name.removesuffix(".part")
+            dropped.setdefault(name, set()).update(range(offset, offset + length))
+        real(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    desk.pull()
+    size = len(desk.hub.repositories["tiny/model"].files[SHARD])
+    assert dropped[SHARD] == set(range(size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 from pathlib import Path
@@ -10,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onedesk.service.config import load_config
-from onedesk.service.errors import FileError, PeerError, RequestError
+from onedesk.service.errors import FileError, ModelError, PeerError, RequestError
 from onedesk.service.hub.addresses import Reach, kind_of
 from onedesk.service.hub.names import endpoints, parse_name
 from onedesk.service.hub.paths import NAME_BYTES, check_paths, refused
 from onedesk.service.hub.progress import Meter, clock
 from onedesk.service.hub.tokens import find_token, token_file
+from onedesk.service.hub.transfer import Pace
 from onedesk.service.hub.web import Endpoint, wait_asked
+from onedesk.service.loader.names import ModelRoots
 from yarl import URL
 
 PUBLIC, MIRROR, LOCAL = URL("https://huggingface.co"), URL("http://192.168.1.5:8080"), URL("http://127.0.0.1:9")
@@ -65,7 +68,9 @@ def test_hubs_are_asked_in_the_configured_order_and_variables_are_honoured(tmp_p
         ("hf", "https://mirror.example"),
         ("modelscope", "https://modelscope.ai"),
     ]
-    (tmp_path / "onedesk.toml").write_text('[hub]\nendpoints = ["https://one.example", "https://two.example"]\norder = ["hf"]\n')
+    (tmp_path / "onedesk.toml").write_text(
+        '[hub]\nendpoints = ["https://one.example", "https://two.example"]\norder = ["hf"]\n'
+    )
     config = load_config(tmp_path / "onedesk.toml")
     asked = endpoints(config, parse_name("a/b"), None, {"HF_ENDPOINT": "https://mirror.example"})
     assert [one.title for one in asked] == ["one.example", "two.example"]
@@ -221,3 +226,31 @@ def test_an_endpoint_shows_the_hubs_name_or_the_mirrors_host():
     assert Endpoint("hf", PUBLIC).title == "Hugging Face"
     assert Endpoint("modelscope", URL("https://www.modelscope.ai")).title == "ModelScope"
     assert Endpoint("hf", MIRROR).title == "192.168.1.5"
+
+
+def test_the_pace_spreads_bytes_over_time(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    pace = Pace(1e6)
+
+    async def take() -> None:
+        for _ in range(10):
+            await pace.take(1_000_000)
+
+    asyncio.run(take())
+    assert pace.received == 10_000_000
+    assert len(waits) == 10
+    assert waits[-1] > 8  # the tenth second of bytes waits for the nine before it
+
+
+def test_a_missing_models_error_names_the_command_to_copy(tmp_path: Path):
+    (tmp_path / "models").mkdir()
+    roots = ModelRoots([tmp_path / "models"])
+    for name, command in (("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("Qwen3-4B", "Qwen3-4B"), ("my model", "OWNER/NAME")):
+        for look in (roots.find, roots.resolve):
+            with pytest.raises(ModelError, match=f"onedesk pull {command}$"):
+                look(name)

@@ -45,8 +45,9 @@ held = read_truth()
 measured = sum(lease.release().measured for lease in leases)
 after = read_truth()
 print(json.dumps({
-    "limit": before.cgroup_limit, "rule": before.rule, "available": before.available, "held": held.available, "after": after.available,
-    "spendable": pool.budget.spendable, "leased": len(leases) * 32 * MIB, "measured": measured, "hopeless": hopeless, "full": full,
+    "limit": before.cgroup_limit, "rule": before.rule, "available": before.available, "held": held.available,
+    "after": after.available, "spendable": pool.budget.spendable, "leased": len(leases) * 32 * MIB,
+    "measured": measured, "hopeless": hopeless, "full": full,
 }))
 """
 
@@ -59,12 +60,14 @@ from onedesk.service.memory.truth import read_truth
 
 pool = Pool("cpu", MemorySettings(), read_truth)
 truth, words = read_truth(), []
-for attempt in (lambda: pool.check("writer", Need(weights=64 * MIB)), lambda: pool.lease("writer", "weights", 64 * MIB)):
+check = lambda: pool.check("writer", Need(weights=64 * MIB))
+for attempt in (check, lambda: pool.lease("writer", "weights", 64 * MIB)):
     try:
         attempt()
     except MemoryFull as error:
         words.append(str(error))
-print(json.dumps({"available": truth.available, "limit": truth.cgroup_limit, "budget": pool.budget.limit, "words": words}))
+figures = {"available": truth.available, "limit": truth.cgroup_limit, "budget": pool.budget.limit}
+print(json.dumps(figures | {"words": words}))
 """
 
 
@@ -87,7 +90,9 @@ class Cgroup:
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a Python script in the group, from before its first import on, for at most 120 s."""
-        enter = f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        enter = (
+            f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        )
         command = [sys.executable, "-c", enter + script, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)

@@ -23,7 +23,8 @@ def pool(make_pool: Callable[..., Pool]) -> Iterator[Pool]:
 def raw(lease: object, before: int, after: int) -> torch.Tensor:
     """The bytes around a lease, which a faulty kernel could write to."""
     placement = lease.placement  # type: ignore[attr-defined]
-    return placement.slab.view(placement.start - before, before + lease.nbytes + after).tensor  # type: ignore[attr-defined]
+    start, nbytes = placement.start - before, before + lease.nbytes + after  # type: ignore[attr-defined]
+    return placement.slab.view(start, nbytes).tensor
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 10_000, 2 * MIB + 100])

@@ -29,7 +29,7 @@ def test_small_lease_takes_at_most_one_extra_page(store: SlabStore, asked: int, 
 
 
 def test_small_leases_share_a_slab_while_it_has_room(store: SlabStore):
-    first, second = store.allocate(1000, 256, GIB), store.take(MIB, 256, GIB)
+    first, second = store.allocate(1000, 256, GIB), store.allocate(MIB, 256, GIB)
     assert first.slab is second.slab
     assert store.held == 2 * MIB
 

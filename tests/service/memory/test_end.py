@@ -117,8 +117,8 @@ def test_interrupted_compilation_is_cleaned_up(tmp_path):
     (sources / "tiny.c").write_text("long attention_width(void) { return 8; }\n")
     (slow / "cc").write_text(f"#!/bin/sh\necho $$ >{slow}/new && mv {slow}/new {slow}/pid\nexec sleep 600\n")
     (slow / "cc").chmod(0o755)
-    script = "import sys; from pathlib import Path; from onedesk.service.kernels.cpu import compile; compile.FOLDER = Path(sys.argv[1]); "
-    script += "compile.compile_library(Path(sys.argv[2])); print('done')"
+    script = "import sys; from pathlib import Path; from onedesk.service.kernels.cpu import compile; "
+    script += "compile.FOLDER = Path(sys.argv[1]); compile.compile_library(Path(sys.argv[2])); print('done')"
     command = [sys.executable, "-c", script, str(sources), str(cache)]
     path = {**os.environ, "PATH": f"{slow}{os.pathsep}{os.environ['PATH']}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0, env=path) as process:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from onedesk.service.api import OpenModel, open_model
-from onedesk.service.bench.measuring_child import Worker
+from onedesk.service.bench.measuring_child import MeasuringChild
 from onedesk.service.bench.page_cache import Residency, evict, read_whole
-from onedesk.service.bench.subject import Task
+from onedesk.service.bench.subject import SubjectSpec
 from onedesk.service.core import Request, Result, Sampling
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.memory.budget import MemorySettings
@@ -30,7 +30,9 @@ def pool() -> Pool:
 @pytest.fixture
 def model(large: Path, pool: Pool, kernel_cache: Path, tmp_path: Path) -> Iterator[OpenModel]:
     """Not loaded. Code and kernels have run once with a tiny model, so that only the bytes of the large one are new."""
-    tiny = open_model(write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=CONTEXT, kernel_cache=kernel_cache)
+    tiny = open_model(
+        write_tiny_qwen3(tmp_path / "tiny", tokenizer=False), pool=pool, context=CONTEXT, kernel_cache=kernel_cache
+    )
     write(tiny)
     tiny.close()
     opened = open_model(large, pool=pool, context=CONTEXT, device="cpu", load=False, kernel_cache=kernel_cache)
@@ -78,7 +80,7 @@ def test_a_text_is_the_same_after_a_hand_over(model):
 @pytest.mark.parametrize("file", ["evicted", "cached"])
 def test_a_load_holds_the_checkpoint_once(large, kernel_cache, file):
     checkpoint = open_checkpoint(large)
-    with Worker("onedesk", Task(large, "cpu", "none", CONTEXT, kernel_cache, {}, ())) as worker:
+    with MeasuringChild("onedesk", SubjectSpec(large, "cpu", "none", CONTEXT, kernel_cache, {}, ())) as worker:
         evict(checkpoint.files) if file == "evicted" else read_whole(checkpoint.files)
         peak = worker.ask("load")["peak_bytes"]
     assert checkpoint.weight_bytes <= peak <= 1.1 * checkpoint.weight_bytes

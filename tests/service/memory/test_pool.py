@@ -98,7 +98,8 @@ def test_small_leases_share_a_slab(pool: Pool):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("align", [1, 64, 256, 4096])
 def test_starts_are_aligned(pool: Pool, kind: str, align: int):
-    leases = [pool.lease("a", kind, nbytes, align=align) for nbytes in (1, 777, 5000, MIB + 1)]  # type: ignore[arg-type]
+    sizes = (1, 777, 5000, MIB + 1)
+    leases = [pool.lease("a", kind, nbytes, align=align) for nbytes in sizes]  # type: ignore[arg-type]
     for lease in leases:
         assert lease.tensor.data_ptr() % max(align, 256) == 0
         lease.release()
@@ -384,7 +385,10 @@ def test_many_cycles_leave_the_process_as_it_was(make_pool: MakePool):
     pool = make_pool()
 
     def cycle() -> None:
-        leases = [pool.lease("writer", kind, nbytes) for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))]
+        leases = [
+            pool.lease("writer", kind, nbytes)
+            for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))
+        ]
         for lease in leases:
             lease.carve((lease.nbytes,), torch.uint8).fill_(1)
         for lease in leases:

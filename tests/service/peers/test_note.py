@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from onedesk.service.config import own_version
+from onedesk.service.core import ModelSpec
 from onedesk.service.errors import PeerError
 from onedesk.service.peers.note import (
     FILE_NAME,
@@ -19,7 +20,6 @@ from onedesk.service.peers.note import (
     running,
     taken,
 )
-from onedesk.service.peers.peer import Wanted
 from onedesk.service.peers.service import Finder, LocalService
 
 
@@ -65,13 +65,15 @@ def test_what_a_dying_service_held_is_back_once_its_lock_is_free(tmp_path: Path)
     assert there.wait(60)
     service = LocalService(tmp_path, [])
     with pytest.raises(PeerError, match="nobody listens there"):  # it does not go
-        service.release(Wanted("m", None, "none"))
+        service.release(ModelSpec("m", None, "none"))
     threading.Timer(0.1, gone.set).start()
-    assert service.release(Wanted("m", None, "none")) == ()
+    assert service.release(ModelSpec("m", None, "none")) == ()
     dying.join()
 
 
-def test_the_note_of_a_killed_service_is_never_taken_for_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_note_of_a_killed_service_is_never_taken_for_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = tmp_path / FILE_NAME
     with only_one(tmp_path), noted(tmp_path, Note(7, "1", "127.0.0.1", 1, None, None)):
         written = left.read_bytes()

@@ -1,4 +1,6 @@
-"""The local service as a peer, for real: started on demand, the same events as in this process, gone and found again."""
+"""The local service as a peer, for real: started on demand, the same events as in this process, gone and found
+again.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from onedesk.service.api import OpenModel
-from onedesk.service.config import load_config
+from onedesk.service.config import load_config, package_folder
 from onedesk.service.core import (
     Event,
     Message,
+    ModelSpec,
     Progress,
     Request,
     Result,
@@ -27,7 +30,7 @@ from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
 from onedesk.service.peers.dialect import Reader
 from onedesk.service.peers.note import read_note, running, taken
-from onedesk.service.peers.peer import Address, Wanted
+from onedesk.service.peers.peer import Address
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService, find_service
 from onedesk.service.peers.tenancy import Tenancy
@@ -40,7 +43,9 @@ STRAY = "stray"
 
 
 def request(text: str = "a cat", *, tokens: int = 24, seed: int = 7, **more: object) -> Request:
-    return Request((Message("user", text),), sampling=Sampling(seed=seed), max_tokens=tokens, repetition_stop=False, **more)  # type: ignore[arg-type]
+    return Request(
+        (Message("user", text),), sampling=Sampling(seed=seed), max_tokens=tokens, repetition_stop=False, **more
+    )  # type: ignore[arg-type]
 
 
 def answer(events: Iterator[Event]) -> tuple[list[Event], Result]:
@@ -161,8 +166,10 @@ def test_a_model_of_a_folder_that_only_this_process_knows_is_there_too(desk: Des
 
 
 def test_a_model_that_the_service_does_not_serve_is_told_with_what_it_does(desk: Desk) -> None:
-    with pytest.raises(ModelError, match="the local service serves no model 'ghost'; put it into the tree's models, or end"):
-        RemoteModel(Wanted("ghost"), desk.service).generate(request())
+    with pytest.raises(
+        ModelError, match="the local service serves no model 'ghost'; put it into the tree's models, or end"
+    ):
+        RemoteModel(ModelSpec("ghost"), desk.service).generate(request())
 
 
 def test_the_context_that_is_asked_for_is_what_it_has(desk: Desk) -> None:
@@ -300,7 +307,11 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 def test_an_answer_that_the_ending_service_cut_is_no_answer() -> None:
     reader = Reader(Address("the local service", dialect="onedesk"), 1, 0.0)
     told = {"finish": "cancelled", "text": "a", "reasoning": "", "ids": [5]}
-    list(reader.events({"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}], "onedesk": told | {"tokens": [5]}}))
+    list(
+        reader.events(
+            {"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}], "onedesk": told | {"tokens": [5]}}
+        )
+    )
     with pytest.raises(PeerError, match="was asked to end, after 1 tokens"):
         list(reader.end())
 
@@ -325,7 +336,7 @@ import sys
 from pathlib import Path
 from onedesk.service.peers import service
 
-service.LAUNCHER = Path(sys.argv[1])
+service.package_command = lambda *words: [sys.executable, sys.argv[1], sys.argv[3]]
 local = service.LocalService(Path(sys.argv[2]), [])
 local.reach()
 print(local.pid, flush=True)
@@ -347,7 +358,11 @@ def test_a_process_that_ends_by_itself_ends_what_it_started(tmp_path: Path) -> N
     """With a stand-in that does nothing but hold the place of a service."""
     (tmp_path / "launch.py").write_text(STAND_IN)
     ended = subprocess.run(
-        [sys.executable, "-c", USER, tmp_path / "launch.py", tmp_path], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", USER, tmp_path / "launch.py", tmp_path, package_folder()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert not alive(int(ended.stdout))
     assert not taken(tmp_path)

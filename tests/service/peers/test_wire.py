@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from onedesk.service.core import Message, Request
-from onedesk.service.peers.peer import Address, Peer, Wanted
+from onedesk.service.core import Message, ModelSpec, Request
+from onedesk.service.peers.peer import Address, Peer
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.wire import Exchange
 
@@ -70,7 +70,9 @@ class Near(Peer):
     def close(self) -> None: ...
 
 
-def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked_in: list[threading.Thread] = []
     real = Exchange._send
 
@@ -79,7 +81,7 @@ def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(addres
         return real(exchange)
 
     monkeypatch.setattr(Exchange, "_send", send)
-    events = list(RemoteModel(Wanted("x"), Near(address)).generate(Request((Message("user", "a"),), max_tokens=3)))
+    events = list(RemoteModel(ModelSpec("x"), Near(address)).generate(Request((Message("user", "a"),), max_tokens=3)))
     assert [event.result.text for event in events if event.result] == ["a"]
     assert asked_in == [threading.current_thread()]
 

@@ -25,7 +25,9 @@ from published import CASES, change_tensors, write_published
 
 BY_NAME = {case.name: case for case in CASES}
 UP = "model.layers.1.mlp.up_proj."
-OVER_ZERO = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+OVER_ZERO = (
+    r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,7 +42,8 @@ def test_first_zeroed_group_is_found(
     monkeypatch_module: pytest.MonkeyPatch, held: object, rows: int, cols: int, zeros: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = weight_of(held, rows, cols, lambda shape, dtype: torch.zeros(shape, dtype=dtype))  # pyright: ignore[reportArgumentType]
+    zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
+    weight = weight_of(held, rows, cols, zeros)  # pyright: ignore[reportArgumentType]
     groups = weight.scales.shape[1]
     numbers = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     numbers[torch.rand(rows, cols, generator=generator) < zeros] = 0
@@ -48,7 +51,8 @@ def test_first_zeroed_group_is_found(
         numbers &= 15
         pack_nibbles(numbers, weight.data)
         meaning = numbers & 7
-        weight.factors = (torch.rand(rows, 1, generator=generator) > 0.1).float()  # pyright: ignore[reportAttributeAccessIssue]
+        factors = (torch.rand(rows, 1, generator=generator) > 0.1).float()
+        weight.factors = factors  # pyright: ignore[reportAttributeAccessIssue]
     else:
         weight.data.view(torch.uint8).copy_(numbers)
         meaning = numbers & 127

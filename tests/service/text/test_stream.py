@@ -24,7 +24,10 @@ def one_character_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_reasoning_and_answer_come_apart(tokenizer: Tokenizer) -> None:
-    answer = f"<think>\nThe user 想要 {FAMILY}.\n</think>\n\nHere is a cat on a red mat, soft light. 你好 {FAMILY}!<|im_end|>"
+    answer = (
+        f"<think>\nThe user 想要 {FAMILY}.\n</think>\n\nHere is a cat on a red mat, soft light. 你好"
+        f" {FAMILY}!<|im_end|>"
+    )
     wanted = (f"The user 想要 {FAMILY}.", f"Here is a cat on a red mat, soft light. 你好 {FAMILY}!")
     for ids in (tokenizer.encode(answer), one_character_tokens(tokenizer, answer.removesuffix("<|im_end|>"))):
         stream = TextStream(tokenizer)
@@ -33,9 +36,10 @@ def test_reasoning_and_answer_come_apart(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["First, a cat.\n\nThen a mat.", "Wait: a cat.\n\nNext, a mat.", "Okay, so: a cat\n", '"a cat"', "Prompt: a cat"]
+    "answer",
+    ["First, a cat.\n\nThen a mat.", "Wait: a cat.\n\nNext, a mat.", "Okay, so: a cat\n", '"a cat"', "Prompt: a cat"],
 )
-def test_an_answer_that_sounds_like_thinking_or_like_a_frame_stays_word_for_word(tokenizer: Tokenizer, answer: str) -> None:
+def test_an_answer_that_looks_like_reasoning_is_unchanged(tokenizer: Tokenizer, answer: str) -> None:
     stream = TextStream(tokenizer)
     assert run(stream, tokenizer.encode(answer)) == ("", answer)
 
@@ -54,7 +58,7 @@ def test_reasoning_that_is_never_closed_is_no_answer(tokenizer: Tokenizer) -> No
     assert (stream.text, stream.stopped) == ("", False)
 
 
-def test_text_before_a_tag_that_nothing_opened_becomes_reasoning(tokenizer: Tokenizer) -> None:
+def test_text_before_an_unopened_tag_becomes_reasoning(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=["OK!"])
     pieces = run(stream, tokenizer.encode("hm, the user wants O\n</think>\n\nHello there OK! more"))
     assert (stream.reasoning, stream.text, stream.stopped) == ("hm, the user wants O", "Hello there ", True)
@@ -102,7 +106,11 @@ def test_after_a_stop_nothing_comes(tokenizer: Tokenizer) -> None:
 def test_a_stop_is_noticed_with_the_token_that_completes_it(tokenizer: Tokenizer) -> None:
     ids = one_character_tokens(tokenizer, "a😀")
     stream = TextStream(tokenizer, stop=["😀"])
-    assert [(stream.push(token).text, stream.stopped) for token in ids] == [("a", False), *[("", False)] * 3, ("", True)]
+    assert [(stream.push(token).text, stream.stopped) for token in ids] == [
+        ("a", False),
+        *[("", False)] * 3,
+        ("", True),
+    ]
 
 
 @RELAXED
@@ -120,7 +128,8 @@ def test_any_ids_give_what_the_whole_decode_gives(tokenizer: Tokenizer, data: st
 
 @RELAXED
 @given(
-    text=st.text(alphabet="ab 你😀\u200d\n", max_size=40), stops=st.lists(st.text(alphabet="ab 你😀", min_size=1, max_size=4), max_size=3)
+    text=st.text(alphabet="ab 你😀\u200d\n", max_size=40),
+    stops=st.lists(st.text(alphabet="ab 你😀", min_size=1, max_size=4), max_size=3),
 )
 def test_any_text_with_stops_is_the_same_however_it_is_cut(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     totals = set()

@@ -37,9 +37,11 @@ def model(registry: Registry) -> OpenModel:
 
 
 class AheadStepper(HostStepper):
-    """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is given.
+    """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is
+    given.
 
-    Rows that the host must choose for are chosen from the scores when they are collected: the next pass writes over them.
+    Rows that the host must choose for are chosen from the scores when they are collected: the next pass writes over
+    them.
     """
 
     ahead = 1
@@ -64,7 +66,7 @@ class AheadStepper(HostStepper):
             assert (chosen.token >= 0) == (chosen.error is None)
             known.append(replace(feed, token=max(0, chosen.token)))
         super().launch(known)
-        scores = self._under_way.pop()[1]
+        scores = self._in_flight.pop()[1]
         self._chosen.append([self._picked(feed, row) for feed, row in zip(known, scores, strict=True)])
 
     def collect(self) -> list[Picked]:

@@ -1,4 +1,4 @@
-"""What is cancelled, stopped or dropped keeps what it has, and leaves nothing behind."""
+"""Cancelled, stopped and dropped requests keep their text and free their blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Sampling
 
 
-def test_a_cancelled_item_ends_alone_and_its_blocks_are_free_at_once(stepped: OpenModel) -> None:
+def test_a_cancelled_item_ends_alone(stepped: OpenModel) -> None:
     requests = [ask(f"number {place}", sampling=Sampling(seed=place), max_tokens=60) for place in range(3)]
     wanted = [alone(stepped, request) for request in requests]
     kv = stepped._session.runner.kv  # type: ignore[union-attr]
@@ -26,7 +26,7 @@ def test_a_cancelled_item_ends_alone_and_its_blocks_are_free_at_once(stepped: Op
     assert same(found[2, 0], wanted[2])
 
 
-def test_stop_ends_all_and_keeps_what_each_has(stepped: OpenModel) -> None:
+def test_stop_ends_all(stepped: OpenModel) -> None:
     requests = [ask(f"number {place}", n=2, max_tokens=60) for place in range(6)]
     events: list[Event] = []
     for event in stepped.generate_batch(requests, cancel=lambda: tokens(events, 0) >= 6):
@@ -35,12 +35,12 @@ def test_stop_ends_all_and_keeps_what_each_has(stepped: OpenModel) -> None:
     check(stepped)
     assert len(found) == 12
     assert {result.finish for result in found.values()} <= {"cancelled", "stop"}
-    assert [len(found[5, choice].ids) for choice in range(2)] == [0, 0], "it had no place yet"
+    assert [len(found[5, choice].ids) for choice in range(2)] == [0, 0], "it had no slot yet"
     for choice in range(2):
         assert found[0, choice].ids == alone(stepped, requests[0], choice).ids[: len(found[0, choice].ids)]
 
 
-def test_a_dropped_stream_leaves_nothing_behind(stepped: OpenModel) -> None:
+def test_a_dropped_stream_frees_its_blocks(stepped: OpenModel) -> None:
     stream = stepped.generate_batch([ask(n=3), ask("b", max_tokens=50)])
     seen = 0
     while seen < 10:

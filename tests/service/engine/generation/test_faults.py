@@ -1,4 +1,4 @@
-"""A fault of one request, of any class and at any of its stages, ends that request alone: what is written beside it stays what it is."""
+"""A fault of one request, of any class and at any stage, ends that request alone; the others stay what they are."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Event, Request, Sampling
-from onedesk.service.engine.answer import Answer
-from onedesk.service.engine.batch_loop import Generation
-from onedesk.service.engine.beam_search import Search
+from onedesk.service.engine.batch_loop import BatchLoop
+from onedesk.service.engine.beam_search import BeamSearch
+from onedesk.service.engine.completion import Completion
+from onedesk.service.engine.request_state import RunningSequence
 from onedesk.service.engine.sampler import Sampler
 from onedesk.service.engine.speculate import Speculator
-from onedesk.service.engine.work import Row
 from onedesk.service.errors import MemoryFull, ModelError, OnedeskError
 
 VICTIM = 666
@@ -31,8 +31,17 @@ class Panic(BaseException):
 
 
 FAULTS: list[type[BaseException]] = [
-    ValueError, OverflowError, OSError, RecursionError, MemoryError, AssertionError, KeyError, ModelError, MemoryFull, Panic,
-]  # fmt: skip
+    ValueError,
+    OverflowError,
+    OSError,
+    RecursionError,
+    MemoryError,
+    AssertionError,
+    KeyError,
+    ModelError,
+    MemoryFull,
+    Panic,
+]
 
 
 @dataclass(frozen=True)
@@ -48,24 +57,24 @@ def of_sampler(sampler: Sampler, *_: Any, **__: Any) -> int | None:
     return sampler.sampling.seed
 
 
-def of_answer(answer: Answer, *_: Any, **__: Any) -> int | None:
-    return answer._prepared.sampling.seed
+def of_completion(completion: Completion, *_: Any, **__: Any) -> int | None:
+    return completion._prepared.sampling.seed
 
 
-def of_row(row: Row, prepared: Any = None, *_: Any, **__: Any) -> int | None:
-    return (prepared or row.prepared).sampling.seed
+def of_sequence(sequence: RunningSequence, request: Any = None, *_: Any, **__: Any) -> int | None:
+    return (request or sequence).prepared.sampling.seed
 
 
 STAGES = [
-    Stage(Row, "__init__", of_row),
-    Stage(Generation, "_may_read", lambda loop, row, *_: of_row(row)),
-    Stage(Generation, "_has_read", lambda loop, row, *_: of_row(row)),
+    Stage(RunningSequence, "__init__", of_sequence),
+    Stage(BatchLoop, "_may_prefill", lambda loop, sequence, *_: of_sequence(sequence)),
+    Stage(BatchLoop, "_finish_prefill", lambda loop, sequence, *_: of_sequence(sequence)),
     Stage(Sampler, "choose", of_sampler),
     Stage(Sampler, "accept", of_sampler),
-    Stage(Answer, "take", of_answer),
-    Stage(Answer, "end", of_answer),
-    Stage(Answer, "last", of_answer),
-    Stage(Answer, "result", of_answer),
+    Stage(Completion, "take", of_completion),
+    Stage(Completion, "end", of_completion),
+    Stage(Completion, "flush", of_completion),
+    Stage(Completion, "result", of_completion),
 ]
 
 
@@ -90,7 +99,10 @@ def served(model: OpenModel, *requests: Request) -> list[Event]:
 
 
 def others() -> list[Request]:
-    return [ask("first", sampling=Sampling(seed=1), max_tokens=12), ask("last", sampling=Sampling(seed=2), n=2, max_tokens=9)]
+    return [
+        ask("first", sampling=Sampling(seed=1), max_tokens=12),
+        ask("last", sampling=Sampling(seed=2), n=2, max_tokens=9),
+    ]
 
 
 def check_alone(model: OpenModel, stage: Stage, fault: type[BaseException], call: int, victim: Request) -> None:
@@ -106,7 +118,7 @@ def check_alone(model: OpenModel, stage: Stage, fault: type[BaseException], call
     assert same(found[0, 0], alone(model, first))
     assert all(same(found[2, choice], alone(model, last, choice)) for choice in range(2))
     used, kept, _ = model.kv_blocks
-    assert used == 0, f"{used} blocks are held by nobody; {kept} are kept"
+    assert used == 0, f"{used} blocks have no owner; {kept} are cached"
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: f"{stage.owner.__name__}.{stage.method}")
@@ -130,7 +142,9 @@ def test_a_fault_of_any_class_at_any_token(
     check_alone(stepped, stage, fault, min(call, n - 1 if stage.method == "end" else call), victim)
 
 
-@pytest.mark.parametrize("stage", [Stage(Search, "step", lambda search: VICTIM), Stage(Search, "best", lambda search, count: VICTIM)])
+@pytest.mark.parametrize(
+    "stage", [Stage(BeamSearch, "step", lambda search: VICTIM), Stage(BeamSearch, "best", lambda search, count: VICTIM)]
+)
 def test_a_fault_of_a_search_ends_it_alone(model: OpenModel, stage: Stage) -> None:
     model.load()
     check_alone(model, stage, OverflowError, 0, ask("victim", sampling=Sampling(), beams=3, n=2, max_tokens=6))
@@ -146,13 +160,14 @@ def test_a_fault_of_the_speculator_ends_its_request(model: OpenModel) -> None:
 
 def test_a_grammar_that_fails_ends_its_request_alone(model: OpenModel) -> None:
     model.load()
-    allowed = Stage(Answer, "allowed", of_answer)
+    allowed = Stage(Completion, "allowed", of_completion)
     victim = ask("victim", sampling=Sampling(seed=VICTIM), json_schema='{"type":"object"}', max_tokens=10)
     check_alone(model, allowed, Panic, 2, victim)
 
 
-def test_scores_of_one_prompt_that_are_no_numbers_end_that_request(stepped: OpenModel) -> None:
-    """A damaged row of the embedding, that only the victim's prompt reads; blocks that held its keys and values do no harm later."""
+def test_broken_scores_of_one_prompt_end_that_request(stepped: OpenModel) -> None:
+    """A damaged row of the embedding, that only the victim's prompt reads; blocks that held its keys and values do no
+    harm later."""
     session = stepped._session
     assert session is not None
     table = session.runner.network.embedding
@@ -182,7 +197,7 @@ def test_orders_to_stop_stay_what_they_are(model: OpenModel) -> None:
     assert model.kv_blocks[0] == 0
 
 
-def test_one_request_that_fails_raises_its_error_and_a_list_goes_on(model: OpenModel) -> None:
+def test_a_failed_request_raises_and_a_list_continues(model: OpenModel) -> None:
     victim, (first, last) = ask("victim", sampling=Sampling(seed=VICTIM)), others()
     with pytest.MonkeyPatch.context() as patch:
         failing(patch, Stage(Sampler, "choose", of_sampler), OverflowError, 1)

@@ -1,4 +1,4 @@
-"""What is kept of a prompt: how much of the next one is not read again, and that nobody sees it in what is written."""
+"""Prefix caching: how much of the next prompt is reused, and that completions stay the same."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def test_a_system_prompt_is_read_once(model: OpenModel) -> None:
     assert same(again, first)
 
 
-@pytest.mark.parametrize("behind", [*range(1, 12), 31, 32, 33, 224, 225, 231, 232, 233])
-def test_how_much_of_a_prompt_was_kept_does_not_change_one_bit_of_its_scores(model: OpenModel, behind: int) -> None:
-    """Behind a beginning of 64 tokens, with last chunks of every awkward length."""
+@pytest.mark.parametrize("tail", [*range(1, 12), 31, 32, 33, 224, 225, 231, 232, 233])
+def test_scores_do_not_depend_on_the_cached_prefix(model: OpenModel, tail: int) -> None:
+    """After a prefix of 64 tokens, with last chunks of every awkward length."""
     model.load()
     session = model._session
     assert session is not None
-    ids = [3 + (7 * place) % 250 for place in range(64 + behind)]
+    ids = [3 + (7 * place) % 250 for place in range(64 + tail)]
     scores = []
     for kept in (False, True):
         shared = session.prefix.match(ids[:-FEW_ROWS]) if kept else []
         with session.runner.kv.open(CONTEXT, shared) as kv:
-            assert kv.length == (min(64 + behind - FEW_ROWS - 1, 64) // BLOCK * BLOCK if kept else 0)
+            assert kv.length == (min(64 + tail - FEW_ROWS - 1, 64) // BLOCK * BLOCK if kept else 0)
             scores.append(session.runner.prefill(kv, ids[kv.length :], None, lambda _: None).clone())
             if not kept:
                 session.prefix.insert(ids[:64], kv.table)
@@ -57,7 +57,7 @@ def test_prompts_of_one_list_share_their_beginning(model: OpenModel) -> None:
     assert [result.usage.cached > 200 for _, result in sorted(found.items())] == [False, True, True, True, True]
 
 
-def test_scoring_and_hidden_states_leave_the_prefix_and_giving_way_drops_it(model: OpenModel) -> None:
+def test_scoring_keeps_the_prefix_and_eviction_drops_it(model: OpenModel) -> None:
     run(model, with_system("a cat"))
     model.score(range(3, 60))
     model.embed_prompt("a small text", [-1])

@@ -1,4 +1,4 @@
-"""Choices and lists: each is what it is alone, whatever runs beside it, ahead of it or takes its room."""
+"""Choices and lists: each is what it is alone, whatever else runs, runs ahead or preempts it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.core import Request, Sampling
-from onedesk.service.engine.work import Row
+from onedesk.service.engine.request_state import RunningSequence
 
 ASKED = st.builds(
     lambda text, tokens, seed, n, stop, greedy, penalty: ask(
@@ -44,9 +44,11 @@ def test_more_choices_than_places_follow_when_others_have_ended(stepped: OpenMod
     assert all(same(found[0, choice], alone(stepped, request, choice)) for choice in (0, 7, 8, 19))
 
 
-def test_a_row_that_the_host_chooses_for_ends_beside_rows_that_run_ahead(stepped: OpenModel) -> None:
+def test_a_host_sampled_row_ends_next_to_rows_that_run_ahead(stepped: OpenModel) -> None:
     penalized = Sampling(seed=1, frequency_penalty=0.5)
-    requests = [ask("ends first", sampling=penalized, max_tokens=tokens) for tokens in (4, 5, 9)] + [ask("goes on", max_tokens=20)]
+    requests = [ask("ends first", sampling=penalized, max_tokens=tokens) for tokens in (4, 5, 9)] + [
+        ask("continues", max_tokens=20)
+    ]
     found = run(stepped, *requests)
     assert all(same(found[place, 0], alone(stepped, request)) for place, request in enumerate(requests))
 
@@ -60,7 +62,7 @@ def test_a_list_is_what_its_items_are_alone(stepped: OpenModel, requests: list[R
         assert same(result, alone(stepped, requests[place], choice))
 
 
-def test_a_spent_budget_of_thinking_is_closed_by_force_in_every_row(stepped: OpenModel) -> None:
+def test_a_spent_thinking_budget_is_closed_in_every_row(stepped: OpenModel) -> None:
     requests = [thinker(seed, thinking_budget=5 + seed) for seed in range(4)]
     found = run(stepped, *requests, ask())
     for place, request in enumerate([*requests, ask()]):
@@ -68,14 +70,14 @@ def test_a_spent_budget_of_thinking_is_closed_by_force_in_every_row(stepped: Ope
     assert all("That is enough thinking" in found[place, 0].reasoning for place in range(4))
 
 
-def test_what_outgrows_its_room_sets_back_the_youngest_and_loses_nothing(narrow: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_back: list[int] = []
-    back = Row.set_back
-    monkeypatch.setattr(Row, "set_back", lambda row: (set_back.append(row.ticket.request), back(row)))
+def test_outgrowing_the_reservation_preempts_the_newest(narrow: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[int] = []
+    preempt = RunningSequence.preempt
+    monkeypatch.setattr(RunningSequence, "preempt", lambda self: (preempted.append(self.ticket.request), preempt(self)))
     requests = [thinker(seed) for seed in range(3)]
     found = run(narrow, *requests)
-    assert set_back, "nobody was set back"
-    assert 0 not in set_back, "the oldest was set back"
+    assert preempted, "none was preempted"
+    assert 0 not in preempted, "the oldest was preempted"
     assert "length" in {result.finish for result in found.values()}
     for place, request in enumerate(requests):
         assert same(found[place, 0], alone(narrow, request)), place

@@ -1,4 +1,4 @@
-"""The best of several and beam searches: ranked as the model scores them, beside other work and when they are stopped."""
+"""best_of and beam search: ranked by the model's scores, next to other requests and when they are stopped."""
 
 from __future__ import annotations
 

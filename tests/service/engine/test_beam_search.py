@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.config import Config
 from onedesk.service.core import Request, Sampling
-from onedesk.service.engine.beams import BeamBook, Candidate
+from onedesk.service.engine.beam_search import Candidate, Hypotheses
 from onedesk.service.registry import Registry
 from oracle import load_model
 from tiny_qwen3 import write_tiny_qwen3
@@ -34,16 +34,16 @@ def logprobs_of(seed: int, vocab: int) -> dict[tuple[int, ...], list[float]]:
     return Language()
 
 
-def search(language: dict[tuple[int, ...], list[float]], vocab: int, width: int, most: int) -> BeamBook:
-    book = BeamBook(width, {END}, most)
-    while not book.done:
+def search(language: dict[tuple[int, ...], list[float]], vocab: int, width: int, most: int) -> Hypotheses:
+    hypotheses = Hypotheses(width, {END}, most)
+    while not hypotheses.done:
         candidates = [
             Candidate(before.total + language[before.ids][token], place, token)
-            for place, before in enumerate(book.running)
+            for place, before in enumerate(hypotheses.running)
             for token in range(vocab)
         ]
-        book.advance(sorted(candidates, key=lambda candidate: -candidate.total)[: book.looked_at])
-    return book
+        hypotheses.advance(sorted(candidates, key=lambda candidate: -candidate.total)[: hypotheses.looked_at])
+    return hypotheses
 
 
 def every_text(language: dict[tuple[int, ...], list[float]], vocab: int, most: int) -> dict[tuple[int, ...], float]:
@@ -64,8 +64,8 @@ def every_text(language: dict[tuple[int, ...], list[float]], vocab: int, most: i
 def test_as_wide_as_there_are_texts_the_best_text_is_found(seed: int, vocab: int, most: int) -> None:
     language = logprobs_of(seed, vocab)
     scores = every_text(language, vocab, most)
-    book = search(language, vocab, vocab**most, most)
-    best = book.best(3)
+    hypotheses = search(language, vocab, vocab**most, most)
+    best = hypotheses.best(3)
     assert [found.score for found in best] == pytest.approx(sorted(scores.values(), reverse=True)[: len(best)])
     for found in best:
         key = found.ids if found.finish == "length" else (found.ids, END)
@@ -76,11 +76,11 @@ def test_as_wide_as_there_are_texts_the_best_text_is_found(seed: int, vocab: int
 @given(seed=st.integers(0, 10_000), vocab=st.integers(2, 9), width=st.integers(1, 8), most=st.integers(1, 6))
 def test_what_is_found_is_told_truly_and_ranked(seed: int, vocab: int, width: int, most: int) -> None:
     language = logprobs_of(seed, vocab)
-    book = search(language, vocab, width, most)
-    assert 1 <= len(book.found) <= width
-    assert [f.score for f in book.found] == sorted((f.score for f in book.found), reverse=True)
-    assert len({(f.ids, f.finish) for f in book.found}) == len(book.found)
-    for found in book.found:
+    hypotheses = search(language, vocab, width, most)
+    assert 1 <= len(hypotheses.found) <= width
+    assert [f.score for f in hypotheses.found] == sorted((f.score for f in hypotheses.found), reverse=True)
+    assert len({(f.ids, f.finish) for f in hypotheses.found}) == len(hypotheses.found)
+    for found in hypotheses.found:
         tokens = (*found.ids, END) if found.finish == "stop" else found.ids
         total = sum(language[tokens[:place]][token] for place, token in enumerate(tokens))
         assert found.total == pytest.approx(total)
@@ -115,15 +115,26 @@ def model(folder: Path) -> Iterator[OpenModel]:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("prompt", [(5, 6, 7), tuple(range(3, 43))])
-def test_the_search_is_that_of_transformers(folder: Path, model: OpenModel, width: int, prompt: tuple[int, ...]) -> None:
+def test_the_search_is_that_of_transformers(
+    folder: Path, model: OpenModel, width: int, prompt: tuple[int, ...]
+) -> None:
     """Length penalty 1, early stopping off; the end token is made likely, so that texts of many lengths compete."""
     request = Request(ids=prompt, beams=width, n=width, max_tokens=12, sampling=Sampling(logit_bias={2: BIAS}))
     found = [event.result for event in model.generate(request) if event.result]
     with torch.no_grad():
         wanted = load_model(folder).generate(
-            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, num_beams=width, num_return_sequences=width, length_penalty=1.0,
-            early_stopping=False, logits_processor=[Biased()], renormalize_logits=True, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=1.0,
+            early_stopping=False,
+            logits_processor=[Biased()],
+            renormalize_logits=True,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
     texts = [row[row >= 0].tolist() for row in wanted.sequences[:, len(prompt) :]]
     ids = [[*result.ids, *([2] if result.finish == "stop" else [])] for result in found]
     assert {"stop", "length"} >= {result.finish for result in found}

@@ -1,4 +1,5 @@
-"""A text that ends, or is told to go on otherwise, inside a guess: it is what single steps write, and nothing is left behind."""
+"""Completions that end, or continue with a forced token, inside a draft: they are those of single steps, and blocks are
+freed."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ THINKING = "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n<think>"
 
 
 class Cheap(PassCosts):
-    """Costs that are said, not measured: every guess of seven tokens pays."""
+    """Fixed costs, not measured: every draft of seven tokens pays."""
 
     def __init__(self) -> None:
         super().__init__({rows: 1 + 0.05 * (rows - 1) for rows in range(1, 9)}, 0.05, 0.05)
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         pass
 
-    def note_draft(self, tokens: int, unread: int, seconds: float) -> None:
+    def record_draft(self, tokens: int, unread: int, seconds: float) -> None:
         pass
 
 
@@ -69,14 +70,17 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Op
 
 @pytest.fixture(autouse=True)
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds that were told are no share of those that pass."""
-    monkeypatch.setattr(speculate, "RISK", 1e9)
+    """The fixed costs are no share of the real time, so the bound on losses is lifted."""
+    monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
 
 
 def cycle_to(folder: Path, token: int, count: int) -> list[int]:
     """The `count` tokens that come before `token` in the cycle."""
     tensors = load_file(folder / "model.safetensors")
-    table, head = (next(tensors[name] for name in tensors if name.endswith(f"{which}.weight")) for which in ("embed_tokens", "lm_head"))
+    table, head = (
+        next(tensors[name] for name in tensors if name.endswith(f"{which}.weight"))
+        for which in ("embed_tokens", "lm_head")
+    )
     before = (table @ head.t()).argmax(1).argsort().tolist()
     found = [token]
     while len(found) <= count:
@@ -86,8 +90,13 @@ def cycle_to(folder: Path, token: int, count: int) -> list[int]:
 
 def both(model: OpenModel, request: Request) -> Result:
     """The result with drafts, which is that without."""
-    plain, drafted = (written(model, replace(request, speculation=guess)) for guess in (False, True))
-    assert (drafted.ids, drafted.text, drafted.reasoning, drafted.finish) == (plain.ids, plain.text, plain.reasoning, plain.finish)
+    plain, drafted = (written(model, replace(request, speculation=on)) for on in (False, True))
+    assert (drafted.ids, drafted.text, drafted.reasoning, drafted.finish) == (
+        plain.ids,
+        plain.text,
+        plain.reasoning,
+        plain.finish,
+    )
     assert drafted.usage == plain.usage
     assert "draft" not in plain.stages
     assert model._session is not None
@@ -100,11 +109,13 @@ def written(model: OpenModel, request: Request) -> Result:
 
 
 def ask(**changes: Any) -> Request:
-    return replace(Request(sampling=Sampling(temperature=0.0), max_tokens=60, prefix_reuse=False, repetition_stop=False), **changes)
+    return replace(
+        Request(sampling=Sampling(temperature=0.0), max_tokens=60, prefix_reuse=False, repetition_stop=False), **changes
+    )
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7, top_k=3, seed=5)])
-def test_an_end_inside_a_guess_ends_the_text_there(model: OpenModel, folder: Path, sampling: Sampling) -> None:
+def test_an_end_inside_a_draft(model: OpenModel, folder: Path, sampling: Sampling) -> None:
     inside = 0
     for count in range(5, 13):
         chain = cycle_to(folder, END, count)
@@ -116,18 +127,18 @@ def test_an_end_inside_a_guess_ends_the_text_there(model: OpenModel, folder: Pat
     assert inside >= 6
 
 
-def test_what_ended_inside_a_guess_is_gone_on_behind(model: OpenModel, folder: Path) -> None:
-    """The state that is kept at the last border is the one behind it, not that of what the guess went on with."""
+def test_a_conversation_continues_after_an_end_inside_a_draft(model: OpenModel, folder: Path) -> None:
+    """The state kept at the last block boundary is the one there, not one of the rejected draft tokens."""
     chain = cycle_to(folder, END, 80)
     first = both(model, ask(ids=tuple(chain[:21]), prefix_reuse=True, max_tokens=100))
     assert first.finish == "stop"
     longer = (*chain[:21], *first.ids, *chain[30:40])
-    again, anew = (written(model, ask(ids=longer, prefix_reuse=reuse)) for reuse in (True, False))
-    assert again.ids == anew.ids
+    again, fresh = (written(model, ask(ids=longer, prefix_reuse=reuse)) for reuse in (True, False))
+    assert again.ids == fresh.ids
     assert again.usage.cached == 64
 
 
-def test_a_stop_string_inside_a_guess_ends_the_text_there(model: OpenModel) -> None:
+def test_a_stop_string_inside_a_draft(model: OpenModel) -> None:
     plain = both(model, ask(prompt="a red cat", max_tokens=40)).text
     stops = [plain[at : at + 2] for at in range(6, len(plain) - 2, 5) if plain.find(plain[at : at + 2]) == at]
     assert len(stops) >= 3
@@ -141,8 +152,8 @@ def test_a_stop_string_inside_a_guess_ends_the_text_there(model: OpenModel) -> N
 
 
 @pytest.mark.parametrize("budget", [3, 5, 9, 14])
-def test_thinking_that_must_end_inside_a_guess_ends_there(model: OpenModel, budget: int) -> None:
-    """What is forced is fed instead of the guess; guesses go on behind it."""
+def test_a_thinking_budget_that_ends_inside_a_draft(model: OpenModel, budget: int) -> None:
+    """The forced token replaces the draft; drafting continues after it."""
     sampling = Sampling(temperature=0.0, logit_bias={END: -1e4})
     result = both(model, ask(prompt=THINKING, thinking_budget=budget, max_tokens=25, sampling=sampling))
     assert "That is enough thinking" in result.reasoning
@@ -151,7 +162,9 @@ def test_thinking_that_must_end_inside_a_guess_ends_there(model: OpenModel, budg
 
 
 def test_a_stopped_text_leaves_no_state_taken(model: OpenModel) -> None:
-    events = model.generate(ask(prompt="a red cat", max_tokens=100, sampling=Sampling(temperature=0.0, logit_bias={END: -1e4})))
+    events = model.generate(
+        ask(prompt="a red cat", max_tokens=100, sampling=Sampling(temperature=0.0, logit_bias={END: -1e4}))
+    )
     for event in events:
         if event.token is not None:
             break
