@@ -106,7 +106,7 @@ def _preset(files: Mapping[str, Path], modes: Mapping[str, str]) -> str:
 
 
 def _check_room(title: str, settings: PeerSettings, files: Mapping[str, Path]) -> None:
-    """Raise if the weights loaded at the same time leave none of its memory free."""
+    """Raise PeerError if the weights loaded at the same time leave none of its memory free."""
     sizes = sorted((_file_bytes(title, file) for file in files.values()), reverse=True)
     weights = sum(sizes[: settings.loaded] if settings.models else sizes)
     if weights >= settings.memory:

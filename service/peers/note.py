@@ -103,7 +103,7 @@ def taken(cache: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _locked(lock, fcntl.LOCK_SH)  # those who only look do not take each other for a service
+        return not _locked(lock, fcntl.LOCK_SH)  # a shared lock: clients that only check never look like a service
     finally:
         os.close(lock)
 
