@@ -177,7 +177,7 @@ def random_prompt(checkpoint: Checkpoint, tokens: int, seed: int = 1) -> list[in
 
 
 def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "onedesk") -> int:
-    """Weight bytes that a pass of `engine` reads, as they lie in memory; for llama.cpp, those of our own form of the
+    """Bytes of the weights in memory that a pass of `engine` reads; for llama.cpp, those of our own quantization of the
     same width.
     """
     quant = "none" if engine == "transformers" else plan.quant
