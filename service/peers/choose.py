@@ -45,5 +45,5 @@ def wanted_of(settings: PeerSettings) -> ModelSpec:
 
 
 def engine_of(settings: PeerSettings) -> PeerSettings:
-    """A key that is equal for all entries of one engine."""
+    """The settings without the requested model: equal for all entries of one engine."""
     return replace(settings, asked="")

@@ -109,9 +109,9 @@ def taken(cache: Path) -> bool:
 
 
 def _begun(lock: int, cache: Path, *, wait: bool) -> bool:
-    """Whether the tree could be locked, now or after a moment. Locks it shared first: then no service runs, and a
-    killed service's note is removed before the tree counts as held. Otherwise a client that checked in between would
-    read that note as this service's.
+    """Try to lock the tree, now or after a moment; returns whether it was locked. A shared lock comes first: it shows
+    that no service runs, so a killed service's note is removed before the tree counts as held. Otherwise a client that
+    checks in between would read that note as this service's.
     """
     if wait:
         time.sleep(_TRY_SECONDS)

@@ -19,7 +19,7 @@ from .error_documents import ApiError, as_api_error, to_json
 
 log = logging.getLogger(__name__)
 
-# Seconds in which a connection must send a complete request with the token. Only /health needs no token.
+# Seconds in which a connection must send complete request headers with the token. Only /health needs no token.
 STRANGER_SECONDS = 10.0
 CONNECTIONS_LIMIT = 1024
 # File descriptors reserved for models, pipes and logs. Each connection may take two: a stream sends on a duplicate.

@@ -76,8 +76,8 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def contained(work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work` in a thread; returns its result. Anything raised outside our error family is logged and raised as an
-    ApiError.
+    """Call `work` within a pool thread; returns its result. Anything raised outside our error family is logged and
+    raised as an ApiError.
 
     A future or a coroutine cannot carry every exception: StopIteration leaves the waiting task without an end,
     CancelledError looks like a disconnected client, SystemExit ends the process, and a panic of a Rust library is no
