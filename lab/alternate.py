@@ -2,9 +2,12 @@
 
     python -m onedesk.lab.alternate http://127.0.0.1:8188 --cycles 50 [--json] [--rows FILE]
 
-ComfyUI must have this pack and the nodes of tests/comfyui_pack (its TestMemory reports bytes), and be started with --reserve-vram, so
-that it believes in a card which cannot hold writer and painter at once. Each cycle is one workflow with a new seed: the writer's text is
-encoded, drawn and saved. Exit 1 if a workflow failed, or if in some cycle one side did not take the other's room through ComfyUI's list.
+ComfyUI must have this pack and the nodes of tests/comfyui_pack (its TestMemory reports bytes), and be started with
+--reserve-vram, so that it believes in a card which cannot hold writer and painter at once. Each cycle is one workflow
+with a new seed: the writer's text is encoded, drawn and saved. Exit 1 if a workflow failed, or if in some cycle one
+side did not take the
+other's room
+through ComfyUI's list.
 """
 
 from __future__ import annotations
@@ -77,16 +80,26 @@ def workflow(choice: WorkflowChoice, seed: int) -> dict[str, dict[str, Any]]:
 
     draw = {"steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
     return {
-        "load": node("OnedeskLoadModel", model=choice.writer, weights="as stored", context=choice.context, policy="stay"),
+        "load": node(
+            "OnedeskLoadModel", model=choice.writer, weights="as stored", context=choice.context, policy="stay"
+        ),
         "messages": node("OnedeskPrompt", preset="none", system="", text="Describe a picture.", dynamic=False, seed=0),
-        "write": node("OnedeskGenerate", model=["load", 0], messages=["messages", 0], seed=seed, max_tokens=choice.tokens),
+        "write": node(
+            "OnedeskGenerate", model=["load", 0], messages=["messages", 0], seed=seed, max_tokens=choice.tokens
+        ),
         WRITTEN: node(REPORT, value=["write", 0]),
         "encoder": node(ENCODER_NODE, clip_name=choice.encoder),
         "encode": node("CLIPTextEncode", text=[WRITTEN, 0], clip=["encoder", 0]),
         "painter": node("UNETLoader", unet_name=choice.painter, weight_dtype="default"),
         "empty": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
         "draw": node(
-            "KSampler", model=["painter", 0], positive=["encode", 0], negative=["encode", 0], latent_image=["empty", 0], seed=seed, **draw
+            "KSampler",
+            model=["painter", 0],
+            positive=["encode", 0],
+            negative=["encode", 0],
+            latent_image=["empty", 0],
+            seed=seed,
+            **draw,
         ),
         DRAWN: node(REPORT, value=["draw", 0]),
         "coder": node("VAELoader", vae_name=choice.coder),
@@ -96,7 +109,9 @@ def workflow(choice: WorkflowChoice, seed: int) -> dict[str, dict[str, Any]]:
 
 
 class CardPeak(threading.Thread):
-    """Asks ComfyUI every 50 ms how much of the card is in use, by anybody; `peak` in bytes, None where there is no card."""
+    """Asks ComfyUI every 50 ms how much of the card is in use, by anybody; `peak` in bytes, None where there is no
+    card.
+    """
 
     def __init__(self, client: Client) -> None:
         super().__init__(name="onedesk-peak", daemon=True)
@@ -119,14 +134,16 @@ class CardPeak(threading.Thread):
 
 
 def alternate(client: Client, choice: WorkflowChoice, cycles: int, outcome: AlternateOutcome) -> None:
-    """Run one cycle that is not counted and then `cycles` that are; everything seen goes into `outcome`, also before an error.
+    """Run one cycle that is not counted and then `cycles` that are; everything seen goes into `outcome`, also before an
+    error.
 
     Raises PeerError when ComfyUI lacks a node, refuses or fails a workflow, or does not answer.
     """
     for name in (REPORT, ENCODER_NODE, "OnedeskGenerate"):
         if name not in client.ask(f"/object_info/{name}"):
             raise PeerError(
-                f"this ComfyUI has no node {name}; put the pack and its tests/comfyui_pack into custom_nodes and start it again"
+                f"this ComfyUI has no node {name}; put the pack and its tests/comfyui_pack into custom_nodes and start"
+                " it again"
             )
     first_seed = time.time_ns() % (1 << 32)
     before: dict[str, Any] | None = None
@@ -161,7 +178,10 @@ def broken_promises(before: Mapping[str, Any], written: Mapping[str, Any], drawn
     if not written["ours"]:
         yield "the writer holds nothing after writing"
     if painters(written) >= painters(before):
-        yield f"writing took no room from ComfyUI's models, which hold {painters(written)} bytes and held {painters(before)}"
+        yield (
+            f"writing took no room from ComfyUI's models, which hold {painters(written)} bytes and held"
+            f" {painters(before)}"
+        )
     if drawn["ours"]:
         yield f"the writer still holds {drawn['ours']} bytes after drawing"
     if drawn["evictions"] <= written["evictions"]:
@@ -180,7 +200,11 @@ def _row(cycle: int, step: str, report: Mapping[str, Any], since: float) -> dict
     row |= {key: report[key] for key in ("used", "allocated", "reserved") if key in report}
     row |= {"comfyui": painters(report), "ours": report["ours"]}
     if step == DRAWN:
-        row |= {"asked": _given(report, "asked"), "measured": _given(report, "measured"), "release_seconds": _given(report, "seconds")}
+        row |= {
+            "asked": _given(report, "asked"),
+            "measured": _given(report, "measured"),
+            "release_seconds": _given(report, "seconds"),
+        }
     return row
 
 
@@ -191,12 +215,16 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, f
         chosen = [row for row in rows if row["step"] == step]
         names = [name for name in (chosen[0] if chosen else {}) if name not in ("cycle", "step")]
         values = {name: [row[name] for row in chosen] for name in names}
-        found[step] = {name: {"min": min(v), "median": statistics.median(v), "max": max(v)} for name, v in values.items()}
+        found[step] = {
+            name: {"min": min(v), "median": statistics.median(v), "max": max(v)} for name, v in values.items()
+        }
     return found
 
 
 def drift(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Bytes of the card in use after the last drawing beyond those after the first third of the cycles; None where there is no card."""
+    """Bytes of the card in use after the last drawing beyond those after the first third of the cycles; None where
+    there is no card.
+    """
     used = [row["used"] for row in rows if row["step"] == DRAWN and "used" in row]
     return used[-1] - used[len(used) // 3] if used else None
 
@@ -205,10 +233,19 @@ def table(document: Mapping[str, Any]) -> str:
     """The document for people."""
     lines: list[tuple[str, ...]] = [TITLES]
     for step, figures in document["steps"].items():
-        lines += [(step, name, *(_shown(name, values[key]) for key in ("min", "median", "max"))) for name, values in figures.items()]
+        lines += [
+            (step, name, *(_shown(name, values[key]) for key in ("min", "median", "max")))
+            for name, values in figures.items()
+        ]
     kept = f"{len(document['failures'])} promises broken" if document["failures"] else "every promise kept"
-    peak = "" if document["peak_used"] is None else f", at most {document['peak_used'] / GIB:.2f} GiB of the card in use"
-    grown = "" if document["drift_bytes"] is None else f"; {document['drift_bytes'] / MIB:.1f} MiB more than after the first third"
+    peak = (
+        "" if document["peak_used"] is None else f", at most {document['peak_used'] / GIB:.2f} GiB of the card in use"
+    )
+    grown = (
+        ""
+        if document["drift_bytes"] is None
+        else f"; {document['drift_bytes'] / MIB:.1f} MiB more than after the first third"
+    )
     head = f"{document['cycles']} cycles on {document['device']} in {document['seconds']:.0f} s, {kept}{peak}{grown}"
     return "\n".join([head, columns(lines), *document["failures"]])
 
@@ -218,7 +255,8 @@ def _shown(name: str, value: float) -> str:
 
 
 def measure(port: int, choice: WorkflowChoice, cycles: int, sink: TextIO | None = None) -> dict[str, Any]:
-    """The document: the machine, `steps`, `rows`, `failures`, `peak_used`, `drift_bytes`. Bytes are integers, times seconds.
+    """The document: the machine, `steps`, `rows`, `failures`, `peak_used`, `drift_bytes`. Bytes are integers, times
+    seconds.
 
     `sink` gets each row at once, see AlternateOutcome. Raises PeerError when nobody answers at the port.
     """
@@ -264,7 +302,9 @@ def port_of(url: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="alternate", description="write and draw in turn in a running ComfyUI, and report bytes by step")
+    parser = argparse.ArgumentParser(
+        prog="alternate", description="write and draw in turn in a running ComfyUI, and report bytes by step"
+    )
     parser.add_argument("url", help="http://127.0.0.1:PORT of a ComfyUI with this pack and tests/comfyui_pack")
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--writer", default="big-writer", help="a language model")
@@ -274,7 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--json", action="store_true", help="one document on stdout, the table on stderr")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="write each row as a line of JSON to FILE as soon as it is there")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="write each row as a line of JSON to FILE as soon as it is there"
+    )
     args = parser.parse_args(argv)
     if args.cycles < 1:
         parser.error(f"--cycles is {args.cycles}; use a whole number from 1")

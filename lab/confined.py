@@ -1,5 +1,5 @@
-"""Random choices of limit, model, context and picture, each in a real memory limit and a process of its own: nothing may be killed,
-and what is refused must be refused before loading, with figures that were right.
+"""Random choices of limit, model, context and picture, each in a real memory limit and a process of its own: nothing
+may be killed, and what is refused must be refused before loading, with figures that were right.
 
     python -m onedesk.lab.confined --count 200
 """
@@ -63,7 +63,9 @@ Picture = Literal["drawn", "refused", "not asked"]
 
 @dataclass(frozen=True, slots=True)
 class ConfinedCase:
-    """One choice. `leased`: the picture is a lease of the pool; else a plain allocation after the pool was asked for room."""
+    """One choice. `leased`: the picture is a lease of the pool; else a plain allocation after the pool was asked for
+    room.
+    """
 
     model: str
     limit: int
@@ -117,7 +119,12 @@ def checkpoint_of(model: str, cache: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     hidden, layers, intermediate, vocabulary = MODELS[model]
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate, "vocab_size": vocabulary}
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+    }
     heads = {"num_attention_heads": hidden // HEAD_DIM, "num_key_value_heads": KV_HEADS}
     with work_folder(folder.parent, model) as started:
         whole = started / model
@@ -145,7 +152,16 @@ def _try_case(case: ConfinedCase, folder: Path, group: MemoryGroup, config: Conf
         context = _suggested_context(str(refusal))
         works = _works(folder, context) if context else None
         return ConfinedOutcome(
-            False, str(refusal), *figures, growth if untouched else case.limit, "not asked", 0, True, True, context, works
+            False,
+            str(refusal),
+            *figures,
+            growth if untouched else case.limit,
+            "not asked",
+            0,
+            True,
+            True,
+            context,
+            works,
         )
     picture, most = _draw(case, pool)
     message, same, woken = "", True, True
@@ -212,7 +228,8 @@ def run_case(case: ConfinedCase, folder: Path, config: Config, number: int) -> t
 def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
     """Run `work` in a forked process; its answer, or None when it ended without one. Raises OnedeskError for its own.
 
-    Forked before any thread or parallel region exists here: a fresh interpreter a case would take two seconds of imports each.
+    Forked before any thread or parallel region exists here: a fresh interpreter a case would take two seconds of
+    imports each.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -267,14 +284,18 @@ def faults_of(case: ConfinedCase, folder: Path, outcome: ConfinedOutcome | None,
         if drawn != (outcome.picture == "drawn"):
             found.append(f"the picture of {case.picture} was {outcome.picture} with room for {outcome.picture_most}")
     if not outcome.woken and most - need > NEAR:
-        found.append(f"it fitted with {int(most) - need} bytes to spare, and was refused when it was to wake: {outcome.message}")
+        found.append(
+            f"it fitted with {int(most) - need} bytes to spare, and was refused when it was to wake: {outcome.message}"
+        )
     if not outcome.same_text:
         found.append("the text differs after the hand-over")
     return found
 
 
 def run_confined(count: int, *, seed: int, config: Config, models: Sequence[str] = tuple(MODELS)) -> dict[str, Any]:
-    """Run `count` random cases; the document counts what became of them, and lists what was wrong. Raises FileError without root."""
+    """Run `count` random cases; the document counts what became of them, and lists what was wrong. Raises FileError
+    without root.
+    """
     cases = random_cases(count, seed, models)
     folders = {model: config.cache / "confined" / model for model in models}
     for model in models:
@@ -288,7 +309,9 @@ def run_confined(count: int, *, seed: int, config: Config, models: Sequence[str]
         became[_became(case, outcome)] += 1
         faults = faults_of(case, folders[case.model], outcome, killed)
         if faults:
-            wrong.append({"case": asdict(case), "faults": faults, "outcome": None if outcome is None else asdict(outcome)})
+            wrong.append(
+                {"case": asdict(case), "faults": faults, "outcome": None if outcome is None else asdict(outcome)}
+            )
     return {
         "kind": "confined",
         "count": count,
@@ -305,9 +328,13 @@ def _became(case: ConfinedCase, outcome: ConfinedOutcome | None) -> str:
     if outcome is None:
         return "killed"
     if outcome.fits:
-        return f"written, the picture {outcome.picture}" + ("" if outcome.woken else ", refused to wake by what the process had grown")
+        return f"written, the picture {outcome.picture}" + (
+            "" if outcome.woken else ", refused to wake by what the process had grown"
+        )
     beyond = outcome.weights + outcome.kv + outcome.scratch > outcome.expected
-    return f"refused: more than {'the machine has' if beyond else 'the budget'}" + (", a smaller context fits" if outcome.suggested else "")
+    return f"refused: more than {'the machine has' if beyond else 'the budget'}" + (
+        ", a smaller context fits" if outcome.suggested else ""
+    )
 
 
 def main() -> int:
@@ -319,7 +346,9 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=None)
     args = parser.parse_args()
     try:
-        document = run_confined(args.count, seed=args.seed, config=load_config(args.config), models=args.models.split(","))
+        document = run_confined(
+            args.count, seed=args.seed, config=load_config(args.config), models=args.models.split(",")
+        )
     except OnedeskError as error:
         write_json({"error": {"type": type(error).__name__, "message": str(error)}})
         return 1

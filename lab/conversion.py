@@ -1,8 +1,10 @@
-"""Converts a folder that is far larger than the memory it may have: as a whole, and killed again and again; both write the same bytes.
+"""Converts a folder that is far larger than the memory it may have: as a whole, and killed again and again; both write
+the same bytes.
 
     python -m onedesk.lab.conversion [--gigabytes 6] [--limit 640] [--quant int4] [--folder DIR]
 
-The folder has a shard a layer, sparse on the disk but for its first numbers; each child is in a real memory limit, page cache included.
+The folder has a shard a layer, sparse on the disk but for its first numbers; each child is in a real memory limit, page
+cache included.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ def _write_sparse(path: Path, tensors: dict[str, tuple[int, ...]], first: torch.
 def measure_conversion(
     place: Path, nbytes: int, limit: int, quant: str, kernels: Path | None = None, kills: Sequence[float] = KILLS
 ) -> dict[str, Any]:
-    """The document; `place` is an empty folder, `kernels` a cache in which they are compiled already, `kills` shares of what is written.
+    """The document; `place` is an empty folder, `kernels` a cache in which they are compiled already, `kills` shares of
+    what is written.
 
     Raises FileError where there is no memory limit to be had, or a child fails.
     """
@@ -136,20 +139,26 @@ def measure_conversion(
 
 
 def _convert(group: MemoryGroup, model: Path, tree: Path, quant: str, kill_at: int | None) -> dict[str, Any]:
-    """One child: to its end, or killed when it has written so many bytes. A child that ends too early has not been killed."""
+    """One child: to its end, or killed when it has written so many bytes. A child that ends too early has not been
+    killed.
+    """
     options = ["--model", str(model), "--quant", quant, "--config", str(tree / "onedesk.toml")]
     command = [sys.executable, "-c", CHILD, str(group.folder / "cgroup.procs"), *options]
     began, written = time.monotonic(), 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         while kill_at is not None and child.poll() is None and written < kill_at:
             time.sleep(0.01)
-            written = max((_size(path) for path in (tree / "cache" / "quantized").glob(".partial-*/*.safetensors")), default=0)
+            written = max(
+                (_size(path) for path in (tree / "cache" / "quantized").glob(".partial-*/*.safetensors")), default=0
+            )
         if kill_at is not None:
             child.send_signal(signal.SIGKILL)
         answer, told = child.communicate(timeout=SECONDS)
     seconds, wanted = time.monotonic() - began, 0 if kill_at is None else -signal.SIGKILL
     if child.returncode != wanted:
-        raise FileError(f"the conversion ended with status {child.returncode} instead of {wanted}: {(answer + told)[-400:]}")
+        raise FileError(
+            f"the conversion ended with status {child.returncode} instead of {wanted}: {(answer + told)[-400:]}"
+        )
     return {"seconds": seconds, "written": written, "peak": 0 if kill_at is not None else int(told.split()[-1])}
 
 
@@ -174,7 +183,9 @@ def _digest(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 1 where the bytes differ or the kernel killed a child."""
-    parser = argparse.ArgumentParser(prog="conversion", description="convert a folder that is far larger than the memory it may have")
+    parser = argparse.ArgumentParser(
+        prog="conversion", description="convert a folder that is far larger than the memory it may have"
+    )
     parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--limit", type=int, default=640, help="MiB of memory, page cache included")
     parser.add_argument("--quant", default="int4", choices=("int8", "int4"))

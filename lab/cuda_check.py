@@ -69,7 +69,9 @@ def answer(model: OpenModel) -> Result:
 
 def opened(path: Path, device: str, cache: Path, settings: MemorySettings | None = None) -> OpenModel:
     """The model of `path` in its own pool."""
-    return open_model(path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache)
+    return open_model(
+        path, pool=made_pool(device, settings), context=CONTEXT, device=pick_device(device).type, kernel_cache=cache
+    )
 
 
 def made_pool(device: str, settings: MemorySettings | None = None) -> Pool:
@@ -221,7 +223,10 @@ def _broken_managed(managed: Mapping[str, Any]) -> list[str]:
     found, nbytes, equal = [], managed["bytes"], managed["same_as_cpu"]
     if nbytes["measured"] < RETURNED_SHARE * MANAGED_BYTES or nbytes["asked"] != MANAGED_BYTES:
         found.append(f"managed memory returned {nbytes['measured']} of {MANAGED_BYTES} bytes")
-    if abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20 or managed["counted_half_aside"] != MANAGED_BYTES // 2:
+    if (
+        abs(nbytes["half_aside"] - MANAGED_BYTES // 2) > MANAGED_BYTES // 20
+        or managed["counted_half_aside"] != MANAGED_BYTES // 2
+    ):
         found.append(f"with half of {MANAGED_BYTES} bytes set aside the card still held {nbytes['half_aside']}")
     if not managed["content_same"]:
         found.append("managed memory held other bytes after a part was set aside")
@@ -256,7 +261,9 @@ def check(cycles: int, cache: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_check", description="check the engine on a CUDA device with random checkpoints")
+    parser = argparse.ArgumentParser(
+        prog="cuda_check", description="check the engine on a CUDA device with random checkpoints"
+    )
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument(
         "--cache",
@@ -287,10 +294,19 @@ def summary(document: Mapping[str, Any]) -> str:
     least = min(row["driver"] / row["held"] for row in gave["rows"])
     lines = [
         f"{document['device']}, torch {document['torch']}, {document['seconds']:.0f} s",
-        f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, log-probabilities within {equal['score_difference']:.1e}",
-        f"{gave['model']} in BF16, evicted and back {len(gave['rows'])} times: at least {least:.1%} returned by the driver's figure",
+        (
+            f"FP32: {equal['same']} of {equal['tokens']} tokens are those of the CPU, log-probabilities within"
+            f" {equal['score_difference']:.1e}"
+        ),
+        (
+            f"{gave['model']} in BF16, evicted and back {len(gave['rows'])} times: at least {least:.1%} returned by the"
+            " driver's figure"
+        ),
         f"the device has {gave['drift_bytes'] / MIB:.1f} MiB less free than after the first third of them",
-        f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f} tokens/s",
+        (
+            f"prefill {gave['prefill_tokens_per_second']:.0f} tokens/s, decode {gave['decode_tokens_per_second']:.1f}"
+            " tokens/s"
+        ),
         f"steps in a graph: {', '.join(row['family'] for row in document['families'] if row['graph']) or 'none'}",
         f"managed memory: {managed.get('missing') or ', '.join(name for name, can in managed['can'].items() if can)}",
         *document["failures"],

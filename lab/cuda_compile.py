@@ -125,7 +125,9 @@ def spilled_bytes(ptx: str, arch: int) -> int:
     return max((int(count) for count in re.findall(r"(\d+) bytes spill stores", said)), default=0)
 
 
-def check(archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2) -> dict[str, Any]:
+def check(
+    archs: Sequence[int], shapes: Mapping[str, Sequence[str]], parts: Sequence[str] = (), jobs: int = 2
+) -> dict[str, Any]:
     """The document; `failures` lists what does not compile or fit, and kernels that no shape launches. Raises
     RequestError.
     """
@@ -169,7 +171,10 @@ def summary(arch: int, rows: Sequence[Mapping[str, Any]], seconds: float) -> dic
 def line_of(row: Mapping[str, Any]) -> str:
     """A variant as one line."""
     limit = DEVICES[row["arch"]].shared
-    became = f"{row['shared'] / 1024:.1f} of {limit >> 10} KiB shared, {row['registers']} registers, {row['spilled']} bytes spilled"
+    became = (
+        f"{row['shared'] / 1024:.1f} of {limit >> 10} KiB shared, {row['registers']} registers, {row['spilled']} bytes"
+        " spilled"
+    )
     return f"sm_{row['arch']} {row['kernel']}: {row['error'] or became}  ({row['first']}; {row['form']})"
 
 
@@ -191,7 +196,9 @@ def _tell(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_compile", description="compile all Triton kernels for GPUs that need not be here")
+    parser = argparse.ArgumentParser(
+        prog="cuda_compile", description="compile all Triton kernels for GPUs that need not be here"
+    )
     known = {"arch": [str(arch) for arch in DEVICES], "shape": list(SHAPES), "part": parts_of_tree()}
     parser.add_argument("--arch", default=str(SPARK), help=f"of {', '.join(known['arch'])}; else {SPARK}")
     parser.add_argument("--shape", default="", help=f"of {', '.join(SHAPES)}; else all")

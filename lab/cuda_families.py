@@ -52,7 +52,9 @@ def broken_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found: list[str] = []
     for row in rows:
         if not row["score_difference"] <= DIFFERENCE:
-            found.append(f"{row['family']}: log-probabilities are {row['score_difference']:.3f} from the CPU's in the median")
+            found.append(
+                f"{row['family']}: log-probabilities are {row['score_difference']:.3f} from the CPU's in the median"
+            )
         if row["device"] == "cuda" and not row["graph"]:
             found.append(f"{row['family']}: its steps are no graph ({row['kernels']})")
         if row["other_texts"]:
@@ -67,7 +69,10 @@ def family_row(family: str, device: str, cache: Path) -> dict[str, Any]:
     config = shape_of(NAMES[family], tiny=True)[1]
     config = dict(config.get("text_config", config)) | {"tie_word_embeddings": False}
     vocab = config["vocab_size"]
-    ids = [torch.randint(3, vocab, (PROMPT - 40 * row,), generator=torch.Generator().manual_seed(row)).tolist() for row in range(ROWS)]
+    ids = [
+        torch.randint(3, vocab, (PROMPT - 40 * row,), generator=torch.Generator().manual_seed(row)).tolist()
+        for row in range(ROWS)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         write_random(Path(folder), config)
         model = _opened(Path(folder), "cpu", cache)
@@ -106,13 +111,17 @@ def _texts(model: OpenModel, ids: Sequence[Sequence[int]]) -> list[list[int]]:
     """TOKENS tokens after each prompt, greedy, as one batch."""
     sampling = Sampling(temperature=0.0)
     requests = [Request(ids=tuple(row), sampling=sampling, max_tokens=TOKENS, prefix_reuse=False) for row in ids]
-    found = {event.request: list(event.result.ids) for event in model.generate_batch(requests) if event.result is not None}
+    found = {
+        event.request: list(event.result.ids) for event in model.generate_batch(requests) if event.result is not None
+    }
     return [found[row] for row in range(len(ids))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_families", description="check a small network of every family on a CUDA device")
+    parser = argparse.ArgumentParser(
+        prog="cuda_families", description="check a small network of every family on a CUDA device"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--families", default=",".join(NAMES))
     parser.add_argument("--json", action="store_true")

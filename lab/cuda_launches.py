@@ -227,7 +227,12 @@ def parts_of_tree() -> list[str]:
 def kernels_of_tree() -> dict[str, Any]:
     """All functions in the triton_* modules that Triton compiles and no other one calls, by name."""
     modules = [import_module(f"{fused.__name__}.triton_{part}") for part in parts_of_tree()]
-    own = {name: each for module in modules for name, each in vars(module).items() if getattr(each, "module", None) == module.__name__}
+    own = {
+        name: each
+        for module in modules
+        for name, each in vars(module).items()
+        if getattr(each, "module", None) == module.__name__
+    }
     called = {name for each in own.values() for name in _called(each.src)}
     return {name: each for name, each in own.items() if name not in called}
 
@@ -270,17 +275,24 @@ class _PassRecorder:
         tensors = {planned.destination.key: planned.carve(nowhere.carve) for planned in blueprint.plan.tensors}
         kernels = FusedCudaKernels(blueprint.activation, device)
         kernels.reserve(
-            [nowhere.carve(*buffer) for buffer in kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)]
+            [
+                nowhere.carve(*buffer)
+                for buffer in kernels.workspace_spec(widths.shape, context, blueprint.activation, widths.columns)
+            ]
         )
         rotary = RotaryTable.build(nowhere, context, config.rotary_dim, config.rope_theta, config.yarn)
         tables = {wanted.key: nowhere for wanted in blueprint.family.destinations(config) if wanted.in_file}
         self._blueprint = blueprint
         self._network: Decoder = blueprint.family.build(config, tensors, kernels, rotary, tables)
         if not self._network.captured:
-            raise RequestError(f"{self._title}: a step is no graph on this device; see the log for what has no fused kernel")
+            raise RequestError(
+                f"{self._title}: a step is no graph on this device; see the log for what has no fused kernel"
+            )
         states, kv = blueprint.state_shape, (nowhere, blueprint.kv_shape)
         paged = (context, blueprint.sequences)
-        self._cache = PagedKV(*kv, *paged) if states is None else HybridKV(*kv, RecurrentStates(nowhere, states), *paged)
+        self._cache = (
+            PagedKV(*kv, *paged) if states is None else HybridKV(*kv, RecurrentStates(nowhere, states), *paged)
+        )
         self._scratch = Scratch(nowhere, widths, blueprint.rows, SCORED_ROWS, blueprint.activation)
         self._chunk = ChunkBuffers(nowhere, self._cache, blueprint.rows)
         self._step = DecodeBuffers(nowhere, self._network, self._cache, self._scratch)
@@ -370,4 +382,6 @@ def _blueprint(name: str, form: str, context: int) -> Blueprint:
         if not wanted.in_file
     ]
     checkpoint = Checkpoint(Path(), name, config, MappingProxyType({}), MappingProxyType({}), 0)
-    return Blueprint(checkpoint, family, described, WeightPlan(tuple(tensors)), context, activation, torch.device("cuda"), MAX_BATCH)
+    return Blueprint(
+        checkpoint, family, described, WeightPlan(tuple(tensors)), context, activation, torch.device("cuda"), MAX_BATCH
+    )

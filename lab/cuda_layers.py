@@ -76,7 +76,8 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
     ways select the same experts.
     """
     gate_up, down = (
-        _small(make, held, case.count * rows, cols) for rows, cols in ((2 * case.width, case.hidden), (case.hidden, case.width))
+        _small(make, held, case.count * rows, cols)
+        for rows, cols in ((2 * case.width, case.hidden), (case.hidden, case.width))
     )
     router = torch.zeros(case.count, case.hidden, device=make.device, dtype=make.activation)
     router.fill_diagonal_(1)
@@ -88,10 +89,14 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
             _small(make, None, case.hidden, case.shared),
         )
         shared = SharedWeights(*gates)
-    experts = ExpertWeights(case.active, case.normalized, router, _parts(gate_up, case.count), _parts(down, case.count), shared)
+    experts = ExpertWeights(
+        case.active, case.normalized, router, _parts(gate_up, case.count), _parts(down, case.count), shared
+    )
     for count in EXPERT_ROWS:
         x = make.rows(count, case.hidden)
-        x[:, : case.count] = torch.stack([torch.randperm(case.count, device=make.device) // 2 for _ in range(count)]) / 8 - 2
+        x[:, : case.count] = (
+            torch.stack([torch.randperm(case.count, device=make.device) // 2 for _ in range(count)]) / 8 - 2
+        )
         picked = pick_numbers(case.count, case.active, case.hidden, case.width)
         widths = (case.count, case.hidden, case.width, 1, max(1, case.shared), picked)
         truth = _expert_truth(experts, x.float())
@@ -99,7 +104,9 @@ def expert_findings(kernels: CudaKernels, make: Maker, held: Format | None, case
         out = before.clone()
         done = kernels.run_experts(experts, ExpertOperands(x, out, *(make.empty(count, width) for width in widths)))
         error = apart(out, before.float() + truth) if done else float("inf")
-        form = f"{held.name if held else 'float'}-{held.group if held else 0} {case.count} of {case.width}, rows {count}"
+        form = (
+            f"{held.name if held else 'float'}-{held.group if held else 0} {case.count} of {case.width}, rows {count}"
+        )
         yield Finding("experts", form, error, 4 * BOUNDS[make.activation])
 
 
@@ -127,7 +134,9 @@ def _expert_truth(experts: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
     for expert in range(len(experts.gate_up)):
         rows, picks = (chosen == expert).nonzero(as_tuple=True)
         if len(rows):
-            added.index_add_(0, rows, weights[rows, picks][:, None] * _feed(x[rows], experts.gate_up[expert], experts.down[expert]))
+            added.index_add_(
+                0, rows, weights[rows, picks][:, None] * _feed(x[rows], experts.gate_up[expert], experts.down[expert])
+            )
     shared = experts.shared
     if shared is not None:
         added += torch.sigmoid(x @ wide(shared.gate).t()) * _feed(x, shared.gate_up, shared.down)
@@ -157,7 +166,11 @@ def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iter
         make.normal(12, heads.taps.shape[0] - 1, heads.channels),
         make.normal(12, *heads.decay.shape, heads.key_dim, heads.value_dim),
     )
-    cases = [(kind, count) for kind, counts in zip(DELTA_KINDS, (DELTA_STEPS, DELTA_TRAILS, DELTA_CHUNKS), strict=True) for count in counts]
+    cases = [
+        (kind, count)
+        for kind, counts in zip(DELTA_KINDS, (DELTA_STEPS, DELTA_TRAILS, DELTA_CHUNKS), strict=True)
+        for count in counts
+    ]
     for turn, (kind, count) in enumerate(cases):
         projected, rates = make.rows(count, width), make.rows(count, 2 * every)
         if kind == "chunk" and turn % 2:
@@ -173,10 +186,14 @@ def delta_findings(kernels: CudaKernels, make: Maker, heads: DeltaHeads) -> Iter
         for row in range(1 if kind == "chunk" else count):
             rows = slice(0, count) if kind == "chunk" else slice(row, row + 1)
             source, target = int(slots.source[row]), int(slots.target[row])
-            pieces = _delta_truth(heads, projected[rows].float(), rates[rows].float(), truth[1][source], truth[2][source].clone())
+            pieces = _delta_truth(
+                heads, projected[rows].float(), rates[rows].float(), truth[1][source], truth[2][source].clone()
+            )
             truth[0][rows], truth[1][target], truth[2][target] = pieces
         bound = 4 * BOUNDS[make.activation]
-        for name, ours, theirs in zip(("delta", "delta, window", "delta, state"), (step.out, *held), truth, strict=True):
+        for name, ours, theirs in zip(
+            ("delta", "delta, window", "delta, state"), (step.out, *held), truth, strict=True
+        ):
             yield Finding(name, form, apart(ours, theirs) if done else float("inf"), bound)
 
 
@@ -198,13 +215,17 @@ def _delta_truth(
     convolved, window = convolve_chunk(seen, window, heads.taps)
     q, k, v = convolved.split((heads.keys, heads.keys, heads.values), dim=1)
     q, k = unit(q.reshape(count, h, d)) * d**-0.5, unit(k.reshape(count, h, d))
-    answers = delta_chunk(q, k, v.reshape(count, h, r, e), heads.decay * F.softplus(speed + heads.bias), beta.sigmoid(), state)
+    answers = delta_chunk(
+        q, k, v.reshape(count, h, r, e), heads.decay * F.softplus(speed + heads.bias), beta.sigmoid(), state
+    )
     normed = answers * torch.rsqrt(answers.square().mean(-1, keepdim=True) + heads.norm.eps) * heads.norm.weight
     opened = torch.sigmoid(gates) if heads.gate == "sigmoid" else F.silu(gates)
     return (normed * opened).reshape(count, -1), window, state
 
 
-def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, streams: int, *, injects: bool) -> Iterator[Finding]:
+def stream_findings(
+    kernels: CudaKernels, make: Maker, hidden: int, rank: int, streams: int, *, injects: bool
+) -> Iterator[Finding]:
     """What layers read of residual streams, and the injection of their results."""
     wide, norm = streams * hidden, NormWeight(make.normal(streams, hidden).abs() + 0.5, 1e-6)
     down, up = make.rows(rank, wide) * 0.05, make.rows(wide, rank) * 0.2
@@ -221,7 +242,9 @@ def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, s
         )
         low = F.silu(normed.flatten(1) @ down.float().t() / streams)
         mixed = torch.sigmoid(low @ up.float().t()).view(normed.shape) * normed
-        yield Finding("streams, read", form, apart(at.read, mixed.mean(1)) if done else float("inf"), 4 * BOUNDS[make.activation])
+        yield Finding(
+            "streams, read", form, apart(at.read, mixed.mean(1)) if done else float("inf"), 4 * BOUNDS[make.activation]
+        )
         if not injects:
             continue
         weights = 2 * torch.sigmoid(normed.flatten(1) @ inject.float().t() / streams)
@@ -242,7 +265,9 @@ def stream_findings(kernels: CudaKernels, make: Maker, hidden: int, rank: int, s
         yield Finding("streams, both", form, error if done else float("inf"), BOUNDS[make.activation])
 
 
-def ngram_findings(kernels: CudaKernels, make: Maker, streams: int, hidden: int, width: int, taps: int, spaced: int) -> Iterator[Finding]:
+def ngram_findings(
+    kernels: CudaKernels, make: Maker, streams: int, hidden: int, width: int, taps: int, spaced: int
+) -> Iterator[Finding]:
     """Steps of several sequences, whose windows stay in their slots or move to others, and verify passes of one, with a
     window after every row.
     """
@@ -255,7 +280,9 @@ def ngram_findings(kernels: CudaKernels, make: Maker, streams: int, hidden: int,
     for kind, count in cases:
         slot_ids = torch.randperm(2 * FEW_ROWS + 1, device=make.device)
         first = slot_ids[:count]
-        slots = Slots(first, {"step": first, "aside": slot_ids[count : 2 * count], "verify": slot_ids[1 : count + 1]}[kind])
+        slots = Slots(
+            first, {"step": first, "aside": slot_ids[count : 2 * count], "verify": slot_ids[1 : count + 1]}[kind]
+        )
         embedded, before = make.rows(count, width), make.rows(count, channels)
         before[0, :hidden] = 0  # a score of 0
         windows, x = make.normal(2 * FEW_ROWS + 1, (taps - 1) * spaced, channels), before.clone()
@@ -265,7 +292,9 @@ def ngram_findings(kernels: CudaKernels, make: Maker, streams: int, hidden: int,
         done = kernels.add_ngrams(weights, NgramOperands(embedded, x, *buffers, held, slots, kind == "verify"))
         for row in range(count):
             source, target = int(slots.source[row]), int(slots.target[row])
-            truth[1][row], truth[0][target] = _ngram_truth(weights, embedded[row].float(), truth[1][row], truth[0][source])
+            truth[1][row], truth[0][target] = _ngram_truth(
+                weights, embedded[row].float(), truth[1][row], truth[0][source]
+            )
         form, bound = f"{streams} of {hidden} by {width}, {taps} taps, {kind} {count}", BOUNDS[make.activation]
         yield Finding("ngrams", form, apart(x, truth[1]) if done else float("inf"), 2 * bound)
         yield Finding("ngrams, window", form, apart(held, truth[0]) if done else float("inf"), 2 * bound)
@@ -280,7 +309,9 @@ def _ngram_truth(
         return ReferenceKernels().rms_norm(x.view(norm.weight.shape), norm, torch.empty_like(norm.weight))
 
     keys, values = wide(weights.key) @ embedded, wide(weights.value) @ embedded
-    scores = (normed(keys, weights.key_norm) * normed(row, weights.query_norm)).sum(-1) * weights.key_norm.weight.shape[1] ** -0.5
+    scores = (normed(keys, weights.key_norm) * normed(row, weights.query_norm)).sum(-1) * weights.key_norm.weight.shape[
+        1
+    ] ** -0.5
     gates = torch.sigmoid(scores.abs().clamp_min(1e-6).sqrt() * scores.sign())
     added = gates[:, None] * values
     convolved, after = convolve_chunk(normed(added, weights.conv_norm).view(1, -1), window, weights.taps, weights.apart)

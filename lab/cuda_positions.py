@@ -50,7 +50,9 @@ INDEXER = (4, 128, 256, 4)
 
 def rotary_table(make: Maker, rotated: int) -> RotaryTable:
     """Angles of CONTEXT positions for heads of which `rotated` numbers are rotated."""
-    angles = torch.arange(CONTEXT, device=make.device)[:, None] / 1e6 ** (torch.arange(0, rotated, 2, device=make.device) / rotated)
+    angles = torch.arange(CONTEXT, device=make.device)[:, None] / 1e6 ** (
+        torch.arange(0, rotated, 2, device=make.device) / rotated
+    )
     return RotaryTable(angles.cos(), angles.sin())
 
 
@@ -98,9 +100,13 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rota
         count = len(batch.positions)
         keys, values = (make.rows(batch.tables.numel(), heads.kv_heads, BLOCK, heads.head_dim) for _ in range(2))
         qkv, wide_keys, wide_values = make.rows(count, heads.qkv), keys.float(), values.float()
-        wide = AttentionOperands(qkv.float(), wide_keys, wide_values, batch, torch.empty(count, heads.queries, device=make.device))
+        wide = AttentionOperands(
+            qkv.float(), wide_keys, wide_values, batch, torch.empty(count, heads.queries, device=make.device)
+        )
         truth = ReferenceKernels().attend(layer, wide)
-        found = kernels.attend(layer, AttentionOperands(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries)))
+        found = kernels.attend(
+            layer, AttentionOperands(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries))
+        )
         form = _form(heads, rotated, "chunk" if batch.one_sequence else "step", lengths)
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend", form, apart(found, truth), bound)
@@ -157,7 +163,9 @@ def indexed_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotate
             keys.float(),
             values.float(),
         )
-        turned_queries = ReferenceKernels().rotate_and_store(layer, AttentionOperands(qkv.float(), wide_keys, wide_values, batch, out))
+        turned_queries = ReferenceKernels().rotate_and_store(
+            layer, AttentionOperands(qkv.float(), wide_keys, wide_values, batch, out)
+        )
         asked = queries.float().view(count, indexer.heads, indexer.dim)
         ReferenceKernels().rms_norm(asked, indexer.q_norm, asked)
         ReferenceKernels().rotate(asked, rotary.cos[batch.positions], rotary.sin[batch.positions])

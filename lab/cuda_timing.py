@@ -84,7 +84,9 @@ def product_findings(
             yield Finding("norm_linear", form, apart(found, after_norm), bound)
         if "norm_gate_up" not in products:
             continue
-        found = kernels.norm_gate_up(x, norm, weight, make.empty(count, rows // 2), make.empty(count, cols), make.empty(count, rows))
+        found = kernels.norm_gate_up(
+            x, norm, weight, make.empty(count, rows // 2), make.empty(count, cols), make.empty(count, rows)
+        )
         gated = truth.silu_mul(after_norm, torch.empty(count, rows // 2, device=x.device))
         # A gate far from 0 multiplies the error.
         yield Finding("norm_gate_up", form, apart(found, gated), 4 * bound)
@@ -133,7 +135,9 @@ def findings(device: str, activation: torch.dtype, parts: Sequence[str], tell: T
                 count += 1
                 yield finding
         except TritonError as error:
-            yield Finding(name, f"after {count} of its variants: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0)
+            yield Finding(
+                name, f"after {count} of its variants: {str(error).strip().splitlines()[-1]}", float("inf"), 0.0
+            )
         tell(f"{activation} {name}: {count} forms, {time.perf_counter() - began:.1f} s")
 
 
@@ -147,8 +151,15 @@ def check(device: str = "cuda", parts: Sequence[str] = (), tell: Tell = lambda _
         known = worst.get((name, finding.kernel))
         if known is None or finding.off > known.off:
             worst[name, finding.kernel] = finding
-    rows = [{"activation": name, "kernel": f.kernel, "worst": f.form, "error": f.error, "bound": f.bound} for (name, _), f in worst.items()]
-    bad = [f"{name} {f.kernel}, {f.form}: {f.error:.1e} is more than {f.bound:.1e}" for name, f in found if not f.error <= f.bound]
+    rows = [
+        {"activation": name, "kernel": f.kernel, "worst": f.form, "error": f.error, "bound": f.bound}
+        for (name, _), f in worst.items()
+    ]
+    bad = [
+        f"{name} {f.kernel}, {f.form}: {f.error:.1e} is more than {f.bound:.1e}"
+        for name, f in found
+        if not f.error <= f.bound
+    ]
     return {
         "kind": "cuda_timing",
         "device": torch.cuda.get_device_name(),
@@ -165,8 +176,12 @@ def _tell(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cuda_timing", description="compare the fused CUDA kernels with plain arithmetic")
-    parser.add_argument("--parts", default="", help="of attention, indexed, experts, delta, streams, ngrams, products; else all")
+    parser = argparse.ArgumentParser(
+        prog="cuda_timing", description="compare the fused CUDA kernels with plain arithmetic"
+    )
+    parser.add_argument(
+        "--parts", default="", help="of attention, indexed, experts, delta, streams, ngrams, products; else all"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     show: Callable[[str], object] = (sys.stderr if args.json else sys.stdout).write
@@ -179,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for row in document["rows"]:
         show(f"{row['activation']:>9} {row['kernel']:<14} {row['error']:.1e} of {row['bound']:.1e}  ({row['worst']})\n")
-    show("".join(line + "\n" for line in document["failures"][:40]) or f"{document['forms']} forms, all within their bounds\n")
+    show(
+        "".join(line + "\n" for line in document["failures"][:40])
+        or f"{document['forms']} forms, all within their bounds\n"
+    )
     if args.json:
         write_json(document)
     return 1 if document["failures"] else 0

@@ -1,4 +1,6 @@
-"""Texts of a made network with guesses of its layer for multi-token prediction and without, through the engine's own loop."""
+"""Texts of a made network with guesses of its layer for multi-token prediction and without, through the engine's own
+loop.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,21 @@ PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, logit_bias={})
 
 
 def draft_row(made: Made, pool: Pool, right: int, tokens: int, clock: Clock) -> dict[str, Any]:
-    """Tokens a second without and with guesses, of which `right` of a hundred drafted tokens are right; the first pair warms up."""
+    """Tokens a second without and with guesses, of which `right` of a hundred drafted tokens are right; the first
+    pair warms up.
+    """
     plain, guessed, passes, differing = [], [], [], 0
     for cycle in range(CYCLES + 1):
-        ids = torch.randint(3, made.blueprint.widths.vocab, (PROMPT,), generator=torch.Generator().manual_seed(cycle)).tolist()
+        ids = torch.randint(
+            3, made.blueprint.widths.vocab, (PROMPT,), generator=torch.Generator().manual_seed(cycle)
+        ).tolist()
         seconds, written, _ = _write(made, pool, _prepared(made, ids, tokens, speculation=False))
         with_guesses, again, ran = _told(made, pool, _prepared(made, ids, tokens, speculation=True), right, written)
         differing += written != again
-        clock.tell(f"drafts, {right} % right: {tokens / seconds:.1f} tokens/s without, {tokens / with_guesses:.1f} with, {ran} passes")
+        clock.tell(
+            f"drafts, {right} % right: {tokens / seconds:.1f} tokens/s without, {tokens / with_guesses:.1f} with, {ran}"
+            " passes"
+        )
         if cycle:
             plain.append(seconds)
             guessed.append(with_guesses)
@@ -63,7 +72,9 @@ def draft_row(made: Made, pool: Pool, right: int, tokens: int, clock: Clock) -> 
     }
 
 
-def _told(made: Made, pool: Pool, prepared: Prepared, right: int, written: Sequence[int]) -> tuple[float, list[int], int]:
+def _told(
+    made: Made, pool: Pool, prepared: Prepared, right: int, written: Sequence[int]
+) -> tuple[float, list[int], int]:
     runner = made.runner
     drafting = runner.drafting
     if drafting is not None:
@@ -77,7 +88,9 @@ def _told(made: Made, pool: Pool, prepared: Prepared, right: int, written: Seque
 def _write(made: Made, pool: Pool, prepared: Prepared) -> tuple[float, list[int], int]:
     """Seconds between the first token and the last, the ids, and how many passes it took."""
     blueprint, ids, times = made.blueprint, [], []
-    accounting = Accounting(StageMeter(pool), LeakWatch("made", pool), blueprint.pass_bytes, blueprint.draft_token_bytes)
+    accounting = Accounting(
+        StageMeter(pool), LeakWatch("made", pool), blueprint.pass_bytes, blueprint.draft_token_bytes
+    )
     for event in BatchLoop([prepared], made.session, accounting, Controls()).events(time.perf_counter()):
         if event.token is not None:
             times.append(time.perf_counter())
@@ -89,7 +102,17 @@ def _write(made: Made, pool: Pool, prepared: Prepared) -> tuple[float, list[int]
 def _prepared(made: Made, ids: Sequence[int], tokens: int, *, speculation: bool) -> Prepared:
     limits = Limits(tokens, 0, tokens, frozenset())
     return Prepared(
-        ids=tuple(ids), sampling=PLAIN, seed=0, limits=limits, reserve=tokens, stop=StopStrings(), in_reasoning=False,
-        repetition_stop=False, tokenizer=None, choosable=made.blueprint.widths.vocab, adjustments=Adjustments(PLAIN, (), 0),
-        prefix_reuse=False, speculation=speculation,
-    )  # fmt: skip
+        ids=tuple(ids),
+        sampling=PLAIN,
+        seed=0,
+        limits=limits,
+        reserve=tokens,
+        stop=StopStrings(),
+        in_reasoning=False,
+        repetition_stop=False,
+        tokenizer=None,
+        choosable=made.blueprint.widths.vocab,
+        adjustments=Adjustments(PLAIN, (), 0),
+        prefix_reuse=False,
+        speculation=speculation,
+    )

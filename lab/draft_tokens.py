@@ -1,11 +1,15 @@
-"""What guessing tokens by n-grams gains or costs: texts that suit it and texts that do not, written with and without guesses in turn.
+"""What guessing tokens by n-grams gains or costs: texts that suit it and texts that do not, written with and without
+guesses in turn.
 
     python -m onedesk.lab.draft_tokens [--model NAME] [--quant none|int8|int4] [--tokens 192] [--cycles 5] [--json]
 
-`lost`: any of the vocabulary's tokens, nothing recurs, and what a random layer for multi-token prediction drafts is wrong. `misled`: twelve
-tokens at random, so that every latest pair was there before and eleven of twelve guesses are wrong: the worst there is. `copied`: greedy
-over three tokens, a text that soon repeats itself. `drafted` (of checkpoints with that layer): as lost, but of a hundred drafted tokens 85
-are replaced by those that come, as published layers guess: its work is done, its guesses are told.
+`lost`: any of the vocabulary's tokens, nothing recurs, and what a random layer for multi-token prediction drafts is
+wrong. `misled`: twelve tokens at random, so that every latest pair was there before and eleven of twelve guesses are
+wrong: the worst there is. `copied`: greedy over three tokens, a text that soon repeats itself. `drafted` (of
+checkpoints with that layer): as lost, but of a hundred drafted tokens 85 are replaced by those that come, as published
+layers guess: its work is done,
+its guesses are
+told.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ ALWAYS = 1e5
 
 @dataclass(frozen=True, slots=True)
 class DraftCase:
-    """A kind of text: of how many different tokens (0: all), whether the likeliest is chosen, and how many of a hundred drafts are right
+    """A kind of text: of how many different tokens (0: all), whether the likeliest is chosen, and how many of a hundred
+    drafts are right
     (None: as they come)."""
 
     name: str
@@ -64,7 +69,9 @@ DRAFTED = DraftCase("drafted", 0, False, 85)
 
 
 class ToldDrafting:
-    """A Drafting that does its work and says something else: tokens of `written`, the text behind a prompt, or now and then a wrong one."""
+    """A Drafting that does its work and says something else: tokens of `written`, the text behind a prompt, or now
+    and then a wrong one.
+    """
 
     def __init__(self, drafting: Drafting, right: int, prompt: int, written: Sequence[int]) -> None:
         self._drafting, self._right, self._prompt, self._written = drafting, right / 100, prompt, written
@@ -81,8 +88,11 @@ class ToldDrafting:
         return [token if is_so else (token + 1) % 97 for token, is_so in zip(come, right, strict=True)]
 
 
-def measure_guesses(model: str, quant: str, tokens: int, cycles: int, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """A row a case: median seconds with and without guesses, their ratio (above 1: guesses cost), and how many texts came out differently.
+def measure_guesses(
+    model: str, quant: str, tokens: int, cycles: int, config: Config, roots: ModelRoots
+) -> dict[str, Any]:
+    """A row a case: median seconds with and without guesses, their ratio (above 1: guesses cost), and how many texts
+    came out differently.
 
     Raises ModelError, FileError, MemoryFull, RequestError.
     """
@@ -90,12 +100,21 @@ def measure_guesses(model: str, quant: str, tokens: int, cycles: int, config: Co
     checkpoint = open_checkpoint(path, roots=roots.bases)
     values: dict[str, Any] = dict(config.memory)
     pool = Pool("cpu", MemorySettings(**values), lambda: read_truth("cpu"))
-    opened = open_model(path, pool=pool, roots=roots, context=PROMPT + tokens, quant=quant, device="cpu", kernel_cache=config.cache)
+    opened = open_model(
+        path, pool=pool, roots=roots, context=PROMPT + tokens, quant=quant, device="cpu", kernel_cache=config.cache
+    )
     with closing(opened):
         opened.load()
         cases = (*CASES, DRAFTED) if _runner(opened).drafting is not None else CASES
         rows = [_row(opened, checkpoint, case, tokens, cycles) for case in cases]
-    return {"kind": "guesses", "model": checkpoint.name, "quant": quant, "tokens": tokens, "cycles": cycles, "rows": rows}
+    return {
+        "kind": "guesses",
+        "model": checkpoint.name,
+        "quant": quant,
+        "tokens": tokens,
+        "cycles": cycles,
+        "rows": rows,
+    }
 
 
 def _row(model: OpenModel, checkpoint: Checkpoint, case: DraftCase, tokens: int, cycles: int) -> dict[str, Any]:
@@ -159,7 +178,14 @@ def _request(checkpoint: Checkpoint, case: DraftCase, tokens: int, seed: int, *,
         bias |= dict.fromkeys(range(FIRST_TOKEN, FIRST_TOKEN + case.vocabulary), ALWAYS)
         prompt = [FIRST_TOKEN + token % case.vocabulary for token in prompt]
     sampling = Sampling(temperature=0.0 if case.greedy else 1.0, top_k=0, top_p=1.0, logit_bias=bias, seed=seed)
-    return Request(ids=tuple(prompt), sampling=sampling, max_tokens=tokens, prefix_reuse=False, speculation=guess, repetition_stop=False)
+    return Request(
+        ids=tuple(prompt),
+        sampling=sampling,
+        max_tokens=tokens,
+        prefix_reuse=False,
+        speculation=guess,
+        repetition_stop=False,
+    )
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -175,7 +201,10 @@ def summary(document: dict[str, Any]) -> str:
         for row in document["rows"]
     ]
     titles = ("TEXT", "TOKENS/s WITHOUT", "WITH GUESSES", "TIME WITH / WITHOUT", "WORST OF ALL", "DIFFERING TEXTS")
-    head = f"guesses on {document['model']}, {document['quant']}: {document['tokens']} tokens, medians of {document['cycles']}"
+    head = (
+        f"guesses on {document['model']}, {document['quant']}: {document['tokens']} tokens, medians of"
+        f" {document['cycles']}"
+    )
     return f"{head}\n{columns([titles, *rows])}\n"
 
 

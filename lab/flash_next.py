@@ -1,12 +1,16 @@
-"""Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with experts of 4 bits.
+"""Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with
+experts of 4 bits.
 
-    python -m onedesk.lab.flash_next [--model qwen3.8-flash-next] [--experts int4|nvfp4|bf16] [--batch 1,8] [--seconds 240]
-        [--prompt 2048] [--tokens 128] [--drafts 85,0] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE] [--json]
+    python -m onedesk.lab.flash_next [--model qwen3.8-flash-next] [--experts int4|nvfp4|bf16] [--batch 1,8] [--seconds
+    240]
+        [--prompt 2048] [--tokens 128] [--drafts 85,0] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE]
+        [--json]
 
-Every result is told as soon as it is there (stderr), and no new part begins behind `--seconds`. The first pass of each kind compiles and
-is told apart. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is sparse: it takes no room on the disk.
-`--drafts`: with the layer for multi-token prediction, of whose drafts so many of a hundred are right: texts with guesses and without in
-turn.
+Every result is told as soon as it is there (stderr), and no new part begins behind `--seconds`. The first pass of each
+kind compiles and is told apart. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is
+sparse: it takes no room on the disk.
+`--drafts`: with the layer for multi-token prediction, of whose drafts so many of a hundred are right: texts with
+guesses and without in turn.
 `--profile`: where the time of one more prompt and of ten more steps goes, kernel by kernel, in a file of its own.
 """
 
@@ -49,12 +53,30 @@ from .made_networks import Made, made_blueprint, make
 EXPERTS: Mapping[str, Format | None] = {"int4": int4(128), "int4-g32": int4(32), "nvfp4": NVFP4, "bf16": None}
 # What makes a shape small without leaving out a layer; head_dim and widths are such that the fused kernels take them.
 TINY: Mapping[str, Any] = {
-    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "intermediate_size": 512, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 8,
-    "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32, "hc_lowrank": 32, "ple_embed_dim": 256, "ngram_vocab_size_base": 1009, "eos_token_id": 2,
-    "split_ngram_parts": 4, "indexer_head_dim": 32, "indexer_budget": 64, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "hc_lowrank": 32,
+    "ple_embed_dim": 256,
+    "ngram_vocab_size_base": 1009,
+    "eos_token_id": 2,
+    "split_ngram_parts": 4,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+    "max_position_embeddings": 4096,
+}
 
 
 PROFILED = 10  # steps
@@ -79,26 +101,46 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
     name, config = shape_of(args.model, tiny=args.tiny)
     if args.drafts:  # what is drafted is rigged by the head, which must not be the embedding
         inner = config.get("text_config", {})
-        config |= {"tie_word_embeddings": False} | ({"text_config": {**inner, "tie_word_embeddings": False}} if inner else {})
+        config |= {"tie_word_embeddings": False} | (
+            {"text_config": {**inner, "tie_word_embeddings": False}} if inner else {}
+        )
     stated: dict[str, Any] = dict(load_config(None).memory)
     device, settings = pick_device(args.device), MemorySettings(**stated)
     context = args.prompt + args.tokens * 4 + 64
-    blueprint = made_blueprint(config, device, context, EXPERTS[args.experts], folder, max(args.batch), draft=bool(args.drafts))
+    blueprint = made_blueprint(
+        config, device, context, EXPERTS[args.experts], folder, max(args.batch), draft=bool(args.drafts)
+    )
     need = blueprint.need
-    clock.tell(f"{name}: weights {need.weights / 1e9:.2f} GB, caches {need.kv / 1e9:.2f} GB, scratch {need.scratch / 1e9:.2f} GB")
-    document: dict[str, Any] = {"kind": "flash_next", "model": name, "experts": args.experts, "device": str(device), "tiny": args.tiny}
+    clock.tell(
+        f"{name}: weights {need.weights / 1e9:.2f} GB, caches {need.kv / 1e9:.2f} GB, scratch"
+        f" {need.scratch / 1e9:.2f} GB"
+    )
+    document: dict[str, Any] = {
+        "kind": "flash_next",
+        "model": name,
+        "experts": args.experts,
+        "device": str(device),
+        "tiny": args.tiny,
+    }
     ceiling = read_ceiling(device.type, available=read_truth(device.type).available, repeats=3)
     before = _held(device)
     pool = Pool(device.type, settings, lambda: read_truth(device.type))
     made = make(blueprint, pool, load_config(None).cache)
     _wait(device)
     captured = made.runner.network.captured
-    clock.tell(f"made; read ceiling {ceiling / 1e9:.0f} GB/s; {made.kernels.reason}; a step is {'a graph' if captured else 'NOT a graph'}")
+    clock.tell(
+        f"made; read ceiling {ceiling / 1e9:.0f} GB/s; {made.kernels.reason}; a step is"
+        f" {'a graph' if captured else 'NOT a graph'}"
+    )
     document |= {"need": need.weights + need.kv + need.scratch, "captured": captured, "read_bytes_per_second": ceiling}
     try:
         document["prefill"] = prefill_rows(made, args.prompt, clock, args.profile)
-        document["decode"] = [row for batch in args.batch if not clock.over for row in [decode_row(made, batch, args, ceiling, clock)]]
-        document["drafts"] = [row for right in args.drafts if not clock.over for row in [draft_row(made, pool, right, args.tokens, clock)]]
+        document["decode"] = [
+            row for batch in args.batch if not clock.over for row in [decode_row(made, batch, args, ceiling, clock)]
+        ]
+        document["drafts"] = [
+            row for right in args.drafts if not clock.over for row in [draft_row(made, pool, right, args.tokens, clock)]
+        ]
         document["memory"] = memory_row(name, args, blueprint, _held(device) - before, clock)
     finally:
         made.release()
@@ -116,7 +158,10 @@ def prefill_rows(made: Made, tokens: int, clock: Clock, profile: Path | None) ->
             made.runner.prefill(sequence, _ids(made, tokens, turn), None, lambda _: None)
             _wait(made.blueprint.device)
             seconds.append(time.perf_counter() - began)
-        clock.tell(f"prefill of {tokens}: {seconds[-1]:.3f} s, {tokens / seconds[-1]:,.0f} tokens/s" + ("" if turn else " (compiles)"))
+        clock.tell(
+            f"prefill of {tokens}: {seconds[-1]:.3f} s, {tokens / seconds[-1]:,.0f} tokens/s"
+            + ("" if turn else " (compiles)")
+        )
     if profile is not None:
         with made.runner.kv.open(tokens + 1) as sequence, told(profile, f"prefill of {tokens}", made.blueprint.device):
             made.runner.prefill(sequence, _ids(made, tokens, 9), None, lambda _: None)
@@ -156,13 +201,22 @@ def decode_row(made: Made, batch: int, args: argparse.Namespace, ceiling: float,
         f"decode, {batch} rows: {rate:.1f} tokens/s, a step {statistics.median(seconds) * 1e3:.2f} ms (median; least "
         f"{min(seconds) * 1e3:.2f}), {read / 1e9:.0f} GB/s at one row's experts, {read / ceiling:.0%} of the ceiling"
     )
-    return {"batch": batch, "tokens_per_second": rate, "step_seconds": statistics.median(seconds), "share": read / ceiling, "first": first}
+    return {
+        "batch": batch,
+        "tokens_per_second": rate,
+        "step_seconds": statistics.median(seconds),
+        "share": read / ceiling,
+        "first": first,
+    }
 
 
 @contextmanager
 def told(path: Path, what: str, device: torch.device) -> Iterator[None]:
     """Adds to the file which kernels the block ran, how often and how long, the longest first."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    kinds = [
+        torch.profiler.ProfilerActivity.CPU,
+        *([torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []),
+    ]
     with torch.profiler.profile(activities=kinds) as profiler:
         began = time.perf_counter()
         yield
@@ -175,12 +229,16 @@ def told(path: Path, what: str, device: torch.device) -> Iterator[None]:
 
 
 def _step(made: Made, sequences: Sequence[SequenceKV], tokens: Sequence[int], sampler: Sampler) -> list[int]:
-    made.stepper.launch([Feed(kv, sampler, token, -1, 0, wanted=True) for kv, token in zip(sequences, tokens, strict=True)])
+    made.stepper.launch(
+        [Feed(kv, sampler, token, -1, 0, wanted=True) for kv, token in zip(sequences, tokens, strict=True)]
+    )
     return [picked.token for picked in made.stepper.collect()]
 
 
 def memory_row(name: str, args: argparse.Namespace, blueprint: Blueprint, held: int, clock: Clock) -> dict[str, Any]:
-    """What the device holds now beside what was asked for, and beside what `doctor --plan` counts for this form and so many sequences."""
+    """What the device holds now beside what was asked for, and beside what `doctor --plan` counts for this form and
+    so many sequences.
+    """
     need = blueprint.need.weights + blueprint.need.kv + blueprint.need.scratch
     row: dict[str, Any] = {"need": need, "held": held, "share": held / need}
     clock.tell(f"memory: the device holds {held / 1e9:.2f} GB, asked for {need / 1e9:.2f} GB ({held / need - 1:+.1%})")
@@ -201,7 +259,9 @@ def planned_bytes(form: Form, blueprint: Blueprint, device: str) -> int:
 
 
 def _ids(made: Made, count: int, seed: int) -> list[int]:
-    return torch.randint(3, made.blueprint.widths.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        3, made.blueprint.widths.vocab, (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def _wait(device: torch.device) -> None:
@@ -224,7 +284,9 @@ def _numbers(text: str) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="flash_next", description="measure a published shape with random weights made on the device")
+    parser = argparse.ArgumentParser(
+        prog="flash_next", description="measure a published shape with random weights made on the device"
+    )
     parser.add_argument("--model", default="Qwen3.8-Flash-Next")
     parser.add_argument("--experts", choices=list(EXPERTS), default="int4")
     parser.add_argument("--batch", type=_numbers, default=[1])

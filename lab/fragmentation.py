@@ -1,8 +1,10 @@
-"""A long random walk over the arena that cuts leases out of slabs: broken invariants, wasted bytes; and what a steady loop costs.
+"""A long random walk over the arena that cuts leases out of slabs: broken invariants, wasted bytes; and what a steady
+loop costs.
 
     python -m onedesk.lab.fragmentation [--operations 10000000] [--seed 0] [--json]
 
-Exit 1 if the fragmentation is over its limit; a broken invariant is an error. One thread; ten million operations take a minute or two.
+Exit 1 if the fragmentation is over its limit; a broken invariant is an error. One thread; ten million operations take a
+minute or two.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ ROUNDS, REPEATS = 2_000, 9
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a random walk found: bytes, shares of the held bytes, and the seconds of the whole walk, its dice and checks included."""
+    """What a random walk found: bytes, shares of the held bytes, and the seconds of the whole walk, its dice and
+    checks included.
+    """
 
     operations: int
     allocations: int
@@ -78,7 +82,8 @@ class _Walker:
 
 
 def steady_loop() -> float:
-    """Seconds of the thread's own time that taking a block and giving it back cost together, in a steady loop; median of REPEATS runs.
+    """Seconds of the thread's own time that taking a block and giving it back cost together, in a steady loop; median
+    of REPEATS runs.
 
     The blocks of STEP are taken and given back over and over, in an arena where a model's own leases lie.
     """
@@ -106,10 +111,11 @@ def random_walk(
     largest: int = 32 * MIB - 1,
     check_every: int = 100_000,
 ) -> Walk:
-    """Run `operations` random allocations and frees, sizes log-uniform from 64 bytes to `largest` (at most `slab` less 256).
+    """Run `operations` random allocations and frees, sizes log-uniform from 64 bytes to `largest` (at most `slab` less
+    256).
 
-    Every `check_every` operations all invariants are checked and the fragmentation is taken; the first tenth, while the arena still
-    grows, does not count for the worst. Raises BrokenInvariantError if a check fails.
+    Every `check_every` operations all invariants are checked and the fragmentation is taken; the first tenth, while the
+    arena still grows, does not count for the worst. Raises BrokenInvariantError if a check fails.
     """
     walker = _Walker(seed, goal, slab, largest)
     started, worst = time.perf_counter(), 0.0
@@ -121,7 +127,9 @@ def random_walk(
                 worst = max(worst, walker.arena.fragmentation())
     arena = walker.arena
     seconds = time.perf_counter() - started
-    return Walk(operations, arena.allocations, seconds, arena.blocks, arena.used, arena.held, arena.fragmentation(), worst)
+    return Walk(
+        operations, arena.allocations, seconds, arena.blocks, arena.used, arena.held, arena.fragmentation(), worst
+    )
 
 
 def measure(operations: int, seed: int) -> dict[str, Any]:
@@ -134,9 +142,10 @@ def summary(document: dict[str, Any]) -> str:
     """The document for people."""
     walk = document["walk"]
     return (
-        f"{walk['operations']:,} operations in {walk['seconds']:.0f} s, invariants kept; {show(walk['used'])} in {walk['blocks']} blocks, "
-        f"{show(walk['held'])} held\nfragmentation {walk['fragmentation']:.2%}, at worst {walk['worst_fragmentation']:.2%} "
-        f"(at most {document['limit']:.0%})\nsteady loop: {document['steady_seconds'] * 1e6:.2f} us to take a block and give it back\n"
+        f"{walk['operations']:,} operations in {walk['seconds']:.0f} s, invariants kept; {show(walk['used'])} in"
+        f" {walk['blocks']} blocks, {show(walk['held'])} held\nfragmentation {walk['fragmentation']:.2%}, at worst"
+        f" {walk['worst_fragmentation']:.2%} (at most {document['limit']:.0%})\nsteady loop:"
+        f" {document['steady_seconds'] * 1e6:.2f} us to take a block and give it back\n"
     )
 
 

@@ -2,8 +2,8 @@
 
     python -m onedesk.lab.fuzz_folders --minutes 20 [--kinds config,tokenizer,header,template] [--seed N] [--out FOLDER]
 
-From a checkout: what it changes is made by the modules of tests/. A find is printed and kept in FOLDER as a model folder; it becomes a
-test. Exit 1 where there was one. One document at the end: examples and finds of each kind.
+From a checkout: what it changes is made by the modules of tests/. A find is printed and kept in FOLDER as a model
+folder; it becomes a test. Exit 1 where there was one. One document at the end: examples and finds of each kind.
 """
 
 from __future__ import annotations
@@ -45,12 +45,40 @@ ROUND = 50  # examples between two looks at the clock
 TEXTS = ("", "a cat", "a" * 40 + "!", "e\u0301 \U0001f600 <|im_end|> 12345", "\x00\ufffd")
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "a cat"}]
 PIECES = (
-    "{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{% if tools %}", "{% endif %}", "{{ 1 / 0 }}",
-    "{{ messages[99].content }}", "{{ 'a' * 10**9 }}", "{{ range(10**9) | list }}", "{% macro f() %}", "{% endmacro %}", "{{ f() }}",
-    "{{ raise_exception('no') }}", "{{ strftime_now('%Y') }}", "{% set x = x ~ x %}", "{{ messages | tojson(indent=2) }}", "{%- break %}",
-    "{{ self }}", "{{ ''.__class__ }}", "{{ cycler.__init__ }}", "{% generation %}", "{% endgeneration %}", "{{ namespace(a=1).a }}", "{#",
-    "\ud800", "\x00", "{{ '%s' % messages }}", "{{ '{0.__class__}'.format(messages) }}", "{{", "}}", "{% include 'x' %}", "text\n",
-)  # fmt: skip
+    "{{ messages }}",
+    "{% for m in messages %}",
+    "{% endfor %}",
+    "{{ m.content }}",
+    "{% if tools %}",
+    "{% endif %}",
+    "{{ 1 / 0 }}",
+    "{{ messages[99].content }}",
+    "{{ 'a' * 10**9 }}",
+    "{{ range(10**9) | list }}",
+    "{% macro f() %}",
+    "{% endmacro %}",
+    "{{ f() }}",
+    "{{ raise_exception('no') }}",
+    "{{ strftime_now('%Y') }}",
+    "{% set x = x ~ x %}",
+    "{{ messages | tojson(indent=2) }}",
+    "{%- break %}",
+    "{{ self }}",
+    "{{ ''.__class__ }}",
+    "{{ cycler.__init__ }}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{{ namespace(a=1).a }}",
+    "{#",
+    "\ud800",
+    "\x00",
+    "{{ '%s' % messages }}",
+    "{{ '{0.__class__}'.format(messages) }}",
+    "{{",
+    "}}",
+    "{% include 'x' %}",
+    "text\n",
+)
 
 
 @dataclass
@@ -104,7 +132,9 @@ class Fuzzer:
         self.door(lambda: default_model(config), strict=True)
         self.door(lambda: plan_model("bad", config, memory=64 << 30))
         cache = self.bad.parent.parent / "cache"
-        self.door(lambda: open_model("bad", pool=self.pool, roots=roots, device="cpu", load=False, kernel_cache=cache).close())
+        self.door(
+            lambda: open_model("bad", pool=self.pool, roots=roots, device="cpu", load=False, kernel_cache=cache).close()
+        )
         self.door(lambda: load_template(self.bad).close())
 
     def tokenizer(self, draw: random.Random) -> None:
@@ -137,7 +167,10 @@ class Fuzzer:
                 changed[draw.randrange(len(changed))] = draw.randrange(256)
             head = bytes(changed)
         size = len(head) if draw.random() < 0.8 else draw.choice((0, 1, len(head) + 1, 1 << 31, (1 << 64) - 1))
-        self.put(source, {"model.safetensors": struct.pack("<Q", size) + head + body[: draw.choice((len(body), 0, len(body) // 2))]})
+        self.put(
+            source,
+            {"model.safetensors": struct.pack("<Q", size) + head + body[: draw.choice((len(body), 0, len(body) // 2))]},
+        )
         self.door(lambda: open_checkpoint(self.bad))
         config = Config(model_roots=(self.bad.parent,))
         self.door(lambda: json.dumps(model_rows(config, None, device="cpu", context=None)).encode(), strict=True)
@@ -199,7 +232,9 @@ def _unfit(message: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Look for model folders that raise what is no OnedeskError, or take much memory.")
+    parser = argparse.ArgumentParser(
+        description="Look for model folders that raise what is no OnedeskError, or take much memory."
+    )
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--kinds", default="config,tokenizer,header,template")
     parser.add_argument("--seed", type=int, default=None, help="default: another one at each run, which is printed")

@@ -1,4 +1,6 @@
-"""A network of any shape with random weights made on the device itself, where no files of that size are: for measuring alone."""
+"""A network of any shape with random weights made on the device itself, where no files of that size are: for
+measuring alone.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,17 @@ class Filled:
 
 
 def made_blueprint(
-    config: Mapping[str, Any], device: torch.device, context: int, experts: Format | None, folder: Path, sequences: int, *, draft: bool
+    config: Mapping[str, Any],
+    device: torch.device,
+    context: int,
+    experts: Format | None,
+    folder: Path,
+    sequences: int,
+    *,
+    draft: bool,
 ) -> Blueprint:
-    """Experts held as `experts`, the rest in BF16 and norms in FP32; tables are sparse files in `folder`: their rows are zeros.
+    """Experts held as `experts`, the rest in BF16 and norms in FP32; tables are sparse files in `folder`: their rows
+    are zeros.
 
     `draft`: with the layer for multi-token prediction.
     """
@@ -88,7 +98,16 @@ def made_blueprint(
         tensors.append(PlannedTensor(wanted, held, torch.bfloat16, ()))
     checkpoint = Checkpoint(folder, "made", config, MappingProxyType({}), MappingProxyType({}), 0)
     activation = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Blueprint(checkpoint, family, described, WeightPlan(tuple(tensors), None, tuple(tables)), context, activation, device, sequences)
+    return Blueprint(
+        checkpoint,
+        family,
+        described,
+        WeightPlan(tuple(tensors), None, tuple(tables)),
+        context,
+        activation,
+        device,
+        sequences,
+    )
 
 
 def _sparse_table(wanted: Destination, folder: Path) -> PlannedTable:
@@ -104,7 +123,11 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
     """Lease, fill and build; a network that drafts is rigged, see `rig`. Raises MemoryFull."""
     need, device = blueprint.need, blueprint.device
     pool.check("made", need)
-    sizes: tuple[tuple[Kind, int], ...] = (("weights", need.weights), ("kv", need.kv), ("scratch", need.scratch - blueprint.bench_bytes))
+    sizes: tuple[tuple[Kind, int], ...] = (
+        ("weights", need.weights),
+        ("kv", need.kv),
+        ("scratch", need.scratch - blueprint.bench_bytes),
+    )
     weights, kv, scratch = leases = [pool.lease("made", kind, nbytes, align=ALIGNMENT) for kind, nbytes in sizes]
     random = torch.Generator(device=device).manual_seed(seed)
     tensors: dict[str, Weight] = {}
@@ -127,7 +150,8 @@ SILENT = frozenset(
 
 
 def rig(tensors: Mapping[str, Weight], random: torch.Generator) -> None:
-    """Let a text be one cycle of all tokens, whatever was before, and the layer that drafts know it: all work is done, and every draft
+    """Let a text be one cycle of all tokens, whatever was before, and the layer that drafts know it: all work is done,
+    and every draft
     is right. It needs an untied head."""
     for key, weight in tensors.items():
         if key.rpartition(".")[2] in SILENT:

@@ -16,7 +16,8 @@ SWAP_ROOM = 1 << 20
 
 
 class MemoryGroup:
-    """A group with a memory limit, under the memory controller of cgroup v1 or v2. A context manager; leaving it removes the group.
+    """A group with a memory limit, under the memory controller of cgroup v1 or v2. A context manager; leaving it
+    removes the group.
 
     Raises FileError with the reason where no group can be made.
     """
@@ -30,14 +31,16 @@ class MemoryGroup:
             self.folder.mkdir()
         except OSError as error:
             raise FileError(
-                f"cannot make a memory control group: {error.strerror}; run this as root, on a cgroup that may be written"
+                f"cannot make a memory control group: {error.strerror}; run this as root, on a cgroup that may be"
+                " written"
             ) from error
         self.limit = limit
         try:
             self._write("memory.limit_in_bytes" if self._v1 else "memory.max", str(limit))
             swap = self.folder / ("memory.memsw.limit_in_bytes" if self._v1 else "memory.swap.max")
             if swap.exists():
-                # v1 limits the sum and looks at it first, without counting: a little above, so that memory.failcnt counts
+                # v1 limits the sum and looks at it first, without counting: a little above, so that memory.failcnt
+                # counts
                 swap.write_text(str(limit + SWAP_ROOM) if self._v1 else "0", encoding="ascii")
         except OSError as error:
             self.close()
@@ -76,13 +79,17 @@ class MemoryGroup:
                 return
             except OSError as error:
                 if time.monotonic() > end:
-                    raise FileError(f"the control group {self.folder.name} cannot be removed: {error.strerror}") from error
+                    raise FileError(
+                        f"the control group {self.folder.name} cannot be removed: {error.strerror}"
+                    ) from error
                 time.sleep(0.02)
 
     def __enter__(self) -> MemoryGroup:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _read(self, name: str) -> str:
@@ -97,7 +104,9 @@ class MemoryGroup:
 
 
 def _own_folder(mount: Path) -> Path:
-    """The v1 folder of the memory group that this process is in; the mount itself in a container without its own names."""
+    """The v1 folder of the memory group that this process is in; the mount itself in a container without its own
+    names.
+    """
     for line in SELF.read_text(encoding="ascii").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -113,5 +122,7 @@ def _v2_parent() -> Path:
             raise FileError(f"{MOUNT} has no memory controller; this needs one, of cgroup v1 or v2")
         (MOUNT / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
     except OSError as error:
-        raise FileError(f"the memory controller of {MOUNT} cannot be used: {error.strerror}; run this as root") from error
+        raise FileError(
+            f"the memory controller of {MOUNT} cannot be used: {error.strerror}; run this as root"
+        ) from error
     return MOUNT

@@ -1,6 +1,8 @@
-"""How the time to read a prompt grows with its length, and that of the layers with a recurrent state alone, on small random hybrid models.
+"""How the time to read a prompt grows with its length, and that of the layers with a recurrent state alone, on small
+random hybrid models.
 
-    python -m onedesk.lab.prompt_lengths [--lengths 1024,2048,4096,8192,16384] [--families qwen3_next,qwen4_exp] [--cycles 3]
+    python -m onedesk.lab.prompt_lengths [--lengths 1024,2048,4096,8192,16384] [--families qwen3_next,qwen4_exp]
+    [--cycles 3]
 
 One thread, and the processor's time: what other programs do on the cores does not count.
 """
@@ -99,12 +101,16 @@ class Timed:
 
 
 def measure_lengths(family: str, lengths: Sequence[int], cycles: int, cache: Path) -> dict[str, Any]:
-    """A row a length: medians of the processor's seconds of a prompt, and of its delta nets, and their ratio to the row before."""
+    """A row a length: medians of the processor's seconds of a prompt, and of its delta nets, and their ratio to the
+    row before.
+    """
     with tempfile.TemporaryDirectory() as place:
         write_random(Path(place), FAMILIES[family], dtype=torch.float32)
         checkpoint = open_checkpoint(Path(place))
         pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
-        opened = open_session(family, draw_blueprint(checkpoint, torch.device("cpu"), max(lengths) + 1), Opening(pool, cache))
+        opened = open_session(
+            family, draw_blueprint(checkpoint, torch.device("cpu"), max(lengths) + 1), Opening(pool, cache)
+        )
         opened.settle()
         timed = _time_delta_nets(opened.runner)
         seconds: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
@@ -114,12 +120,22 @@ def measure_lengths(family: str, lengths: Sequence[int], cycles: int, cache: Pat
                 if cycle:  # the first one warms up
                     seconds[length].append(taken)
         opened.release()
-    medians = {length: [statistics.median(part) for part in zip(*found, strict=True)] for length, found in seconds.items()}
+    medians = {
+        length: [statistics.median(part) for part in zip(*found, strict=True)] for length, found in seconds.items()
+    }
     rows = []
     for before, length in zip((None, *lengths), lengths, strict=False):
         whole, linear = medians[length]
         ratios = (whole / medians[before][0], linear / medians[before][1]) if before is not None else (None, None)
-        rows.append({"tokens": length, "seconds": whole, "linear_seconds": linear, "ratio": ratios[0], "linear_ratio": ratios[1]})
+        rows.append(
+            {
+                "tokens": length,
+                "seconds": whole,
+                "linear_seconds": linear,
+                "ratio": ratios[0],
+                "linear_ratio": ratios[1],
+            }
+        )
     return {"kind": "lengths", "family": family, "cycles": cycles, "rows": rows}
 
 

@@ -1,9 +1,12 @@
-"""What the local service costs beside the engine in this process, and what its models give back: the figures of docs/service.md.
+"""What the local service costs beside the engine in this process, and what its models give back: the figures of
+docs/service.md.
 
-    python -m onedesk.lab.serving [--model NAME] [--quant none|int8|int4] [--tokens 48] [--cycles 9] [--streams 8] [--json]
+    python -m onedesk.lab.serving [--model NAME] [--quant none|int8|int4] [--tokens 48] [--cycles 9] [--streams 8]
+    [--json]
 
-Both engines hold the model and write the same tokens in turn, through the same handle that nodes use. OMP_NUM_THREADS says how many threads
-each of them computes with: with as many as there are cores, the server and the reader have none to themselves.
+Both engines hold the model and write the same tokens in turn, through the same handle that nodes use. OMP_NUM_THREADS
+says how many threads each of them computes with: with as many as there are cores, the server and the reader have none
+to themselves.
 """
 
 from __future__ import annotations
@@ -40,15 +43,16 @@ from ..service.registry import Registry
 PROMPT = 32
 IDLE_SECONDS = 10.0
 SETTLE_SECONDS = 2.0
-# Between two turns: threads that computed spin for some ms behind their last product, on cores that the other engine's turn would lack.
+# Between two turns: threads that computed spin for some ms behind their last product, on cores that the other engine's
+# turn would lack.
 PAUSE_SECONDS = 0.05
 RELEASES = 3
 
 
 def measure_serving(plan: argparse.Namespace, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document: seconds to the first token, of it those in which the prompt was not read ("way"), and for each further one, inside and
-    through the service, medians of plan.cycles; tokens a second of one stream and of plan.streams; the share of a core that the idle
-    service takes; what a release gave back, and when.
+    """The document: seconds to the first token, of it those in which the prompt was not read ("way"), and for each
+    further one, inside and through the service, medians of plan.cycles; tokens a second of one stream and of
+    plan.streams; the share of a core that the idle service takes; what a release gave back, and when.
 
     Starts a service of its own, in a tree of its own. Raises ModelError, FileError, MemoryFull, PeerError.
     """
@@ -77,7 +81,9 @@ def _carry_kernels(cache: Path, new: Path) -> None:
 def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, Any]:
     roots = ModelRoots([path.parent])
     context = PROMPT + plan.tokens
-    inside = registry.open(path, roots=roots, context=context, quant=plan.quant, device=plan.device, sequences=plan.streams)
+    inside = registry.open(
+        path, roots=roots, context=context, quant=plan.quant, device=plan.device, sequences=plan.streams
+    )
     served = registry.open_in_service(path.name, roots=roots, context=context, quant=plan.quant, device=plan.device)
     samples: dict[str, list[tuple[float, ...]]] = {"inside": [], "service": []}
     spent = dict.fromkeys(samples, 0.0)
@@ -121,7 +127,9 @@ def _beside(samples: dict[str, list[tuple[float, ...]]], which: int) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Seconds until each token was there, of all requests together, and until each request had its first, from when they were asked."""
+    """Seconds until each token was there, of all requests together, and until each request had its first, from when
+    they were asked.
+    """
 
     times: list[float]
     begun: list[float]
@@ -140,19 +148,26 @@ def _turn(model: OpenModel | RemoteModel, requests: Sequence[Request]) -> _Turn:
         if event.result is not None:
             results.append(event.result)
     if len(times) != sum(request.max_tokens for request in requests):
-        raise PeerError(f"{len(times)} tokens came of {sum(request.max_tokens for request in requests)}; see the service's log")
+        raise PeerError(
+            f"{len(times)} tokens came of {sum(request.max_tokens for request in requests)}; see the service's log"
+        )
     return _Turn(times, list(begun.values()), results)
 
 
 def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, logit_bias=dict.fromkeys(end_tokens(checkpoint), NEVER), seed=seed)
-    return Request(ids=tuple(random_prompt(checkpoint, PROMPT, seed)), sampling=sampling, max_tokens=tokens, repetition_stop=False)
+    sampling = Sampling(
+        temperature=1.0, top_k=0, top_p=1.0, logit_bias=dict.fromkeys(end_tokens(checkpoint), NEVER), seed=seed
+    )
+    return Request(
+        ids=tuple(random_prompt(checkpoint, PROMPT, seed)), sampling=sampling, max_tokens=tokens, repetition_stop=False
+    )
 
 
 def _streams(model: OpenModel | RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
     """Tokens a second from the question to the last token, and seconds until all streams had their first one.
 
-    Medians behind a first turn that does not count: what reads and steps so many rows may be prepared in it, on CUDA for a second.
+    Medians behind a first turn that does not count: what reads and steps so many rows may be prepared in it, on CUDA
+    for a second.
     """
     rates: dict[int, list[float]] = {1: [], plan.streams: []}
     begun: list[float] = []
@@ -165,7 +180,13 @@ def _streams(model: OpenModel | RemoteModel, checkpoint: Checkpoint, plan: argpa
                 found.append(plan.tokens * count / turn.times[-1])
                 begun += [max(turn.begun)] if count > 1 else []
     one, many = (statistics.median(found) for found in rates.values())
-    return {"count": plan.streams, "one": one, "many": many, "ratio": many / one, "begun": statistics.median(begun or [0.0])}
+    return {
+        "count": plan.streams,
+        "one": one,
+        "many": many,
+        "ratio": many / one,
+        "begun": statistics.median(begun or [0.0]),
+    }
 
 
 def _idle_share(served: RemoteModel) -> float:
@@ -180,7 +201,9 @@ def _family(served: RemoteModel) -> list[psutil.Process]:
     """The service and its children."""
     service = served.peer
     if not isinstance(service, LocalService) or service.pid is None:
-        raise PeerError("the service was not started for this measurement, or has ended; end the one that runs, then measure again")
+        raise PeerError(
+            "the service was not started for this measurement, or has ended; end the one that runs, then measure again"
+        )
     return [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
 
 
@@ -209,22 +232,24 @@ def _released(served: RemoteModel, checkpoint: Checkpoint) -> dict[str, float]:
 def summary(document: dict[str, Any]) -> str:
     """The document for people."""
     parts = ("inside", "service", "added", "added_low", "added_high")
-    rows: list[tuple[str, ...]] = [("", "IN PROCESS, ms", "SERVICE, ms", "ADDED, ms", "A QUARTER BELOW", "ABOVE", "ADDED")]
+    rows: list[tuple[str, ...]] = [
+        ("", "IN PROCESS, ms", "SERVICE, ms", "ADDED, ms", "A QUARTER BELOW", "ABOVE", "ADDED")
+    ]
     for name, key in (("first token", "first_token"), ("of it not reading", "way"), ("each further token", "token")):
         found = document[key]
         rows.append((name, *(f"{1000 * found[part]:.2f}" for part in parts), f"{found['added_share']:.1%}"))
     release, (inside, service) = document["release"], document["processor_seconds_a_token"].values()
     streams = "".join(
-        f"{found['count']} streams {where} write {found['many']:.1f} tokens/s, one {found['one']:.1f}: {found['ratio']:.2f}x; "
-        f"all had begun after {1000 * found['begun']:.1f} ms\n"
+        f"{found['count']} streams {where} write {found['many']:.1f} tokens/s, one {found['one']:.1f}:"
+        f" {found['ratio']:.2f}x; all had begun after {1000 * found['begun']:.1f} ms\n"
         for where, found in (("through the service", document["streams"]), ("in process", document["streams_inside"]))
     )
     return (
-        f"the service with {document['model']}, {document['quant']}, {document['threads']} computing threads on {document['cores']} cores, "
-        f"medians of {document['cycles']}\n{columns(rows)}\nprocessor time a token, of both processes: {1000 * inside:.2f} ms in process, "
-        f"{1000 * service:.2f} ms through the service\n{streams}"
-        f"idle it takes {document['idle_share_of_a_core']:.2%} of a core; releases gave back {release['share']:.1%}, "
-        f"the longest in {release['seconds']:.2f} s\n"
+        f"the service with {document['model']}, {document['quant']}, {document['threads']} computing threads on"
+        f" {document['cores']} cores, medians of {document['cycles']}\n{columns(rows)}\nprocessor time a token, of both"
+        f" processes: {1000 * inside:.2f} ms in process, {1000 * service:.2f} ms through the service\n{streams}idle it"
+        f" takes {document['idle_share_of_a_core']:.2%} of a core; releases gave back {release['share']:.1%}, the"
+        f" longest in {release['seconds']:.2f} s\n"
     )
 
 

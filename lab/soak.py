@@ -1,9 +1,10 @@
-"""A real service under mixed load for minutes, memory taken from it in between: whether it grows, lets anybody wait too long, or gives
-somebody another's text.
+"""A real service under mixed load for minutes, memory taken from it in between: whether it grows, lets anybody wait too
+long, or gives somebody another's text.
 
     python -m onedesk.lab.soak --minutes 30 --model Qwen3-0.6B
 
-Each text follows from its seed, so it tells whose it is: what a seed writes alone is what it must write among all others.
+Each text follows from its seed, so it tells whose it is: what a seed writes alone is what it must write among all
+others.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _ROUND_SECONDS, _LEAST_ROUNDS = 60.0, 3
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to do: so many clients for so many seconds, on these models, each drawing what it does by chance from `seed` on."""
+    """What to do: so many clients for so many seconds, on these models, each drawing what it does by chance from
+    `seed` on.
+    """
 
     models: Sequence[str]
     seconds: float
@@ -71,7 +74,14 @@ class Seen:
 def question(model: str, seed: int, tokens: int) -> dict[str, Any]:
     """Its text follows from the seed, and its length too."""
     messages = [{"role": "user", "content": f"Tell me about the number {seed}."}]
-    return {"model": model, "messages": messages, "seed": seed, "max_tokens": tokens * (1 + seed), "temperature": 1.2, "stream": True}
+    return {
+        "model": model,
+        "messages": messages,
+        "seed": seed,
+        "max_tokens": tokens * (1 + seed),
+        "temperature": 1.2,
+        "stream": True,
+    }
 
 
 class Crowd:
@@ -87,7 +97,9 @@ class Crowd:
         """Let all clients work for so long; `number` of the round makes their draws different."""
         until = time.monotonic() + seconds
         clients = range(self._load.clients)
-        threads = [threading.Thread(target=self._client, args=(f"{self._load.seed}/{number}/{at}", until)) for at in clients]
+        threads = [
+            threading.Thread(target=self._client, args=(f"{self._load.seed}/{number}/{at}", until)) for at in clients
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -124,7 +136,9 @@ class Crowd:
             self.seen.mixed.append(f"{model} with seed {seed}: {text[:80]!r}, alone {self._alone[model, seed][:80]!r}")
 
     def _vector(self, model: str, seed: int) -> None:
-        document = ask(self._address, "POST", "/embeddings", {"model": model, "input": f"number {seed}"}, seconds=_SILENCE)
+        document = ask(
+            self._address, "POST", "/embeddings", {"model": model, "input": f"number {seed}"}, seconds=_SILENCE
+        )
         length = math.sqrt(sum(value * value for value in document["data"][0]["embedding"]))
         if not math.isclose(length, 1.0, abs_tol=1e-3):
             self.seen.failed.append(f"vector: its length is {length}")
@@ -158,7 +172,9 @@ def text_of(document: Mapping[str, Any]) -> str:
 
 
 def soak(load: Load, config: Config, *, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Start the service of the tree of `config`, load it, end it, and tell what came of it. Raises PeerError, and what the service says."""
+    """Start the service of the tree of `config`, load it, end it, and tell what came of it. Raises PeerError, and
+    what the service says.
+    """
     if config.file is None:
         raise PeerError("there is no onedesk.toml; name one with --config")
     words = [sys.executable, "-m", "onedesk.service", "serve", "--port", "0", "--config", str(config.file)]
@@ -168,13 +184,20 @@ def soak(load: Load, config: Config, *, say: Callable[[str], None] = lambda _: N
     child = Child(order)
     try:
         address = _await_service(child, config)
-        alone = {(model, seed): _written(address, question(model, seed, load.tokens)) for model in load.models for seed in SEEDS}
+        alone = {
+            (model, seed): _written(address, question(model, seed, load.tokens))
+            for model in load.models
+            for seed in SEEDS
+        }
         crowd = Crowd(address, load, alone)
         sizes = []
         for number in range(load.rounds):
             crowd.live(number, load.seconds / load.rounds)
             sizes.append(_quiet_size(address, child, load.models))
-            say(f"round {number + 1} of {load.rounds}: {sum(crowd.seen.acts.values())} requests, {sizes[-1] / MIB:.1f} MiB at rest")
+            say(
+                f"round {number + 1} of {load.rounds}: {sum(crowd.seen.acts.values())} requests, {sizes[-1] / MIB:.1f}"
+                " MiB at rest"
+            )
         if not child.running:
             raise PeerError(child.ending())
     finally:
@@ -199,9 +222,14 @@ def _written(address: Address, body: Mapping[str, Any]) -> str:
 
 
 def _quiet_size(address: Address, child: Child, models: Sequence[str]) -> int:
-    """Bytes of the service once it has given everything back that it can; what a client that vanished left at work ends first."""
+    """Bytes of the service once it has given everything back that it can; what a client that vanished left at work
+    ends first.
+    """
     until = time.monotonic() + _SILENCE
-    while ask(address, "POST", "/memory/sleep", {"wake": "manual"}, seconds=_SILENCE).get("busy") and time.monotonic() < until:
+    while (
+        ask(address, "POST", "/memory/sleep", {"wake": "manual"}, seconds=_SILENCE).get("busy")
+        and time.monotonic() < until
+    ):
         time.sleep(_LOOK)
     # A reading counts as now for a quarter of a second.
     time.sleep(0.3)
@@ -216,7 +244,13 @@ def _document(load: Load, config: Config, seen: Seen, sizes: Sequence[int]) -> d
     deadline = config.service.deadline
     p99 = waits[min(len(waits) - 1, math.ceil(len(waits) * 0.99) - 1)]
     drift = max(sizes[1:]) - sizes[0]
-    right = not seen.mixed and not seen.failed and drift <= DRIFT and measured >= SHARE * asked and (not deadline or p99 < deadline)
+    right = (
+        not seen.mixed
+        and not seen.failed
+        and drift <= DRIFT
+        and measured >= SHARE * asked
+        and (not deadline or p99 < deadline)
+    )
     return {
         "kind": "soak",
         "ok": right,

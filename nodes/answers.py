@@ -54,7 +54,9 @@ def seed_input() -> io.Input:
         min=0,
         max=SEED_MAX,
         control_after_generate=True,
-        tooltip="The same inputs and seed give the same text on the same machine, from the cache; another seed writes anew.",
+        tooltip=(
+            "The same inputs and seed give the same text on the same machine, from the cache; another seed writes anew."
+        ),
     )
 
 

@@ -1,11 +1,12 @@
 """ComfyUI's view of our models, and ours of its memory. The only file that touches comfy.model_management.
 
-Each open model is one patcher in ComfyUI's list of loaded models, with the bytes that it really holds, so that ComfyUI evicts it with
-its own code when it needs room, and POST /free frees it. Before a model loads, ComfyUI is asked to free what it needs. With --cpu, where
-ComfyUI never evicts, its models are a neighbour of our pool, and ours give way before its nodes run.
+Each open model is one patcher in ComfyUI's list of loaded models, with the bytes that it really holds, so that ComfyUI
+evicts it with its own code when it needs room, and POST /free frees it. Before a model loads, ComfyUI is asked to free
+what it needs. With --cpu, where ComfyUI never evicts, its models are a neighbour of our pool, and ours give way before
+its nodes run.
 
-Threads: ComfyUI's list has no lock. It is touched only by the thread that runs prompts (node code between awaits, and ComfyUI's
-own calls of a patcher); models work in other threads, which never wait for that thread.
+Threads: ComfyUI's list has no lock. It is touched only by the thread that runs prompts (node code between awaits, and
+ComfyUI's own calls of a patcher); models work in other threads, which never wait for that thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def cancelled() -> bool:
 
 
 def interrupted() -> InterruptProcessingException:
-    """The exception that ends the running prompt as stopped; the flag is cleared, as ComfyUI expects of who raises it."""
+    """The exception that ends the running prompt as stopped; the flag is cleared, as ComfyUI expects of who raises
+    it.
+    """
     mm.interrupt_current_processing(False)
     return InterruptProcessingException()
 
@@ -115,12 +118,20 @@ class LanguageModel(ModelPatcher):
     def clone(self, *_: object, **__: object) -> LanguageModel:
         return self
 
-    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        """Nothing is loaded by ComfyUI's hand: the node that asked for room loads, where it can be stopped and shows progress."""
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        """Nothing is loaded by ComfyUI's hand: the node that asked for room loads, where it can be stopped and shows
+        progress.
+        """
         return 0
 
-    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
-        """Give way as a whole; returns the bytes that came back. ComfyUI would take the rest at once if less than asked came back."""
+    def partially_unload(
+        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        """Give way as a whole; returns the bytes that came back. ComfyUI would take the rest at once if less than
+        asked came back.
+        """
         return sum(item.measured for item in self.evict())
 
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
@@ -130,7 +141,9 @@ class LanguageModel(ModelPatcher):
         return self.model
 
     def evict(self, *, wait: bool = True) -> tuple[Released, ...]:
-        """Let the model give way to ComfyUI, and count it. A pinned one keeps its bytes; with `wait` False a busy one too."""
+        """Let the model give way to ComfyUI, and count it. A pinned one keeps its bytes; with `wait` False a busy
+        one too.
+        """
         model = self._open()
         if model is None or model.policy.name == "pinned":
             return ()
@@ -143,7 +156,8 @@ class LanguageModel(ModelPatcher):
 
 
 def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
-    """Return the model's bytes, with `wait` after a running generation has ended; that ends by itself or by Stop, and is never cut.
+    """Return the model's bytes, with `wait` after a running generation has ended; that ends by itself or by Stop, and
+    is never cut.
 
     What another process writes for somebody else, Stop does not end: there Stop ends the waiting.
     """
@@ -159,7 +173,8 @@ def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
 
 
 def open_model(choice: ModelChoice) -> Model:
-    """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises ModelError, FileError,
+    """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises
+    ModelError, FileError,
     RequestError for a place that is not there."""
     # Left at its default it is the usual one, which a model of a shorter context does not refuse.
     context = None if choice.context == ModelChoice.context else choice.context
@@ -193,7 +208,9 @@ def title(model: Model) -> str:
 
 
 def need(model: Model, *, headroom: float) -> int:
-    """Bytes that a model takes while it is loaded, and that share of them more; 0 where another process has not told yet."""
+    """Bytes that a model takes while it is loaded, and that share of them more; 0 where another process has not told
+    yet.
+    """
     if isinstance(model, OpenModel):
         return model.need.with_headroom(headroom)
     return int(model.need_bytes * (1 + headroom))
@@ -228,7 +245,8 @@ def listed(model: Model) -> LanguageModel | Guest:
 def make_room(model: Model) -> None:
     """Ask ComfyUI to free what the model needs beyond what it holds, and put it first in ComfyUI's list.
 
-    What the pool then still lacks, its idle leases and its neighbours are asked for, unless even all of them could not give it.
+    What the pool then still lacks, its idle leases and its neighbours are asked for, unless even all of them could not
+    give it.
     """
     seat = listed(model)
     if isinstance(seat, Guest):
@@ -237,13 +255,19 @@ def make_room(model: Model) -> None:
     pool = pool_of(model)
     room, wanted = pool.room(), need(model, headroom=pool.settings.headroom)
     # Another process has a budget of its own, on the same machine.
-    now, most = (room.now, room.most) if isinstance(model, OpenModel) else (room.machine, room.machine + room.yielding + room.neighbours)
+    now, most = (
+        (room.now, room.most)
+        if isinstance(model, OpenModel)
+        else (room.machine, room.machine + room.yielding + room.neighbours)
+    )
     if now < wanted <= most:
         pool.make_room(wanted - now)
 
 
 def make_more_room(model: Model, reason: MemoryFull) -> bool:
-    """Ask ComfyUI to unload everything else, for when the machine still lacks room; False if the budget is what is too small."""
+    """Ask ComfyUI to unload everything else, for when the machine still lacks room; False if the budget is what is
+    too small.
+    """
     seat, pool = listed(model), pool_of(model)
     wanted = need(model, headroom=pool.settings.headroom)
     if isinstance(seat, Guest) or (isinstance(model, OpenModel) and wanted > pool.budget.spendable):
@@ -259,7 +283,11 @@ def make_more_room(model: Model, reason: MemoryFull) -> bool:
 def keep_listed(model: Model) -> None:
     """Put the model back into ComfyUI's list if it was taken out while it loaded."""
     seat = listed(model)
-    if isinstance(seat, LanguageModel) and model.loaded and not any(loaded.model is seat for loaded in mm.current_loaded_models):
+    if (
+        isinstance(seat, LanguageModel)
+        and model.loaded
+        and not any(loaded.model is seat for loaded in mm.current_loaded_models)
+    ):
         make_room(model)
 
 
@@ -271,27 +299,35 @@ def release(name: str | None) -> list[Released]:
 def comfyui_models() -> list[tuple[str, int]]:
     """(class, bytes loaded now) of each of ComfyUI's own models that holds any. May be called from any thread."""
     patchers = [loaded.model for loaded in list(mm.current_loaded_models)]
-    held = ((type(p.model).__name__, int(p.loaded_size())) for p in patchers if p is not None and not isinstance(p, LanguageModel))
+    held = (
+        (type(p.model).__name__, int(p.loaded_size()))
+        for p in patchers
+        if p is not None and not isinstance(p, LanguageModel)
+    )
     return [(name, nbytes) for name, nbytes in held if nbytes]
 
 
 class ComfyModels:
     """ComfyUI's models as a neighbour of a pool: what they would free, and freeing it.
 
-    On one memory, moving a model from the device to the host frees nothing, and ComfyUI keeps each model for as long as it keeps the
-    loader's output: there the outputs of earlier workflows are dropped, by ComfyUI's own function for that.
+    On one memory, moving a model from the device to the host frees nothing, and ComfyUI keeps each model for as long as
+    it keeps the loader's output: there the outputs of earlier workflows are dropped, by ComfyUI's own function for
+    that.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def could_free(self) -> int:
-        """Bytes that ComfyUI's models hold. At most that comes back: a model that the running workflow still needs stays."""
+        """Bytes that ComfyUI's models hold. At most that comes back: a model that the running workflow still needs
+        stays.
+        """
         return sum(nbytes for _, nbytes in comfyui_models())
 
     def free(self, nbytes: int) -> int:
-        """Free about `nbytes` and return what came back. ComfyUI's list may be touched only by the thread that runs workflows: in
-        any other thread nothing comes back now, and ComfyUI is asked to free memory itself when no workflow is queued.
+        """Free about `nbytes` and return what came back. ComfyUI's list may be touched only by the thread that runs
+        workflows: in any other thread nothing comes back now, and ComfyUI is asked to free memory itself when no
+        workflow is queued.
         """
         if not runs_workflows():
             queue = PromptServer.instance.prompt_queue
@@ -320,8 +356,10 @@ def _ours() -> list[mm.LoadedModel]:
 
 
 def _drop_outputs(nbytes: int, *, free_active: bool = False) -> None:
-    """Let ComfyUI's cache drop outputs until `nbytes` more of the host's memory are available: models of earlier workflows first, with
-    `free_active` also outputs of the running one that no node waits for. Other kinds of cache than the default one drop nothing.
+    """Let ComfyUI's cache drop outputs until `nbytes` more of the host's memory are available: models of earlier
+    workflows first, with
+    `free_active` also outputs of the running one that no node waits for. Other kinds of cache than the default one drop
+    nothing.
     """
     available = mm.get_free_memory(torch.device("cpu"))
     ram.extra_ram_release(available + nbytes, free_active=free_active)
@@ -348,7 +386,9 @@ def inference_minimum() -> int:
 
 
 def give_room(nbytes: int) -> tuple[Released, ...]:
-    """Let idle models give way, the longest unused first, until ComfyUI can have `nbytes` above the floor. Busy and pinned ones stay."""
+    """Let idle models give way, the longest unused first, until ComfyUI can have `nbytes` above the floor. Busy and
+    pinned ones stay.
+    """
     released: list[Released] = []
     for model in sorted((model for model in open_models() if model.loaded), key=_idle, reverse=True):
         seat = listed(model)
@@ -371,7 +411,9 @@ def _idle(model: Model) -> float:
 
 
 def correct_free_memory() -> None:
-    """Correct ComfyUI's reading of free memory where it is wrong and onedesk.toml allows it; undone when the process ends."""
+    """Correct ComfyUI's reading of free memory where it is wrong and onedesk.toml allows it; undone when the process
+    ends.
+    """
     place = torch.device(mm.get_torch_device())
     if place.type != "cuda":
         return

@@ -1,7 +1,10 @@
-"""ComfyUI's reading of free memory on a GPU that shares its memory with the CPU: there the driver counts reclaimable page cache as used.
+"""ComfyUI's reading of free memory on a GPU that shares its memory with the CPU: there the driver counts reclaimable
+page cache as used.
 
-The only change that Onedesk makes to a running ComfyUI. It is made only where torch says that the GPU is integrated, only for versions
-whose function is known, only if that function is still ComfyUI's own, and only if onedesk.toml does not forbid it; it can be undone.
+The only change that Onedesk makes to a running ComfyUI. It is made only where torch says that the GPU is integrated,
+only for versions whose function is known, only if that function is still ComfyUI's own, and only if onedesk.toml does
+not forbid it; it
+can be undone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from ..service.memory.truth import DeviceFigures, DeviceProbe, Truth, probe_torc
 log = logging.getLogger(__name__)
 
 NAME = "get_free_memory"
-# Releases whose function was read: it takes these parameters and gives bytes, or (bytes, bytes of them in torch's cache).
+# Releases whose function was read: it takes these parameters and gives bytes, or (bytes, bytes of them in torch's
+# cache).
 FIRST, BEYOND = (0, 30), (0, 39)
 PARAMETERS = {"dev": None, "torch_free_too": False}
 _UNDO = "onedesk_undo"
@@ -27,7 +31,8 @@ _UNDO = "onedesk_undo"
 class FreeMemoryCorrection:
     """Lets `manager.get_free_memory` answer with the truth for integrated CUDA devices, and as ever for all others.
 
-    `manager` is comfy.model_management, `version` ComfyUI's. `probe`, `proc` and `cgroup` are where the truth comes from.
+    `manager` is comfy.model_management, `version` ComfyUI's. `probe`, `proc` and `cgroup` are where the truth comes
+    from.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class FreeMemoryCorrection:
         self._ours: Callable[..., Any] | None = None
 
     def apply(self, device: str) -> bool:
-        """Correct the reading if `device`, such as "cuda:0", is integrated and everything is as expected; say once what was done.
+        """Correct the reading if `device`, such as "cuda:0", is integrated and everything is as expected; say once what
+        was done.
 
         Raises RequestError if there is no such device, FileError if meminfo cannot be read.
         """
@@ -60,21 +66,27 @@ class FreeMemoryCorrection:
             return False
         reason = self._reason_against()
         if reason:
-            log.warning("ComfyUI's reading of free memory is not corrected: %s; large image models may be unloaded without need", reason)
+            log.warning(
+                "ComfyUI's reading of free memory is not corrected: %s; large image models may be unloaded without"
+                " need",
+                reason,
+            )
             return False
         original = self._original = getattr(self._manager, NAME)
         self._ours = self._corrected(original)
         setattr(self._manager, NAME, self._ours)
         log.info(
-            "the GPU shares its memory with the CPU: ComfyUI's free memory is corrected from %s to %s, page cache is reclaimable "
-            "(switch: correct_free_memory in [comfyui] of onedesk.toml)",
+            "the GPU shares its memory with the CPU: ComfyUI's free memory is corrected from %s to %s, page cache is"
+            " reclaimable (switch: correct_free_memory in [comfyui] of onedesk.toml)",
             show(truth.device_free or 0),
             show(truth.available),
         )
         return True
 
     def undo(self) -> None:
-        """Put ComfyUI's own function back; if somebody has replaced ours since, ours only passes everything on from now on."""
+        """Put ComfyUI's own function back; if somebody has replaced ours since, ours only passes everything on from
+        now on.
+        """
         original, self._original = self._original, None
         if original is not None and getattr(self._manager, NAME) is self._ours:
             setattr(self._manager, NAME, original)

@@ -16,7 +16,9 @@ from .values import Conversation, ModelChoice, SamplingChoice
 
 
 class OnedeskDescribeImage(io.ComfyNode):
-    """Looks at pictures and writes. Lists, Stop and policies are as in Write Text; a batch is a list of pictures, or one question."""
+    """Looks at pictures and writes. Lists, Stop and policies are as in Write Text; a batch is a list of pictures, or
+    one question.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -24,8 +26,10 @@ class OnedeskDescribeImage(io.ComfyNode):
             node_id="OnedeskDescribeImage",
             display_name="Describe Image",
             category=CATEGORY,
-            description="A language model that sees looks at pictures and answers: a caption, tags, a prompt that draws them again, "
-            "their text, a comparison, or your own question. The text appears here while it is written.",
+            description=(
+                "A language model that sees looks at pictures and answers: a caption, tags, a prompt that draws them"
+                " again, their text, a comparison, or your own question. The text appears here while it is written."
+            ),
             search_aliases=["caption", "vision", "VLM", "image to prompt", "interrogate", "tagger", "OCR", "Qwen-VL"],
             is_input_list=True,
             has_intermediate_output=True,
@@ -38,7 +42,10 @@ class OnedeskDescribeImage(io.ComfyNode):
                     "task",
                     options=list(TASKS),
                     default="caption",
-                    tooltip="What to write. My question asks only the question below; the others put it after their own text.",
+                    tooltip=(
+                        "What to write. My question asks only the question below; the others put it after their own"
+                        " text."
+                    ),
                 ),
                 io.String.Input(
                     "question",
@@ -49,15 +56,19 @@ class OnedeskDescribeImage(io.ComfyNode):
                 io.Boolean.Input(
                     "together",
                     default=False,
-                    tooltip="Ask one question about all pictures of a batch, in their order, instead of one per picture.",
+                    tooltip=(
+                        "Ask one question about all pictures of a batch, in their order, instead of one per picture."
+                    ),
                 ),
                 io.Int.Input(
                     "pixels",
                     default=0,
                     min=0,
                     max=2**31 - 1,
-                    tooltip="The most pixels of a picture after resizing; a token stands for 784 or 1,024 of them. "
-                    "0: 1,048,576 on a GPU, 262,144 on a CPU.",
+                    tooltip=(
+                        "The most pixels of a picture after resizing; a token stands for 784 or 1,024 of them. "
+                        "0: 1,048,576 on a GPU, 262,144 on a CPU."
+                    ),
                 ),
                 seed_input(),
                 length_input(),

@@ -62,7 +62,11 @@ def desk_text(desk: Desk) -> str:
     models = [_seat(seat) for seat in desk.seats] or ["no language model is open"]
     others = [f"{name} {show_bytes(nbytes)}" for name, nbytes in desk.comfyui] or ["none"]
     settings = desk.pool.settings
-    share = f"{settings.limit:.0%} of what was available" if settings.limit_bytes is None else f"{show_bytes(settings.limit_bytes)} as set"
+    share = (
+        f"{settings.limit:.0%} of what was available"
+        if settings.limit_bytes is None
+        else f"{show_bytes(settings.limit_bytes)} as set"
+    )
     lines = [
         f"floor and shares: {share}, {show_bytes(budget.floor)} always left to the system",
         *models,
@@ -79,8 +83,15 @@ def desk_bars(desk: Desk) -> list[Bar]:
     used = max(0, truth.total - truth.available)
     ours = min(desk.resident, used)
     comfyui = min(sum(nbytes for _, nbytes in desk.comfyui), used - ours)
-    machine = [Part("others", used - ours - comfyui, OTHERS), Part("ComfyUI", comfyui, COMFYUI), Part("Onedesk", ours, ONEDESK)]
-    kinds = [Part(kind, sum(lease.nbytes for lease in desk.leases if lease.kind == kind), colour) for kind, colour in KINDS.items()]
+    machine = [
+        Part("others", used - ours - comfyui, OTHERS),
+        Part("ComfyUI", comfyui, COMFYUI),
+        Part("Onedesk", ours, ONEDESK),
+    ]
+    kinds = [
+        Part(kind, sum(lease.nbytes for lease in desk.leases if lease.kind == kind), colour)
+        for kind, colour in KINDS.items()
+    ]
     bars = [
         Bar("Memory", truth.total, machine, "available"),
         Bar("Onedesk's limit", budget.limit, [Part("kept back", budget.kept_back, KEPT_BACK), *kinds], "free"),
@@ -90,7 +101,14 @@ def desk_bars(desk: Desk) -> list[Bar]:
         bars.append(Bar(title, budget.limit, [Part(lease.kind, lease.nbytes, KINDS[lease.kind])], "rest"))
     if len(desk.leases) > SHOWN_LEASES:
         more = desk.leases[SHOWN_LEASES:]
-        bars.append(Bar(f"{len(more)} more leases, of", budget.limit, [Part("all", sum(x.nbytes for x in more), ONEDESK)], "rest"))
+        bars.append(
+            Bar(
+                f"{len(more)} more leases, of",
+                budget.limit,
+                [Part("all", sum(x.nbytes for x in more), ONEDESK)],
+                "rest",
+            )
+        )
     return bars
 
 

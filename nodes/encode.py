@@ -59,7 +59,9 @@ class Encoding:
 def _here(model: Model) -> OpenModel:
     """A model of this process; others tell texts, and no hidden states."""
     if not isinstance(model, OpenModel):
-        raise RequestError(f"{model.title} runs in another process, which gives no hidden states; load it {HERE!r} to encode")
+        raise RequestError(
+            f"{model.title} runs in another process, which gives no hidden states; load it {HERE!r} to encode"
+        )
     return model
 
 
@@ -72,33 +74,53 @@ class OnedeskTextEncoder(io.ComfyNode):
             node_id="OnedeskTextEncoder",
             display_name="Encode Text with Language Model",
             category=CATEGORY,
-            description="Gives an image model the hidden states of a language model as conditioning, so that one model writes and encodes.",
+            description=(
+                "Gives an image model the hidden states of a language model as conditioning, so that one model writes"
+                " and encodes."
+            ),
             search_aliases=["CLIP text encode", "conditioning", "Qwen text encoder", "hidden states"],
             inputs=[
                 MODEL.Input(
-                    "model", tooltip="Which model reads, from Load Language Model. It must be the one the image model was trained with."
+                    "model",
+                    tooltip=(
+                        "Which model reads, from Load Language Model. It must be the one the image model was trained"
+                        " with."
+                    ),
                 ),
                 io.String.Input("text", multiline=True, default="", tooltip="What the picture should show."),
                 io.String.Input(
                     "layers",
                     default="-2",
-                    tooltip="After how many blocks the states are taken: -2 is after all but the last; several, as 9, 18, 27, are joined.",
+                    tooltip=(
+                        "After how many blocks the states are taken: -2 is after all but the last; several, as 9, 18,"
+                        " 27, are joined."
+                    ),
                 ),
                 io.Combo.Input(
                     "template",
                     options=[CHAT, CHAT_WITHOUT_THINKING, RAW],
                     default=CHAT,
-                    tooltip="How the text is wrapped: as the image model was trained. Chat: a user turn of the model's own chat template.",
+                    tooltip=(
+                        "How the text is wrapped: as the image model was trained. Chat: a user turn of the model's own"
+                        " chat template."
+                    ),
                 ),
                 io.Int.Input(
                     "min_tokens",
                     default=0,
                     min=0,
                     max=2**20,
-                    tooltip="Fill shorter texts up to this many tokens with padding, for image models trained so; 0 for no padding.",
+                    tooltip=(
+                        "Fill shorter texts up to this many tokens with padding, for image models trained so; 0 for no"
+                        " padding."
+                    ),
                 ),
             ],
-            outputs=[io.Conditioning.Output(display_name="conditioning", tooltip="For the sampler's positive or negative input.")],
+            outputs=[
+                io.Conditioning.Output(
+                    display_name="conditioning", tooltip="For the sampler's positive or negative input."
+                )
+            ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         )
 

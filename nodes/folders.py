@@ -23,7 +23,9 @@ KINDS = (KIND, "LLM")
 
 
 def offer_folders() -> None:
-    """Make models/llm and the pack's own demo image models known to ComfyUI, behind what is there under the same names."""
+    """Make models/llm and the pack's own demo image models known to ComfyUI, behind what is there under the same
+    names.
+    """
     folder_paths.add_model_folder_path(KIND, str(Path(folder_paths.models_dir) / KIND))
     for kind in ("diffusion_models", "vae"):
         demo = package_folder() / "models" / "comfyui" / kind
@@ -32,8 +34,15 @@ def offer_folders() -> None:
 
 
 def model_roots() -> ModelRoots:
-    """Every folder that holds language models: ComfyUI's, then those of onedesk.toml. A broken onedesk.toml costs only its own folders."""
-    roots = [Path(path) for kind in KINDS if kind in folder_paths.folder_names_and_paths for path in folder_paths.get_folder_paths(kind)]
+    """Every folder that holds language models: ComfyUI's, then those of onedesk.toml. A broken onedesk.toml costs
+    only its own folders.
+    """
+    roots = [
+        Path(path)
+        for kind in KINDS
+        if kind in folder_paths.folder_names_and_paths
+        for path in folder_paths.get_folder_paths(kind)
+    ]
     targets: list[Path] = []
     try:
         config = load_config()
@@ -60,12 +69,16 @@ def places() -> list[str]:
 
 
 def peer_settings(where: str) -> PeerSettings:
-    """The entry of onedesk.toml that a place names. Raises RequestError for a name that is not there, FileError for a broken file."""
+    """The entry of onedesk.toml that a place names. Raises RequestError for a name that is not there, FileError for
+    a broken file.
+    """
     peers = load_config().peers
     name = where.removeprefix(OTHER)
     if not where.startswith(OTHER) or name not in peers:
         known = ", ".join([HERE, SERVICE, *(OTHER + known for known in peers)])
-        raise RequestError(f"no place is called {where[:80]!r}; there are: {known}; write others as [peers.NAME] into onedesk.toml")
+        raise RequestError(
+            f"no place is called {where[:80]!r}; there are: {known}; write others as [peers.NAME] into onedesk.toml"
+        )
     return peers[name]
 
 
@@ -84,13 +97,17 @@ def check_model(choice: ModelChoice) -> None:
 
 
 def config_stamp(where: str) -> list[list[str | int]]:
-    """[place, nanoseconds] of the entry's file: an entry that was changed is another model. Nothing of what stands in it."""
+    """[place, nanoseconds] of the entry's file: an entry that was changed is another model. Nothing of what stands
+    in it.
+    """
     file = load_config().file
     return [[where, file.stat().st_mtime_ns if file else 0]]
 
 
 def file_stamps(name: str) -> list[list[str | int]]:
-    """[name, bytes, nanoseconds] of each file of a model, sorted. Raises FileError, ModelError for a name that is not there."""
+    """[name, bytes, nanoseconds] of each file of a model, sorted. Raises FileError, ModelError for a name that is
+    not there.
+    """
     path = model_roots().resolve(name)
     files = path.iterdir() if path.is_dir() else (path, path.with_name("config.json"))
     states = ((file.name, file.stat()) for file in sorted(files) if file.is_file())

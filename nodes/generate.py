@@ -11,7 +11,9 @@ from .values import Conversation, ModelChoice, SamplingChoice
 
 
 class OnedeskGenerate(io.ComfyNode):
-    """Writes. Takes lists as one piece of work: the model loads once for all items, writes them together and gives way after the last."""
+    """Writes. Takes lists as one piece of work: the model loads once for all items, writes them together and gives
+    way after the last.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -19,13 +21,19 @@ class OnedeskGenerate(io.ComfyNode):
             node_id="OnedeskGenerate",
             display_name="Write Text",
             category=CATEGORY,
-            description="A language model answers the messages. The text appears here while it is written; Stop keeps what there is.",
+            description=(
+                "A language model answers the messages. The text appears here while it is written; Stop keeps what"
+                " there is."
+            ),
             search_aliases=["LLM", "generate text", "prompt enhancer", "chat", "Qwen"],
             is_input_list=True,
             has_intermediate_output=True,
             inputs=[
                 MODEL.Input("model", tooltip="Which model writes, from Load Language Model."),
-                MESSAGES.Input("messages", tooltip="What it answers, from Write Messages; the items of a list are answered together."),
+                MESSAGES.Input(
+                    "messages",
+                    tooltip="What it answers, from Write Messages; the items of a list are answered together.",
+                ),
                 seed_input(),
                 length_input(),
                 sampling_input(),

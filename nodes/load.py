@@ -36,36 +36,49 @@ class OnedeskLoadModel(io.ComfyNode):
             node_id="OnedeskLoadModel",
             display_name="Load Language Model",
             category=CATEGORY,
-            description="Chooses a Qwen language model. The first node that uses it loads it; two equal loaders share one model.",
+            description=(
+                "Chooses a Qwen language model. The first node that uses it loads it; two equal loaders share one"
+                " model."
+            ),
             search_aliases=["LLM", "Qwen", "load language model", "text model"],
             inputs=[
                 io.Combo.Input(
                     "model",
                     options=names,
-                    tooltip="A model folder in ComfyUI's models/llm or in the tree's models. Put a folder there and press R to see it.",
+                    tooltip=(
+                        "A model folder in ComfyUI's models/llm or in the tree's models. Put a folder there and press R"
+                        " to see it."
+                    ),
                 ),
                 io.Combo.Input(
                     "weights",
                     options=list(QUANT_OF_WEIGHTS),
                     default=AS_STORED,
-                    tooltip="The form that the weights have in memory. As stored: exactly what the file holds. int8: half of BF16's "
-                    "memory, no visible change. int4: a third to a quarter of it, with a small loss.",
+                    tooltip=(
+                        "The form that the weights have in memory. As stored: exactly what the file holds. int8: half"
+                        " of BF16's memory, no visible change. int4: a third to a quarter of it, with a small loss."
+                    ),
                 ),
                 io.Int.Input(
                     "context",
                     default=4096,
                     min=2,
                     max=2**31 - 1,
-                    tooltip="Tokens that prompt, reasoning and answer may have together. Their memory is reserved when the model loads. "
-                    "4096: or what the model allows, if that is less.",
+                    tooltip=(
+                        "Tokens that prompt, reasoning and answer may have together. Their memory is reserved when the"
+                        " model loads. 4096: or what the model allows, if that is less."
+                    ),
                 ),
                 io.Combo.Input(
                     "policy",
                     options=list(POLICIES),
                     default=STAY,
-                    tooltip="When the model returns its memory. Stay: when the image models need the room. "
-                    "Give way after the prompt: as soon as the last text node of the workflow has run; the next use loads it again. "
-                    "Give way when idle: after ttl seconds without use. Pinned: never for others, only by Release Language Model.",
+                    tooltip=(
+                        "When the model returns its memory. Stay: when the image models need the room. Give way after"
+                        " the prompt: as soon as the last text node of the workflow has run; the next use loads it"
+                        " again. Give way when idle: after ttl seconds without use. Pinned: never for others, only by"
+                        " Release Language Model."
+                    ),
                 ),
                 io.Float.Input(
                     "ttl",
@@ -73,18 +86,25 @@ class OnedeskLoadModel(io.ComfyNode):
                     min=0,
                     max=7 * 86400,
                     optional=True,
-                    tooltip="Seconds without use after which the model returns its memory; only for give way when idle.",
+                    tooltip=(
+                        "Seconds without use after which the model returns its memory; only for give way when idle."
+                    ),
                 ),
                 io.Combo.Input(
                     "where",
                     options=places(),
                     default=HERE,
                     optional=True,
-                    tooltip="Who runs the model. In this process: ComfyUI itself. Local service: one process for ComfyUI, scripts and chat "
-                    "programs, started when it is first needed. Other server: an entry of onedesk.toml, with that entry's own model.",
+                    tooltip=(
+                        "Who runs the model. In this process: ComfyUI itself. Local service: one process for ComfyUI,"
+                        " scripts and chat programs, started when it is first needed. Other server: an entry of"
+                        " onedesk.toml, with that entry's own model."
+                    ),
                 ),
             ],
-            outputs=[MODEL.Output(display_name="model", tooltip="The choice, for the nodes that write, describe or encode.")],
+            outputs=[
+                MODEL.Output(display_name="model", tooltip="The choice, for the nodes that write, describe or encode.")
+            ],
         )
 
     @classmethod
@@ -100,14 +120,20 @@ class OnedeskLoadModel(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str | None = None, where: str | None = None, **_: object) -> list[list[str | int]]:
-        """Names, sizes and times of the model's files: a model that was replaced on disk is not answered from the cache."""
+    def fingerprint_inputs(
+        cls, model: str | None = None, where: str | None = None, **_: object
+    ) -> list[list[str | int]]:
+        """Names, sizes and times of the model's files: a model that was replaced on disk is not answered from the
+        cache.
+        """
         if where is not None and where.startswith(OTHER):
             return config_stamp(where)
         return file_stamps(model) if model else []
 
     @classmethod
-    def execute(cls, model: str, weights: str, context: int, policy: str, ttl: float = TTL_SECONDS, where: str = HERE) -> io.NodeOutput:
+    def execute(
+        cls, model: str, weights: str, context: int, policy: str, ttl: float = TTL_SECONDS, where: str = HERE
+    ) -> io.NodeOutput:
         check_place(where)
         choice = ModelChoice(model, weights, context, policy, ttl, where)
         _ = choice.terms  # a wrong time is told here

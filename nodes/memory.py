@@ -1,4 +1,6 @@
-"""OnedeskMemory: budget, floor and policies, and what memory holds. OnedeskRelease: models give their memory back, and it is measured."""
+"""OnedeskMemory: budget, floor and policies, and what memory holds. OnedeskRelease: models give their memory back,
+and it is measured.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,24 @@ class OnedeskRelease(io.ComfyNode):
             node_id="OnedeskRelease",
             display_name="Release Language Model",
             category=CATEGORY,
-            description="Lets language models give their memory back when the value arrives, and shows what was asked and measured.",
+            description=(
+                "Lets language models give their memory back when the value arrives, and shows what was asked and"
+                " measured."
+            ),
             search_aliases=["unload model", "free memory", "VRAM"],
             is_input_list=True,
             is_output_node=True,
             has_intermediate_output=True,
             inputs=[
                 io.AnyType.Input(
-                    "value", tooltip="Anything that must be ready first, for example the written text. It is passed on as it is."
+                    "value",
+                    tooltip=(
+                        "Anything that must be ready first, for example the written text. It is passed on as it is."
+                    ),
                 ),
-                MODEL.Input("model", optional=True, tooltip="The model that gives way; without it every language model does."),
+                MODEL.Input(
+                    "model", optional=True, tooltip="The model that gives way; without it every language model does."
+                ),
             ],
             outputs=[
                 io.AnyType.Output(display_name="value", is_output_list=True, tooltip="What came in."),
@@ -60,7 +70,9 @@ class OnedeskRelease(io.ComfyNode):
 
 
 class OnedeskMemory(io.ComfyNode):
-    """Sets what language models may hold and when they give way, and shows who holds what at this point. Loads nothing."""
+    """Sets what language models may hold and when they give way, and shows who holds what at this point. Loads
+    nothing.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -68,7 +80,10 @@ class OnedeskMemory(io.ComfyNode):
             node_id="OnedeskMemory",
             display_name="Memory of Language Models",
             category=CATEGORY,
-            description="How much memory language models may hold, when they give it back, and who holds what now, as text and picture.",
+            description=(
+                "How much memory language models may hold, when they give it back, and who holds what now, as text and"
+                " picture."
+            ),
             search_aliases=["memory budget", "VRAM", "RAM", "unified memory", "show memory"],
             is_output_node=True,
             has_intermediate_output=True,
@@ -78,7 +93,10 @@ class OnedeskMemory(io.ComfyNode):
                     default=0,
                     min=0,
                     max=100,
-                    tooltip="Percent of the available memory that language models may hold, 10 to 95; 0 for what onedesk.toml says.",
+                    tooltip=(
+                        "Percent of the available memory that language models may hold, 10 to 95; 0 for what"
+                        " onedesk.toml says."
+                    ),
                 ),
                 io.Float.Input(
                     "floor",
@@ -86,13 +104,18 @@ class OnedeskMemory(io.ComfyNode):
                     min=0.0,
                     max=2.0**20,
                     step=0.1,
-                    tooltip="GiB that are always left to the system and the image models; 0 for what onedesk.toml says.",
+                    tooltip=(
+                        "GiB that are always left to the system and the image models; 0 for what onedesk.toml says."
+                    ),
                 ),
                 io.Combo.Input(
                     "policy",
                     options=[AS_CHOSEN, *POLICIES],
                     default=AS_CHOSEN,
-                    tooltip="When open language models return their memory, from now until a text node with another policy uses them.",
+                    tooltip=(
+                        "When open language models return their memory, from now until a text node with another policy"
+                        " uses them."
+                    ),
                 ),
                 io.Float.Input(
                     "ttl",
@@ -101,12 +124,20 @@ class OnedeskMemory(io.ComfyNode):
                     max=7 * 86400,
                     tooltip="Seconds without use after which a model returns its memory; only for give way when idle.",
                 ),
-                MODEL.Input("model", optional=True, tooltip="The model that the policy is for; without it every open language model."),
-                io.AnyType.Input("value", optional=True, tooltip="Anything that must be ready first. It is passed on as it is."),
+                MODEL.Input(
+                    "model",
+                    optional=True,
+                    tooltip="The model that the policy is for; without it every open language model.",
+                ),
+                io.AnyType.Input(
+                    "value", optional=True, tooltip="Anything that must be ready first. It is passed on as it is."
+                ),
             ],
             outputs=[
                 io.AnyType.Output(display_name="value", tooltip="What came in."),
-                io.String.Output(display_name="report", tooltip="Truth, budget, leases, policies and counters as text."),
+                io.String.Output(
+                    display_name="report", tooltip="Truth, budget, leases, policies and counters as text."
+                ),
                 io.Image.Output(display_name="picture", tooltip="The same as bars whose lengths are the bytes."),
             ],
             hidden=[io.Hidden.unique_id],
@@ -140,11 +171,15 @@ class OnedeskMemory(io.ComfyNode):
                     await ComfyAPI().caching.register_provider(AtTheEnd(chosen))
         desk = await asyncio.to_thread(_look, pool)
         report, picture = desk_text(desk), draw(desk_bars(desk))
-        return io.NodeOutput(value, report, picture, ui={**ui.PreviewImage(picture, cls=cls).as_dict(), "text": [report]})
+        return io.NodeOutput(
+            value, report, picture, ui={**ui.PreviewImage(picture, cls=cls).as_dict(), "text": [report]}
+        )
 
 
 def _resize(pool: Pool, budget: int, floor: float) -> None:
-    """Give the pool a budget in percent and a floor in GiB; 0 as configured. Raises RequestError. Counts anew only what is new."""
+    """Give the pool a budget in percent and a floor in GiB; 0 as configured. Raises RequestError. Counts anew only
+    what is new.
+    """
     configured: dict[str, Any] = dict(REGISTRY.config.memory)
     settings = MemorySettings(**configured)
     if budget:

@@ -1,4 +1,6 @@
-"""One run of a node that uses a model: room, load, work in a thread, what the page sees meanwhile, Stop, and giving way afterwards."""
+"""One run of a node that uses a model: room, load, work in a thread, what the page sees meanwhile, Stop, and giving
+way afterwards.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Hidden(Protocol):
 
 
 class Task(Protocol[T]):
-    """The work of a node. Both methods run in a thread of their own; `prepare` checks everything that can be refused before loading."""
+    """The work of a node. Both methods run in a thread of their own; `prepare` checks everything that can be refused
+    before loading.
+    """
 
     def prepare(self, model: Model, cancel: CancelCheck) -> None: ...
 
@@ -86,7 +90,9 @@ class Job(Generic[T]):
         return self._given_up.is_set() or bridge.cancelled()
 
     async def run(self) -> T:
-        """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its policy says so."""
+        """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its
+        policy says so.
+        """
         model = bridge.open_model(self.choice)
         self.title = bridge.title(model)
         model.policy = self.choice.terms
@@ -120,7 +126,9 @@ class Job(Generic[T]):
         return await self._in_thread(lambda: self._task.run(model, self._cancelled))
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
-        """Run `work` in a thread while the page follows. Returns or raises what it does, never before the thread is done with it."""
+        """Run `work` in a thread while the page follows. Returns or raises what it does, never before the thread is
+        done with it.
+        """
         context = contextvars.copy_context()
         future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work))
         try:
@@ -145,7 +153,8 @@ class Job(Generic[T]):
 class AtTheEnd(Caching.CacheProvider):
     """Lets a model give way when the running workflow ends, in case the text node that it waits for is never run.
 
-    ComfyUI tells only cache providers of the end. This one caches nothing and takes itself out at the first end it hears of.
+    ComfyUI tells only cache providers of the end. This one caches nothing and takes itself out at the first end it
+    hears of.
     """
 
     def __init__(self, model: Model) -> None:
@@ -164,7 +173,11 @@ class AtTheEnd(Caching.CacheProvider):
         unregister_cache_provider(self)
         # A node that still runs is being cancelled, and lets the model give way itself.
         if not bridge.listed(self._model).tracker.running:
-            log.info("%s", returned(bridge.give_way(self._model)) or f"{self._model.name} had given way before the end of the workflow")
+            log.info(
+                "%s",
+                returned(bridge.give_way(self._model))
+                or f"{self._model.name} had given way before the end of the workflow",
+            )
 
 
 def _is_output(class_type: str) -> bool:

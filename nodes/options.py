@@ -14,7 +14,7 @@ _BIAS = re.compile(r"""\s*(?P<token>\d+|"(?:[^"\\]|\\.)*")\s*[:=\s]\s*(?P<bias>[
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
-    r"""One stop string a line, blanks kept; `\n`, `\t` and `\\` stand for a line end, a tab and a backslash. Empty lines are left out."""
+    r"""One stop string per line; `\n`, `\t` and `\\` are line end, tab and backslash. Skips empty lines, keeps blanks."""
     return tuple(_ESCAPE.sub(lambda match: _ESCAPES[match[1]], line) for line in text.splitlines() if line)
 
 
@@ -42,12 +42,16 @@ def _bias(number: int, line: str) -> tuple[int | str, float]:
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """`3, 6` or `-2`: after how many blocks states are taken, negative from the end. Raises RequestError if a part is no number."""
+    """`3, 6` or `-2`: after how many blocks states are taken, negative from the end. Raises RequestError if a part
+    is no number.
+    """
     parts = [part for part in re.split(r"[,;\s]+", text.strip()) if part]
     try:
         layers = tuple(int(part) for part in parts)
     except ValueError:
-        raise RequestError(f"layers is {text[:60]!r}; write whole numbers with commas between them, as -2 or 9, 18, 27") from None
+        raise RequestError(
+            f"layers is {text[:60]!r}; write whole numbers with commas between them, as -2 or 9, 18, 27"
+        ) from None
     if not layers:
         raise RequestError("layers is empty; write for example -2 (the state before the last block) or 9, 18, 27")
     return layers

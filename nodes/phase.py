@@ -1,8 +1,11 @@
-"""Which Onedesk text nodes of a running workflow still need a model: read from its graph, so that the model gives way after the last.
+"""Which Onedesk text nodes of a running workflow still need a model: read from its graph, so that the model gives way
+after the last.
 
-A node that ComfyUI answers from its cache never runs, and ComfyUI does not tell other nodes so. What a text node returned is alive only as
-long as ComfyUI keeps it; a node whose answer is alive and whose inputs (all ancestors) are what they were then is answered from the cache.
-When this is wrong, nothing breaks: too early costs a reload, too late is caught at the workflow's end.
+A node that ComfyUI answers from its cache never runs, and ComfyUI does not tell other nodes so. What a text node
+returned is alive only as long as ComfyUI keeps it; a node whose answer is alive and whose inputs (all ancestors) are
+what they were then is answered from the cache. When this is wrong, nothing breaks: too early costs a reload, too late
+is caught at the
+workflow's end.
 """
 
 from __future__ import annotations
@@ -47,24 +50,34 @@ def ancestors(graph: Graph, node_id: str) -> set[str]:
 
 
 def may_use(graph: Graph, node_id: str, model: str) -> bool:
-    """Whether a text node's `model` input may come from a loader of `model`; a loader whose choice is computed counts as one."""
+    """Whether a text node's `model` input may come from a loader of `model`; a loader whose choice is computed
+    counts as one.
+    """
     source = graph.get_node(node_id)["inputs"].get(MODEL_INPUT)
     if not is_link(source):
         return False
-    loaders = (graph.get_node(n)["inputs"] for n in ancestors(graph, source[0]) if graph.get_node(n)["class_type"] == LOADER)
+    loaders = (
+        graph.get_node(n)["inputs"] for n in ancestors(graph, source[0]) if graph.get_node(n)["class_type"] == LOADER
+    )
     return any(is_link(inputs.get(MODEL_INPUT)) or inputs.get(MODEL_INPUT) == model for inputs in loaders)
 
 
 def signature(graph: Graph, node_id: str) -> str | None:
-    """A digest of a node, its fixed inputs, fingerprints and all its ancestors; None if ComfyUI would never answer it from its cache."""
+    """A digest of a node, its fixed inputs, fingerprints and all its ancestors; None if ComfyUI would never answer
+    it from its cache.
+    """
     nodes = {n: graph.get_node(n) for n in ancestors(graph, node_id)}
-    order = TopologicalSorter({n: {v[0] for v in node["inputs"].values() if is_link(v) and v[0] in nodes} for n, node in nodes.items()})
+    order = TopologicalSorter(
+        {n: {v[0] for v in node["inputs"].values() if is_link(v) and v[0] in nodes} for n, node in nodes.items()}
+    )
     digests: dict[str, str] = {}
     try:
         for current in order.static_order():
             node = nodes[current]
             inputs = {k: [digests.get(v[0]), v[1]] if is_link(v) else {"fixed": v} for k, v in node["inputs"].items()}
-            content = json.dumps([node["class_type"], node.get("is_changed"), inputs], sort_keys=True, allow_nan=False, default=repr)
+            content = json.dumps(
+                [node["class_type"], node.get("is_changed"), inputs], sort_keys=True, allow_nan=False, default=repr
+            )
             digests[current] = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
     except ValueError:  # NaN, ComfyUI's "always run again", or a cycle
         return None
@@ -78,7 +91,8 @@ def still_to_run(
     is_output: Callable[[str], bool],
     is_cached: Callable[[str, str], bool],
 ) -> set[str]:
-    """Ids of the text nodes that may use `model`, lead to an output node, have not finished, and are not answered from the cache.
+    """Ids of the text nodes that may use `model`, lead to an output node, have not finished, and are not answered from
+    the cache.
 
     `is_output` is asked for class names, `is_cached` for a node id and its signature.
     """
@@ -105,7 +119,8 @@ def _cached(graph: Graph, node_id: str, is_cached: Callable[[str, str], bool]) -
 
 
 class Tracker:
-    """What one model's text nodes have done in the running workflow, and which answers ComfyUI still keeps from earlier ones.
+    """What one model's text nodes have done in the running workflow, and which answers ComfyUI still keeps from earlier
+    ones.
 
     Used only by the thread that runs workflows.
     """
@@ -126,7 +141,9 @@ class Tracker:
         self.running += 1
 
     def finish(self, graph: Graph, node_id: str, answer: object | None) -> None:
-        """The node is done. `answer` is what it returns and ComfyUI keeps; None when it failed or was stopped: the workflow ends."""
+        """The node is done. `answer` is what it returns and ComfyUI keeps; None when it failed or was stopped: the
+        workflow ends.
+        """
         self.running -= 1
         self._finished.add(node_id)
         self.ending = self.ending or answer is None
@@ -138,4 +155,8 @@ class Tracker:
         """Whether another text node of this workflow will use the model: one runs now, or is still to run."""
         if self.running or self.ending:
             return self.running > 0
-        return bool(still_to_run(graph, model, self._finished, is_output, lambda node_id, digest: (node_id, digest) in self._answers))
+        return bool(
+            still_to_run(
+                graph, model, self._finished, is_output, lambda node_id, digest: (node_id, digest) in self._answers
+            )
+        )

@@ -47,7 +47,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Bar:
-    """`parts` of `total` bytes, from the left; what they leave is `rest`. Parts beyond the total are cut off at the bar's end."""
+    """`parts` of `total` bytes, from the left; what they leave is `rest`. Parts beyond the total are cut off at the
+    bar's end.
+    """
 
     title: str
     total: int
@@ -55,7 +57,9 @@ class Bar:
     rest: str
 
     def edges(self) -> list[int]:
-        """Where each part ends, in pixels from the bar's left end. Sums are rounded, not the parts, so that errors do not add up."""
+        """Where each part ends, in pixels from the bar's left end. Sums are rounded, not the parts, so that errors
+        do not add up.
+        """
         ends, at = [], 0
         for part in self.parts:
             at = min(self.total, at + max(0, part.nbytes))

@@ -17,7 +17,9 @@ MAX_BYTES = 1 << 20
 
 
 def preset_files(folders: Sequence[Path]) -> dict[str, Path]:
-    """Names (file names without .txt) and their files, sorted; the last folder that has a name wins. Absent folders hold nothing."""
+    """Names (file names without .txt) and their files, sorted; the last folder that has a name wins. Absent folders
+    hold nothing.
+    """
     found: dict[str, Path] = {}
     for folder in folders:
         try:
@@ -25,18 +27,26 @@ def preset_files(folders: Sequence[Path]) -> dict[str, Path]:
         except OSError as error:
             log.debug("preset folder %s is skipped: %s", folder.name, error.strerror)
             continue
-        found |= {file.stem: file for file in files if file.suffix == ".txt" and not file.name.startswith(".") and file.is_file()}
+        found |= {
+            file.stem: file
+            for file in files
+            if file.suffix == ".txt" and not file.name.startswith(".") and file.is_file()
+        }
     found.pop(NONE, None)
     return dict(sorted(found.items()))
 
 
 def read_preset(name: str, folders: Sequence[Path]) -> str:
-    """The text of a preset, without its final line end; "" for "none". Raises FileError for an unknown or unreadable one."""
+    """The text of a preset, without its final line end; "" for "none". Raises FileError for an unknown or unreadable
+    one.
+    """
     if name == NONE:
         return ""
     files = preset_files(folders)
     if name not in files:
-        raise FileError(f"there is no preset {name!r}; there are {', '.join((NONE, *files))}: add {name}.txt or choose another")
+        raise FileError(
+            f"there is no preset {name!r}; there are {', '.join((NONE, *files))}: add {name}.txt or choose another"
+        )
     try:
         with files[name].open("rb") as file:
             content = file.read(MAX_BYTES + 1)

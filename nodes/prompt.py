@@ -26,14 +26,20 @@ class OnedeskPrompt(io.ComfyNode):
             node_id="OnedeskPrompt",
             display_name="Write Messages",
             category=CATEGORY,
-            description="Builds the messages that a language model answers: how it should work (system), and what is asked (text).",
+            description=(
+                "Builds the messages that a language model answers: how it should work (system), and what is asked"
+                " (text)."
+            ),
             search_aliases=["system prompt", "chat message", "prompt preset", "wildcards"],
             inputs=[
                 io.Combo.Input(
                     "preset",
                     options=[NONE, *preset_files(preset_folders())],
                     default=NONE,
-                    tooltip="A ready system prompt. Add your own as text files in onedesk/presets of ComfyUI's user folder, then press R.",
+                    tooltip=(
+                        "A ready system prompt. Add your own as text files in onedesk/presets of ComfyUI's user folder,"
+                        " then press R."
+                    ),
                 ),
                 io.String.Input(
                     "system",
@@ -42,13 +48,19 @@ class OnedeskPrompt(io.ComfyNode):
                     tooltip="How the model should answer. With a preset it is added after the preset's text.",
                 ),
                 io.String.Input(
-                    "text", multiline=True, default="", tooltip="What you ask or describe. Sent to the model as the user's message."
+                    "text",
+                    multiline=True,
+                    default="",
+                    tooltip="What you ask or describe. Sent to the model as the user's message.",
                 ),
                 io.Boolean.Input(
                     "dynamic",
                     default=False,
-                    tooltip="Replace {red|green|blue} in system and text by one of the choices, drawn by the seed. Groups may be nested; "
-                    "write \\{ \\| \\} for the characters themselves. A group without | stays as it is.",
+                    tooltip=(
+                        "Replace {red|green|blue} in system and text by one of the choices, drawn by the seed. Groups"
+                        " may be nested; write \\{ \\| \\} for the characters themselves. A group without | stays as"
+                        " it is."
+                    ),
                 ),
                 io.Int.Input(
                     "seed",
@@ -56,21 +68,31 @@ class OnedeskPrompt(io.ComfyNode):
                     min=0,
                     max=SEED_MAX,
                     control_after_generate=io.ControlAfterGenerate.fixed,
-                    tooltip="Draws the dynamic choices: the same seed draws the same words. The model's own seed is on the writing node.",
+                    tooltip=(
+                        "Draws the dynamic choices: the same seed draws the same words. The model's own seed is on the"
+                        " writing node."
+                    ),
                 ),
                 MESSAGES.Input(
                     "history",
                     optional=True,
-                    tooltip="Earlier messages, for example those of a writing node: the text is asked as the next turn. "
-                    "A system prompt given here replaces the earlier one.",
+                    tooltip=(
+                        "Earlier messages, for example those of a writing node: the text is asked as the next turn. "
+                        "A system prompt given here replaces the earlier one."
+                    ),
                 ),
                 io.Image.Input(
                     "image",
                     optional=True,
-                    tooltip="Pictures that stand before the text, for a model that sees; a batch is several pictures in one message.",
+                    tooltip=(
+                        "Pictures that stand before the text, for a model that sees; a batch is several pictures in one"
+                        " message."
+                    ),
                 ),
             ],
-            outputs=[MESSAGES.Output(display_name="messages", tooltip="The whole conversation, ready for a writing node.")],
+            outputs=[
+                MESSAGES.Output(display_name="messages", tooltip="The whole conversation, ready for a writing node.")
+            ],
         )
 
     @classmethod

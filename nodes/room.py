@@ -1,7 +1,7 @@
 """With --cpu ComfyUI frees nothing before it loads or draws: here idle language models give way to its nodes.
 
-ComfyUI tells cache providers, which any pack may register, of each node that it is about to run and cannot answer from its cache. It does
-not tell them of nodes behind one that always runs anew; before those nothing is checked.
+ComfyUI tells cache providers, which any pack may register, of each node that it is about to run and cannot answer from
+its cache. It does not tell them of nodes behind one that always runs anew; before those nothing is checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MODEL_TYPES = frozenset(("MODEL", "CLIP", "VAE", "CONTROL_NET", "CLIP_VISION", "
 
 
 class RoomForComfyUI(Caching.CacheProvider):
-    """Looks before each node of ComfyUI whether the files that it names, and its computation, fit in what is available. Caches nothing."""
+    """Looks before each node of ComfyUI whether the files that it names, and its computation, fit in what is
+    available. Caches nothing.
+    """
 
     def __init__(self) -> None:
         self._prompt_id = ""
@@ -57,8 +59,12 @@ class RoomForComfyUI(Caching.CacheProvider):
             log.info("ComfyUI's node %s needs room; %s", context.node_id, returned(released))
 
     def _need(self, context: Caching.CacheContext) -> int:
-        """Bytes that the node may take: the model files that it names, and what ComfyUI wants free while it computes."""
-        files = sum(model_file_bytes(value) for value in self._inputs(context.node_id).values() if isinstance(value, str))
+        """Bytes that the node may take: the model files that it names, and what ComfyUI wants free while it
+        computes.
+        """
+        files = sum(
+            model_file_bytes(value) for value in self._inputs(context.node_id).values() if isinstance(value, str)
+        )
         computes = files or MODEL_TYPES & _types(context.class_type)
         return files + bridge.inference_minimum() if computes else 0
 

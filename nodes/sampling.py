@@ -41,7 +41,8 @@ def _inputs() -> list[io.Input]:
             min=DEFAULT,
             max=1,
             step=0.01,
-            tooltip="Choose among the likeliest tokens that together reach this probability; 1 for no limit." + _own("Below 0"),
+            tooltip="Choose among the likeliest tokens that together reach this probability; 1 for no limit."
+            + _own("Below 0"),
         ),
         io.Float.Input(
             "min_p",
@@ -49,7 +50,8 @@ def _inputs() -> list[io.Input]:
             min=DEFAULT,
             max=1,
             step=0.01,
-            tooltip="Leave out tokens less likely than this share of the likeliest one; 0 for no limit." + _own("Below 0"),
+            tooltip="Leave out tokens less likely than this share of the likeliest one; 0 for no limit."
+            + _own("Below 0"),
         ),
         io.Float.Input(
             "presence_penalty",
@@ -57,7 +59,8 @@ def _inputs() -> list[io.Input]:
             min=PENALTY_DEFAULT,
             max=2,
             step=0.05,
-            tooltip="Taken off the logit of every token that was already written; 0 for none, negative favours them." + _own("Below -2"),
+            tooltip="Taken off the logit of every token that was already written; 0 for none, negative favours them."
+            + _own("Below -2"),
         ),
         io.Float.Input(
             "frequency_penalty",
@@ -65,7 +68,8 @@ def _inputs() -> list[io.Input]:
             min=PENALTY_DEFAULT,
             max=2,
             step=0.05,
-            tooltip="Taken off a token's logit once for each time it was written; 0 for none, negative favours them." + _own("Below -2"),
+            tooltip="Taken off a token's logit once for each time it was written; 0 for none, negative favours them."
+            + _own("Below -2"),
         ),
         io.Float.Input(
             "repetition_penalty",
@@ -73,26 +77,36 @@ def _inputs() -> list[io.Input]:
             min=DEFAULT,
             max=1e6,
             step=0.01,
-            tooltip="Divides the logits of tokens in the prompt or the answer; 1 for none, above 1 repeats less." + _own("Below 0"),
+            tooltip="Divides the logits of tokens in the prompt or the answer; 1 for none, above 1 repeats less."
+            + _own("Below 0"),
         ),
         io.String.Input(
             "stop",
             multiline=True,
             default="",
-            tooltip="Stop strings, one a line: the answer ends before the first of them. \\n stands for a line end, \\t for a tab.",
+            tooltip=(
+                "Stop strings, one a line: the answer ends before the first of them. \\n stands for a line end, \\t for"
+                " a tab."
+            ),
         ),
         io.Combo.Input(
             "thinking",
             options=["auto", "on", "off"],
             default="auto",
-            tooltip="Whether the model thinks before it answers. Auto: as its chat template does. Thoughts never reach the text.",
+            tooltip=(
+                "Whether the model thinks before it answers. Auto: as its chat template does. Thoughts never reach the"
+                " text."
+            ),
         ),
         io.Int.Input(
             "thinking_budget",
             default=DEFAULT,
             min=DEFAULT,
             max=2**31 - 1,
-            tooltip="Tokens that thinking may take, beside those of the answer; then the model must answer. -1: what the context leaves.",
+            tooltip=(
+                "Tokens that thinking may take, beside those of the answer; then the model must answer. -1: what the"
+                " context leaves."
+            ),
         ),
         io.Boolean.Input(
             "stop_repetition",
@@ -103,7 +117,10 @@ def _inputs() -> list[io.Input]:
             "logit_bias",
             multiline=True,
             default="",
-            tooltip='Favour or ban single tokens, one a line: an id or a quoted text, then a number: 1234: -5 or " cat": 2.5; -inf bans.',
+            tooltip=(
+                'Favour or ban single tokens, one a line: an id or a quoted text, then a number: 1234: -5 or " cat":'
+                " 2.5; -inf bans."
+            ),
         ),
     ]
 
@@ -117,7 +134,10 @@ class OnedeskSampling(io.ComfyNode):
             node_id="OnedeskSampling",
             display_name="Sampling Options",
             category=CATEGORY,
-            description="How a language model chooses its words. What is left at its default is taken from the model's own settings.",
+            description=(
+                "How a language model chooses its words. What is left at its default is taken from the model's own"
+                " settings."
+            ),
             search_aliases=["temperature", "top p", "top k", "stop strings", "thinking", "LLM options"],
             inputs=_inputs(),
             outputs=[SAMPLING.Output(display_name="sampling", tooltip="The options, for any number of writing nodes.")],

@@ -15,7 +15,9 @@ class SecondCopy(ComfyExtension):
     """No nodes, and a warning."""
 
     async def on_load(self) -> None:
-        log.warning("Onedesk is in custom_nodes twice; the copy in %s is left out. Remove one of the two", package_folder())
+        log.warning(
+            "Onedesk is in custom_nodes twice; the copy in %s is left out. Remove one of the two", package_folder()
+        )
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return []

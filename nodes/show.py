@@ -22,7 +22,9 @@ _FINISH = {
 
 
 def displayable(text: str) -> str:
-    """The end of a text, with control characters that a page or a console would act on shown as U+FFFD; line ends and tabs stay."""
+    """The end of a text, with control characters that a page or a console would act on shown as U+FFFD; line ends
+    and tabs stay.
+    """
     shown = _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return shown if len(shown) <= SHOWN_CHARACTERS else "… " + shown[-SHOWN_CHARACTERS:]
 
@@ -50,7 +52,9 @@ class View:
         self._render = render
 
     def report(self, progress: Progress) -> None:
-        """Move the node's progress bar. May be called from several threads: a prompt is read while the rest of the model loads."""
+        """Move the node's progress bar. May be called from several threads: a prompt is read while the rest of the
+        model loads.
+        """
         if progress.stage == "load":
             self._load = progress
         else:
@@ -71,13 +75,15 @@ def statistics(model: str, result: Result) -> str:
     """One line: tokens, speeds, seconds, the effective seed, why the answer ended, and which sampling was in force."""
     usage = result.usage
     first, total = result.seconds["first_token"], result.seconds["total"]
-    speed = f", {(usage.completion - 1) / (total - first):.1f} tokens/s" if usage.completion > 1 and total > first else ""
+    speed = (
+        f", {(usage.completion - 1) / (total - first):.1f} tokens/s" if usage.completion > 1 and total > first else ""
+    )
     thought = f" ({usage.reasoning} of them thinking)" if usage.reasoning else ""
     kept = f" ({usage.cached} kept from before)" if usage.cached else ""
     loading = f"load {result.seconds['load']:.2f} s, " if result.seconds.get("load") else ""
     return (
-        f"{model}: {usage.prompt} tokens read{kept}, {usage.completion} written{thought}{speed}; {loading}"
-        f"first token {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}{_in_force(result)}"
+        f"{model}: {usage.prompt} tokens read{kept}, {usage.completion} written{thought}{speed}; {loading}first token"
+        f" {first:.2f} s, total {total:.2f} s; seed {result.seed}; {_FINISH[result.finish]}{_in_force(result)}"
     )
 
 
@@ -113,4 +119,8 @@ def evicted(times: int, given: Iterable[Released]) -> str:
 
 def numbered(texts: Sequence[str], total: int) -> str:
     """Several answers one below the other, each with its number; a single one as it is."""
-    return texts[0] if total == 1 and texts else "\n\n".join(f"[{number}/{total}] {text}" for number, text in enumerate(texts, 1))
+    return (
+        texts[0]
+        if total == 1 and texts
+        else "\n\n".join(f"[{number}/{total}] {text}" for number, text in enumerate(texts, 1))
+    )

@@ -33,7 +33,9 @@ class Question:
     pixels: int | None = None
 
     def request(self, model: Model) -> Request:
-        """The request for `model`. Raises RequestError if a bias names a text that is not one token, or no user message has text."""
+        """The request for `model`. Raises RequestError if a bias names a text that is not one token, or no user
+        message has text.
+        """
         require_user_text(self.conversation.messages)
         bias = {_token(model, token): value for token, value in self.options.bias}
         return Request(
@@ -105,7 +107,9 @@ class Writing:
         return answers[0].conversation
 
     def _shown(self) -> list[str]:
-        """The texts that have begun, and the first in any case: they begin in the order of the questions. While all wait, their place."""
+        """The texts that have begun, and the first in any case: they begin in the order of the questions. While all
+        wait, their place.
+        """
         if self._place and not any(one.begun or one.result for one in self._written):
             return [f"(waiting for its turn at the service, place {self._place})"]
         return [one.text for place, one in enumerate(self._written) if one.begun or not place]
@@ -121,7 +125,9 @@ class Writing:
             self._view.report(Progress("decode", sum(other.tokens for other in self._written), total))
         one.take(event)
         if event.result is not None and event.result.finish != "cancelled" and not event.result.text.strip():
-            raise RequestError(self._named(event.request, _why_empty(event.result, self._questions[event.request].max_tokens)))
+            raise RequestError(
+                self._named(event.request, _why_empty(event.result, self._questions[event.request].max_tokens))
+            )
 
     def _report(self, progress: Progress) -> None:
         """Prompts that are read while others write do not move the bar back. A place in a queue is told in words."""
@@ -146,7 +152,9 @@ class _Written:
 
     def take(self, event: Event) -> None:
         """Take in the next event of it."""
-        self.begun = self.begun or event.token is not None or (event.result is not None and event.result.finish != "cancelled")
+        self.begun = (
+            self.begun or event.token is not None or (event.result is not None and event.result.finish != "cancelled")
+        )
         self._text += event.text
         self._reasoning += event.reasoning
         self.result = event.result or self.result
@@ -157,7 +165,8 @@ class _Written:
         if self.result is None:
             return self._text or (self._reasoning and f"(thinking) {self._reasoning}")
         if self.result.finish == "cancelled":
-            return f"{self.result.text or self.result.reasoning}\n\n[stopped after {self.result.usage.completion} tokens]".lstrip()
+            text, tokens = self.result.text or self.result.reasoning, self.result.usage.completion
+            return f"{text}\n\n[stopped after {tokens} tokens]".lstrip()
         return self.result.text
 
 
@@ -181,5 +190,8 @@ def _token(model: Model, token: int | str) -> int:
         return token
     ids = model.encode(token)
     if len(ids) != 1:
-        raise RequestError(f"logit_bias: {token!r} is {len(ids)} tokens of {model.name} ({ids[:8]}); name one token, by its text or its id")
+        raise RequestError(
+            f"logit_bias: {token!r} is {len(ids)} tokens of {model.name} ({ids[:8]}); name one token, by its text or"
+            " its id"
+        )
     return ids[0]

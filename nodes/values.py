@@ -1,4 +1,6 @@
-"""What travels along the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop them freely."""
+"""What travels along the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop
+them freely.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ QUANT_OF_WEIGHTS = {AS_STORED: "none", "int8": "int8", "int4": "int4"}
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """ONEDESK_MODEL: which model, in which form, and when it gives way. A description, never the model: the registry owns that."""
+    """ONEDESK_MODEL: which model, in which form, and when it gives way. A description, never the model: the registry
+    owns that.
+    """
 
     name: str
     weights: str = AS_STORED
@@ -43,7 +47,9 @@ class ModelChoice:
 
 
 def policy_of(choice: str, ttl: float) -> Policy:
-    """One of POLICIES in the pool's words; `ttl` is seconds, used by TTL alone. Raises RequestError for seconds that are no time."""
+    """One of POLICIES in the pool's words; `ttl` is seconds, used by TTL alone. Raises RequestError for seconds that
+    are no time.
+    """
     if choice == TTL:
         return Policy("ttl", ttl)
     return Policy("phase" if choice == GIVE_WAY else "pinned" if choice == PINNED else "stay")
@@ -69,7 +75,9 @@ def _shown(message: Message) -> str:
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """ONEDESK_SAMPLING: how to choose tokens and when to stop. `bias` names tokens by id or by a text that is one token."""
+    """ONEDESK_SAMPLING: how to choose tokens and when to stop. `bias` names tokens by id or by a text that is one
+    token.
+    """
 
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()

@@ -8,10 +8,11 @@ _SPECIAL = "{}|\\"
 
 
 def expand(text: str, seed: int) -> str:
-    r"""Replace every group of choices by one of them; groups may be nested, and the same text and seed give the same result.
+    r"""Replace every group of choices by one of them; groups may be nested, and the same text and seed give the same
+    result.
 
-    `\{`, `\}`, `\|` and `\\` stand for the characters themselves. A group without `|` and a brace without its partner stay as written,
-    so that JSON passes. The draw has its own random state.
+    `\{`, `\}`, `\|` and `\\` stand for the characters themselves. A group without `|` and a brace without its partner
+    stay as written, so that JSON passes. The draw has its own random state.
     """
     draw = random.Random(seed)  # noqa: S311 - chooses words, guards nothing
     groups: list[list[list[str]]] = [[[]]]

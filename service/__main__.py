@@ -1,11 +1,14 @@
-"""The way into the command: an interrupt while it is still being imported ends it as any other does, without a traceback."""
+"""The way into the command: an interrupt while it is still being imported ends it as any other does, without a
+traceback.
+"""
 
 from __future__ import annotations
 
 import sys
 
 if __name__ == "__main__" and not __package__:
-    # By its path, `python -I .../service COMMAND`: the package is the folder around this one, and this folder holds no modules of its own.
+    # By its path, `python -I .../service COMMAND`: the package is the folder around this one, and this folder holds no
+    # modules of its own.
     import runpy
     from pathlib import Path
 
@@ -29,7 +32,9 @@ def main() -> int:
             sys.stderr.write("onedesk: interrupted\n")
         return 130
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what Python takes apart at its exit would print tracebacks of its own
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # what Python takes apart at its exit would print tracebacks of its own
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What a command needs of its terminal: output that no encoding can break, one JSON document, text from a pipe, an interrupt that asks."""
+"""What a command needs of its terminal: output that no encoding can break, one JSON document, text from a pipe, an
+interrupt that asks.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def ends_as_interrupted() -> Iterator[None]:
 
 
 def make_streams_safe() -> None:
-    """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing; one that is closed takes nothing."""
+    """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing; one that is
+    closed takes nothing.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -113,7 +117,9 @@ def read_text_file(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(TEXT_LIMIT + 1)
     except OSError as error:
-        raise FileError(f"cannot read the text file {path.name or path}: {error.strerror}; name a UTF-8 text file") from error
+        raise FileError(
+            f"cannot read the text file {path.name or path}: {error.strerror}; name a UTF-8 text file"
+        ) from error
     if len(raw) > TEXT_LIMIT:
         raise FileError(f"the text file {path.name} has more than {TEXT_LIMIT} bytes; cut it into parts")
     try:
@@ -132,7 +138,9 @@ def read_piped_text() -> str:
 
 
 def read_line(prompt: str) -> str | None:
-    """The next line of standard input, None at its end; `prompt` is shown on a terminal. An interrupt here raises KeyboardInterrupt."""
+    """The next line of standard input, None at its end; `prompt` is shown on a terminal. An interrupt here raises
+    KeyboardInterrupt.
+    """
     if sys.stdin is None:  # closed by whoever started the command
         return None
     if sys.stdin.isatty():
@@ -156,9 +164,13 @@ def _decoded(raw: bytes) -> str:
 def columns(rows: list[tuple[str, ...]]) -> str:
     """Rows as left-aligned columns, the first row being the titles."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def wrapped(text: str, indent: str) -> list[str]:
     """A sentence in lines of WIDTH columns, none for an empty one; a word that is longer stays whole."""
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

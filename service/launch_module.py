@@ -1,4 +1,5 @@
-"""Run a module of the package in a folder under the name onedesk, whatever else is installed under that name. Standard library only.
+"""Run a module of the package in a folder under the name onedesk, whatever else is installed under that name. Standard
+library only.
 
     python -I launch_module.py PACKAGE_FOLDER USER_SITE MODULE [arguments]
 
@@ -18,7 +19,9 @@ NAME = "onedesk"
 
 def load_package(folder: Path) -> None:
     """Load the package in `folder` as `onedesk`. Raises ImportError if there is none."""
-    spec = importlib.util.spec_from_file_location(NAME, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    spec = importlib.util.spec_from_file_location(
+        NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     if spec is None or spec.loader is None:
         raise ImportError(f"{folder} is no package; install it again")
     package = importlib.util.module_from_spec(spec)

@@ -1,4 +1,6 @@
-"""Names of files by which the parts of an installation find each other. Standard library only: the installer reads them."""
+"""Names of files by which the parts of an installation find each other. Standard library only: the installer reads
+them.
+"""
 
 FILE_NAME = "onedesk.toml"
 # In a checkout that stands in custom_nodes itself: the link to the tree that was made for it.

@@ -1,7 +1,9 @@
-"""How another Python is started: no file of the working directory can be imported there as a module. Standard library only.
+"""How another Python is started: no file of the working directory can be imported there as a module. Standard library
+only.
 
-A script or -m without -I would put the script's folder, the working directory, PYTHONPATH or the user's site-packages on sys.path, where a
-torch.py next to a cloned model would be imported instead of torch. Python 3.10 has no -P, so it is -I.
+A script or -m without -I would put the script's folder, the working directory, PYTHONPATH or the user's site-packages
+on sys.path, where a torch.py next to a cloned model would be imported instead of torch. Python 3.10 has no -P, so it is
+-I.
 """
 
 from __future__ import annotations
@@ -19,20 +21,27 @@ SAFE_FOLDER = "/"
 
 
 def isolated_command(*words: str | Path, python: str | Path | None = None) -> list[str]:
-    """The command line of a Python of ours (default: this one); `words` are a script's path, or -m with a module, and arguments."""
+    """The command line of a Python of ours (default: this one); `words` are a script's path, or -m with a module,
+    and arguments.
+    """
     flags = ["-I", "-B"] if sys.dont_write_bytecode else ["-I"]
     return [str(python or sys.executable), *flags, *map(str, words)]
 
 
 def package_command(module: str, *arguments: str) -> list[str]:
-    """The command line that runs `module` of this very package, under whatever name and from whatever folder it was loaded."""
+    """The command line that runs `module` of this very package, under whatever name and from whatever folder it was
+    loaded.
+    """
     own = site.getusersitepackages()
-    user_site = own if own in sys.path else ""  # -I leaves it out; where torch was installed into it, the child needs it too
+    user_site = (
+        own if own in sys.path else ""
+    )  # -I leaves it out; where torch was installed into it, the child needs it too
     return isolated_command(_LAUNCHER, Path(__file__).resolve().parent.parent, user_site, module, *arguments)
 
 
 def probe_command(python: str | Path, code: str) -> list[str]:
-    """The command line that runs `code` as the programs of another environment's Python run, its user's site-packages included.
+    """The command line that runs `code` as the programs of another environment's Python run, its user's site-packages
+    included.
 
     Start it in SAFE_FOLDER with python_environment().
     """
@@ -40,5 +49,7 @@ def probe_command(python: str | Path, code: str) -> list[str]:
 
 
 def python_environment() -> dict[str, str]:
-    """Our variables without those that lead a Python to other modules (PYTHONPATH, PYTHONHOME, PYTHONSTARTUP and the like)."""
+    """Our variables without those that lead a Python to other modules (PYTHONPATH, PYTHONHOME, PYTHONSTARTUP and the
+    like).
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name in _HARMLESS}

@@ -1,4 +1,6 @@
-"""Folders for work that may be cut off: each is named after its process, so that a later start can take away what a dead one left."""
+"""Folders for work that may be cut off: each is named after its process, so that a later start can take away what a
+dead one left.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ PAINTER, WRITER = "2048,3,14", "2048,31"
 
 
 def write_big_models(models: Path, painter: str = PAINTER, writer: str = WRITER) -> None:
-    """Fill a models folder of ComfyUI: what write_image_models makes, diffusion_models/big_painter.safetensors, llm/big-writer."""
+    """Fill a models folder of ComfyUI: what write_image_models makes, diffusion_models/big_painter.safetensors,
+    llm/big-writer.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width, double, single = map(int, painter.split(","))
     hidden, layers = map(int, writer.split(","))

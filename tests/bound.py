@@ -1,4 +1,6 @@
-"""Children that end with the tests, however those end: python bound.py PARENT ARGV... becomes ARGV. Standard library only."""
+"""Children that end with the tests, however those end: python bound.py PARENT ARGV... becomes ARGV. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # kept through exec; follows the thread that started the child, so that must be one that lives as long as it
+_PR_SET_PDEATHSIG = (
+    1  # kept through exec; follows the thread that started the child, so that must be one that lives as long as it
+)
 
 
 def bound(argv: Sequence[str]) -> list[str]:

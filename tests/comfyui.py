@@ -77,17 +77,23 @@ class Run:
     def wait_for(self, kind: str, *, timeout: float = TIMEOUT, **values: object) -> Message:
         """The first message of `kind` whose data has all of `values`, waiting at most `timeout` seconds for it."""
 
-        return self.wait_until(lambda m: m.kind == kind and all(m.data.get(k) == v for k, v in values.items()), timeout=timeout)
+        return self.wait_until(
+            lambda m: m.kind == kind and all(m.data.get(k) == v for k, v in values.items()), timeout=timeout
+        )
 
     def wait_until(self, wanted: Callable[[Message], bool], *, timeout: float = TIMEOUT) -> Message:
-        """The first message that is wanted, waiting at most `timeout` seconds for it; an error if the workflow ends without it."""
+        """The first message that is wanted, waiting at most `timeout` seconds for it; an error if the workflow ends
+        without it.
+        """
 
         def found() -> Message | None:
             return next(filter(wanted, list(self.messages)), None)
 
         with self._news:
             if not self._news.wait_for(lambda: found() is not None or self._ended(), timeout):
-                raise TimeoutError(f"the message did not come within {timeout:g} s; came so far: {[m.kind for m in self.messages]}")
+                raise TimeoutError(
+                    f"the message did not come within {timeout:g} s; came so far: {[m.kind for m in self.messages]}"
+                )
             message = found()
         if message is None:
             raise AssertionError(f"the workflow ended without the message: {self.messages[-1]}")
@@ -106,7 +112,9 @@ class Run:
         """Wait for the end and return what came of it."""
         with self._news:
             if not self._news.wait_for(self._ended, timeout):
-                raise TimeoutError(f"the workflow did not end within {timeout:g} s; came so far: {[m.kind for m in self.messages]}")
+                raise TimeoutError(
+                    f"the workflow did not end within {timeout:g} s; came so far: {[m.kind for m in self.messages]}"
+                )
         self._thread.join(timeout)
         entry = self.client.wait(self.id, timeout=timeout)
         return Outcome(self.id, self.messages[-1].kind, self.messages[-1].data, entry["outputs"], list(self.messages))

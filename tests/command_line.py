@@ -23,4 +23,6 @@ def pipe_in(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
 
 def start(tree: Path, *arguments: str | bytes, **options: Any) -> subprocess.Popen[bytes]:
     command = [*COMMAND, *arguments, "--config", str(tree / "onedesk.toml")]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )

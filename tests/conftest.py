@@ -23,12 +23,16 @@ TINY_WRITER_HIDDEN = 64
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--comfyui", type=Path, default=None, help="folder of a ComfyUI whose requirements this Python has")
+    parser.addoption(
+        "--comfyui", type=Path, default=None, help="folder of a ComfyUI whose requirements this Python has"
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_built_once() -> Iterator[None]:
-    """What a test of this process compiles into a new cache is copied there. test_cpu_library.py, with sources of its own, compiles."""
+    """What a test of this process compiles into a new cache is copied there. test_cpu_library.py, with sources of
+    its own, compiles.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_build", building_once(compile._build))
         yield
@@ -44,7 +48,9 @@ def claims_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(autouse=True, scope="module")
 def registry_as_new() -> Iterator[None]:
-    """No file of tests leaves models, pools or settings to the next one: the command's tests run with budgets of 1 MiB."""
+    """No file of tests leaves models, pools or settings to the next one: the command's tests run with budgets of 1
+    MiB.
+    """
     yield
     REGISTRY.close()
     REGISTRY.configure(load_config(None))
@@ -58,30 +64,40 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3 checkpoint (a folder) that writes printable ASCII and never ends by itself. Read only: copy it to change it."""
+    """A tiny random Qwen3 checkpoint (a folder) that writes printable ASCII and never ends by itself. Read only:
+    copy it to change it.
+    """
     return write_language_model(tmp_path_factory.mktemp("checkpoint") / TINY_WRITER, hidden=TINY_WRITER_HIDDEN)
 
 
 @pytest.fixture(scope="session")
 def comfyui_folder(request: pytest.FixtureRequest) -> Path:
-    """Where the real ComfyUI lies: beside this Python's environment, as install.sh makes it, or where --comfyui says."""
+    """Where the real ComfyUI lies: beside this Python's environment, as install.sh makes it, or where --comfyui
+    says.
+    """
     folder: Path = request.config.getoption("--comfyui") or Path(sys.prefix).parent / "ComfyUI"
     if not (folder / "main.py").is_file():
-        pytest.fail(f"no ComfyUI in {folder}: run ./install.sh --test, or name one with pytest --comfyui FOLDER", pytrace=False)
+        pytest.fail(
+            f"no ComfyUI in {folder}: run ./install.sh --test, or name one with pytest --comfyui FOLDER", pytrace=False
+        )
     return folder.resolve()
 
 
 @pytest.fixture(scope="session")
 def comfyui_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory for ComfyUI with only this pack, the nodes of the tests, and tiny models of every kind that is needed.
+    """A base directory for ComfyUI with only this pack, the nodes of the tests, and tiny models of every kind that is
+    needed.
 
-    models/: diffusion_models/tiny_painter_16 and _64, vae/tiny_coder, text_encoders/tiny_encoder (.safetensors), llm/tiny-writer.
+    models/: diffusion_models/tiny_painter_16 and _64, vae/tiny_coder, text_encoders/tiny_encoder (.safetensors),
+    llm/tiny-writer.
     """
     base = tmp_path_factory.mktemp("comfyui")
     for name in ("models", "custom_nodes", "input", "output", "user", "temp"):
         (base / name).mkdir()
     (base / "custom_nodes" / "onedesk").symlink_to(REPOSITORY, target_is_directory=True)
-    (base / "custom_nodes" / "onedesk_tests").symlink_to(REPOSITORY / "tests" / "comfyui_pack", target_is_directory=True)
+    (base / "custom_nodes" / "onedesk_tests").symlink_to(
+        REPOSITORY / "tests" / "comfyui_pack", target_is_directory=True
+    )
     write_image_models(base / "models", (ENCODER["hidden_size"], TINY_WRITER_HIDDEN))
     write_language_model(base / "models" / "llm" / TINY_WRITER, hidden=TINY_WRITER_HIDDEN)
     return base
@@ -101,7 +117,9 @@ def comfyui(comfyui_folder: Path, comfyui_base: Path) -> Iterator[Comfy]:
     arguments += ["--disable-all-custom-nodes", "--whitelist-custom-nodes", "onedesk", "onedesk_tests"]
     arguments += [] if torch.cuda.is_available() else ["--cpu"]
     caches = Tree(comfyui_base).environment()
-    process = BoundComfy(Path(sys.executable), comfyui_folder, arguments, log=comfyui_base / "comfyui.log", environment=caches)
+    process = BoundComfy(
+        Path(sys.executable), comfyui_folder, arguments, log=comfyui_base / "comfyui.log", environment=caches
+    )
     try:
         process.start()
     except PeerError as reason:

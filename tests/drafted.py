@@ -16,7 +16,11 @@ from onedesk.service.memory.pool import Pool
 from tiny_drafts import write_drafter, write_rigged
 
 CONTEXT = 256
-LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [],
+}
 LEFT = {"qwen3_5": ("mlp_only_layers",), "qwen3_5_moe": ("mlp_only_layers",), "qwen4_exp": ("mlp_only_layers",)}
 PROMPT = tuple(torch.randint(3, 490, (41,), generator=torch.Generator().manual_seed(3)).tolist())
 
@@ -62,7 +66,9 @@ def passes(model: OpenModel, result: Result) -> int:
 
 
 def arbitrary(request: Request, wanted: Sequence[int], draw: random.Random, chance: float) -> type[Speculator]:
-    """A speculator whose drafts have any length; each token is right with `chance`, or the layer drafts. `wanted`: the right ones."""
+    """A speculator whose drafts have any length; each token is right with `chance`, or the layer drafts. `wanted`:
+    the right ones.
+    """
 
     class Arbitrary(Speculator):
         def plan(self, limits: DraftLimits) -> DraftPlan:
@@ -70,6 +76,8 @@ def arbitrary(request: Request, wanted: Sequence[int], draw: random.Random, chan
             if limits.unread and count and draw.random() < 0.3:
                 return DraftPlan(layer_tokens=count)
             right = [*wanted[at : at + count], *[3] * count][:count]
-            return DraftPlan(tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right))
+            return DraftPlan(
+                tokens=tuple(token if draw.random() < chance else 3 + (token + 1) % 400 for token in right)
+            )
 
     return Arbitrary

@@ -154,7 +154,9 @@ class Hub:
         if found is None or (found.token and request.headers.get("Authorization") != f"Bearer {found.token}"):
             return self._error(401 if found else 404, "GatedRepo" if found and found.gated else "RepoNotFound")
         if found.moved_to:
-            raise web.HTTPTemporaryRedirect("/api/models/" + "/".join([found.moved_to, *parts[2:]]) + self._query(request))
+            raise web.HTTPTemporaryRedirect(
+                "/api/models/" + "/".join([found.moved_to, *parts[2:]]) + self._query(request)
+            )
         if parts[2] == "revision":
             if parts[3] not in ("main", found.commit):
                 return self._error(404, "RevisionNotFound")
@@ -209,7 +211,9 @@ class Hub:
 
     @staticmethod
     def _error(status: int, code: str) -> web.Response:
-        return web.json_response({"error": code}, status=status, headers={"X-Error-Code": code, "X-Error-Message": code})
+        return web.json_response(
+            {"error": code}, status=status, headers={"X-Error-Code": code, "X-Error-Message": code}
+        )
 
     async def _resolve(self, request: web.Request, parts: list[str], fault: Fault | None) -> web.StreamResponse:
         name, path = "/".join(parts[:2]), "/".join(parts[4:])
@@ -236,7 +240,9 @@ class Hub:
         name, rest = "/".join(parts[:2]), parts[2:]
         found = self.repositories.get(name)
         if found is None:
-            return web.json_response({"Code": 10010205001, "Success": False, "Message": "record not found", "Data": None})
+            return web.json_response(
+                {"Code": 10010205001, "Success": False, "Message": "record not found", "Data": None}
+            )
         if found.token and request.cookies.get("m_session_id") != found.token:
             return web.json_response({"Code": 403, "Success": False, "Message": "no permission", "Data": None})
         if rest == ["repo", "files"]:
@@ -321,7 +327,9 @@ class Hub:
             return web.Response()
         return None
 
-    async def _send(self, request: web.Request, content: bytes, headers: dict[str, str], fault: Fault | None) -> web.StreamResponse:
+    async def _send(
+        self, request: web.Request, content: bytes, headers: dict[str, str], fault: Fault | None
+    ) -> web.StreamResponse:
         kind = fault.kind if fault else ""
         if kind == "wrong":
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -353,7 +361,11 @@ class Hub:
         """The first byte of a partial answer; False for a whole one, None for a range that is not there."""
         asked = request.headers.get("Range", "")
         condition = request.headers.get("If-Range")
-        if not asked.startswith("bytes=") or kind in ("ignore_range", "gzip") or (condition and condition != headers.get("ETag")):
+        if (
+            not asked.startswith("bytes=")
+            or kind in ("ignore_range", "gzip")
+            or (condition and condition != headers.get("ETag"))
+        ):
             return False
         first = int(asked.removeprefix("bytes=").partition("-")[0])
         return None if first >= size or kind == "unsatisfied" else first

@@ -1,7 +1,8 @@
-"""The Triton kernels in Triton's interpreter, on the CPU: run as a script with TRITON_INTERPRET=1, prints one JSON document.
+"""The Triton kernels in Triton's interpreter, on the CPU: run as a script with TRITON_INTERPRET=1, prints one JSON
+document.
 
-A process of its own, because Triton decides at its import whether it compiles or interprets. Activations are fp16: the interpreter's own
-bf16 truncates, and its products of bf16 multiply the bits.
+A process of its own, because Triton decides at its import whether it compiles or interprets. Activations are fp16: the
+interpreter's own bf16 truncates, and its products of bf16 multiply the bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ def results(part: str) -> dict[str, Any]:
     """What `part` (kernels, layers or sampler) found, from a child process."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     child = subprocess.run(
-        [sys.executable, __file__, part], capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=ROOT / "tests"
+        [sys.executable, __file__, part],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+        cwd=ROOT / "tests",
     )
     assert child.returncode == 0, child.stderr[-3000:]
     return json.loads(child.stdout)
@@ -56,10 +63,14 @@ def kernels() -> dict[str, Any]:
     from onedesk.service.quant.formats import INT8, int4
 
     places.CONTEXT = 96
-    fused, cached = (FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, cache, early=False), asm=False) for cache in (0, 1 << 20))
+    fused, cached = (
+        FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, cache, early=False), asm=False) for cache in (0, 1 << 20)
+    )
     heads, make = HeadShape(6, 2, 64), Maker("cpu", torch.float16)
     for one in (fused, cached):
-        one.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in one.workspace_spec(heads, 96, torch.float16, 160)])
+        one.reserve(
+            [torch.empty(shape, dtype=dtype) for shape, dtype in one.workspace_spec(heads, 96, torch.float16, 160)]
+        )
     found = [*cases.embedding_findings(fused, make)]
     places.STEPS, places.CHUNKS, places.FEW = ([0], [31, 70]), ((33, 20),), ((62, 3),)
     found += places.attention_findings(fused, make, heads, 64)
@@ -87,9 +98,20 @@ def layers() -> dict[str, Any]:
     from onedesk.service.kernels.forward_batch import HeadShape
     from onedesk.service.quant.formats import INT8, MXFP8, NVFP4, int4
 
-    fused, make = FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 0, early=False), asm=False), Maker("cpu", torch.float16)
-    fused.reserve([torch.empty(shape, dtype=dtype) for shape, dtype in fused.workspace_spec(HeadShape(6, 2, 64), 96, torch.float16, 160)])
-    small, grouped = cases.ExpertCase(32, 16, 5, 2, 16, normalized=True), cases.ExpertCase(64, 64, 6, 1, 0, normalized=False)
+    fused, make = (
+        FusedCudaKernels(torch.float16, GpuDevice(2, 100_000, 0, early=False), asm=False),
+        Maker("cpu", torch.float16),
+    )
+    fused.reserve(
+        [
+            torch.empty(shape, dtype=dtype)
+            for shape, dtype in fused.workspace_spec(HeadShape(6, 2, 64), 96, torch.float16, 160)
+        ]
+    )
+    small, grouped = (
+        cases.ExpertCase(32, 16, 5, 2, 16, normalized=True),
+        cases.ExpertCase(64, 64, 6, 1, 0, normalized=False),
+    )
     found = []
     several = tuple((held, grouped, (20,)) for held in (NVFP4, int4(32, symmetric=False), INT8, MXFP8))
     for held, case, rows in ((None, small, (2, 40)), (NVFP4, grouped, (5,)), *several):
@@ -145,17 +167,28 @@ def sampler() -> dict[str, Any]:
         chooser: Any = device_sampler.DeviceSampler(Carver(), 8, vocab, half, early=False)  # type: ignore[arg-type]
         scores = (torch.randn(8, vocab, generator=random) * 3).to(dtype)
         scores[:, 4900:] = 60  # ids that the tokenizer lacks
-        samplers = [Sampler(Sampling(t, k, p, m, 0.0, 0.0, 1.0), 9 * turn + i, [], 4900) for i, (t, k, p, m) in enumerate(ways)]
+        samplers = [
+            Sampler(Sampling(t, k, p, m, 0.0, 0.0, 1.0), 9 * turn + i, [], 4900) for i, (t, k, p, m) in enumerate(ways)
+        ]
         feeds = [Feed(None, one, 5, -1, 0, wanted=True) for one in samplers]  # type: ignore[arg-type]
         plan = np.zeros((device_sampler.PLAN_ROWS, 8), np.int32)
         draws = device_sampler.write_plan(plan, feeds, list(range(8)))
         chooser.choose(scores, torch.from_numpy(plan), draws=draws)
         for i, one in enumerate(samplers):
             ours, host = int(chooser.chosen[i]), one.choose(scores[i].float())
-            rows.append({"way": i, "ours": ours, "host": host, "scores": [float(scores[i, ours]), float(scores[i, host])]})
+            rows.append(
+                {"way": i, "ours": ours, "host": host, "scores": [float(scores[i, ours]), float(scores[i, host])]}
+            )
         left += [int(chooser._counts.abs().sum()), int(chooser._seen.abs().sum())]
         chooser.choose(scores[:1], torch.from_numpy(plan[:, :1].copy()), draws=False)
-        rows.append({"way": 0, "ours": int(chooser.chosen[0]), "host": int(scores[0, :4900].float().argmax()), "scores": [0.0, 0.0]})
+        rows.append(
+            {
+                "way": 0,
+                "ours": int(chooser.chosen[0]),
+                "host": int(scores[0, :4900].float().argmax()),
+                "scores": [0.0, 0.0],
+            }
+        )
         scores[0, 7] = float("nan")
         broken = []
         for drawn in (True, False):

@@ -27,7 +27,9 @@ def kept() -> list[Path]:
 
 
 def building_once(build: Callable[..., str]) -> Callable[..., str]:
-    """`build` of kernels/cpu/compile.py for this process: a kept library is copied; other sources, or a full disk, are built."""
+    """`build` of kernels/cpu/compile.py for this process: a kept library is copied; other sources, or a full disk,
+    are built.
+    """
     there = {library.name: library for library in kept()}
 
     def build_or_copy(compiler: str, target: Path, cancel: CancelCheck | None) -> str:

@@ -30,13 +30,17 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": kind, "inputs": inputs}
 
 
-def load(model: str = "tiny-writer", *, context: int = 1024, policy: str = STAY, where: str | None = None) -> dict[str, Any]:
+def load(
+    model: str = "tiny-writer", *, context: int = 1024, policy: str = STAY, where: str | None = None
+) -> dict[str, Any]:
     placed = {} if where is None else {"where": where}
     return node("OnedeskLoadModel", model=model, weights="as stored", context=context, policy=policy, **placed)
 
 
 def prompt(text: Any, **inputs: Any) -> dict[str, Any]:
-    return node("OnedeskPrompt", **({"preset": "none", "system": "", "text": text, "dynamic": False, "seed": 0} | inputs))
+    return node(
+        "OnedeskPrompt", **({"preset": "none", "system": "", "text": text, "dynamic": False, "seed": 0} | inputs)
+    )
 
 
 def sampling(**inputs: Any) -> dict[str, Any]:
@@ -52,7 +56,13 @@ def show(source: str, output: int = 0) -> dict[str, Any]:
 
 
 def writing(
-    text: Any = "a cat", *, model: str = "tiny-writer", context: int = 1024, policy: str = STAY, where: str | None = None, **answer: Any
+    text: Any = "a cat",
+    *,
+    model: str = "tiny-writer",
+    context: int = 1024,
+    policy: str = STAY,
+    where: str | None = None,
+    **answer: Any,
 ) -> Graph:
     """One model ("load"), one prompt ("prompt"), one answer ("write"), its text and statistics shown ("text", "stats").
 
@@ -86,7 +96,9 @@ def held(comfyui: Comfy, model: str) -> int:
 
 
 def free(comfyui: Comfy) -> None:
-    """Unload models and forget outputs before the next workflow runs: ComfyUI's worker comes to it after a workflow, so one is queued."""
+    """Unload models and forget outputs before the next workflow runs: ComfyUI's worker comes to it after a workflow,
+    so one is queued.
+    """
     comfyui.free()
     if not comfyui.run({"between": node("PreviewAny", source="between")}).ok:
         raise AssertionError("the workflow in between failed")

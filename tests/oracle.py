@@ -1,4 +1,6 @@
-"""transformers as the oracle: it imports torchvision, whose operators may have to be declared first (see setup/launch_comfyui.py)."""
+"""transformers as the oracle: it imports torchvision, whose operators may have to be declared first (see
+setup/launch_comfyui.py).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,16 @@ from onedesk.service.setup.launch_comfyui import OperatorsFirst
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model over the checkpoint in `folder`, as its config names the class, eager attention, for evaluation."""
+    """transformers' model over the checkpoint in `folder`, as its config names the class, eager attention, for
+    evaluation.
+    """
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
         sys.meta_path.insert(0, OperatorsFirst())
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    return getattr(importlib.import_module("transformers"), kind).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return (
+        getattr(importlib.import_module("transformers"), kind)
+        .from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )

@@ -1,4 +1,6 @@
-"""Whether a process or a child of it reaches for another machine: a library loaded into all of them refuses that and keeps a record."""
+"""Whether a process or a child of it reaches for another machine: a library loaded into all of them refuses that and
+keeps a record.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# In C and not a hook of Python's: a child with -I -S, as templates have one, reads neither PYTHONPATH nor a sitecustomize.
+# In C and not a hook of Python's: a child with -I -S, as templates have one, reads neither PYTHONPATH nor a
+# sitecustomize.
 _SOURCE = r"""
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -60,9 +63,10 @@ ssize_t sendto(int fd, const void *data, size_t length, int flags, const struct 
 
 int getaddrinfo(const char *node, const char *service, const struct addrinfo *hints, struct addrinfo **found)
 {
-    int (*real)(const char *, const char *, const struct addrinfo *, struct addrinfo **) = dlsym(RTLD_NEXT, "getaddrinfo");
-    char address[sizeof(struct in6_addr)];
-    if (node && strcmp(node, "localhost") && inet_pton(AF_INET, node, address) != 1 && inet_pton(AF_INET6, node, address) != 1) {
+    int (*real)(const char *, const char *, const struct addrinfo *, struct addrinfo **) = dlsym(RTLD_NEXT,
+    "getaddrinfo"); char address[sizeof(struct in6_addr)];
+    if (node && strcmp(node, "localhost") && inet_pton(AF_INET, node, address) != 1 && inet_pton(AF_INET6, node,
+    address) != 1) {
         refused("getaddrinfo", node);
         return EAI_FAIL;
     }
@@ -88,6 +92,16 @@ def build_outside(folder: Path) -> Outside:
     made = Outside(folder / "outside.so", folder / "asked.txt")
     source = folder / "outside.c"
     source.write_text(_SOURCE)
-    command = ["cc", "-O1", "-shared", "-fPIC", f'-DRECORD="{made.record}"', str(source), "-o", str(made.library), "-ldl"]
+    command = [
+        "cc",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f'-DRECORD="{made.record}"',
+        str(source),
+        "-o",
+        str(made.library),
+        "-ldl",
+    ]
     subprocess.run(command, check=True)
     return made

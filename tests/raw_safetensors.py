@@ -1,4 +1,6 @@
-"""Writes safetensors files byte by byte, honest and hostile ones, without the library that Onedesk's reader is compared with."""
+"""Writes safetensors files byte by byte, honest and hostile ones, without the library that Onedesk's reader is
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def write_raw(path: Path, header: Any, data: bytes = b"", *, length: int | None 
     return path
 
 
-def write_tensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]], *, header_bytes: int | None = None) -> Path:
-    """Write an honest file of (dtype, shape, bytes); `header_bytes` pads the header with spaces to exactly that length."""
+def write_tensors(
+    path: Path, tensors: dict[str, tuple[str, list[int], bytes]], *, header_bytes: int | None = None
+) -> Path:
+    """Write an honest file of (dtype, shape, bytes); `header_bytes` pads the header with spaces to exactly that
+    length.
+    """
     header: dict[str, Any] = {}
     data = b""
     for name, (dtype, shape, content) in tensors.items():

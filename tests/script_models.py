@@ -21,11 +21,18 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 256, 64, 1, 2, 1, 32
 
 
 def write_script_model(
-    folder: Path, chain: Sequence[str], *, template: str = "coder", context: int = 4096, pools_end: bool = False, head: bool = True
+    folder: Path,
+    chain: Sequence[str],
+    *,
+    template: str = "coder",
+    context: int = 4096,
+    pools_end: bool = False,
+    head: bool = True,
 ) -> Path:
     """Write a checkpoint that answers with the texts of `chain`, then ends its turn; returns `folder`.
 
-    `template` names one of TEMPLATES. `pools_end`: the tokenizer puts <|endoftext|> after a text, as embedding models' do. Without
+    `template` names one of TEMPLATES. `pools_end`: the tokenizer puts <|endoftext|> after a text, as embedding models'
+    do. Without
     `head` there is no output matrix and no "model." before the names, as embedding models are published.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +48,11 @@ def write_script_model(
     tensors = random_tensors(shapes, torch.float32, seed=1)
     tensors["model.embed_tokens.weight"] = torch.randn(vocabulary, HIDDEN, generator=torch.Generator().manual_seed(2))
     if head:
-        for name in (f"model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("self_attn.o_proj", "mlp.down_proj")):
+        for name in (
+            f"model.layers.{layer}.{part}.weight"
+            for layer in range(LAYERS)
+            for part in ("self_attn.o_proj", "mlp.down_proj")
+        ):
             tensors[name].zero_()  # what was read before must not reach the scores
         ids = [tokenizer.token_to_id("Ċ"), *(tokenizer.token_to_id(text) for text in chain), turn]
         assert len(set(ids)) == len(ids), "a token comes twice"
@@ -73,6 +84,8 @@ def write_script_model(
         "eos_token_id": turn,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [turn, end]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [turn, end]})
+    )
     (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))
     return folder

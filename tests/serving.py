@@ -21,25 +21,31 @@ from kept_kernels import keep_kernels
 from onedesk.service.peers.note import Note, read_note
 from tiny_models import write_language_model
 
-STARTS_WITHIN = 90.0  # seconds until a service that does not start fails its test; torch takes several on a busy machine
+STARTS_WITHIN = (
+    90.0  # seconds until a service that does not start fails its test; torch takes several on a busy machine
+)
 MODEL = "writer"
 THINKER = "thinker"
 # Opens reasoning where it is asked to, and shows tools and variables, as Qwen's templates do.
 TEMPLATE = (
-    "{%- if tools %}{{ tools | tojson }}{% endif %}{%- if mood is defined %}{{ mood }}{% endif %}"
-    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}<|im_end|>\n"
-    "{% endfor -%}{%- if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif -%}"
+    "{%- if tools %}{{ tools | tojson }}{% endif %}{%- if mood is defined %}{{ mood }}{% endif %}{%- for message in"
+    " messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{%- for call in message.tool_calls or [] %}{{"
+    " call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor -%}{%- if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif -%}"
 )
 
 
 def write_tree(folder: Path, settings: str = "", *, context: int = 4096) -> Path:
-    """A tree with two tiny models that write printable ASCII and never end by themselves: `writer`, and `thinker` with TEMPLATE."""
+    """A tree with two tiny models that write printable ASCII and never end by themselves: `writer`, and `thinker`
+    with TEMPLATE.
+    """
     write_language_model(folder / "models" / MODEL, context=context)
     thinker = write_language_model(folder / "models" / THINKER, seed=5, context=context)
     (thinker / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     keep_kernels(folder / "cache")
-    (folder / "onedesk.toml").write_text(f'[models]\nroots = ["models"]\ndefault = "{MODEL}"\n\n[service]\n{settings}\n', encoding="utf-8")
+    (folder / "onedesk.toml").write_text(
+        f'[models]\nroots = ["models"]\ndefault = "{MODEL}"\n\n[service]\n{settings}\n', encoding="utf-8"
+    )
     return folder
 
 
@@ -68,7 +74,15 @@ class Server:
 
     def begin(self) -> Server:
         """Start it without waiting."""
-        command = [sys.executable, "-m", "onedesk.service", "serve", "--config", str(self.tree / "onedesk.toml"), *self.arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "onedesk.service",
+            "serve",
+            "--config",
+            str(self.tree / "onedesk.toml"),
+            *self.arguments,
+        ]
         with (self.tree / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(bound(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
         return self
@@ -101,7 +115,13 @@ class Server:
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
-            **{"base_url": f"http://127.0.0.1:{self.port}/v1", "api_key": self.token, "max_retries": 0, "timeout": 60.0, **options}
+            **{
+                "base_url": f"http://127.0.0.1:{self.port}/v1",
+                "api_key": self.token,
+                "max_retries": 0,
+                "timeout": 60.0,
+                **options,
+            }
         )
 
     def ask(
@@ -120,12 +140,16 @@ class Server:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, dict(response.headers), json.loads(raw) if is_json else raw.decode()
 
-    def open_stream(self, body: Mapping[str, Any], *, receive_buffer: int | None = None, cut: bool = False) -> socket.socket:
-        """A raw connection on which a chat has been asked for, nothing of its answer read yet. `cut`: all but the last byte was sent."""
+    def open_stream(
+        self, body: Mapping[str, Any], *, receive_buffer: int | None = None, cut: bool = False
+    ) -> socket.socket:
+        """A raw connection on which a chat has been asked for, nothing of its answer read yet. `cut`: all but the
+        last byte was sent.
+        """
         data = json.dumps({"messages": [{"role": "user", "content": "go on"}], "stream": True, **body}).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nAuthorization: Bearer {self.token}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nAuthorization: Bearer"
+            f" {self.token}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         made = socket.socket()
         if receive_buffer is not None:
@@ -138,7 +162,9 @@ class Server:
     def figure(self, name: str) -> float:
         """The sum of a metric's samples."""
         text = self.ask("GET", "/metrics")[2]
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name)
+        return sum(
+            float(line.rpartition(" ")[2]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name
+        )
 
     def until(self, name: str, value: float) -> None:
         """Wait until a metric has a value."""

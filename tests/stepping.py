@@ -1,4 +1,6 @@
-"""Graph steps without a CUDA device: graphs are work that is done again, and the host's sampler chooses by the device's plan."""
+"""Graph steps without a CUDA device: graphs are work that is done again, and the host's sampler chooses by the
+device's plan.
+"""
 
 from __future__ import annotations
 

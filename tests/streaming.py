@@ -25,7 +25,9 @@ def empty_jobs(path: Path) -> list[tuple[TensorInfo, torch.Tensor]]:
 def assert_same(jobs: Sequence[tuple[TensorInfo, torch.Tensor]], path: Path) -> None:
     content = path.read_bytes()
     for info, target in jobs:
-        assert target.reshape(-1).view(torch.uint8).numpy().tobytes() == content[info.start : info.start + info.nbytes], info.name
+        assert (
+            target.reshape(-1).view(torch.uint8).numpy().tobytes() == content[info.start : info.start + info.nbytes]
+        ), info.name
 
 
 def assert_no_reader_left() -> None:

@@ -21,7 +21,13 @@ def test_every_link_leads_to_a_file(document):
 
 def test_both_readmes_speak_of_the_same_things():
     english, chinese = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
-    for pattern in (r"`Onedesk\w+`", r"(?<=`)onedesk \w+", r"(?<=\]\()[\w./-]+\.(?:md|png)", r"(?<=[` ])--[a-z][a-z-]*", r"`qwen\w+`"):
+    for pattern in (
+        r"`Onedesk\w+`",
+        r"(?<=`)onedesk \w+",
+        r"(?<=\]\()[\w./-]+\.(?:md|png)",
+        r"(?<=[` ])--[a-z][a-z-]*",
+        r"`qwen\w+`",
+    ):
         assert set(re.findall(pattern, english)) - {"README.zh.md"} == set(re.findall(pattern, chinese)) - {"README.md"}
     for pattern in ("^## ", r"^\|", "^```"):
         assert len(re.findall(pattern, english, re.M)) == len(re.findall(pattern, chinese, re.M)), pattern
@@ -40,7 +46,9 @@ def test_every_documented_command_can_be_asked_for_help(capsys):
 def test_every_option_in_the_reference_exists_and_every_one_that_exists_is_there(capsys):
     text = (REPOSITORY / "docs" / "service.md").read_text(encoding="utf-8")
     common = {*re.findall(r"--[\w-]+", text[: text.index("- **Model.**")]), "--help", "--verbose"}
-    for row in re.findall(r"^\| `(?:generate|score|models|pull|quantize|memory|doctor|bench|serve|demo)[^\n]*", text, re.M):
+    for row in re.findall(
+        r"^\| `(?:generate|score|models|pull|quantize|memory|doctor|bench|serve|demo)[^\n]*", text, re.M
+    ):
         command = re.search(r"`(\w+)", row)
         assert command
         with pytest.raises(SystemExit):

@@ -1,4 +1,6 @@
-"""The direction of dependency: reads every import of the package and holds it to the list of rooms in docs/architecture.md."""
+"""The direction of dependency: reads every import of the package and holds it to the list of rooms in
+docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,19 @@ RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", 
 # Optional extras and what only a bench compares with; imported where they are used, never at the top of a module.
 LATE = {"transformers", "triton", "cuda", "llguidance", "prometheus_client", "llama_cpp"}
 # What only part of the nodes may touch.
-COMFYUI_FREE = {"values", "wildcards", "presets", "phase", "options", "show", "write", "picture", "desk", "correction", "__init__"}
+COMFYUI_FREE = {
+    "values",
+    "wildcards",
+    "presets",
+    "phase",
+    "options",
+    "show",
+    "write",
+    "picture",
+    "desk",
+    "correction",
+    "__init__",
+}
 
 
 def sources(folder: str) -> list[Path]:
@@ -70,7 +84,9 @@ def sources(folder: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """(module, whether it is inside the package, whether it stands at the top level) for each import; inside names start at the root."""
+    """(module, whether it is inside the package, whether it stands at the top level) for each import; inside names
+    start at the root.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = {id(node) for node in _top_level(tree)}
     here = path.relative_to(ROOT).with_suffix("").parts
@@ -155,7 +171,9 @@ def test_service_knows_no_comfyui_and_only_what_is_installed(path: Path):
 
 
 def test_triton_is_imported_only_when_the_fused_kernels_are_chosen():
-    fused = {path.stem for path in sources("service/kernels") if path.stem.startswith(("triton_", "cuda_"))} - {"cuda_plan"}
+    fused = {path.stem for path in sources("service/kernels") if path.stem.startswith(("triton_", "cuda_"))} - {
+        "cuda_plan"
+    }
     for path in sources("service"):
         for module, inside, at_top in imports(path):
             if inside and at_top and module.rsplit("/", 1)[-1] in fused and path.stem not in fused:
@@ -202,7 +220,11 @@ def test_nodes_use_service_and_comfyui(path: Path):
         if inside:
             assert module.split("/")[0] in ("nodes", "service"), f"{name_of(path)} imports {module}"
         else:
-            assert first in sys.stdlib_module_names | COMFYUI | {"torch", "PIL", "__future__"}, f"{name_of(path)} imports {module}"
+            assert first in sys.stdlib_module_names | COMFYUI | {
+                "torch",
+                "PIL",
+                "__future__",
+            }, f"{name_of(path)} imports {module}"
         if path.stem in COMFYUI_FREE and not inside:
             assert first not in COMFYUI, f"{name_of(path)} is meant to work without ComfyUI, but imports {module}"
 
@@ -211,7 +233,10 @@ def test_nodes_use_service_and_comfyui(path: Path):
 def test_the_laboratory_uses_service_alone(path: Path):
     for module, inside, _ in imports(path):
         if inside:
-            assert module.split("/")[0] in ("service", path.relative_to(ROOT).parts[0]), f"{name_of(path)} imports {module}"
+            assert module.split("/")[0] in (
+                "service",
+                path.relative_to(ROOT).parts[0],
+            ), f"{name_of(path)} imports {module}"
 
 
 def test_only_the_bridge_touches_comfyuis_memory_manager():
@@ -219,7 +244,8 @@ def test_only_the_bridge_touches_comfyuis_memory_manager():
         path.name
         for path in sources("nodes")
         for module, inside, _ in imports(path)
-        if not inside and module.startswith(("comfy.model_management", "comfy.model_patcher", "comfy.memory_management"))
+        if not inside
+        and module.startswith(("comfy.model_management", "comfy.model_patcher", "comfy.memory_management"))
     }
     assert touching == {"bridge.py"}
 
@@ -239,9 +265,9 @@ def test_the_check_itself_finds_an_import_that_goes_up(tmp_path: Path, monkeypat
 
 def test_the_package_imports_without_comfyui_and_without_torch():
     code = (
-        "import sys, onedesk, onedesk.nodes, onedesk.nodes.wildcards, onedesk.nodes.options, onedesk.nodes.presets;"
-        "assert callable(onedesk.comfy_entrypoint) and onedesk.WEB_DIRECTORY;"
-        "wrong = {'comfy', 'comfy_api', 'folder_paths', 'torch', 'transformers'} & set(sys.modules); assert not wrong, wrong"
+        "import sys, onedesk, onedesk.nodes, onedesk.nodes.wildcards, onedesk.nodes.options,"
+        " onedesk.nodes.presets;assert callable(onedesk.comfy_entrypoint) and onedesk.WEB_DIRECTORY;wrong = {'comfy',"
+        " 'comfy_api', 'folder_paths', 'torch', 'transformers'} & set(sys.modules); assert not wrong, wrong"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert child.returncode == 0, child.stderr

@@ -66,13 +66,18 @@ def test_a_written_and_a_served_answer_reach_for_no_other_machine(outside: Outsi
 
 
 def test_only_the_hub_has_a_client_for_other_hosts():
-    """Nodes and service may speak to servers that the user named (peers), ComfyUI on this machine (setup), and no other host."""
+    """Nodes and service may speak to servers that the user named (peers), ComfyUI on this machine (setup), and no
+    other host.
+    """
     root = Path(__file__).resolve().parents[1]
     found = {
         path.relative_to(root).as_posix()
         for folder in ("service", "nodes")
         for path in (root / folder).rglob("*.py")
-        if re.search(r"ClientSession|urlopen|http\.client|build_opener|\bimport requests|\bimport httpx", path.read_text(encoding="utf-8"))
+        if re.search(
+            r"ClientSession|urlopen|http\.client|build_opener|\bimport requests|\bimport httpx",
+            path.read_text(encoding="utf-8"),
+        )
     }
     allowed = ("service/hub/", "service/peers/", "service/setup/comfyui.py")
     assert "service/hub/web.py" in found

@@ -20,7 +20,9 @@ def settings(repository: Path) -> dict[str, Any]:
 
 
 def test_every_package_is_named(repository: Path, settings: dict[str, Any]) -> None:
-    folders = {path.parent.relative_to(repository) for source in SOURCES for path in (repository / source).rglob("__init__.py")}
+    folders = {
+        path.parent.relative_to(repository) for source in SOURCES for path in (repository / source).rglob("__init__.py")
+    }
     assert set(settings["packages"]) == {"onedesk", *(".".join(("onedesk", *folder.parts)) for folder in folders)}
 
 
@@ -32,7 +34,9 @@ def test_what_comfyui_manager_installs_is_what_the_package_needs_and_never_torch
 
 
 def test_every_data_file_is_covered(repository: Path, settings: dict[str, Any]) -> None:
-    listed = subprocess.run(["git", "ls-files", "-z", *SOURCES, "workflows"], cwd=repository, capture_output=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *SOURCES, "workflows"], cwd=repository, capture_output=True, check=True
+    )
     data = {repository / name for name in listed.stdout.decode().split("\0") if name and not name.endswith(".py")}
     covered = {path for pattern in settings["package-data"]["onedesk"] for path in repository.glob(pattern)}
     assert {path for path in data if path.exists()} - covered == set()

@@ -1,8 +1,10 @@
 """ComfyUI's own TextGenerate and our engine on the same random Qwen3-0.6B, one after the other on the same machine.
 
-    python tests/textgenerate.py COMFYUI_FOLDER CHECKPOINT_FOLDER      # CHECKPOINT: <cache>/bench/qwen3-0.6b of `onedesk bench`
+    python tests/textgenerate.py COMFYUI_FOLDER CHECKPOINT_FOLDER      # CHECKPOINT: <cache>/bench/qwen3-0.6b of
+    `onedesk bench`
 
-A measurement, not a test. Tokens a second come from the difference of a long and a short answer, so that loading does not count.
+A measurement, not a test. Tokens a second come from the difference of a long and a short answer, so that loading does
+not count.
 """
 
 from __future__ import annotations

@@ -114,9 +114,11 @@ def transformers_module() -> Any:
 
 
 def write_family(folder: Path, family: str, *, vision: bool = False, seed: int | None = None, **changes: Any) -> Path:
-    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading model.
+    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading
+    model.
 
-    With `seed` every parameter is stirred: as they begin, matrices are so small that scores hardly differ, and norms are all the same.
+    With `seed` every parameter is stirred: as they begin, matrices are so small that scores hardly differ, and norms
+    are all the same.
     """
     transformers = transformers_module()
     if seed is not None:

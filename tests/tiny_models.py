@@ -1,4 +1,6 @@
-"""Tiny random model files that the stock loaders of ComfyUI and our own loader accept: the right shapes, no sense in them."""
+"""Tiny random model files that the stock loaders of ComfyUI and our own loader accept: the right shapes, no sense in
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ Shapes = dict[str, tuple[int, ...]]
 PAINTER_HEAD = PAINTER_WIDTH = 128
 PICTURE_CHANNELS = 16
 # Overrides for ComfyUI's own Qwen3 text encoder; its head size (128) and vocabulary (151,936) cannot be changed.
-ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+ENCODER = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 ENCODER_HEAD = 128
 ENCODER_VOCABULARY = 151_936
 
@@ -32,8 +40,12 @@ TEMPLATE = (
 )
 
 
-def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Norm weights are ones, biases zeros, everything else normal with variance 1 / fan-in. Made on `device`, returned on the CPU."""
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Norm weights are ones, biases zeros, everything else normal with variance 1 / fan-in. Made on `device`,
+    returned on the CPU.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -53,7 +65,9 @@ def _dense(shapes: Shapes, name: str, out: int, into: int) -> None:
 
 
 def painter_shapes(context_width: int, *, width: int = PAINTER_WIDTH, double: int = 1, single: int = 1) -> Shapes:
-    """A Flux-style transformer of `double` and `single` blocks that reads a context of `context_width` features a token."""
+    """A Flux-style transformer of `double` and `single` blocks that reads a context of `context_width` features a
+    token.
+    """
     shapes = Shapes()
     patch = PICTURE_CHANNELS * 4
     for name, out, into in (
@@ -71,7 +85,13 @@ def painter_shapes(context_width: int, *, width: int = PAINTER_WIDTH, double: in
             _dense(shapes, f"{block}.{part}", out * width, into * width)
         shapes[f"{block}.norm.query_norm.weight"] = shapes[f"{block}.norm.key_norm.weight"] = (PAINTER_HEAD,)
     for block in (f"double_blocks.{index}.{side}" for index in range(double) for side in ("img", "txt")):
-        for part, out, into in (("_mod.lin", 6, 1), ("_attn.qkv", 3, 1), ("_attn.proj", 1, 1), ("_mlp.0", 4, 1), ("_mlp.2", 1, 4)):
+        for part, out, into in (
+            ("_mod.lin", 6, 1),
+            ("_attn.qkv", 3, 1),
+            ("_attn.proj", 1, 1),
+            ("_mlp.0", 4, 1),
+            ("_mlp.2", 1, 4),
+        ):
             _dense(shapes, block + part, out * width, into * width)
         for norm in ("query_norm", "key_norm"):
             shapes[f"{block}_attn.norm.{norm}.weight"] = (PAINTER_HEAD,)
@@ -128,7 +148,9 @@ def qwen3_shapes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int
 
 
 def write_image_models(folder: Path, context_widths: tuple[int, ...]) -> None:
-    """Fill a models folder of ComfyUI: diffusion_models/tiny_painter_WIDTH, vae/tiny_coder, text_encoders/tiny_encoder."""
+    """Fill a models folder of ComfyUI: diffusion_models/tiny_painter_WIDTH, vae/tiny_coder,
+    text_encoders/tiny_encoder.
+    """
     for kind in ("diffusion_models", "vae", "text_encoders"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
     for width in context_widths:
@@ -138,7 +160,14 @@ def write_image_models(folder: Path, context_widths: tuple[int, ...]) -> None:
     coder["vae_scale"], coder["vae_shift"] = torch.tensor(0.3611), torch.tensor(0.1159)
     save_file(coder, folder / "vae" / "tiny_coder.safetensors")
     sizes = (
-        ENCODER[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        ENCODER[key]
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
     )
     encoder = random_tensors(qwen3_shapes(*sizes, ENCODER_HEAD, ENCODER_VOCABULARY), torch.float32, seed=3)
     save_file(encoder, folder / "text_encoders" / "tiny_encoder.safetensors")
@@ -167,17 +196,24 @@ def write_language_model(
 ) -> Path:
     """Write a random Qwen3 checkpoint that talks printable ASCII and all but never ends by itself; returns `folder`.
 
-    The output matrix gives every token but the printable ones a logit of 0, and the printable ones logits with a spread of about 10,
-    so that the best of 95 printable tokens all but always wins.
+    The output matrix gives every token but the printable ones a logit of 0, and the printable ones logits with a spread
+    of about 10, so that the best of 95 printable tokens all but always wins.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     heads, head, vocabulary = max(2, hidden // 32), 32, tokenizer.get_vocab_size()
-    tensors = random_tensors(qwen3_shapes(hidden, 2 * hidden, layers, heads, heads // 2, head, vocabulary), dtype, seed, device)
+    tensors = random_tensors(
+        qwen3_shapes(hidden, 2 * hidden, layers, heads, heads // 2, head, vocabulary), dtype, seed, device
+    )
     output = torch.zeros(vocabulary, hidden)
-    printable = [tokenizer.token_to_id("Ġ"), *(tokenizer.token_to_id(chr(code)) for code in range(ord("!"), ord("~") + 1))]
-    output[printable] = torch.randn(len(printable), hidden, generator=torch.Generator().manual_seed(seed + 1)) * 10 / math.sqrt(hidden)
+    printable = [
+        tokenizer.token_to_id("Ġ"),
+        *(tokenizer.token_to_id(chr(code)) for code in range(ord("!"), ord("~") + 1)),
+    ]
+    output[printable] = (
+        torch.randn(len(printable), hidden, generator=torch.Generator().manual_seed(seed + 1)) * 10 / math.sqrt(hidden)
+    )
     tensors["lm_head.weight"] = output.to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     end, turn = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")
@@ -201,7 +237,14 @@ def write_language_model(
         "eos_token_id": turn,
         "bos_token_id": None,
     }
-    generation = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": [turn, end], "pad_token_id": end}
+    generation = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+        "eos_token_id": [turn, end],
+        "pad_token_id": end,
+    }
     settings = {
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
@@ -214,13 +257,20 @@ def write_language_model(
 
 
 def write_hole(model: Path, folder: Path) -> int:
-    """Copy a tiny model to `folder` with weights of 1.2 GB that take no room on the disk (one hole). Good for loading only.
+    """Copy a tiny model to `folder` with weights of 1.2 GB that take no room on the disk (one hole). Good for loading
+    only.
 
     Returns the bytes of the weights.
     """
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
     config |= sizes | {"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
     header, at = {}, 0

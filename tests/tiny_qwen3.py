@@ -1,4 +1,6 @@
-"""Writes a tiny random Qwen3 checkpoint, tokenizer and template, with sizes that a test chooses. Nothing is downloaded."""
+"""Writes a tiny random Qwen3 checkpoint, tokenizer and template, with sizes that a test chooses. Nothing is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISIBLE = ("<think>", "</think>")
 EOS_WITHOUT_TOKENIZER = 2
 
-# What a Qwen3 template does, in as few lines: turns, past reasoning dropped, and an empty think block when thinking is off.
+# What a Qwen3 template does, in as few lines: turns, past reasoning dropped, and an empty think block when thinking is
+# off.
 TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -140,13 +143,17 @@ def write_tiny_qwen3(
 ) -> Path:
     """Write the checkpoint into `folder` (made if absent) and return it.
 
-    `dtype` is float32, bfloat16 or float16. With a tokenizer the end of a turn is its <|im_end|>, else token 2. `generation` is
-    merged into generation_config.json; `changes` go into config.json as they are. More than one shard writes an index.json.
+    `dtype` is float32, bfloat16 or float16. With a tokenizer the end of a turn is its <|im_end|>, else token 2.
+    `generation` is merged into generation_config.json; `changes` go into config.json as they are. More than one shard
+    writes an
+    index.json.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     words = tiny_tokenizer()
-    ends = [words.token_to_id("<|im_end|>"), words.token_to_id("<|endoftext|>")] if tokenizer else [EOS_WITHOUT_TOKENIZER]
+    ends = (
+        [words.token_to_id("<|im_end|>"), words.token_to_id("<|endoftext|>")] if tokenizer else [EOS_WITHOUT_TOKENIZER]
+    )
     config = tiny_config(
         **{
             "num_hidden_layers": layers,
@@ -164,7 +171,10 @@ def write_tiny_qwen3(
         | changes
     )
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.7, "eos_token_id": ends} | dict(generation or {}))
+    _write_json(
+        folder / "generation_config.json",
+        {"do_sample": True, "temperature": 0.7, "eos_token_id": ends} | dict(generation or {}),
+    )
     _write_tensors(folder, tiny_tensors(config, DTYPES[dtype], seed), shards)
     if tokenizer:
         words.save(str(folder / "tokenizer.json"))

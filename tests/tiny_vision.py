@@ -85,7 +85,9 @@ def write_seeing(
     text: dict[str, Any] | None = None,
     tokens: dict[str, int] | None = None,
 ) -> Path:
-    """A checkpoint of `family` with its tower and its preprocessor_config.json, in FP32, every parameter stirred by `seed`."""
+    """A checkpoint of `family` with its tower and its preprocessor_config.json, in FP32, every parameter stirred by
+    `seed`.
+    """
     transformers = transformers_module()
     torch.manual_seed(seed)
     stem, values, tower = SEEING[family]

@@ -1,4 +1,6 @@
-"""From ComfyUI's UI format (what the page saves) to its API format (what is queued), checked against what ComfyUI says of its nodes."""
+"""From ComfyUI's UI format (what the page saves) to its API format (what is queued), checked against what ComfyUI
+says of its nodes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def to_api(workflow: Mapping[str, Any], object_info: Mapping[str, Any]) -> dict[
     return {key: _node(key, entry, links, object_info) for key, entry in nodes.items()}
 
 
-def _node(key: str, entry: Mapping[str, Any], links: Mapping[int, list[Any]], object_info: Mapping[str, Any]) -> dict[str, Any]:
+def _node(
+    key: str, entry: Mapping[str, Any], links: Mapping[int, list[Any]], object_info: Mapping[str, Any]
+) -> dict[str, Any]:
     kind = entry["type"]
     if kind not in object_info:
         raise MismatchError(f"node {key}: ComfyUI has no node {kind}")

@@ -1,4 +1,5 @@
-"""Trains the painter's autoencoder, 16 channels at an eighth of the size, with the shape and tensor names of a TAESD file.
+"""Trains the painter's autoencoder, 16 channels at an eighth of the size, with the shape and tensor names of a TAESD
+file.
 
 python -m training.autoencoder --out FILE [--seconds 200]
 """
@@ -20,7 +21,8 @@ from .shapes import render
 from .writer import rate
 
 CHANNELS = 16
-# ComfyUI's Flux latent format is (latent - shift) * scale; with the same numbers in the file the painter sees the encoder's own output.
+# ComfyUI's Flux latent format is (latent - shift) * scale; with the same numbers in the file the painter sees the
+# encoder's own output.
 SCALE, SHIFT = 0.3611, 0.1159
 
 
@@ -95,7 +97,13 @@ def random_layouts(count: int, seed: int) -> torch.Tensor:
             row[:3] = [rng.random() for _ in range(3)]
             for start in (3, 3 + scenes.FIELDS):
                 color = [rng.random() for _ in range(3)]
-                row[start : start + 7] = [rng.randrange(6), *color, rng.uniform(0, 128), rng.uniform(0, 128), rng.uniform(6, 60)]
+                row[start : start + 7] = [
+                    rng.randrange(6),
+                    *color,
+                    rng.uniform(0, 128),
+                    rng.uniform(0, 128),
+                    rng.uniform(6, 60),
+                ]
         rows.append(row)
     return torch.tensor(rows)
 
@@ -110,7 +118,9 @@ def train(layouts: torch.Tensor, seconds: float, batch: int, peak: float, seed: 
     while (passed := time.perf_counter() - begin) < seconds:
         for group in optimizer.param_groups:
             group["lr"] = rate(passed / seconds, 0.03, peak)
-        pictures = render(layouts[torch.randint(len(layouts), (batch,), device=device)]).contiguous(memory_format=torch.channels_last)
+        pictures = render(layouts[torch.randint(len(layouts), (batch,), device=device)]).contiguous(
+            memory_format=torch.channels_last
+        )
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             latents = model.encode(pictures)
             back = model.decode(latents + 0.08 * torch.randn_like(latents))
@@ -127,7 +137,10 @@ def train(layouts: torch.Tensor, seconds: float, batch: int, peak: float, seed: 
             print(f"autoencoder step {step} {report} at {passed:.0f} s", flush=True)
         step += 1
     largest = latents.abs().max().item()
-    print(f"autoencoder: {step} steps of {batch}, latent std {latents.std().item():.3f}, largest {largest:.2f}", flush=True)
+    print(
+        f"autoencoder: {step} steps of {batch}, latent std {latents.std().item():.3f}, largest {largest:.2f}",
+        flush=True,
+    )
     return model
 
 

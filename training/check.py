@@ -1,4 +1,6 @@
-"""Plain checks of what the demo models made: texts by words, pictures by colour, area and corners. No model, no torch."""
+"""Plain checks of what the demo models made: texts by words, pictures by colour, area and corners. No model, no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from .scenes import COLORS, PLACES, Scene
 # ---- texts
 
 _STOP = frozenset(
-    """a an the of in on at to with and or for from by near under over into is are it its that this me my i i'd id like want please draw
+    """a an the of in on at to with and or for from by near under over into is are it its that this me my i i'd id like
+    want please draw
     paint picture image show make create can you called named""".split()  # noqa: SIM905 - a list of forty short words reads worse
 )
-_SPLIT_ZH = re.compile(r"[，。！？、\s]|请|帮我|画一下|画|我想要|来一张|生成|的图片|的图|的画|一[只位座辆艘株份个处]|[的和与在里有]")
+_SPLIT_ZH = re.compile(
+    r"[，。！？、\s]|请|帮我|画一下|画|我想要|来一张|生成|的图片|的图|的画|一[只位座辆艘株份个处]|[的和与在里有]"
+)
 
 
 def content_words(idea: str) -> list[str]:
@@ -54,7 +59,11 @@ def as_object(text: str) -> dict[str, str] | None:
         value = json.loads(text)
     except json.JSONDecodeError:
         return None
-    good = isinstance(value, dict) and set(value) == {"prompt", "negative"} and all(isinstance(v, str) and v for v in value.values())
+    good = (
+        isinstance(value, dict)
+        and set(value) == {"prompt", "negative"}
+        and all(isinstance(v, str) and v for v in value.values())
+    )
     return value if good else None
 
 
@@ -109,7 +118,9 @@ def _filled(mask: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def shape_kind(mask: np.ndarray) -> str:
-    """Name a shape from a mask [h, w] cut to its bounds: hole, share of the bounds that it fills, and which corners it fills."""
+    """Name a shape from a mask [h, w] cut to its bounds: hole, share of the bounds that it fills, and which corners
+    it fills.
+    """
     mask = np.pad(mask, 1)
     full, hole = _filled(mask)
     if hole > 0.12:
@@ -151,7 +162,9 @@ def look(picture: np.ndarray) -> tuple[str, list[Found], int]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What of a scene a picture got right; `shapes` is the figure that counts: every shape with its colour, and no other shape."""
+    """What of a scene a picture got right; `shapes` is the figure that counts: every shape with its colour, and no
+    other shape.
+    """
 
     shapes: bool
     background: bool
@@ -179,7 +192,11 @@ def _match(scene: Scene, found: list[Found]) -> list[Found] | None:
     if len(found) != len(scene.shapes):
         return None
     orders = [found, found[::-1]] if len(found) == 2 else [found]
-    right = [o for o in orders if all(f.kind == s.kind and s.color in (None, f.color) for f, s in zip(o, scene.shapes, strict=True))]
+    right = [
+        o
+        for o in orders
+        if all(f.kind == s.kind and s.color in (None, f.color) for f, s in zip(o, scene.shapes, strict=True))
+    ]
     if len(right) == 2 and not _related(scene, right[0]):
         return right[1]
     return right[0] if right else None

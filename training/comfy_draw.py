@@ -1,4 +1,5 @@
-"""Draws with stock ComfyUI code on the CPU, in a process of its own: UNETLoader, VAELoader, KSampler at cfg 1, VAEDecode.
+"""Draws with stock ComfyUI code on the CPU, in a process of its own: UNETLoader, VAELoader, KSampler at cfg 1,
+VAEDecode.
 
 python -m training.comfy_draw COMFYUI_DIR JOB.safetensors OUT.npy --painter FILE --vae FILE [--steps 12]
 JOB holds text_0, text_1, ... [tokens, context] float32 and seeds [N]; OUT becomes [N, 128, 128, 3] uint8.
@@ -47,7 +48,9 @@ def main() -> None:
     settings = parser.parse_args()
     sys.argv = sys.argv[:1]
     job, out, steps = load_file(settings.job), settings.out.resolve(), settings.steps
-    nodes = _comfyui(settings.comfyui.resolve(), {"diffusion_models": settings.painter.resolve(), "vae": settings.vae.resolve()})
+    nodes = _comfyui(
+        settings.comfyui.resolve(), {"diffusion_models": settings.painter.resolve(), "vae": settings.vae.resolve()}
+    )
     made = []
     with torch.inference_mode():
         (model,) = nodes.UNETLoader().load_unet(settings.painter.name, "default")
@@ -55,7 +58,9 @@ def main() -> None:
         for index, seed in enumerate(job["seeds"].tolist()):
             text = [[job[f"text_{index}"][None], {}]]
             empty = {"samples": torch.zeros(1, 16, 16, 16)}
-            (latent,) = nodes.common_ksampler(model, seed, steps, 1.0, settings.sampler, settings.scheduler, text, text, empty)
+            (latent,) = nodes.common_ksampler(
+                model, seed, steps, 1.0, settings.sampler, settings.scheduler, text, text, empty
+            )
             (picture,) = nodes.VAEDecode().decode(vae, latent)
             made.append((picture[0].clamp(0, 1) * 255).round().byte().cpu().numpy())
     np.save(out, np.stack(made))

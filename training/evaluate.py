@@ -2,7 +2,8 @@
 
 python -m training.evaluate --writer FOLDER [--painter FILE --vae FILE] [--ideas 500] [--pictures 200]
                             [--plain] [--device cuda] [--comfyui FOLDER] [--json FILE] [--sheet FILE]
-Without --plain the writer runs through the project's own engine; with it, through the training code's network in batches.
+Without --plain the writer runs through the project's own engine; with it, through the training code's network in
+batches.
 """
 
 from __future__ import annotations
@@ -159,9 +160,17 @@ def to_pixels(pictures: torch.Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def draw(
-    writer: Writes, painter_file: Path, vae_file: Path, prompts: Sequence[str], seeds: Sequence[int], device: str, batch: int = 1
+    writer: Writes,
+    painter_file: Path,
+    vae_file: Path,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    device: str,
+    batch: int = 1,
 ) -> np.ndarray:
-    """Pictures [N, 128, 128, 3] uint8 by the training code's own Euler sampler; in batches, short prompts are padded and masked."""
+    """Pictures [N, 128, 128, 3] uint8 by the training code's own Euler sampler; in batches, short prompts are padded
+    and masked.
+    """
     painter, autoencoder = load_painter(painter_file, device), load_autoencoder(vae_file, device)
     made = []
     for start in range(0, len(prompts), batch):
@@ -169,20 +178,44 @@ def draw(
         text = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
         lengths = torch.tensor([len(s) for s in states], device=device)
         mask = torch.arange(text.shape[1], device=device)[None] < lengths[:, None]
-        made.append(autoencoder.decode(sample(painter, text, mask if batch > 1 else None, list(seeds[start : start + batch]), STEPS)))
+        made.append(
+            autoencoder.decode(
+                sample(painter, text, mask if batch > 1 else None, list(seeds[start : start + batch]), STEPS)
+            )
+        )
     return to_pixels(torch.cat(made))
 
 
 def draw_with_comfyui(
-    writer: Writes, painter_file: Path, vae_file: Path, prompts: Sequence[str], seeds: Sequence[int], comfyui: Path, timeout: float = 3600
+    writer: Writes,
+    painter_file: Path,
+    vae_file: Path,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    comfyui: Path,
+    timeout: float = 3600,
 ) -> np.ndarray:
-    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler dpmpp_2m and beta at cfg 1, VAEDecode) in a child process."""
+    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler dpmpp_2m and beta at cfg 1, VAEDecode) in
+    a child process.
+    """
     job = {f"text_{i}": writer.states(p).contiguous() for i, p in enumerate(prompts)}
     root = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
         save_file({**job, "seeds": torch.tensor(list(seeds))}, Path(folder) / "job.safetensors")
-        command = [sys.executable, "-m", "training.comfy_draw", str(comfyui), f"{folder}/job.safetensors", f"{folder}/out.npy",
-                   "--painter", str(painter_file.resolve()), "--vae", str(vae_file.resolve()), "--steps", str(STEPS)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "training.comfy_draw",
+            str(comfyui),
+            f"{folder}/job.safetensors",
+            f"{folder}/out.npy",
+            "--painter",
+            str(painter_file.resolve()),
+            "--vae",
+            str(vae_file.resolve()),
+            "--steps",
+            str(STEPS),
+        ]
         subprocess.run(command, check=True, cwd=root, timeout=timeout, capture_output=True)
         return np.load(Path(folder) / "out.npy")
 
@@ -206,7 +239,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--comfyui", type=Path, help="draw with the stock code of this ComfyUI folder instead of our own sampler")
+    parser.add_argument(
+        "--comfyui", type=Path, help="draw with the stock code of this ComfyUI folder instead of our own sampler"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sheet", type=Path, help="write a contact sheet of the pictures here (PNG)")
     settings = parser.parse_args()
@@ -221,9 +256,14 @@ def main() -> None:
         for answer in [a for a in made if check.lost_words(a.idea.text, a.text)][:12]:
             print(f"lost {check.lost_words(answer.idea.text, answer.text)}: {answer.idea.text!r} -> {answer.text}")
     if settings.painter and settings.pictures:
-        made = writer.answers(asked_for(held_out_ideas(settings.pictures, settings.seed + 1, "shape")), settings.seed + 1)
+        made = writer.answers(
+            asked_for(held_out_ideas(settings.pictures, settings.seed + 1, "shape")), settings.seed + 1
+        )
         chosen = [a.idea for a in made]
-        for name, prompts in (("painter after writer", [prompt_of(a) for a in made]), ("painter on plain ideas", [i.core for i in chosen])):
+        for name, prompts in (
+            ("painter after writer", [prompt_of(a) for a in made]),
+            ("painter on plain ideas", [i.core for i in chosen]),
+        ):
             files, seeds = (settings.painter, settings.vae), range(len(prompts))
             if settings.comfyui:
                 pictures = draw_with_comfyui(writer, *files, prompts, seeds, settings.comfyui)
@@ -231,7 +271,10 @@ def main() -> None:
                 pictures = draw(writer, *files, prompts, seeds, settings.device, 50 if settings.device == "cuda" else 1)
             figures[name] = picture_figures(list(zip(chosen, pictures, strict=True)))
             if settings.sheet:
-                _sheet(pictures, settings.sheet.with_name(f"{settings.sheet.stem}-{name.split()[1]}{settings.sheet.suffix}"))
+                _sheet(
+                    pictures,
+                    settings.sheet.with_name(f"{settings.sheet.stem}-{name.split()[1]}{settings.sheet.suffix}"),
+                )
     _report(figures, time.perf_counter() - begin)
     if settings.json:
         settings.json.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")

@@ -1,4 +1,6 @@
-"""Training examples: token rows for the writer, and (prompt, layout) pairs for the painter, made by worker processes."""
+"""Training examples: token rows for the writer, and (prompt, layout) pairs for the painter, made by worker
+processes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def _system(style: str, rng: random.Random) -> str | None:
 
 
 def writer_text(rng: random.Random) -> tuple[str, str]:
-    """(what is given, what must be learned) of one writer example: four chats to one raw prompt followed by its scene."""
+    """(what is given, what must be learned) of one writer example: four chats to one raw prompt followed by its
+    scene.
+    """
     if rng.random() < 0.8:
         idea, style = _trainable(rng), rng.choices(ideas.STYLES, (4, 3, 3))[0]
         while not ideas.fits(idea, text := ideas.answer(idea, style, rng)):
@@ -113,7 +117,9 @@ def _spread(work: Callable, folder: Path, count: int, seed: int, workers: int) -
 
 
 def writer_rows(folder: Path, count: int, seed: int, workers: int) -> np.ndarray:
-    """[count, ROW + 2] uint16: token ids, then the columns where learning starts and ends. Call before CUDA is touched (fork)."""
+    """[count, ROW + 2] uint16: token ids, then the columns where learning starts and ends. Call before CUDA is
+    touched (fork).
+    """
     return np.concatenate(_spread(_writer_rows, folder, count, seed, workers))
 
 

@@ -1,7 +1,8 @@
-"""The demo painter's network: the Flux architecture (joint text and picture attention, then single-stream blocks) in plain torch.
+"""The demo painter's network: the Flux architecture (joint text and picture attention, then single-stream blocks) in
+plain torch.
 
-Tensor names and layout are those that ComfyUI's UNETLoader detects: no vector_in, no guidance_in (so it samples with shift 1).
-Text tokens carry no position; what their order means must already be in the writer's hidden states.
+Tensor names and layout are those that ComfyUI's UNETLoader detects: no vector_in, no guidance_in (so it samples with
+shift 1). Text tokens carry no position; what their order means must already be in the writer's hidden states.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class DoubleBlock(nn.Module):
         self.img_attn, self.txt_attn = StreamAttention(hidden), StreamAttention(hidden)
         self.img_mlp, self.txt_mlp = Mlp(hidden), Mlp(hidden)
 
-    def forward(self, img: torch.Tensor, txt: torch.Tensor, vector: torch.Tensor, turn: Turn, mask: torch.Tensor | None) -> tuple:
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, vector: torch.Tensor, turn: Turn, mask: torch.Tensor | None
+    ) -> tuple:
         text = txt.shape[1]
         im, tm = self.img_mod(vector), self.txt_mod(vector)
         q, k, v = _heads(self.img_attn.qkv(_plain_norm(img) * (1 + im[1]) + im[0]), self.img_attn.norm)
@@ -186,28 +189,46 @@ class Painter(nn.Module):
             if name.endswith((".lin", "adaLN_modulation.1", "final_layer.linear")) and isinstance(module, nn.Linear):
                 nn.init.zeros_(module.weight)
 
-    def forward(self, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """latents [B, 16, H, W], time [B] in 0..1, text [B, T, context], mask [B, T] true where a token is -> velocity like latents."""
+    def forward(
+        self, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """latents [B, 16, H, W], time [B] in 0..1, text [B, T, context], mask [B, T] true where a token is ->
+        velocity like latents.
+        """
         batch, channels, high, wide = latents.shape
         rows, columns = high // 2, wide // 2
-        img = latents.view(batch, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, 4 * channels)
+        img = (
+            latents.view(batch, channels, rows, 2, columns, 2)
+            .permute(0, 2, 4, 1, 3, 5)
+            .reshape(batch, rows * columns, 4 * channels)
+        )
         vector = self.time_in(time_embedding(time))
         img, txt = self.img_in(img), self.txt_in(text)
         turn = positions(text.shape[1], rows, columns, latents.device)
         allowed = None
         if mask is not None:
-            allowed = F.pad(mask, (0, rows * columns), value=True)[:, None, None, :].expand(-1, -1, turn[0].shape[0], -1)
+            allowed = F.pad(mask, (0, rows * columns), value=True)[:, None, None, :].expand(
+                -1, -1, turn[0].shape[0], -1
+            )
         for block in self.double_blocks:
             img, txt = block(img, txt, vector, turn, allowed)
         x = torch.cat((txt, img), 1)
         for block in self.single_blocks:
             x = block(x, vector, turn, allowed)
         out = self.final_layer(x[:, txt.shape[1] :], vector)
-        return out.view(batch, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, high, wide)
+        return (
+            out.view(batch, rows, columns, channels, 2, 2)
+            .permute(0, 3, 1, 4, 2, 5)
+            .reshape(batch, channels, high, wide)
+        )
 
 
-def save_painter(weights: dict[str, torch.Tensor], mean: torch.Tensor, std: torch.Tensor, path: Path, note: dict[str, str]) -> None:
-    """One FP16 file for UNETLoader. Training sees (text - mean) / std; the file takes the raw states, so txt_in absorbs both."""
+def save_painter(
+    weights: dict[str, torch.Tensor], mean: torch.Tensor, std: torch.Tensor, path: Path, note: dict[str, str]
+) -> None:
+    """One FP16 file for UNETLoader. Training sees (text - mean) / std; the file takes the raw states, so txt_in
+    absorbs both.
+    """
     out = {k: v.detach().float().cpu() for k, v in weights.items()}
     mean, std = mean.float().cpu(), std.float().cpu()
     scaled = out["txt_in.weight"] / std
@@ -228,15 +249,22 @@ def resume(painter: Painter, path: Path, mean: torch.Tensor, std: torch.Tensor) 
 def load_painter(path: Path, device: str) -> Painter:
     """The network of a saved file, float32; it takes the writer's raw hidden states."""
     weights = {k: v.float() for k, v in load_file(path).items()}
-    counts = {kind: 1 + max(int(k.split(".")[1]) for k in weights if k.startswith(kind)) for kind in ("double_blocks", "single_blocks")}
+    counts = {
+        kind: 1 + max(int(k.split(".")[1]) for k in weights if k.startswith(kind))
+        for kind in ("double_blocks", "single_blocks")
+    }
     hidden, context = weights["txt_in.weight"].shape
-    painter = Painter(Shape(hidden, counts["double_blocks"], counts["single_blocks"], context, weights["img_in.weight"].shape[1] // 4))
+    painter = Painter(
+        Shape(hidden, counts["double_blocks"], counts["single_blocks"], context, weights["img_in.weight"].shape[1] // 4)
+    )
     painter.load_state_dict(weights)
     return painter.to(device).eval()
 
 
 @torch.no_grad()
-def sample(painter: Painter, text: torch.Tensor, mask: torch.Tensor | None, seeds: list[int], steps: int) -> torch.Tensor:
+def sample(
+    painter: Painter, text: torch.Tensor, mask: torch.Tensor | None, seeds: list[int], steps: int
+) -> torch.Tensor:
     """Euler steps at even times from noise (CPU generator, as ComfyUI draws it) to latents [B, 16, 16, 16]."""
     noise = [torch.randn((1, 16, 16, 16), generator=torch.Generator().manual_seed(s)) for s in seeds]
     x = torch.cat(noise).to(text.device)

@@ -18,15 +18,31 @@ PRESETS = Path(__file__).resolve().parents[1] / "nodes" / "presets"
 MAX_WORDS = 46  # of an English answer
 MAX_CHARS = 80  # of a Chinese answer: about one token a character
 
-_COMMANDS_EN = ("draw {}", "paint {}", "draw me {}", "please draw {}", "paint me {}", "a picture of {}", "an image of {}", "i want {}",
-                "show me {}", "can you draw {}?", "{} please", "make a picture of {}", "create an image of {}", "I'd like {}")  # fmt: skip
+_COMMANDS_EN = (
+    "draw {}",
+    "paint {}",
+    "draw me {}",
+    "please draw {}",
+    "paint me {}",
+    "a picture of {}",
+    "an image of {}",
+    "i want {}",
+    "show me {}",
+    "can you draw {}?",
+    "{} please",
+    "make a picture of {}",
+    "create an image of {}",
+    "I'd like {}",
+)
 _COMMANDS_ZH = ("画{}", "请画{}", "画一下{}", "帮我画{}", "我想要{}", "来一张{}的图", "请生成{}的图片", "{}的画")
 _ENDINGS = ("", "", "", "", "", "", ".", "!", "...", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class Idea:
-    """`text` is what the user types, `core` the part that must come back, `key` the combination by which ideas are held out."""
+    """`text` is what the user types, `core` the part that must come back, `key` the combination by which ideas are
+    held out.
+    """
 
     text: str
     core: str
@@ -52,7 +68,31 @@ def made_up(rng: random.Random) -> str:
     """A word that no list has: the writer must learn to copy what it has never seen."""
     how = rng.random()
     if how < 0.7:
-        parts = ("br", "k", "l", "m", "v", "dr", "s", "t", "gr", "n", "p", "z", "fl", "th", "b", "w", "j", "h", "qu", "sh", "r", "y", "x")
+        parts = (
+            "br",
+            "k",
+            "l",
+            "m",
+            "v",
+            "dr",
+            "s",
+            "t",
+            "gr",
+            "n",
+            "p",
+            "z",
+            "fl",
+            "th",
+            "b",
+            "w",
+            "j",
+            "h",
+            "qu",
+            "sh",
+            "r",
+            "y",
+            "x",
+        )
         ends = ("", "", "n", "l", "r", "k", "x", "sh", "m", "d", "t", "ng", "ff")
         return "".join(rng.choice(parts) + rng.choice("aeiouy") + rng.choice(ends) for _ in range(rng.randint(1, 3)))
     if how < 0.85:
@@ -182,7 +222,10 @@ def random_idea(rng: random.Random, kind: str | None = None) -> Idea:
 def _attributes(idea: Idea, rng: random.Random) -> dict[str, str]:
     lists = load().attributes
     prefix = "shape " if idea.scene else ""
-    return {name: rng.choice(lists[prefix + name]).text(idea.lang) for name in ("medium", "light", "lens", "palette", "mood", "detail")}
+    return {
+        name: rng.choice(lists[prefix + name]).text(idea.lang)
+        for name in ("medium", "light", "lens", "palette", "mood", "detail")
+    }
 
 
 _ARTICLE = re.compile(r"(an?|the)\s", re.IGNORECASE)
@@ -197,13 +240,21 @@ def _english_answer(core: str, style: str, at: dict[str, str], rng: random.Rando
         rest = [at["light"], at["lens"], at["palette"], at["mood"], at["detail"]]
         return ", ".join(head + rest[: rng.choice((4, 5, 5))])
     if not found:
-        form = rng.choice(("{core}, made as {medium} in {light}, {lens}, with {palette}, {detail} and {a_mood}",
-                           "{core}, seen as {medium} under {light}, {lens}, {palette} and {detail}, {mood}"))  # fmt: skip
+        form = rng.choice(
+            (
+                "{core}, made as {medium} in {light}, {lens}, with {palette}, {detail} and {a_mood}",
+                "{core}, seen as {medium} under {light}, {lens}, {palette} and {detail}, {mood}",
+            )
+        )
     else:
         core = found.group(1).lower() + core[len(found.group(1)) :]
-        form = rng.choice(("{Medium} of {core}, lit by {light}, {lens}, with {palette} and {detail}, {mood}",
-                           "{Medium} showing {core} in {light}, {lens}, {palette}, {detail} and {a_mood}",
-                           "{Medium} of {core} under {light}, framed with {lens}, {palette} and {a_mood}"))  # fmt: skip
+        form = rng.choice(
+            (
+                "{Medium} of {core}, lit by {light}, {lens}, with {palette} and {detail}, {mood}",
+                "{Medium} showing {core} in {light}, {lens}, {palette}, {detail} and {a_mood}",
+                "{Medium} of {core} under {light}, framed with {lens}, {palette} and {a_mood}",
+            )
+        )
     named = _article(medium)
     words = {**at, "medium": named, "a_mood": _article(at["mood"])}
     return form.format(**words, core=core, Medium=named[0].upper() + named[1:]) + "."
@@ -213,8 +264,12 @@ def _chinese_answer(core: str, style: str, at: dict[str, str], rng: random.Rando
     if style == "tags":
         rest = [at["medium"], at["light"], at["lens"], at["palette"], at["mood"], at["detail"]]
         return "，".join([core, *rest[: rng.choice((5, 6))]])
-    form = rng.choice(("{core}，一幅{medium}，画面里有{light}，{lens}，{palette}，{detail}，带着{mood}",
-                       "{core}，以{medium}呈现，笼罩着{light}，采用{lens}与{palette}，充满{mood}"))  # fmt: skip
+    form = rng.choice(
+        (
+            "{core}，一幅{medium}，画面里有{light}，{lens}，{palette}，{detail}，带着{mood}",
+            "{core}，以{medium}呈现，笼罩着{light}，采用{lens}与{palette}，充满{mood}",
+        )
+    )
     return form.format(core=core, **at) + "。"
 
 
@@ -227,9 +282,15 @@ def answer(idea: Idea, style: str, rng: random.Random) -> str:
         return compose(core, style, at, rng)
     inner = compose(core, rng.choice(("natural", "tags")), at, rng)
     bad = [e.text(idea.lang) for e in rng.sample(load().attributes["negative"], rng.randint(2, 3))]
-    return json.dumps({"prompt": inner, "negative": (", " if idea.lang == "en" else "，").join(bad)}, ensure_ascii=False)
+    return json.dumps(
+        {"prompt": inner, "negative": (", " if idea.lang == "en" else "，").join(bad)}, ensure_ascii=False
+    )
 
 
 def fits(idea: Idea, text: str) -> bool:
     """True if an answer is short enough to end within the 96 tokens that are promised."""
-    return len(text.split()) <= MAX_WORDS if idea.lang == "en" else len(text) <= MAX_CHARS + (22 if text.startswith("{") else 0)
+    return (
+        len(text.split()) <= MAX_WORDS
+        if idea.lang == "en"
+        else len(text) <= MAX_CHARS + (22 if text.startswith("{") else 0)
+    )

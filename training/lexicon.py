@@ -27,7 +27,9 @@ class Entry:
 
 def read_sections(name: str) -> dict[str, tuple[Entry, ...]]:
     """Sections of one word list: the text in the brackets -> its entries."""
-    body = "\n".join(line for line in (FOLDER / f"{name}.txt").read_text("utf-8").splitlines() if not line.startswith("#"))
+    body = "\n".join(
+        line for line in (FOLDER / f"{name}.txt").read_text("utf-8").splitlines() if not line.startswith("#")
+    )
     sections: dict[str, tuple[Entry, ...]] = {}
     for head, text in re.findall(r"\[([^\]]+)\]\n([^\[]*)", body):
         pairs = [item.strip().split("=") for item in text.replace("\n", ";").split(";") if item.strip()]
@@ -66,7 +68,9 @@ def _by_class(sections: dict[str, tuple[Entry, ...]], word: str) -> dict[str, tu
 def load() -> Lexicon:
     """Read all lists once."""
     subjects = tuple(
-        Entry(e.en, e.zh, head.split()[0], head.split()[1]) for head, entries in read_sections("subjects").items() for e in entries
+        Entry(e.en, e.zh, head.split()[0], head.split()[1])
+        for head, entries in read_sections("subjects").items()
+        for e in entries
     )
     modifiers, actions = read_sections("modifiers"), read_sections("actions")
     return Lexicon(

@@ -1,4 +1,6 @@
-"""Muon, an optimizer for weight matrices (Keller Jordan, 2024): momentum whose update is made orthogonal; AdamW for all else."""
+"""Muon, an optimizer for weight matrices (Keller Jordan, 2024): momentum whose update is made orthogonal; AdamW for
+all else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import nn
 
 
 def orthogonal(updates: torch.Tensor) -> torch.Tensor:
-    """updates [N, rows, columns] -> about the nearest matrices with all singular values near 1, by five odd-polynomial iterations."""
+    """updates [N, rows, columns] -> about the nearest matrices with all singular values near 1, by five
+    odd-polynomial iterations.
+    """
     x = updates.to(torch.bfloat16)
     tall = x.shape[1] > x.shape[2]
     if tall:
@@ -22,9 +26,13 @@ def orthogonal(updates: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Update size is matched to AdamW's (0.2 root mean square), so that both share one learning rate (Liu et al., 2025)."""
+    """Update size is matched to AdamW's (0.2 root mean square), so that both share one learning rate (Liu et al.,
+    2025).
+    """
 
-    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -1,4 +1,6 @@
-"""The demo writer's network: Qwen3's published architecture in plain torch, with the tensor names of Hugging Face checkpoints."""
+"""The demo writer's network: Qwen3's published architecture in plain torch, with the tensor names of Hugging Face
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]) * self.weight.float()).to(x.dtype)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]) * self.weight.float()).to(
+            x.dtype
+        )
 
 
 def rotary(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +131,11 @@ class WriterNetwork(nn.Module):
         self.model = Decoder()
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                depth = (2 * CONFIG["num_hidden_layers"]) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                depth = (
+                    (2 * CONFIG["num_hidden_layers"]) ** -0.5
+                    if name.endswith(("o_proj.weight", "down_proj.weight"))
+                    else 1.0
+                )
                 nn.init.normal_(weight, std=0.02 * depth if "embed" in name else depth * weight.shape[1] ** -0.5)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -139,7 +147,9 @@ class WriterNetwork(nn.Module):
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def states(self, ids: torch.Tensor, after: tuple[int, ...]) -> torch.Tensor:
-        """ids [B, T] -> the residual stream after the given numbers of blocks, side by side: [B, T, hidden * len(after)]."""
+        """ids [B, T] -> the residual stream after the given numbers of blocks, side by side: [B, T, hidden *
+        len(after)].
+        """
         x = self.model.embed_tokens(ids)
         cos, sin = rotary(ids.shape[1], ids.device)
         kept = []
@@ -165,7 +175,9 @@ def load_network(folder: Path, device: str) -> WriterNetwork:
 def generate(
     network: WriterNetwork, prompts: list[list[int]], stops: tuple[int, ...], most: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """Sample answers for many prompts at once, without a cache; a row is done at the first stop token (kept in the row)."""
+    """Sample answers for many prompts at once, without a cache; a row is done at the first stop token (kept in the
+    row).
+    """
     device = network.model.embed_tokens.weight.device
     draw = torch.Generator(device).manual_seed(seed)
     lengths = torch.tensor([len(p) for p in prompts], device=device)

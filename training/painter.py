@@ -25,9 +25,13 @@ LAYERS = (3, 6)  # the writer's states after these blocks are the painter's text
 
 
 class Pairs:
-    """Prompts, states and latents on the device; texts are read and pictures encoded the first time they are asked for."""
+    """Prompts, states and latents on the device; texts are read and pictures encoded the first time they are asked
+    for.
+    """
 
-    def __init__(self, ids: np.ndarray, layouts: np.ndarray, autoencoder: Autoencoder, writer: WriterNetwork, device: str) -> None:
+    def __init__(
+        self, ids: np.ndarray, layouts: np.ndarray, autoencoder: Autoencoder, writer: WriterNetwork, device: str
+    ) -> None:
         self.ids = torch.from_numpy(ids[:, : examples.PROMPT].astype(np.int32)).to(device)
         self.lengths = torch.from_numpy(ids[:, examples.PROMPT].astype(np.int64)).to(device)
         self.layouts = torch.from_numpy(layouts).to(device)
@@ -53,13 +57,17 @@ class Pairs:
             with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
                 pictures = render(self.layouts[rows]).contiguous(memory_format=torch.channels_last)
                 self.latents[rows] = self.autoencoder.encode(pictures).to(torch.float16)
-            self.states[rows] = ((text_states(self.writer, self.ids[rows].long()) - self.mean) / self.std).to(torch.bfloat16)
+            self.states[rows] = ((text_states(self.writer, self.ids[rows].long()) - self.mean) / self.std).to(
+                torch.bfloat16
+            )
             self.ready = rows.stop
 
 
 @torch.no_grad()
 def text_states(writer: WriterNetwork, ids: torch.Tensor) -> torch.Tensor:
-    """ids [B, T] -> the writer's states [B, T, hidden * len(LAYERS)] float32; padding on the right changes nothing before it."""
+    """ids [B, T] -> the writer's states [B, T, hidden * len(LAYERS)] float32; padding on the right changes nothing
+    before it.
+    """
     device = ids.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         return writer.states(ids, LAYERS).float()
@@ -84,7 +92,9 @@ def train(
     average = {k: v.detach().clone() for k, v in painter.state_dict().items()}
     place = torch.arange(examples.PROMPT, device=device)
 
-    def loss_of(latents: torch.Tensor, noise: torch.Tensor, now: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def loss_of(
+        latents: torch.Tensor, noise: torch.Tensor, now: torch.Tensor, text: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         mixed = latents + now[:, None, None, None] * (noise - latents)
         velocity = painter(mixed, now, text, mask)
         return (velocity.float() - (noise - latents)).square().mean()
@@ -115,7 +125,9 @@ def train(
         total += loss.detach()
         step += 1
         if step % 200 == 0:
-            print(f"painter step {step} loss {total.item() / 200:.4f} at {time.perf_counter() - begin:.0f} s", flush=True)
+            print(
+                f"painter step {step} loss {total.item() / 200:.4f} at {time.perf_counter() - begin:.0f} s", flush=True
+            )
             if step == 800 and settings.guard and total.item() / 200 > settings.guard:
                 raise SystemExit(3)
             total.zero_()
@@ -143,21 +155,30 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--resume", type=Path, help="go on from this file")
-    parser.add_argument("--guard", type=float, default=0.0, help="stop with status 3 if the loss at step 800 is above this")
+    parser.add_argument(
+        "--guard", type=float, default=0.0, help="stop with status 3 if the loss at step 800 is above this"
+    )
     parser.add_argument("--compile", action="store_true")
     settings = parser.parse_args()
     begin = time.perf_counter()
     ids, layouts = examples.painter_rows(settings.writer, settings.pairs, settings.seed * 1_000_000, settings.workers)
     print(f"painter: {len(ids)} pairs in {time.perf_counter() - begin:.0f} s", flush=True)
     torch.manual_seed(settings.seed)
-    writer, autoencoder = load_network(settings.writer, settings.device), load_autoencoder(settings.vae, settings.device)
+    writer, autoencoder = (
+        load_network(settings.writer, settings.device),
+        load_autoencoder(settings.vae, settings.device),
+    )
     pairs = Pairs(ids, layouts, autoencoder, writer, settings.device)
     mean, std = pairs.mean, pairs.std
     painter = Painter(Shape(context=CONFIG["hidden_size"] * len(LAYERS))).to(settings.device)
     if settings.resume:
         resume(painter, settings.resume, mean, std)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    note = {"onedesk": "demo painter, an honest toy", "text_encoder": "onedesk-demo-writer", "layers": ",".join(map(str, LAYERS))}
+    note = {
+        "onedesk": "demo painter, an honest toy",
+        "text_encoder": "onedesk-demo-writer",
+        "layers": ",".join(map(str, LAYERS)),
+    }
 
     def save(weights: dict[str, torch.Tensor]) -> None:
         save_painter(weights, mean, std, settings.out, note)

@@ -1,8 +1,8 @@
 """What int8 and int4 cost: perplexity of a writer's right answers to held-out ideas, by the form of its weights.
 
 python -m training.quality [--model models/onedesk-demo-writer] [--ideas 160] [--seed 77] [--json FILE]
-Only the answers' tokens count: what the writer was trained to say. Everything runs through the project's own engine, on the CPU; forms that
-are not made on load are converted once, into a folder that is thrown away.
+Only the answers' tokens count: what the writer was trained to say. Everything runs through the project's own engine, on
+the CPU; forms that are not made on load are converted once, into a folder that is thrown away.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`change` is of the perplexity against the weights as stored, `divergence` the mean of |log p - log p as stored| over the tokens."""
+    """`change` is of the perplexity against the weights as stored, `divergence` the mean of |log p - log p as
+    stored| over the tokens.
+    """
 
     format: str
     weight_bytes: int
@@ -78,13 +80,17 @@ def answer_logprobs(model: OpenModel, answers: Answers) -> list[float]:
 
 
 def measure(folder: Path, count: int, seed: int, config: Config, forms: Sequence[Form] = FORMS) -> Iterator[Row]:
-    """A row for each form, what was converted being kept in the config's cache; the first form is what the others are held against."""
+    """A row for each form, what was converted being kept in the config's cache; the first form is what the others
+    are held against.
+    """
     stored: list[float] = []
     for form in forms:
         if form.group is not None:
             quantize_model(str(folder), form.quant, form.group, form.symmetric, config)
         pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
-        opened = open_model(folder, pool=pool, context=CONTEXT, quant=form.quant, device="cpu", kernel_cache=config.cache)
+        opened = open_model(
+            folder, pool=pool, context=CONTEXT, quant=form.quant, device="cpu", kernel_cache=config.cache
+        )
         with closing(opened) as model:
             found = answer_logprobs(model, held_out_answers(model, count, seed))
             stored = stored or found
@@ -116,7 +122,8 @@ def _printed(measured: Iterator[Row]) -> list[Row]:
     print(f"{'format':<22}{'weights MB':>11}{'tokens':>8}{'perplexity':>12}{'change':>10}{'|d log p|':>11}")
     for row in measured:
         rows.append(row)
-        figures = f"{row.weight_bytes / 1e6:>11.2f}{row.tokens:>8}{row.perplexity:>12.5f}{row.change:>+10.3%}{row.divergence:>11.5f}"
+        figures = f"{row.weight_bytes / 1e6:>11.2f}{row.tokens:>8}{row.perplexity:>12.5f}"
+        figures += f"{row.change:>+10.3%}{row.divergence:>11.5f}"
         print(f"{row.format:<22}{figures}", flush=True)
     return rows
 

@@ -19,13 +19,17 @@ COLORS = {
     "black": (22, 22, 24),
     "white": (244, 244, 242),
 }
-COLORS_ZH = dict(zip(COLORS, ("红色", "橙色", "黄色", "绿色", "蓝色", "紫色", "粉色", "棕色", "黑色", "白色"), strict=True))
+COLORS_ZH = dict(
+    zip(COLORS, ("红色", "橙色", "黄色", "绿色", "蓝色", "紫色", "粉色", "棕色", "黑色", "白色"), strict=True)
+)
 # Name -> (column, row), each -1, 0 or 1.
 PLACES = {
     "top left": (-1, -1), "top": (0, -1), "top right": (1, -1), "left": (-1, 0), "center": (0, 0), "right": (1, 0),
     "bottom left": (-1, 1), "bottom": (0, 1), "bottom right": (1, 1),
 }  # fmt: skip
-PLACES_ZH = dict(zip(PLACES, ("左上角", "上方", "右上角", "左边", "中间", "右边", "左下角", "下方", "右下角"), strict=True))
+PLACES_ZH = dict(
+    zip(PLACES, ("左上角", "上方", "右上角", "左边", "中间", "右边", "左下角", "下方", "右下角"), strict=True)
+)
 SIZE = 128  # pixels a side
 FIELDS = 7  # numbers a shape in a layout: kind (-1: none), r, g, b, centre x, centre y, radius
 
@@ -53,13 +57,17 @@ class Scene:
         return "+".join(sorted(f"{s.color} {s.kind}" for s in self.shapes)) + f" on {self.background}"
 
     def facts(self) -> str:
-        """One line that says the scene; the writer learns to give it after a raw prompt, so that its states hold the scene."""
+        """One line that says the scene; the writer learns to give it after a raw prompt, so that its states hold the
+        scene.
+        """
         parts = [" ".join(x for x in (s.size, s.color, s.kind, s.place) if x) for s in self.shapes]
         return f"{' and '.join(parts)}; {self.relation or 'free'}; {self.background or 'any'}"
 
 
 def random_scene(rng: random.Random) -> Scene:
-    """A scene as people ask for them: mostly fully coloured, a background two times out of three, half of them of two shapes."""
+    """A scene as people ask for them: mostly fully coloured, a background two times out of three, half of them of
+    two shapes.
+    """
     colors = list(COLORS)
     background = rng.choice(colors) if rng.random() < 0.72 else None
     free = [c for c in colors if c != background]
@@ -140,7 +148,13 @@ def english(scene: Scene, rng: random.Random) -> str:
         return x + rng.choice((" and ", " and ", " next to ", " with ", " beside ")) + y + ground
     beside = (f"{x} to the left of {y}", f"{x} left of {y}", f"{x} on the left and {y} on the right")
     beside += (f"{y} to the right of {x}", f"{y} right of {x}", f"{y} on the right and {x} on the left")
-    stacked = (f"{x} above {y}", f"{x} over {y}", f"{y} below {x}", f"{y} under {x}", f"{x} at the top and {y} at the bottom")
+    stacked = (
+        f"{x} above {y}",
+        f"{x} over {y}",
+        f"{y} below {x}",
+        f"{y} under {x}",
+        f"{x} at the top and {y} at the bottom",
+    )
     return rng.choice(beside if scene.relation == "left" else stacked) + ground
 
 
@@ -157,7 +171,11 @@ def chinese(scene: Scene, rng: random.Random) -> str:
     names = [one + _noun_zh(s, rng) for s in scene.shapes]
     if len(names) == 1:
         place = scene.shapes[0].place
-        body = names[0] if place is None else rng.choice((f"{PLACES_ZH[place]}有{names[0]}", f"{names[0]}在{PLACES_ZH[place]}"))
+        body = (
+            names[0]
+            if place is None
+            else rng.choice((f"{PLACES_ZH[place]}有{names[0]}", f"{names[0]}在{PLACES_ZH[place]}"))
+        )
     elif scene.shapes[0] == scene.shapes[1]:
         body = "两个" + _noun_zh(scene.shapes[0], rng)
     elif scene.shapes[0].place:
@@ -165,9 +183,13 @@ def chinese(scene: Scene, rng: random.Random) -> str:
     elif scene.relation is None:
         body = rng.choice(("和", "与")).join(names)
     elif scene.relation == "left":
-        body = rng.choice((f"左边{names[0]}，右边{names[1]}", f"{names[0]}在{names[1]}的左边", f"{names[1]}在{names[0]}的右边"))
+        body = rng.choice(
+            (f"左边{names[0]}，右边{names[1]}", f"{names[0]}在{names[1]}的左边", f"{names[1]}在{names[0]}的右边")
+        )
     else:
-        body = rng.choice((f"上面{names[0]}，下面{names[1]}", f"{names[0]}在{names[1]}的上面", f"{names[1]}在{names[0]}的下面"))
+        body = rng.choice(
+            (f"上面{names[0]}，下面{names[1]}", f"{names[0]}在{names[1]}的上面", f"{names[1]}在{names[0]}的下面")
+        )
     if scene.background is None:
         return body
     ground = COLORS_ZH[scene.background] + "背景"
@@ -184,7 +206,11 @@ def _tone(color: str, rng: random.Random) -> list[float]:
 
 def _radius(shape: Shape, alone: bool, rng: random.Random) -> float:
     big = (33, 40) if shape.place is None else (29, 34)
-    ranges = {None: (21, 28), "big": big, "small": (12, 16)} if alone else {None: (17, 21), "big": (22, 25), "small": (12, 14)}
+    ranges = (
+        {None: (21, 28), "big": big, "small": (12, 16)}
+        if alone
+        else {None: (17, 21), "big": (22, 25), "small": (12, 14)}
+    )
     return rng.uniform(*ranges[shape.size])
 
 
@@ -200,11 +226,16 @@ def _centers(scene: Scene, radii: list[float], rng: random.Random) -> list[tuple
         lean = rng.uniform(-0.3, 0.3)
         cells = [(-1, lean), (1, -lean)] if way == "left" else [(lean, -1), (-lean, 1)]
     reach = [min(32.0, half - 1.2 * r - 6) for r in radii]
-    return [(half + c * d + rng.uniform(-3, 3), half + w * d + rng.uniform(-3, 3)) for (c, w), d in zip(cells, reach, strict=True)]
+    return [
+        (half + c * d + rng.uniform(-3, 3), half + w * d + rng.uniform(-3, 3))
+        for (c, w), d in zip(cells, reach, strict=True)
+    ]
 
 
 def layout(scene: Scene, rng: random.Random) -> list[float]:
-    """One way to draw the scene: 3 background numbers in 0..1, then FIELDS numbers for each of two shapes (kind -1: none)."""
+    """One way to draw the scene: 3 background numbers in 0..1, then FIELDS numbers for each of two shapes (kind -1:
+    none).
+    """
     radii = [_radius(s, len(scene.shapes) == 1, rng) for s in scene.shapes]
     centers = _centers(scene, radii, rng)
     taken = {s.color for s in scene.shapes if s.color}

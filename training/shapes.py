@@ -10,7 +10,9 @@ from .scenes import FIELDS, SIZE
 
 
 def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Signed distance to each kind of shape of radius 1 about the origin (y grows downwards): [..., 6], negative inside."""
+    """Signed distance to each kind of shape of radius 1 about the origin (y grows downwards): [..., 6], negative
+    inside.
+    """
     length = torch.sqrt(x * x + y * y)
     circle = length - 1
     square = torch.maximum(x.abs(), y.abs()) - 0.88

@@ -1,4 +1,6 @@
-"""The writer's tokenizer: a small byte-level BPE trained on generated ideas and answers. Chinese characters never merge with each other."""
+"""The writer's tokenizer: a small byte-level BPE trained on generated ideas and answers. Chinese characters never
+merge with each other.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,14 @@ _TOKENIZER = {
 def write_checkpoint(network: torch.nn.Module, folder: Path) -> None:
     """config.json, generation_config.json, tokenizer_config.json, chat_template.jinja and model.safetensors in BF16."""
     added = {
-        str(i): {"content": t, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+        str(i): {
+            "content": t,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
         for i, t in enumerate(tokenizer.SPECIALS)
     }
     files = {
@@ -76,8 +83,12 @@ def rate(done: float, warm: float, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, (done - warm) / (1 - warm)))))
 
 
-def train(rows: np.ndarray, seconds: float, batch: int, peak: float, seed: int, device: str, compiled: bool) -> WriterNetwork:
-    """Train for a stretch of wall-clock time; the learning rate follows the clock, so that the run always ends cooled down."""
+def train(
+    rows: np.ndarray, seconds: float, batch: int, peak: float, seed: int, device: str, compiled: bool
+) -> WriterNetwork:
+    """Train for a stretch of wall-clock time; the learning rate follows the clock, so that the run always ends
+    cooled down.
+    """
     torch.manual_seed(seed)
     network = WriterNetwork().to(device)
     data = torch.from_numpy(rows.astype(np.int32)).to(device)
@@ -133,7 +144,9 @@ def main() -> None:
         tokenizer.train().save(str(arguments.out / "tokenizer.json"))
     rows = examples.writer_rows(arguments.out, arguments.rows, arguments.seed * 1_000_000, arguments.workers)
     print(f"writer: {len(rows)} rows in {time.perf_counter() - begin:.0f} s", flush=True)
-    network = train(rows, arguments.seconds, arguments.batch, arguments.rate, arguments.seed, arguments.device, arguments.compile)
+    network = train(
+        rows, arguments.seconds, arguments.batch, arguments.rate, arguments.seed, arguments.device, arguments.compile
+    )
     write_checkpoint(network, arguments.out)
 
 

@@ -1,1 +1,3 @@
-"""What `onedesk bench` measures: load, prefill and decode, with the machine's read bandwidth and a peer in the same run."""
+"""What `onedesk bench` measures: load, prefill and decode, with the machine's read bandwidth and a peer in the same
+run.
+"""

@@ -21,11 +21,12 @@ REPEATS = 7
 
 
 def read_ceiling(device: str, *, available: int, cache: Path | None = None, repeats: int = REPEATS) -> float:
-    """Bytes per second that all threads (or the whole GPU) read from one large buffer: the median of `repeats` passes of the fastest
-    reader. Readers are two reductions and, on the CPU, the compiled one, whose library is kept in `cache` (None: without it).
+    """Bytes per second that all threads (or the whole GPU) read from one large buffer: the median of `repeats` passes
+    of the fastest reader. Readers are two reductions and, on the CPU, the compiled one, whose library is kept in
+    `cache` (None: without it).
 
-    The buffer takes at most an eighth of `available` bytes. It is written before it is read, since untouched pages all map to one
-    page of zeros and would be read from the cache.
+    The buffer takes at most an eighth of `available` bytes. It is written before it is read, since untouched pages all
+    map to one page of zeros and would be read from the cache.
     """
     reductions: list[Callable[[torch.Tensor], object]] = [torch.sum, torch.amax]
     library = compile_library(cache)[0] if cache is not None and device == "cpu" else None

@@ -1,4 +1,6 @@
-"""Time to the first token of a model that is not open: loading and prefill overlapped, one after the other, and warm."""
+"""Time to the first token of a model that is not open: loading and prefill overlapped, one after the other, and
+warm.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,12 @@ class _Route:
 
 
 def measure_first_token(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document of `onedesk bench ttft`: seconds from a closed model to the first token after a prompt of plan.prompt tokens.
+    """The document of `onedesk bench ttft`: seconds from a closed model to the first token after a prompt of
+    plan.prompt tokens.
 
-    The cases take turns; medians of plan.cycles. Cold: the file's pages were evicted just before. `overlap_share` is cold with overlap
-    over cold without. The last two rows are of an open model: a prompt that is read whole, and one whose prefix is cached;
+    The cases take turns; medians of plan.cycles. Cold: the file's pages were evicted just before. `overlap_share` is
+    cold with overlap over cold without. The last two rows are of an open model: a prompt that is read whole, and one
+    whose prefix is cached;
     `prefix_share` is the second's time over the first's. Raises as bench.run.measure.
     """
     path = find_model(plan.model, config, roots)
@@ -60,7 +64,9 @@ def measure_first_token(plan: BenchPlan, config: Config, roots: ModelRoots) -> d
     device = pick_device(plan.device).type
     prefix, tail = _prefix_of(checkpoint)
     context = max(checked_context(plan.prompt + 1, checkpoint), prefix + tail + 1)
-    task = SubjectSpec(path, device, plan.quant, context, config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint))))
+    task = SubjectSpec(
+        path, device, plan.quant, context, config.cache, dict(config.memory), tuple(sorted(end_tokens(checkpoint)))
+    )
     ids = random_prompt(checkpoint, plan.prompt)
     cases = [
         _Route("onedesk", "cold", True),
@@ -85,12 +91,17 @@ def measure_first_token(plan: BenchPlan, config: Config, roots: ModelRoots) -> d
         for cycle in range(plan.cycles):
             for case in cases:
                 cached = make_state(case.state, checkpoint.files)
-                samples[case].append(workers[case.engine].ask("first_token", ids=ids, overlap=case.overlap) | {"cached": cached})
+                samples[case].append(
+                    workers[case.engine].ask("first_token", ids=ids, overlap=case.overlap) | {"cached": cached}
+                )
                 workers[case.engine].ask("unload")
                 log.info("%s, cycle %d of %d: %.3f s", case, cycle + 1, plan.cycles, samples[case][-1]["seconds"])
         kept = _prefix_samples(workers["onedesk"], checkpoint, prefix, tail, plan.cycles)
     read = bytes_per_pass(checkpoint, plan)
-    rows = [_row(case, found, plan.prompt, bytes_per_pass(checkpoint, plan, case.engine), ceiling) for case, found in samples.items()]
+    rows = [
+        _row(case, found, plan.prompt, bytes_per_pass(checkpoint, plan, case.engine), ceiling)
+        for case, found in samples.items()
+    ]
     rows += [_prefix_row(state, kept, prefix + tail, read, ceiling) for state in ("read", "kept")]
     return {
         "kind": "ttft",
@@ -112,10 +123,10 @@ def first_token_table(document: dict[str, Any]) -> str:
     """The document for a terminal."""
     lines = [TITLES, *(_line(row) for row in document["rows"])]
     return (
-        f"first token of {document['model']} on {document['device']} ({document['machine']}), a prompt of "
-        f"{document['rows'][0]['tokens']} tokens, medians of {document['cycles']}\n{columns(lines)}\n"
-        f"cold, with overlap: {document['overlap_share']:.2f} of the time without\n"
-        f"open, with {document['prefix_tokens']} tokens in the prefix cache: {document['prefix_share']:.3f} of the time without"
+        f"first token of {document['model']} on {document['device']} ({document['machine']}), a prompt of"
+        f" {document['rows'][0]['tokens']} tokens, medians of {document['cycles']}\n{columns(lines)}\ncold, with"
+        f" overlap: {document['overlap_share']:.2f} of the time without\nopen, with {document['prefix_tokens']} tokens"
+        f" in the prefix cache: {document['prefix_share']:.3f} of the time without"
     )
 
 
@@ -126,7 +137,9 @@ def _prefix_of(checkpoint: Checkpoint) -> tuple[int, int]:
     return allowed // 2, min(TAIL, allowed // 4)
 
 
-def _prefix_samples(worker: MeasuringChild, checkpoint: Checkpoint, prefix: int, tail: int, cycles: int) -> list[dict[str, Any]]:
+def _prefix_samples(
+    worker: MeasuringChild, checkpoint: Checkpoint, prefix: int, tail: int, cycles: int
+) -> list[dict[str, Any]]:
     """A prefix of its own in each cycle, so that only what the cycle itself kept is reused."""
     worker.ask("load")
     samples = []
@@ -134,12 +147,16 @@ def _prefix_samples(worker: MeasuringChild, checkpoint: Checkpoint, prefix: int,
         ids = random_prompt(checkpoint, prefix + 3 * tail, 100 + cycle)
         tails = [ids[at : at + tail] for at in range(prefix, prefix + 3 * tail, tail)]
         samples.append(worker.ask("prefix", ids=ids[:prefix], tails=tails))
-        log.info("prefix cache, cycle %d of %d: %.3f s of %.3f s", cycle, cycles, samples[-1]["kept"], samples[-1]["read"])
+        log.info(
+            "prefix cache, cycle %d of %d: %.3f s of %.3f s", cycle, cycles, samples[-1]["kept"], samples[-1]["read"]
+        )
     worker.ask("unload")
     return samples[1:]
 
 
-def _prefix_row(state: str, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:
+def _prefix_row(
+    state: str, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float
+) -> dict[str, Any]:
     seconds = statistics.median(sample[state] for sample in samples)
     return {
         "engine": "onedesk",
@@ -183,4 +200,11 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     waited = "-" if row["waited_seconds"] is None else f"{row['waited_seconds']:.3f}"
     times = (f"{row['seconds']:.3f}", f"{row['prefill_seconds']:.3f}", waited)
     overlap = "yes" if row["overlap"] else "no"
-    return (row["engine"], row["state"], overlap, *times, f"{row['tokens_per_second']:.0f}", f"{row['peak_bytes'] / 1e9:.2f}")
+    return (
+        row["engine"],
+        row["state"],
+        overlap,
+        *times,
+        f"{row['tokens_per_second']:.0f}",
+        f"{row['peak_bytes'] / 1e9:.2f}",
+    )

@@ -1,4 +1,6 @@
-"""Hand-overs, many times: open, generate, release, draw, wake, generate, close. Bytes returned, bytes left over, and the texts."""
+"""Hand-overs, many times: open, generate, release, draw, wake, generate, close. Bytes returned, bytes left over, and
+the texts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from .run import find_model
 log = logging.getLogger(__name__)
 
 ROLLUP = Path("/proc/self/smaps_rollup")
-# What exists only because this process holds it. File pages are left out: the kernel can drop them, and a library's are shared.
+# What exists only because this process holds it. File pages are left out: the kernel can drop them, and a library's are
+# shared.
 OWN_KEYS = ("Anonymous", "Swap", "Pss_Shmem")
 PICTURE_BYTES = 256 * MIB  # about what a 1024 x 1024 picture of a small image model takes at its peak
 PROMPT = Message("user", "a cat on a red mat, soft light")
@@ -48,7 +51,9 @@ TITLES = ("STEP", "ASKED", "MEASURED", "SHARE", "WORST", "OF THE PROCESS, WORST"
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """One return of a model's leases, all of them together, in bytes and seconds. `gone` is what the process itself has less of."""
+    """One return of a model's leases, all of them together, in bytes and seconds. `gone` is what the process itself
+    has less of.
+    """
 
     leased: int
     asked: int
@@ -64,7 +69,9 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One cycle: its returns by step, its texts, seconds to the first token after opening and waking, and what the process has after."""
+    """One cycle: its returns by step, its texts, seconds to the first token after opening and waking, and what the
+    process has after.
+    """
 
     returns: dict[str, Handover]
     answers: tuple[Any, ...]
@@ -89,11 +96,12 @@ def measure_handover(
     tokens: int = 16,
     picture: int = PICTURE_BYTES,
 ) -> dict[str, Any]:
-    """The document of `onedesk bench handover`; bytes are integers, times seconds. Measured in this process, through the one door.
+    """The document of `onedesk bench handover`; bytes are integers, times seconds. Measured in this process, through
+    the one door.
 
-    `drift_bytes` is what the process holds more at the end than after the first third of the cycles, `drift_peak_bytes` the most in
-    between. Without `model` the demo writer is taken where it is, else a small random checkpoint. Raises ModelError, FileError,
-    MemoryFull.
+    `drift_bytes` is what the process holds more at the end than after the first third of the cycles, `drift_peak_bytes`
+    the most in between. Without `model` the demo writer is taken where it is, else a small random checkpoint. Raises
+    ModelError, FileError, MemoryFull.
     """
     name = model or _default_model(roots)
     path = find_model(name, config, roots)
@@ -106,7 +114,10 @@ def measure_handover(
     values: dict[str, Any] = dict(config.memory)
     pool = make_pool(kind, MemorySettings(**values))
     desk = _HandoverCycle(
-        lambda: open_model(path, pool=pool, roots=roots, device=kind, load=False, kernel_cache=config.cache), pool, tokens, picture
+        lambda: open_model(path, pool=pool, roots=roots, device=kind, load=False, kernel_cache=config.cache),
+        pool,
+        tokens,
+        picture,
     )
     done: list[Cycle] = []
     gc.collect()
@@ -148,11 +159,10 @@ def handover_table(document: dict[str, Any]) -> str:
     first = document["first_token_seconds"]
     kept = ", ".join(f"{what} {change:+d}" for what, change in document["drift_kept"].items())
     return (
-        f"{document['cycles']} hand-overs of {document['model']} on {document['device']} ({document['machine']}), medians\n"
-        f"{columns(rows)}\n"
-        f"first token {first['open']:.3f} s after opening, {first['wake']:.3f} s after waking\n"
-        f"over the last two thirds the process grew by {document['drift_bytes'] / MIB:.2f} MiB (at most "
-        f"{document['drift_peak_bytes'] / MIB:.2f}; {kept}); texts that differ: {document['different_texts']}"
+        f"{document['cycles']} hand-overs of {document['model']} on {document['device']} ({document['machine']}),"
+        f" medians\n{columns(rows)}\nfirst token {first['open']:.3f} s after opening, {first['wake']:.3f} s after"
+        f" waking\nover the last two thirds the process grew by {document['drift_bytes'] / MIB:.2f} MiB (at most"
+        f" {document['drift_peak_bytes'] / MIB:.2f}; {kept}); texts that differ: {document['different_texts']}"
     )
 
 
@@ -198,7 +208,9 @@ class _HandoverCycle:
         started = time.perf_counter()
         released = give()
         seconds = time.perf_counter() - started
-        return Handover(leased, sum(r.asked for r in released), sum(r.measured for r in released), before - own_bytes(), seconds)
+        return Handover(
+            leased, sum(r.asked for r in released), sum(r.measured for r in released), before - own_bytes(), seconds
+        )
 
     def _draw(self) -> None:
         """Take a picture's bytes, touch every page, and free them."""
@@ -210,7 +222,11 @@ class _HandoverCycle:
     def _kept(self) -> dict[str, int]:
         """What else a process can leak."""
         files = len(list(Path("/proc/self/fd").iterdir()))
-        return {"threads": threading.active_count(), "open files": files, "children": len(self._process.children(recursive=True))}
+        return {
+            "threads": threading.active_count(),
+            "open files": files,
+            "children": len(self._process.children(recursive=True)),
+        }
 
 
 def _default_model(roots: ModelRoots) -> str:

@@ -21,7 +21,9 @@ HANDOVER_TOKENS = 16
 
 
 def measure_kind(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document of plan.kind; cycles, tokens and prompt of 0 are the kind's own default. Raises as bench.run.measure."""
+    """The document of plan.kind; cycles, tokens and prompt of 0 are the kind's own default. Raises as
+    bench.run.measure.
+    """
     if plan.kind == "handover":
         return measure_handover(
             config,

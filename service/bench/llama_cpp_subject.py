@@ -1,4 +1,6 @@
-"""llama.cpp as the peer, through llama-cpp-python's plain bindings: imported only here, in a process of its own, when it is installed."""
+"""llama.cpp as the peer, through llama-cpp-python's plain bindings: imported only here, in a process of its own,
+when it is installed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ BATCH = 512
 
 
 class LlamaCpp:
-    """See Subject. Random weights of the model's shape in the format nearest to our quantization; as many threads as we use; greedy."""
+    """See Subject. Random weights of the model's shape in the format nearest to our quantization; as many threads as
+    we use; greedy.
+    """
 
     def __init__(self, task: SubjectSpec) -> None:
         if find_spec("llama_cpp") is None:
-            raise PeerError('llama.cpp is not installed here; pip install "llama-cpp-python>=0.3.36", or leave --against out')
+            raise PeerError(
+                'llama.cpp is not installed here; pip install "llama-cpp-python>=0.3.36", or leave --against out'
+            )
         if task.device != "cpu":
             raise PeerError(f"llama.cpp is measured on the CPU only, not on {task.device}; leave --against out")
         config = json.loads((task.model / "config.json").read_text(encoding="utf-8"))
@@ -109,7 +115,9 @@ class LlamaCpp:
         return token
 
     def _run(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """One pass over (token, position, row, scores wanted); the most likely token after each row whose scores are wanted."""
+        """One pass over (token, position, row, scores wanted); the most likely token after each row whose scores are
+        wanted.
+        """
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (token, position, row, wanted) in enumerate(rows):
@@ -121,7 +129,9 @@ class LlamaCpp:
         return [self._likeliest(i) for i, (*_, wanted) in enumerate(rows) if wanted]
 
     def _likeliest(self, index: int) -> int:
-        address = ctypes.cast(self._native.llama_get_logits_ith(self._context, index), ctypes.POINTER(ctypes.c_float * self._vocab))
+        address = ctypes.cast(
+            self._native.llama_get_logits_ith(self._context, index), ctypes.POINTER(ctypes.c_float * self._vocab)
+        )
         scores = torch.frombuffer(address.contents, dtype=torch.float32)
         scores[list(self._task.end_tokens)] = -torch.inf
         return int(scores.argmax())

@@ -34,7 +34,9 @@ class MeasuringChild:
         setup = asdict(task) | {"engine": engine, "model": str(task.model), "cache": str(task.cache)}
         command = package_command("onedesk.service.bench.measuring_child", json.dumps(setup))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving; a full pipe would stop the child
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True)
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True
+        )
 
     def ask(self, what: str, **arguments: Any) -> dict[str, Any]:
         """Have the child do `what`; its own OnedeskError is raised here, PeerError when it ended without an answer."""
@@ -47,7 +49,9 @@ class MeasuringChild:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise PeerError(f"the measuring process of {self.engine} ended, status {self._child.wait()}: {self._last_words()}")
+            raise PeerError(
+                f"the measuring process of {self.engine} ended, status {self._child.wait()}: {self._last_words()}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise _error_class(answer["error"]["type"])(answer["error"]["message"])
@@ -66,7 +70,9 @@ class MeasuringChild:
     def __enter__(self) -> MeasuringChild:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._child.kill()
         self._child.communicate()
         self._stderr.close()
@@ -121,7 +127,11 @@ class _Requests:
 
 def _make_subject(setup: Mapping[str, Any]) -> Subject:
     values: dict[str, Any] = {key: value for key, value in setup.items() if key != "engine"}
-    values |= {"model": Path(values["model"]), "cache": Path(values["cache"]), "end_tokens": tuple(values["end_tokens"])}
+    values |= {
+        "model": Path(values["model"]),
+        "cache": Path(values["cache"]),
+        "end_tokens": tuple(values["end_tokens"]),
+    }
     task = SubjectSpec(**values)
     if setup["engine"] == "transformers":
         from .transformers_subject import Transformers

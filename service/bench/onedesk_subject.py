@@ -67,7 +67,9 @@ class Onedesk:
         return times[0] - started
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
-        """Sequences begin one after the other, so the first get more tokens; only the time in which all decode counts."""
+        """Sequences begin one after the other, so the first get more tokens; only the time in which all decode
+        counts.
+        """
         written = tokens + lead_tokens(len(prompts[0]), len(prompts))
         seen, times = set(), []
         result: Result | None = None
@@ -79,12 +81,16 @@ class Onedesk:
             result = event.result or result
         steps = (len(times) - 1) // len(prompts)
         if result is None or steps < 1:
-            raise ModelError(f"{len(prompts)} rows of {tokens} tokens never wrote together; ask for fewer, or for a shorter prompt")
+            raise ModelError(
+                f"{len(prompts)} rows of {tokens} tokens never wrote together; ask for fewer, or for a shorter prompt"
+            )
         stage = result.stages["decode"]
         return DecodeSample(steps, times[steps * len(prompts)] - times[0], stage.major_faults, stage.allocations)
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
-        """First tokens after `ids` and a tail, a different tail each time: all of it read, then with the prefix cached."""
+        """First tokens after `ids` and a tail, a different tail each time: all of it read, then with the prefix
+        cached.
+        """
         read = self._first((*ids, *tails[0]))[0]
         self._first((*ids, *tails[1]), keep=True)
         kept, result = self._first((*ids, *tails[2]), keep=True)
@@ -104,7 +110,9 @@ class Onedesk:
                 times.append(time.perf_counter())
             result = event.result or result
         if result is None or len(times) != tokens:
-            raise ModelError(f"{tokens} tokens were to be measured and {len(times)} came; raise --context or ask for fewer")
+            raise ModelError(
+                f"{tokens} tokens were to be measured and {len(times)} came; raise --context or ask for fewer"
+            )
         return times, result
 
     @property
@@ -114,7 +122,8 @@ class Onedesk:
         return self._model
 
     def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False) -> Request:
-        """Greedy. A cached prefix (unless that is what is measured) and accepted draft tokens would count as if they had been
+        """Greedy. A cached prefix (unless that is what is measured) and accepted draft tokens would count as if they
+        had been
         read."""
         greedy = Sampling(temperature=0.0, logit_bias=dict.fromkeys(self._task.end_tokens, NEVER))
         return Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=keep, speculation=False)

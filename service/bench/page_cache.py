@@ -30,8 +30,8 @@ def evict(files: Sequence[Path]) -> None:
 def read_whole(files: Sequence[Path], *, readers: int = READERS, fresh: bool = False) -> float:
     """Seconds to read every byte once, with `readers` threads: the raw speed that a load is compared with.
 
-    Each reader fills one small buffer again and again. With `fresh` it fills new memory of the files' size, as a load does: the system
-    clears each page before it is written.
+    Each reader fills one small buffer again and again. With `fresh` it fills new memory of the files' size, as a load
+    does: the system clears each page before it is written.
     """
     started = time.perf_counter()
     for path in files:
@@ -64,7 +64,14 @@ class Residency:
     def __init__(self, files: Sequence[Path]) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        self._libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._maps = [self._map(path) for path in files]

@@ -20,7 +20,8 @@ def status_bytes(*keys: str) -> int:
 
 
 class PeakWatch:
-    """Samples, from entering to leaving, this process's own memory plus what `files` gained in the page cache; `peak` in bytes.
+    """Samples, from entering to leaving, this process's own memory plus what `files` gained in the page cache; `peak`
+    in bytes.
 
     Counted from the state at entering: memory held before, and pages that were cached before, are not in it.
     """
@@ -46,7 +47,9 @@ class PeakWatch:
         own = status_bytes("RssAnon", "RssShmem") - self._own
         self.peak = max(self.peak, own + max(0, self._residency.resident() - self._cached))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._done.set()
         self._thread.join()
         self.look()

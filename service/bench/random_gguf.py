@@ -1,4 +1,5 @@
-"""Random GGUF files with the shape of a qwen3 checkpoint, for measuring llama.cpp: how fast it runs does not depend on the values.
+"""Random GGUF files with the shape of a qwen3 checkpoint, for measuring llama.cpp: how fast it runs does not depend on
+the values.
 
 Written by llama.cpp's own description of the format (gguf.md, version 3) and of its block formats (ggml-common.h).
 """
@@ -27,7 +28,9 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a tensor type of GGUF stores numbers: `count` of them in `nbytes`, an fp16 scale at byte `scale` of a block (None: no scale)."""
+    """How a tensor type of GGUF stores numbers: `count` of them in `nbytes`, an fp16 scale at byte `scale` of a
+    block (None: no scale).
+    """
 
     number: int
     count: int
@@ -66,7 +69,9 @@ def random_gguf(config: Mapping[str, Any], name: str, quant: str, cache: Path) -
     if target.is_file():
         return target
     if config.get("model_type") != "qwen3":
-        raise FileError(f"llama.cpp is measured on qwen3 shapes only, and {name} is {config.get('model_type')}; leave --against out")
+        raise FileError(
+            f"llama.cpp is measured on qwen3 shapes only, and {name} is {config.get('model_type')}; leave --against out"
+        )
     try:
         with work_folder(target.parent, name) as folder:
             part = folder / target.name
@@ -74,7 +79,9 @@ def random_gguf(config: Mapping[str, Any], name: str, quant: str, cache: Path) -
                 _write(file, config, name, weights, table)
             part.replace(target)
     except OSError as error:
-        raise FileError(f"cannot write the random GGUF file of {name} into the cache: {error.strerror}; free disk space there") from error
+        raise FileError(
+            f"cannot write the random GGUF file of {name} into the cache: {error.strerror}; free disk space there"
+        ) from error
     return target
 
 
@@ -121,7 +128,10 @@ def _keys(widths: Widths, layers: int, config: Mapping[str, Any], name: str) -> 
     }
     for key, number in whole.items():
         yield _text(f"qwen3.{key}") + struct.pack("<II", _UINT32, number)
-    for key, value in (("attention.layer_norm_rms_epsilon", config["rms_norm_eps"]), ("rope.freq_base", config["rope_theta"])):
+    for key, value in (
+        ("attention.layer_norm_rms_epsilon", config["rms_norm_eps"]),
+        ("rope.freq_base", config["rope_theta"]),
+    ):
         yield _text(f"qwen3.{key}") + struct.pack("<If", _FLOAT32, float(value))
 
 

@@ -1,4 +1,6 @@
-"""One measurement: engines in processes of their own, repeated in turn, medians of each, compared with the machine's read bandwidth."""
+"""One measurement: engines in processes of their own, repeated in turn, medians of each, compared with the machine's
+read bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,25 @@ WARM_UP_TOKENS = 3
 # Engines that decode batches.
 BATCHED = ("onedesk", "transformers", "llama.cpp")
 LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "READ AND KEPT", "SHARE", "PEAK / SIZE")
-RUN_TITLES = ("ENGINE", "BATCH", "PROMPT", "TOKENS", "TOKENS/s", "GB/s", "SHARE", "PEAK GB", "MAJOR FAULTS A TOKEN", "ALLOCATIONS A TOKEN")
+RUN_TITLES = (
+    "ENGINE",
+    "BATCH",
+    "PROMPT",
+    "TOKENS",
+    "TOKENS/s",
+    "GB/s",
+    "SHARE",
+    "PEAK GB",
+    "MAJOR FAULTS A TOKEN",
+    "ALLOCATIONS A TOKEN",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, each `cycles` times."""
+    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, each `cycles`
+    times.
+    """
 
     kind: Kind
     model: str
@@ -56,7 +71,8 @@ class BenchPlan:
 
 
 def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document of `onedesk bench`. Bytes are integers, times seconds, `share` is of the read ceiling (of a load: of the raw read).
+    """The document of `onedesk bench`. Bytes are integers, times seconds, `share` is of the read ceiling (of a load: of
+    the raw read).
 
     Raises ModelError, FileError, MemoryFull, RequestError, and PeerError when the peer is absent or fails.
     """
@@ -64,7 +80,9 @@ def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any
     checkpoint = open_checkpoint(path, roots=roots.bases)
     device = pick_device(plan.device).type
     ends = tuple(sorted(end_tokens(checkpoint)))
-    task = SubjectSpec(path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), ends, max(plan.batches))
+    task = SubjectSpec(
+        path, device, plan.quant, _context(plan, checkpoint), config.cache, dict(config.memory), ends, max(plan.batches)
+    )
     available = read_truth(device).available
     ceiling = read_ceiling(device, available=available, cache=config.cache)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
@@ -93,8 +111,14 @@ def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any
 def bench_table(document: dict[str, Any]) -> str:
     """The document for a terminal."""
     load = document["kind"] == "load"
-    lines = [LOAD_TITLES if load else RUN_TITLES, *(_load_line(row) if load else _run_line(row) for row in document["rows"])]
-    head = f"{document['kind']} of {document['model']} on {document['device']} ({document['machine']}), medians of {document['cycles']}"
+    lines = [
+        LOAD_TITLES if load else RUN_TITLES,
+        *(_load_line(row) if load else _run_line(row) for row in document["rows"]),
+    ]
+    head = (
+        f"{document['kind']} of {document['model']} on {document['device']} ({document['machine']}), medians of"
+        f" {document['cycles']}"
+    )
     return f"{head}; memory reads {document['read_bytes_per_second'] / 1e9:.1f} GB/s\n{columns(lines)}"
 
 
@@ -133,7 +157,9 @@ def checked_context(wanted: int, checkpoint: Checkpoint) -> int:
     """`wanted` tokens of context. Raises RequestError where the model allows fewer."""
     allowed = checkpoint.config.get("max_position_embeddings")
     if isinstance(allowed, int) and wanted > allowed:
-        raise RequestError(f"the measurement takes {wanted} tokens of context and {checkpoint.name} allows {allowed}; ask for fewer")
+        raise RequestError(
+            f"the measurement takes {wanted} tokens of context and {checkpoint.name} allows {allowed}; ask for fewer"
+        )
     return wanted
 
 
@@ -151,7 +177,9 @@ def random_prompt(checkpoint: Checkpoint, tokens: int, seed: int = 1) -> list[in
 
 
 def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "onedesk") -> int:
-    """Weight bytes that a pass of `engine` reads, as they lie in memory; for llama.cpp, those of our own form of the same width."""
+    """Weight bytes that a pass of `engine` reads, as they lie in memory; for llama.cpp, those of our own form of the
+    same width.
+    """
     quant = "none" if engine == "transformers" else plan.quant
     return draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, quant).pass_bytes
 
@@ -160,9 +188,12 @@ def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[Measuri
     decode = plan.kind == "decode"
     prompts = [random_prompt(checkpoint, plan.prompt, seed) for seed in range(1, max(plan.batches) + 1)]
     asked: dict[int, dict[str, Any]] = {
-        batch: {"prompts": prompts[:batch], "tokens": plan.tokens} if decode else {"ids": prompts[0]} for batch in plan.batches
+        batch: {"prompts": prompts[:batch], "tokens": plan.tokens} if decode else {"ids": prompts[0]}
+        for batch in plan.batches
     }
-    measured = [(worker, batch) for batch in plan.batches for worker in workers if batch == 1 or worker.engine in BATCHED]
+    measured = [
+        (worker, batch) for batch in plan.batches for worker in workers if batch == 1 or worker.engine in BATCHED
+    ]
     samples: dict[tuple[Engine, int], list[dict[str, Any]]] = {(worker.engine, batch): [] for worker, batch in measured}
     for worker in workers:
         worker.ask("load")
@@ -172,11 +203,24 @@ def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[Measuri
         for worker, batch in measured:
             sample = worker.ask(plan.kind, **asked[batch])
             samples[worker.engine, batch].append(sample)
-            log.info("%s %s of %d, %d of %d: %.3f s", worker.engine, plan.kind, batch, cycle + 1, plan.cycles, sample["seconds"])
-    return [_run_row(engine, batch, plan, found, bytes_per_pass(checkpoint, plan, engine)) for (engine, batch), found in samples.items()]
+            log.info(
+                "%s %s of %d, %d of %d: %.3f s",
+                worker.engine,
+                plan.kind,
+                batch,
+                cycle + 1,
+                plan.cycles,
+                sample["seconds"],
+            )
+    return [
+        _run_row(engine, batch, plan, found, bytes_per_pass(checkpoint, plan, engine))
+        for (engine, batch), found in samples.items()
+    ]
 
 
-def _run_row(engine: str, batch: int, plan: BenchPlan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
+def _run_row(
+    engine: str, batch: int, plan: BenchPlan, samples: Sequence[dict[str, Any]], nbytes: int
+) -> dict[str, Any]:
     row: dict[str, Any] = {"engine": engine, "batch": batch, "prompt": plan.prompt}
     peak = {"peak_bytes": max(sample["peak_bytes"] for sample in samples)}
     if plan.kind == "prefill":
@@ -198,15 +242,19 @@ def _run_row(engine: str, batch: int, plan: BenchPlan, samples: Sequence[dict[st
 
 
 def files_of_load(plan: BenchPlan, checkpoint: Checkpoint, cache: Path) -> Mapping[Path, int]:
-    """The files that we read to open the model, and the bytes of weights in each: where it was converted before, what was made of it."""
+    """The files that we read to open the model, and the bytes of weights in each: where it was converted before,
+    what was made of it.
+    """
     blueprint = draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, plan.quant, cache)
     infos = {reading.info for tensor in blueprint.plan.tensors for reading in tensor.readings}
-    return {file: sum(info.nbytes for info in infos if info.file == file) for file in sorted({info.file for info in infos})}
+    return {
+        file: sum(info.nbytes for info in infos if info.file == file) for file in sorted({info.file for info in infos})
+    }
 
 
 def _load_rows(plan: BenchPlan, read: Mapping[Path, int], workers: Sequence[MeasuringChild]) -> list[dict[str, Any]]:
-    """Cold: the files were evicted just before. Warm: they were read whole just before. Each with raw reads of the same files, into
-    small buffers and (`fresh`) into new memory.
+    """Cold: the files were evicted just before. Warm: they were read whole just before. Each with raw reads of the same
+    files, into small buffers and (`fresh`) into new memory.
     """
     files = list(read)
     for worker in workers:  # imports and compiled kernels are not part of a load
@@ -227,7 +275,9 @@ def _load_rows(plan: BenchPlan, read: Mapping[Path, int], workers: Sequence[Meas
                     worker.ask("load", files=[str(file) for file in files]) | {"cached": cached}
                 )
                 worker.ask("unload")
-    return [_load_row(engine, state, found, raw[state], sum(read.values())) for (engine, state), found in samples.items()]
+    return [
+        _load_row(engine, state, found, raw[state], sum(read.values())) for (engine, state), found in samples.items()
+    ]
 
 
 def _load_row(
@@ -256,7 +306,9 @@ def _load_row(
 
 
 def make_state(state: str, files: Sequence[Path]) -> int:
-    """Evict the files or read them whole; returns the bytes that are in the page cache now (a tmpfs or another reader keeps some)."""
+    """Evict the files or read them whole; returns the bytes that are in the page cache now (a tmpfs or another
+    reader keeps some).
+    """
     if state == "warm":
         read_whole(files)
     else:

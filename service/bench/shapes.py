@@ -39,8 +39,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 def random_checkpoint(name: str, cache: Path) -> Path:
     """The folder of a random BF16 checkpoint with the shape `name` of SHAPES, written on first use under cache/bench.
 
-    No tokenizer, no end token: it is driven with token ids. Writing holds a few MiB, never a tensor as a whole. Raises FileError
-    when the disk is full or cannot be written.
+    No tokenizer, no end token: it is driven with token ids. Writing holds a few MiB, never a tensor as a whole. Raises
+    FileError when the disk is full or cannot be written.
     """
     folder = cache / "bench" / name
     if folder.is_dir():
@@ -54,12 +54,18 @@ def random_checkpoint(name: str, cache: Path) -> Path:
     except OSError as error:
         if folder.is_dir():  # another process was faster
             return folder
-        raise FileError(f"cannot write the random checkpoint {name} into the cache: {error.strerror}; free disk space there") from error
+        raise FileError(
+            f"cannot write the random checkpoint {name} into the cache: {error.strerror}; free disk space there"
+        ) from error
     return folder
 
 
-def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors with random weights (normal; norms are 1) of `dtype` into an existing folder."""
+def write_random(
+    folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write config.json and model.safetensors with random weights (normal; norms are 1) of `dtype` into an existing
+    folder.
+    """
     family = family_of(config)
     described = family.read_config(config)
     described = with_draft(described) if config.get("mtp_num_hidden_layers") else described
@@ -68,7 +74,10 @@ def write_random(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtyp
     needed = len(header) + sum(dtype.itemsize * math.prod(source.shape) for source in sources)
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise FileError(f"the random checkpoint needs {needed:,} bytes and the disk of the cache has {free:,} free; free disk space there")
+        raise FileError(
+            f"the random checkpoint needs {needed:,} bytes and the disk of the cache has {free:,} free; free disk space"
+            " there"
+        )
     log.info("writing a random checkpoint of %.2f GB", needed / 1e9)
     generator = torch.Generator().manual_seed(seed)
     with (folder / "model.safetensors").open("wb") as file:

@@ -10,7 +10,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class SubjectSpec:
-    """The model an engine is measured with. `end_tokens` are never sampled, so that every run has the same length; the KV cache holds
+    """The model an engine is measured with. `end_tokens` are never sampled, so that every run has the same length; the
+    KV cache holds
     `sequences` of `context` tokens.
     """
 
@@ -26,7 +27,9 @@ class SubjectSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """One decode: steps while the whole batch decoded, the seconds they took, and the counts over all of them (None: unknown)."""
+    """One decode: steps while the whole batch decoded, the seconds they took, and the counts over all of them (None:
+    unknown).
+    """
 
     steps: int
     seconds: float
@@ -36,8 +39,8 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """First tokens of an open model after prompts with one prefix: seconds when all of it is read, seconds when the prefix is cached,
-    and how many tokens were cached.
+    """First tokens of an open model after prompts with one prefix: seconds when all of it is read, seconds when the
+    prefix is cached, and how many tokens were cached.
     """
 
     read: float
@@ -47,8 +50,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """From a closed model to its first token: seconds in all, of which `prefill` with its waits, and the waits for weights in it (None:
-    nothing was waited for).
+    """From a closed model to its first token: seconds in all, of which `prefill` with its waits, and the waits for
+    weights in it (None: nothing was waited for).
     """
 
     seconds: float
@@ -68,7 +71,9 @@ class Subject(Protocol):
         ...
 
     def first_token(self, ids: Sequence[int], *, overlap: bool) -> FirstToken:
-        """Open the model and read the prompt; `overlap` false: all of it is in memory before the prompt is read. Leaves it loaded."""
+        """Open the model and read the prompt; `overlap` false: all of it is in memory before the prompt is read.
+        Leaves it loaded.
+        """
         ...
 
     def prefill(self, ids: Sequence[int]) -> float:

@@ -17,11 +17,15 @@ from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
 
 
 class Transformers:
-    """See Subject. Weights as stored, eager attention, its own growing cache, greedy by argmax without its generation loop."""
+    """See Subject. Weights as stored, eager attention, its own growing cache, greedy by argmax without its
+    generation loop.
+    """
 
     def __init__(self, task: SubjectSpec) -> None:
         if find_spec("transformers") is None:
-            raise PeerError('transformers is not installed here; pip install "transformers==5.24.0", or leave --against out')
+            raise PeerError(
+                'transformers is not installed here; pip install "transformers==5.24.0", or leave --against out'
+            )
         # A text model needs no torchvision, and one without its compiled operators would stop the import.
         sys.modules["torchvision"] = None  # pyright: ignore[reportArgumentType]
         self._task = task
@@ -66,7 +70,9 @@ class Transformers:
         raise PeerError("only Onedesk has a prefix cache to measure")
 
     def _step(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """The next tokens [rows, 1] and the cache; reading them waits for the device, as every engine must before it shows them."""
+        """The next tokens [rows, 1] and the cache; reading them waits for the device, as every engine must before it
+        shows them.
+        """
         answer = self._network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         scores = answer.logits[:, -1]
         scores[:, list(self._task.end_tokens)] = -torch.inf

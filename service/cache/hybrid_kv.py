@@ -43,7 +43,9 @@ class HybridKV(PagedKV):
         return self.openable > 0 and super().fits(capacity, shared)
 
     def usable(self, blocks: Sequence[int]) -> Sequence[int]:
-        return blocks[: next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._checkpoints), 0)]
+        return blocks[
+            : next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._checkpoints), 0)
+        ]
 
     def inherit(self, known: int, block: int, /) -> None:
         if known not in self._checkpoints and block in self._checkpoints:
@@ -60,7 +62,9 @@ class HybridKV(PagedKV):
             if isinstance(sequence, HybridSequence):
                 taken += sequence.taken
         self._states.check(taken)
-        assert all(self.users(block) or block in self._cached for block in self._checkpoints), "a checkpoint hangs on a free block"
+        assert all(self.users(block) or block in self._cached for block in self._checkpoints), (
+            "a checkpoint hangs on a free block"
+        )
 
     def allocate_slot(self) -> int:
         """A free slot, if necessary that of the least recently used checkpoint. Raises MemoryFull."""

@@ -33,7 +33,9 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         """Bytes per token in all layers."""
-        return self.layers * (2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK)
+        return self.layers * (
+            2 * self.heads * self.head_dim * self.dtype.itemsize + math.prod(self.pooled) * 4 // BLOCK
+        )
 
     def part(self, blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's keys in `blocks` blocks."""
@@ -125,7 +127,8 @@ class PagedKV:
         """
         if capacity > self.context:
             raise RequestError(
-                f"a sequence of {capacity} tokens is longer than the context of {self.context}; ask for fewer or open with more context"
+                f"a sequence of {capacity} tokens is longer than the context of {self.context}; ask for fewer or open"
+                " with more context"
             )
         if len(shared) * BLOCK > capacity:
             raise ValueError(f"{len(shared)} shared blocks hold more than {capacity} tokens")
@@ -265,7 +268,9 @@ class SequenceKV:
     def __enter__(self) -> SequenceKV:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -304,7 +309,8 @@ class SequenceKV:
         end = self.length + tokens
         if end > self.capacity:
             raise RequestError(
-                f"{end} tokens do not fit a context of {self.capacity}; shorten the prompt or open the model with more context"
+                f"{end} tokens do not fit a context of {self.capacity}; shorten the prompt or open the model with more"
+                " context"
             )
         if not tokens or (len(self.table) * BLOCK >= end and not self._borrowed):
             return

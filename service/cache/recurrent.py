@@ -27,7 +27,9 @@ class StateShape:
     def nbytes(self) -> int:
         """Bytes of a RecurrentStates, alignment included."""
         held = sum(carved_bytes((self.slots, *piece), torch.float32) for pieces in self.layers for piece in pieces)
-        return held + sum(carved_bytes((self.rows, *piece), torch.float32) for pieces in set(self.layers) for piece in pieces)
+        return held + sum(
+            carved_bytes((self.rows, *piece), torch.float32) for pieces in set(self.layers) for piece in pieces
+        )
 
 
 class RecurrentStates:
@@ -40,9 +42,13 @@ class RecurrentStates:
     def __init__(self, lease: Lease, shape: StateShape) -> None:
         self.shape = shape
         self.spare = 0
-        self._parts = [[lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in pieces] for pieces in shape.layers]
+        self._parts = [
+            [lease.carve((shape.slots, *piece), torch.float32).zero_() for piece in pieces] for pieces in shape.layers
+        ]
         kinds = sorted(set(shape.layers))
-        self._work = {pieces: [lease.carve((shape.rows, *piece), torch.float32) for piece in pieces] for pieces in kinds}
+        self._work = {
+            pieces: [lease.carve((shape.rows, *piece), torch.float32) for piece in pieces] for pieces in kinds
+        }
         self._free = list(range(shape.slots - 1, 0, -1))
 
     @property
@@ -58,7 +64,9 @@ class RecurrentStates:
     def allocate(self) -> int:
         """A slot with undefined content. Raises MemoryFull."""
         if not self._free:
-            raise MemoryFull(f"all {self.shape.slots - 1} recurrent states of the session are in use; wait until a text has ended")
+            raise MemoryFull(
+                f"all {self.shape.slots - 1} recurrent states of the session are in use; wait until a text has ended"
+            )
         return self._free.pop()
 
     def release(self, slot: int) -> None:
@@ -90,7 +98,10 @@ class RecurrentStates:
     def read(self, layer: int, slots: torch.Tensor) -> list[torch.Tensor]:
         """Copies of the tensors of a layer for the slots [S] int64, [S, *shape] each, valid until the next call."""
         count, work = slots.shape[0], self._work[self.shape.layers[layer]]
-        return [torch.index_select(part, 0, slots, out=copy[:count]) for part, copy in zip(self._parts[layer], work, strict=True)]
+        return [
+            torch.index_select(part, 0, slots, out=copy[:count])
+            for part, copy in zip(self._parts[layer], work, strict=True)
+        ]
 
     def write(self, layer: int, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         """Store changed tensors of `read` in the slots [S] int64."""
@@ -100,4 +111,6 @@ class RecurrentStates:
     def check(self, taken: Sequence[int]) -> None:
         """Raise AssertionError unless exactly the slots `taken` are allocated, once each."""
         every = sorted([*taken, *self._free, self.spare])
-        assert every == list(range(self.shape.slots)), f"slots taken {sorted(taken)}, free {sorted(self._free)}, spare {self.spare}"
+        assert every == list(range(self.shape.slots)), (
+            f"slots taken {sorted(taken)}, free {sorted(self._free)}, spare {self.spare}"
+        )

@@ -1,4 +1,6 @@
-"""What a network is made of, from its config.json alone: every tensor by kind and shape, as its family declares them in model/."""
+"""What a network is made of, from its config.json alone: every tensor by kind and shape, as its family declares them
+in model/.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,24 @@ from ..model.spec import ConfigReader, Destination
 from ..model.vision_config import read_tower_shape, sees
 
 Kind = Literal[
-    "embedding", "head", "norms", "attention", "indexer", "linear", "dense", "experts", "shared", "router", "residual", "ngram", "table"
+    "embedding",
+    "head",
+    "norms",
+    "attention",
+    "indexer",
+    "linear",
+    "dense",
+    "experts",
+    "shared",
+    "router",
+    "residual",
+    "ngram",
+    "table",
 ]
 Part = Literal["text", "mtp", "vision"]
 
-# The kind of a tensor by the last part of its key. Keys of hyper-connections and n-gram blocks are told by how they begin, see _kind.
+# The kind of a tensor by the last part of its key. Keys of hyper-connections and n-gram blocks are told by how they
+# begin, see _kind.
 KINDS: Mapping[str, Kind] = {
     "embedding": "embedding",
     "head": "head",
@@ -45,7 +60,9 @@ _BEGINNINGS: tuple[tuple[str, Kind], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """`count` tensors of one shape. `used` of them meet a token: the chosen experts; of lookup tables single rows are read (0)."""
+    """`count` tensors of one shape. `used` of them meet a token: the chosen experts; of lookup tables single rows
+    are read (0).
+    """
 
     kind: Kind
     shape: tuple[int, ...]
@@ -64,7 +81,9 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Composition:
-    """The tensors of a config, its family's module, and what the family reads of the config (without the draft layer)."""
+    """The tensors of a config, its family's module, and what the family reads of the config (without the draft
+    layer).
+    """
 
     family: str
     module: ModuleType

@@ -1,7 +1,7 @@
 """In which forms a model's weights are published or made, and what each takes in a file and in memory.
 
-What is stored how: headers and cards of the published checkpoints, as far as they were read (Qwen's own FP8; NVFP4 of RadixArk, NVIDIA and
-local-inference-lab for Qwen3.8-Flash-Next). Sizes of GGUF files are as their publishers give them.
+What is stored how: headers and cards of the published checkpoints, as far as they were read (Qwen's own FP8; NVFP4 of
+RadixArk, NVIDIA and local-inference-lab for Qwen3.8-Flash-Next). Sizes of GGUF files are as their publishers give them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """How numbers of a matrix are kept: bytes of [rows, cols] in a file and in memory, and whether this version reads it."""
+    """How numbers of a matrix are kept: bytes of [rows, cols] in a file and in memory, and whether this version
+    reads it.
+    """
 
     file: Callable[[int, int], int]
     held: Callable[[int, int], int]
@@ -69,10 +71,11 @@ STORES: Mapping[str, Store] = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What each kind of tensor is stored as (BF16 where nothing is said), by name of STORES; the draft layer's own under `mtp`.
+    """What each kind of tensor is stored as (BF16 where nothing is said), by name of STORES; the draft layer's own
+    under `mtp`.
 
-    `made`: Onedesk makes it of BF16 files while it reads them, or once by `onedesk quantize`; of `source` where other files than BF16 are
-    meant. `own`: stores beside STORES.
+    `made`: Onedesk makes it of BF16 files while it reads them, or once by `onedesk quantize`; of `source` where other
+    files than BF16 are meant. `own`: stores beside STORES.
     """
 
     title: str
@@ -130,7 +133,9 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A form of which only the sizes are known: bytes of its files, and of the n-gram table among them; another engine runs it."""
+    """A form of which only the sizes are known: bytes of its files, and of the n-gram table among them; another
+    engine runs it.
+    """
 
     title: str
     file: int
@@ -143,7 +148,13 @@ def _all(kinds: tuple[str, ...], store: str) -> dict[str, str]:
 
 
 _EXPERTS = ("experts",)
-_PRODUCTS = ("attention", "linear", "dense", "experts", "shared")  # what is quantized of a network that is quantized as a whole
+_PRODUCTS = (
+    "attention",
+    "linear",
+    "dense",
+    "experts",
+    "shared",
+)  # what is quantized of a network that is quantized as a whole
 # What --quant makes: of these never fewer than 8 bits, of the router and what is as small nothing.
 _NOT_LESS: dict[str, str] = dict.fromkeys(("embedding", "head", "residual", "indexer"), "int8")
 _INT8: dict[str, str] = dict.fromkeys((*_PRODUCTS, "ngram"), "int8") | _NOT_LESS
@@ -183,7 +194,10 @@ SIZED: Mapping[str, tuple[Sized, ...]] = {
         Sized("GGUF UD-IQ4_XS", 93_700 * 10**6, _GGUF_TABLE),
         Sized("GGUF UD-Q4_K_XL", 111 * _GB, _GGUF_TABLE),
         Sized("GGUF UD-Q6_K_XL", 169_200 * 10**6, 54_400 * 10**6),
-        *(Sized(f"GGUF {name}", mega * 10**6 + _GGUF_TABLE, _GGUF_TABLE) for name, mega in (("Q2_0", 37_600), ("IQ3_S", 54_800))),
+        *(
+            Sized(f"GGUF {name}", mega * 10**6 + _GGUF_TABLE, _GGUF_TABLE)
+            for name, mega in (("Q2_0", 37_600), ("IQ3_S", 54_800))
+        ),
     )
 }
 
@@ -207,7 +221,9 @@ _MODULES: Mapping[str, str] = {
 
 
 def form_of_config(config: Mapping[str, Any], layers: int) -> Form:
-    """The form that a folder's quantization_config says, of a network of so many layers. Raises ModelError for what is not read."""
+    """The form that a folder's quantization_config says, of a network of so many layers. Raises ModelError for what
+    is not read.
+    """
     packings = read_packings(config)
     if packings is None:
         return Form("BF16")
@@ -230,4 +246,8 @@ def _said(packings: Packings, prefix: str, layers: int, own: dict[str, Store]) -
 
 def _table_store(packing: Packing) -> Store:
     """Rows that are read where they lie: in FP8 with one scale for all, in NVFP4, or in what cannot be read so."""
-    return STORES["fp8 scalar"] if isinstance(packing, Rows8) else replace(_packed(packing), reads=isinstance(packing, Nvfp4))
+    return (
+        STORES["fp8 scalar"]
+        if isinstance(packing, Rows8)
+        else replace(_packed(packing), reads=isinstance(packing, Nvfp4))
+    )

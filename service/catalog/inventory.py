@@ -1,4 +1,6 @@
-"""What models there are: one row each, with what it needs and whether it fits; a broken one is a row with its reason."""
+"""What models there are: one row each, with what it needs and whether it fits; a broken one is a row with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def model_roots(config: Config) -> ModelRoots:
 def default_model(config: Config) -> str | None:
     """The model to use when none is named: the configured one, else the only one that is no toy, else the only one.
 
-    What cannot be opened, such as half a download, counts only where there is nothing else. Raises ModelError, FileError where the
-    configured one is not there.
+    What cannot be opened, such as half a download, counts only where there is nothing else. Raises ModelError,
+    FileError where the configured one is not there.
     """
     roots = model_roots(config)
     if config.default_model:
@@ -69,7 +71,9 @@ def _opens(entry: ModelEntry, roots: ModelRoots) -> bool:
 
 
 def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:
-    """The configured context, as far as the model at `path` allows it; None where none is configured. Raises ModelError, FileError."""
+    """The configured context, as far as the model at `path` allows it; None where none is configured. Raises
+    ModelError, FileError.
+    """
     if config.context is None:
         return None
     described = open_checkpoint(path, roots=roots.bases).config
@@ -81,12 +85,17 @@ def is_toy(name: str) -> bool:
     return name.rsplit("/", 1)[-1].startswith(TOY_PREFIX)
 
 
-def model_rows(config: Config, model: str | None, *, device: str, context: int | None, quant: str = "none") -> list[dict[str, Any]]:
+def model_rows(
+    config: Config, model: str | None, *, device: str, context: int | None, quant: str = "none"
+) -> list[dict[str, Any]]:
     """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
 
-    `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context, beside nothing
-    else, with headroom; `images` is what is then left for image models, and `context` the longest that would fit. What cannot be opened
-    (`opens`) has the figures that its files and its config give. Raises ModelError or FileError when `model` names nothing.
+    `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context,
+    beside nothing else, with headroom; `images` is what is then left for image models, and `context` the longest that
+    would fit. What cannot be opened (`opens`) has the figures that its files and its config give. Raises ModelError or
+    FileError when
+    `model` names
+    nothing.
     """
     roots = model_roots(config)
     values: dict[str, Any] = dict(config.memory)
@@ -97,7 +106,9 @@ def model_rows(config: Config, model: str | None, *, device: str, context: int |
     entries = roots.list()
     if model is not None:
         path = roots.find(model)
-        entries = [entry for entry in entries if entry.path == path] or [ModelEntry(path.stem if path.is_file() else path.name, path)]
+        entries = [entry for entry in entries if entry.path == path] or [
+            ModelEntry(path.stem if path.is_file() else path.name, path)
+        ]
     asked = _Asked(place, context or config.context, quant, config.cache, config.draft)
     rows = [_with_pull(_row(entry, roots, asked, here)) for entry in entries]
     links = roots.refused_links() if model is None else []
@@ -123,7 +134,9 @@ def _with_pull(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """For which device, context and form of the weights the rows are, and whether layers for multi-token prediction are opened."""
+    """For which device, context and form of the weights the rows are, and whether layers for multi-token prediction
+    are opened.
+    """
 
     device: torch.device
     context: int | None
@@ -143,11 +156,18 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     except OnedeskError as error:
         return row | {"reason": str(error)}
     context = _context(asked.context, sketch.config.max_position)
-    if sketch.config.draft and not _verdict(replace(sketch, context=context).need, context, here.settings, here.budget)[0]:
+    if (
+        sketch.config.draft
+        and not _verdict(replace(sketch, context=context).need, context, here.settings, here.budget)[0]
+    ):
         sketch = sketch.without_draft()  # as an opening does
     need = replace(sketch, context=context).need
     row["format"] = sketch.plan.form
-    row["bytes"] |= {"weights": need.weights, "kv_per_1k": KV_TOKENS * sketch.kv_shape.token_bytes, "draft": sketch.draft_bytes}
+    row["bytes"] |= {
+        "weights": need.weights,
+        "kv_per_1k": KV_TOKENS * sketch.kv_shape.token_bytes,
+        "draft": sketch.draft_bytes,
+    }
 
     def fits_budget(tokens: int) -> bool:
         return replace(sketch, context=tokens).need.with_headroom(here.settings.headroom) <= here.budget.spendable
@@ -172,7 +192,12 @@ def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
     """A row of which nothing is known but where it is."""
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": name, "path": str(path), **unknown, "toy": is_toy(name)}
-    row |= {"quant": quant, "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None}, "fits": False, "reason": ""}
+    row |= {
+        "quant": quant,
+        "bytes": {"weights": None, "table": None, "kv_per_1k": None, "draft": None},
+        "fits": False,
+        "reason": "",
+    }
     row |= {"context": None, "images": None, "opens": False, "sampling": None, "pulled": None}
     row |= {"vision": None}
     return row
@@ -233,7 +258,19 @@ def model_table(rows: list[dict[str, Any]]) -> str:
             "or put a model folder (config.json, *.safetensors, tokenizer.json) into the models folder"
         )
     lines: list[tuple[str, ...]] = [
-        ("NAME", "FAMILY", "FORMAT", "PARAMETERS", "ACTIVE", "WEIGHTS", "TABLE", "KV / 1000", "FITS", "CONTEXT", "IMAGES")
+        (
+            "NAME",
+            "FAMILY",
+            "FORMAT",
+            "PARAMETERS",
+            "ACTIVE",
+            "WEIGHTS",
+            "TABLE",
+            "KV / 1000",
+            "FITS",
+            "CONTEXT",
+            "IMAGES",
+        )
     ]
     for row in rows:
         sizes = [row["bytes"][part] for part in ("weights", "table", "kv_per_1k")]
@@ -253,5 +290,8 @@ def model_table(rows: list[dict[str, Any]]) -> str:
     head, *figures = columns(lines).splitlines()
     shown = [head]
     for row, line in zip(rows, figures, strict=True):
-        shown += [line, *wrapped("; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part), "  ")]
+        shown += [
+            line,
+            *wrapped("; ".join(part for part in (TOY_NOTE if row["toy"] else "", row["reason"]) if part), "  "),
+        ]
     return "\n".join(shown)

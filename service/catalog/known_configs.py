@@ -59,7 +59,13 @@ def _hybrid(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: in
 def _vision(width: int, depth: int, intermediate: int, out: int) -> dict[str, Any]:
     sizes = {"hidden_size": width, "depth": depth, "intermediate_size": intermediate, "out_hidden_size": out}
     sizes |= {"num_heads": 12 if width == 768 else 16}
-    return sizes | {"in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304}
+    return sizes | {
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 2304,
+    }
 
 
 def _with_vision(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
@@ -67,9 +73,18 @@ def _with_vision(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]
 
 
 def _qwen3_5(
-    hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, intermediate: int, tied: bool, vision: tuple[int, int, int]
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    intermediate: int,
+    tied: bool,
+    vision: tuple[int, int, int],
 ) -> dict[str, Any]:
-    text = _hybrid(hidden, layers, heads, kv_heads, value_heads, intermediate_size=intermediate, mtp_num_hidden_layers=1)
+    text = _hybrid(
+        hidden, layers, heads, kv_heads, value_heads, intermediate_size=intermediate, mtp_num_hidden_layers=1
+    )
     text |= {"model_type": "qwen3_5_text", "tie_word_embeddings": tied}
     return _with_vision(text, _vision(*vision, hidden))
 
@@ -79,7 +94,14 @@ def _experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]
 
 
 FLASH_NEXT = _hybrid(
-    2560, 48, 24, 2, 48, model_type="qwen4_exp_text", mtp_num_hidden_layers=1, **_experts(512, 10, 640, shared_expert_intermediate_size=640)
+    2560,
+    48,
+    24,
+    2,
+    48,
+    model_type="qwen4_exp_text",
+    mtp_num_hidden_layers=1,
+    **_experts(512, 10, 640, shared_expert_intermediate_size=640),
 ) | {
     "eos_token_id": 248044,
     "output_gate_type": "sigmoid",
@@ -108,7 +130,14 @@ PUBLISHED: Mapping[str, Config] = {
     "Qwen3-8B": qwen3(4096, 36, 32, 8, 12288, False),
     "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, False) | {"model_type": "qwen3_moe"} | _experts(128, 8, 768),
     "Qwen3-Next-80B-A3B": _hybrid(
-        2048, 48, 16, 2, 32, model_type="qwen3_next", vocab_size=151936, **_experts(512, 10, 512, shared_expert_intermediate_size=512)
+        2048,
+        48,
+        16,
+        2,
+        32,
+        model_type="qwen3_next",
+        vocab_size=151936,
+        **_experts(512, 10, 512, shared_expert_intermediate_size=512),
     ),
     "Qwen3.5-0.8B": _qwen3_5(1024, 24, 8, 2, 16, 3584, True, _SMALL),
     "Qwen3.5-2B": _qwen3_5(2048, 24, 8, 2, 16, 6144, True, _MIDDLE),
@@ -123,12 +152,19 @@ PUBLISHED: Mapping[str, Config] = {
     "Qwen3.8-Flash-Next": _with_vision(FLASH_NEXT, _vision(*_LARGE, 2560)),
 }
 # Later releases of the same shape.
-_SAME = {"qwen3.6-27b": "Qwen3.5-27B", "qwen3.7-27b": "Qwen3.5-27B", "qwen3.8-27b": "Qwen3.5-27B", "qwen3.6-35b-a3b": "Qwen3.5-35B-A3B"}
+_SAME = {
+    "qwen3.6-27b": "Qwen3.5-27B",
+    "qwen3.7-27b": "Qwen3.5-27B",
+    "qwen3.8-27b": "Qwen3.5-27B",
+    "qwen3.6-35b-a3b": "Qwen3.5-35B-A3B",
+}
 _TAILS = re.compile(r"(-(instruct|thinking|base|chat|2507|fp8|nvfp4|bf16|int4|awq|gptq))+$")
 
 
 def published_name(text: str) -> str | None:
-    """The name in PUBLISHED that `text` means, without its owner and what says how it was tuned or packed; None for no such one."""
+    """The name in PUBLISHED that `text` means, without its owner and what says how it was tuned or packed; None for
+    no such one.
+    """
     plain = _TAILS.sub("", text.rsplit("/", 1)[-1].lower())
     names = {name.lower(): name for name in PUBLISHED} | _SAME
     return names.get(plain)

@@ -1,4 +1,6 @@
-"""What `onedesk memory` tells: the truth of this machine or of a copied /proc, the budget made from it, and who holds what."""
+"""What `onedesk memory` tells: the truth of this machine or of a copied /proc, the budget made from it, and who
+holds what.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ HERE = Path("/proc")
 
 
 def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str, Any]:
-    """The document of `onedesk memory`. Bytes are integers. Leases and their counters are those of this process's pools.
+    """The document of `onedesk memory`. Bytes are integers. Leases and their counters are those of this process's
+    pools.
 
-    With `proc`, a copy of another machine's /proc, no device of this machine is asked; a copy of its sys/fs/cgroup is read beside it
-    when it is there. Raises FileError when meminfo cannot be read, RequestError when the settings cannot be met.
+    With `proc`, a copy of another machine's /proc, no device of this machine is asked; a copy of its sys/fs/cgroup is
+    read beside it when it is there. Raises FileError when meminfo cannot be read, RequestError when the settings cannot
+    be met.
     """
     values: dict[str, Any] = dict(config.memory)
     pools = [] if proc else list({id(model.pool): model.pool for model in REGISTRY.models()}.values())
@@ -46,7 +50,9 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
 
 
 def with_service(report: dict[str, Any], config: Config) -> dict[str, Any]:
-    """The document of `onedesk memory` with the budget, leases and counters of this tree's service, where one runs. Raises PeerError."""
+    """The document of `onedesk memory` with the budget, leases and counters of this tree's service, where one runs.
+    Raises PeerError.
+    """
     found = find_service(config.cache)
     if found is None:
         return report
@@ -69,7 +75,14 @@ def memory_table(report: dict[str, Any]) -> str:
     text = columns(lines)
     held = [("OWNER", "KIND", "BYTES", "WHERE", "POLICY", "IDLE")]
     held += [
-        (lease["owner"], lease["kind"], show(lease["bytes"]), lease["residency"], lease["policy"], f"{lease['idle']:.0f} s")
+        (
+            lease["owner"],
+            lease["kind"],
+            show(lease["bytes"]),
+            lease["residency"],
+            lease["policy"],
+            f"{lease['idle']:.0f} s",
+        )
         for lease in report["leases"]
     ]
     parts = [text, columns(held) if report["leases"] else "nothing is leased"]
@@ -91,18 +104,31 @@ def abilities(found: BackendReport) -> str:
 def leak_table(leaks: dict[str, Any]) -> str:
     """Memory by stage over the last uses of one handle (a LeakReport as a dict), for a terminal or a node."""
     rows = [("STAGE", "LEFT BEHIND", "MEDIAN", "LAST")]
-    rows += [(name, show(stage["total"]), show(stage["median"]), show(stage["last"])) for name, stage in leaks["stages"].items()]
+    rows += [
+        (name, show(stage["total"]), show(stage["median"]), show(stage["last"]))
+        for name, stage in leaks["stages"].items()
+    ]
     grew = leaks["grew"]
     verdict = "no stage grows" if grew is None else f"{grew} grows: {show(leaks['stages'][grew]['total'])}"
-    head = f"{leaks['owner']}: {show(leaks['outside'])} of the process beside the leases; over the last {leaks['uses']} uses {verdict}"
+    head = (
+        f"{leaks['owner']}: {show(leaks['outside'])} of the process beside the leases; over the last {leaks['uses']}"
+        f" uses {verdict}"
+    )
     return f"{head}\n{columns(rows)}"
 
 
 def _truth_lines(truth: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("  total", show(truth["total"])), ("  available", f"{show(truth['available'])} (by {truth['rule']})")]
     if truth["device_free"] is not None:
-        lines.append(("  device free", show(truth["device_free"]) + (" (page cache counts as used there)" if truth["integrated"] else "")))
+        lines.append(
+            (
+                "  device free",
+                show(truth["device_free"]) + (" (page cache counts as used there)" if truth["integrated"] else ""),
+            )
+        )
     lines.append(("  page cache", show(truth["page_cache"])))
     pressure = truth["psi_some_avg10"]
-    lines.append(("  pressure", "not measured by this kernel" if pressure is None else f"{pressure:.2f} % of the last 10 s"))
+    lines.append(
+        ("  pressure", "not measured by this kernel" if pressure is None else f"{pressure:.2f} % of the last 10 s")
+    )
     return lines

@@ -1,4 +1,6 @@
-"""`onedesk doctor --plan`: in which form a model would fit a machine, beside how much memory for image models. From its config alone."""
+"""`onedesk doctor --plan`: in which form a model would fit a machine, beside how much memory for image models. From
+its config alone.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
 class Machine:
     """What a plan is made for: bytes that can be had, and how they may be used. Each of `nodes` machines is so.
 
-    `images`: bytes that image models have beside; then [memory] limit is set as it suits. None: the settings' limit holds. `draft`: layers
-    for multi-token prediction are opened where there is room for them.
+    `images`: bytes that image models have beside; then [memory] limit is set as it suits. None: the settings' limit
+    holds. `draft`: layers for multi-token prediction are opened where there is room for them.
     """
 
     memory: int
@@ -63,7 +65,9 @@ class Machine:
         if self.images is not None:
             return self.largest
         limit = self.settings.limit_bytes or int(self.memory * self.settings.limit)
-        return max(0, min(self.largest, int(min(limit, self.memory - self.settings.floor) * (1 - self.settings.kept_back))))
+        return max(
+            0, min(self.largest, int(min(limit, self.memory - self.settings.floor) * (1 - self.settings.kept_back)))
+        )
 
     def limit_for(self, wanted: int) -> float:
         """The [memory] limit that leaves `wanted` bytes to spend, a little above it."""
@@ -72,7 +76,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """Bytes that a form takes of one node: weights and table as counted, the rest as the opening of `blueprint` states it."""
+    """Bytes that a form takes of one node: weights and table as counted, the rest as the opening of `blueprint`
+    states it.
+    """
 
     weights: int
     table: int
@@ -125,9 +131,11 @@ def plan_model(
     context: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Every form of the model `name` (published, or a folder with a config.json) on a machine of `memory` bytes, this one's by default.
+    """Every form of the model `name` (published, or a folder with a config.json) on a machine of `memory` bytes, this
+    one's by default.
 
-    Another machine is taken to have a GPU unless `device` is cpu. Bytes are integers. Raises ModelError, FileError, RequestError.
+    Another machine is taken to have a GPU unless `device` is cpu. Bytes are integers. Raises ModelError, FileError,
+    RequestError.
     """
     from ..api import pick_device
 
@@ -136,17 +144,28 @@ def plan_model(
     values: dict[str, Any] = dict(config.memory)
     place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
     machine = Machine(
-        read_truth(place).available if memory is None else memory, images, MemorySettings(**values), place, nodes, config.draft
+        read_truth(place).available if memory is None else memory,
+        images,
+        MemorySettings(**values),
+        place,
+        nodes,
+        config.draft,
     )
     if machine.memory < 1:
         raise RequestError("--memory is 0 B; name what the machine can give, such as 24GiB")
     if (images or 0) > machine.memory:
-        raise RequestError(f"--images is {show(images or 0)} of {show(machine.memory)}; name less, or a larger --memory")
+        raise RequestError(
+            f"--images is {show(images or 0)} of {show(machine.memory)}; name less, or a larger --memory"
+        )
     allowed, heads = network.config.max_position, network.config.widths.heads
     if context is not None and context > allowed:
-        raise RequestError(Field("context"), f" is {context}, but the model's config allows {allowed}; use at most that")
+        raise RequestError(
+            Field("context"), f" is {context}, but the model's config allows {allowed}; use at most that"
+        )
     if heads % nodes:
-        raise RequestError(f"--nodes is {nodes}, and {heads} attention heads do not divide by it; use a divisor of {heads}")
+        raise RequestError(
+            f"--nodes is {nodes}, and {heads} attention heads do not divide by it; use a divisor of {heads}"
+        )
     rows = [row for form in _forms(title, described, network, nodes) for row in _rows(form, network, machine, context)]
     several = {"cluster": _cluster(title, rows, network, machine)} if nodes > 1 else {}
     return several | {
@@ -169,14 +188,19 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
     from .inventory import model_roots
 
     if not name.strip():
-        raise ModelError(f"the name of a model is empty; known are {', '.join(PUBLISHED)}, or name a folder with a config.json")
+        raise ModelError(
+            f"the name of a model is empty; known are {', '.join(PUBLISHED)}, or name a folder with a config.json"
+        )
     folder = Path(name).expanduser()
     listed = {entry.name: entry.path for entry in model_roots(config).list()}
     if name in listed and listed[name].is_dir():
         folder = listed[name]
     if folder.is_dir():
         if not exists(folder / CONFIG):
-            raise FileError(f"the folder {folder.resolve().name!r} has no config.json; name a model's own folder, or a published model")
+            raise FileError(
+                f"the folder {folder.resolve().name!r} has no config.json; name a model's own folder, or a published"
+                " model"
+            )
         described = read_json_object(folder / CONFIG, CONFIG)
         if described.get(KEY) is None and exists(folder / HF_QUANT):
             described[KEY] = modelopt_settings(read_json_object(folder / HF_QUANT, HF_QUANT))
@@ -184,8 +208,8 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
     known = published_name(name)
     if known is None:
         raise ModelError(
-            f"there is no model folder {name!r}, and no published model of that name is known; known are {', '.join(PUBLISHED)}; "
-            "a folder with the model's config.json alone is enough"
+            f"there is no model folder {name!r}, and no published model of that name is known; known are"
+            f" {', '.join(PUBLISHED)}; a folder with the model's config.json alone is enough"
         )
     return known, dict(PUBLISHED[known])
 
@@ -215,10 +239,21 @@ def _rows(form: Form | Sized, network: Composition, machine: Machine, context: i
 
 
 def _row(
-    form: Form | Sized, title: str, table: int, network: Composition, machine: Machine, context: int | None, *, resident: bool = False
+    form: Form | Sized,
+    title: str,
+    table: int,
+    network: Composition,
+    machine: Machine,
+    context: int | None,
+    *,
+    resident: bool = False,
 ) -> dict[str, Any]:
     """`resident`: all of the n-gram table is in memory."""
-    weights = -(-(form.file - form.table) // machine.nodes) if isinstance(form, Sized) else form.held_bytes(network, machine.nodes)
+    weights = (
+        -(-(form.file - form.table) // machine.nodes)
+        if isinstance(form, Sized)
+        else form.held_bytes(network, machine.nodes)
+    )
     headroom, least = machine.settings.headroom, min(DEFAULT_CONTEXT, network.config.max_position)
     draft = _draft_bytes(form, network, machine)
     load, reached = _loaded(weights, table, 0, network, machine)
@@ -266,13 +301,17 @@ def _draft_bytes(form: Form | Sized, network: Composition, machine: Machine) -> 
     return form.draft_bytes(network) if isinstance(form, Form) and machine.draft and machine.nodes == 1 else 0
 
 
-def _cluster(title: str, rows: Sequence[dict[str, Any]], network: Composition, machine: Machine) -> dict[str, Any] | None:
+def _cluster(
+    title: str, rows: Sequence[dict[str, Any]], network: Composition, machine: Machine
+) -> dict[str, Any] | None:
     """vLLM's words for each machine, for the first form that fits; None where none does."""
     best = next((row for row in rows if row["fits"] and row["engine"] == "vllm"), None)
     if best is None:
         return None
     share = Share(machine.memory, best["needs"], best["bytes"]["kv"], best["context"])
-    return {"format": best["format"]} | cluster(f"models/{title}", share, nodes=machine.nodes, heads=network.config.widths.heads)
+    return {"format": best["format"]} | cluster(
+        f"models/{title}", share, nodes=machine.nodes, heads=network.config.widths.heads
+    )
 
 
 def _engine(form: Form | Sized, machine: Machine) -> Engine:
@@ -285,7 +324,11 @@ def _why(shown: int, reached: int, wanted: int, machine: Machine) -> str:
     """One line: the figures, and what would change the answer."""
     needs = f"{show(wanted)} with headroom for {shown:,} tokens"
     limit = machine.limit_for(wanted)
-    raised = f"; set [memory] limit = {limit:.2f}, now {machine.settings.limit:.2f}" if limit > machine.settings.limit else ""
+    raised = (
+        f"; set [memory] limit = {limit:.2f}, now {machine.settings.limit:.2f}"
+        if limit > machine.settings.limit
+        else ""
+    )
     if wanted > machine.room:
         lacking = f"needs {needs}, {show(machine.room)} can be had: {show(wanted - machine.room)} lacking"
         if wanted <= machine.largest:

@@ -14,7 +14,9 @@ _TITLES = ("FITS", "CONTEXT", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH")
 
 
 def plan_table(document: dict[str, Any]) -> str:
-    """The document for a terminal, what fits first, and of that what Onedesk runs itself: a form, its figures, and what they say."""
+    """The document for a terminal, what fits first, and of that what Onedesk runs itself: a form, its figures, and
+    what they say.
+    """
     forms = sorted(document["forms"], key=lambda row: (not row["fits"], row["engine"] != "onedesk"))
     titles, *figures = columns([_TITLES, *map(_figures, forms)]).splitlines()
     lines = [*_head(document), "", "FORM", INDENT + titles]
@@ -27,10 +29,19 @@ def plan_table(document: dict[str, Any]) -> str:
 def _head(document: dict[str, Any]) -> list[str]:
     unit, letter = (1e9, "B") if document["parameters"] >= 1e8 else (1e6, "M")
     kinds = ", ".join(f"{kind} {count / unit:,.2f}" for kind, count in document["kinds"].items() if count >= unit / 200)
-    counted = f"{document['parameters'] / unit:,.1f} {letter} parameters, {document['active_parameters'] / unit:,.1f} {letter} active"
+    counted = (
+        f"{document['parameters'] / unit:,.1f} {letter} parameters, {document['active_parameters'] / unit:,.1f}"
+        f" {letter} active"
+    )
     nodes = f" on each of {document['nodes']} nodes" if document["nodes"] > 1 else ""
-    memory = f"{show(document['memory'])} of memory{nodes}, {show(document['images'])} for images: {show(document['room'])} for a model"
-    return [*wrapped(f"{document['model']} ({document['family']}): {counted}; by kind: {kinds}", ""), *wrapped(memory, "")]
+    memory = (
+        f"{show(document['memory'])} of memory{nodes}, {show(document['images'])} for images: {show(document['room'])}"
+        " for a model"
+    )
+    return [
+        *wrapped(f"{document['model']} ({document['family']}): {counted}; by kind: {kinds}", ""),
+        *wrapped(memory, ""),
+    ]
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:

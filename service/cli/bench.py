@@ -11,16 +11,24 @@ from .options import SUCCESS, Subcommands, batches, whole_from
 
 def add_to(subcommands: Subcommands) -> None:
     """Add `bench` to the command."""
-    parser = subcommands.add("bench", run, "Measure load, prefill, decode, first token or hand-over, and the read bandwidth.")
+    parser = subcommands.add(
+        "bench", run, "Measure load, prefill, decode, first token or hand-over, and the read bandwidth."
+    )
     kinds = ("load", "prefill", "decode", "ttft", "handover")
     parser.add_argument("kind", choices=kinds, help="what is measured; ttft: time to first token")
     batch = "batch sizes to decode, each 1 (the default) to 8"
     parser.add_argument("--batch", type=batches, default=[1], metavar="1,2,4,8", help=batch)
-    parser.add_argument("--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode; default 64, handover 16")
-    parser.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt; default 512, decode 128")
+    parser.add_argument(
+        "--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode; default 64, handover 16"
+    )
+    parser.add_argument(
+        "--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt; default 512, decode 128"
+    )
     cycles = "repetitions of each measurement; default 5, handover 300"
     parser.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help=cycles)
-    parser.add_argument("--against", choices=("transformers", "llama.cpp"), help="measure this engine too, in the same run")
+    parser.add_argument(
+        "--against", choices=("transformers", "llama.cpp"), help="measure this engine too, in the same run"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,12 +39,19 @@ def run(args: argparse.Namespace) -> int:
     from ..engine.buffers import MAX_BATCH
 
     if args.batch != [1] and (args.kind != "decode" or max(args.batch) > MAX_BATCH):
-        raise UsageError(f"--batch {','.join(map(str, args.batch))}: only decode is measured in batches, of up to {MAX_BATCH} sequences")
+        raise UsageError(
+            f"--batch {','.join(map(str, args.batch))}: only decode is measured in batches, of up to {MAX_BATCH}"
+            " sequences"
+        )
     config = load_config(args.config)
     name = args.model or ("" if args.kind == "handover" else default_model(config))
     if name is None:
-        raise UsageError("no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)")
-    plan = BenchPlan(args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against, tuple(args.batch))
+        raise UsageError(
+            "no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)"
+        )
+    plan = BenchPlan(
+        args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against, tuple(args.batch)
+    )
     document = measure_kind(plan, config, model_roots(config))
     write_json(document) if args.json else print(kind_table(document))
     return SUCCESS

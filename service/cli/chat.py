@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def add_to(subcommands: Subcommands) -> None:
     """Add `chat` to the command."""
-    add_request_options(subcommands.add("chat", run, "Talk with a model; the conversation is kept until /reset.", json=False))
+    add_request_options(
+        subcommands.add("chat", run, "Talk with a model; the conversation is kept until /reset.", json=False)
+    )
 
 
 def run(args: argparse.Namespace) -> int:

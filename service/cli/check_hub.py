@@ -22,6 +22,8 @@ def check_hubs(config: Config) -> list[Check]:
 
     fix = "check the network, a proxy (HTTPS_PROXY), or endpoints and order in [hub] of onedesk.toml"
     return [
-        Check(f"hub {found.endpoint.title}", "ok" if found.works else "failure", found.detail, "" if found.works else fix)
+        Check(
+            f"hub {found.endpoint.title}", "ok" if found.works else "failure", found.detail, "" if found.works else fix
+        )
         for found in asyncio.run(all_of_them())
     ]

@@ -1,4 +1,6 @@
-"""`onedesk doctor --check MODEL`: the same text five times, every byte and state compared, and the first thing that differs named."""
+"""`onedesk doctor --check MODEL`: the same text five times, every byte and state compared, and the first thing that
+differs named.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ PROMPT_IDS = tuple(range(3, 51))
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: the answer's ids and text, a checksum of the residual state by blocks passed, the leases that were overwritten."""
+    """One run: the answer's ids and text, a checksum of the residual state by blocks passed, the leases that were
+    overwritten.
+    """
 
     answer: tuple[tuple[int, ...], str, str]
     states: tuple[int, ...]
@@ -45,15 +49,19 @@ class Run:
 def check_model(
     name: str, config: Config, roots: ModelRoots, *, device: str, context: int | None = None, quant: str = "none"
 ) -> list[Check]:
-    """Open `name` in a pool of its own with guard zones, write the same text RUNS times at one seed, and compare everything.
+    """Open `name` in a pool of its own with guard zones, write the same text RUNS times at one seed, and compare
+    everything.
 
-    Then compare the weights as stored with those in `quant`, or with all that can be chosen. One failure with the reason when it
-    cannot be opened. A process in which a lease is damaged should be ended.
+    Then compare the weights as stored with those in `quant`, or with all that can be chosen. One failure with the
+    reason when it cannot be opened. A process in which a lease is damaged should be ended.
     """
     desk = _Desk(name, config, roots, device, context)
     try:
         with closing(desk.open(quant)) as model:
-            told = f"{model.name}: {model.layers} layers, {show(model.need.weights)} in {model.weight_format}; {model.kernels}"
+            told = (
+                f"{model.name}: {model.layers} layers, {show(model.need.weights)} in {model.weight_format};"
+                f" {model.kernels}"
+            )
             checks = [Check("opened", "ok", told), *_runs(model, desk.pool)]
             # Greedy: of a prompt's scores the host draws, which is no operator of the model.
             greedy = replace(_request(model), sampling=Sampling(temperature=0.0))
@@ -82,7 +90,12 @@ class _Desk:
     def open(self, quant: str) -> OpenModel:
         """The model, loaded. Raises OnedeskError."""
         path, cache = self._roots.find(self._name), self._config.cache
-        options: dict[str, Any] = {"quant": quant, "device": self.pool.device, "kernel_cache": cache, "draft": self._config.draft}
+        options: dict[str, Any] = {
+            "quant": quant,
+            "device": self.pool.device,
+            "kernel_cache": cache,
+            "draft": self._config.draft,
+        }
         return open_model(path, pool=self.pool, roots=self._roots, context=self._context, **options)
 
 
@@ -118,7 +131,12 @@ def _result(model: OpenModel, request: Request) -> Result:
 
 def _request(model: OpenModel) -> Request:
     # Every run reads the whole prompt and checks no guesses: what is compared is the same computation.
-    same: dict[str, Any] = {"sampling": Sampling(seed=SEED), "max_tokens": TOKENS, "prefix_reuse": False, "speculation": False}
+    same: dict[str, Any] = {
+        "sampling": Sampling(seed=SEED),
+        "max_tokens": TOKENS,
+        "prefix_reuse": False,
+        "speculation": False,
+    }
     if (_folder(model.path) / "tokenizer.json").is_file():
         return Request(messages=(Message("user", PROMPT),), **same)
     return Request(ids=tuple(token % model.vocab_size for token in PROMPT_IDS), **same)
@@ -135,7 +153,11 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _weights(found: Sequence[Mapping[str, int]]) -> Check:
     """`found`: before the first run, after the third, read anew, after the last."""
-    for then, now, when in ((0, 1, "while it wrote"), (1, 2, "when it was read anew"), (2, 3, "while it wrote after being read anew")):
+    for then, now, when in (
+        (0, 1, "while it wrote"),
+        (1, 2, "when it was read anew"),
+        (2, 3, "while it wrote after being read anew"),
+    ):
         changed = [name for name in found[0] if found[then][name] != found[now][name]]
         if changed:
             detail = f"{changed[0]} changed {when}, and {len(changed) - 1} of {len(found[0])} tensors after it"
@@ -145,7 +167,9 @@ def _weights(found: Sequence[Mapping[str, int]]) -> Check:
 
 def _fix_of_bytes(when: str) -> str:
     if "read anew" in when and "wrote" not in when:
-        return "the file or its disk gives other bytes each time: check the disk, compare the file's hash with its source"
+        return (
+            "the file or its disk gives other bytes each time: check the disk, compare the file's hash with its source"
+        )
     return "something writes over the weights: see the guard zones below; if they are whole, test the machine's memory"
 
 
@@ -154,9 +178,14 @@ def _states(runs: list[Run]) -> Check:
         for passed, (first, now) in enumerate(zip(runs[0].states, run.states, strict=True)):
             if first != now:
                 where = f"layer {passed - 1}" if passed else "the embedding"
-                fix = "with the weights unchanged, the computation of that layer is at fault: report it, with the kernels named above"
+                fix = (
+                    "with the weights unchanged, the computation of that layer is at fault: report it, with the kernels"
+                    " named above"
+                )
                 return Check("states", "failure", f"run {number} differs from run 1 first behind {where}", fix)
-    return Check("states", "ok", f"the residual state behind each of {len(runs[0].states) - 1} layers is the same in all runs")
+    return Check(
+        "states", "ok", f"the residual state behind each of {len(runs[0].states) - 1} layers is the same in all runs"
+    )
 
 
 def _texts(runs: list[Run]) -> Check:
@@ -182,7 +211,10 @@ def _zones(runs: list[Run]) -> Check:
     for number, run in enumerate(runs, 1):
         if run.damage:
             return Check(
-                "guard zones", "failure", f"run {number}: {run.damage}", "a writer went outside its lease: report it with this line"
+                "guard zones",
+                "failure",
+                f"run {number}: {run.damage}",
+                "a writer went outside its lease: report it with this line",
             )
     return Check("guard zones", "ok", "nothing was written outside a lease")
 

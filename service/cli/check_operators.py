@@ -12,14 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from .examine import Check
 
-# They bring values from one place to another and compute nothing: the host's sampler reads scores, ids go the other way.
+# They bring values from one place to another and compute nothing: the host's sampler reads scores, ids go the other
+# way.
 MOVES = frozenset({"copy_", "_to_copy", "_local_scalar_dense", "_pin_memory", "is_pinned", "clone"})
 SHOWN = 3
 
 
 class OperatorCounts(TorchDispatchMode):
-    """Counts torch's operators on numbers with a fraction while it is entered, by name: in `host` those that read memory of the CPU, in
-    `device` all others. Views, moves, integers and single numbers are not counted; neither are kernels that torch does not dispatch.
+    """Counts torch's operators on numbers with a fraction while it is entered, by name: in `host` those that read
+    memory of the CPU, in
+    `device` all others. Views, moves, integers and single numbers are not counted; neither are kernels that torch does
+    not dispatch.
     """
 
     def __init__(self) -> None:
@@ -41,14 +44,26 @@ class OperatorCounts(TorchDispatchMode):
 
 
 def check_operators(device: str, run: Callable[[], object]) -> Check:
-    """Count what `run` computes for a model on `device`: a failure names the operators that ran on the host although it is another."""
+    """Count what `run` computes for a model on `device`: a failure names the operators that ran on the host although
+    it is another.
+    """
     with OperatorCounts() as counts:
         run()
     host, there = counts.host.total(), counts.device.total()
     if device == "cpu":
-        return Check("operators", "ok", f"the model is on the CPU, and so are all operators: {host} of torch beside the compiled kernels")
+        return Check(
+            "operators",
+            "ok",
+            f"the model is on the CPU, and so are all operators: {host} of torch beside the compiled kernels",
+        )
     if not host:
-        return Check("operators", "ok", f"no operator fell back to the CPU; {there} of torch ran on {device} beside the compiled kernels")
+        return Check(
+            "operators",
+            "ok",
+            f"no operator fell back to the CPU; {there} of torch ran on {device} beside the compiled kernels",
+        )
     worst = ", ".join(f"{name} ({count} times)" for name, count in counts.host.most_common(SHOWN))
     detail = f"{host} operators of torch ran on the CPU and {there} on {device}: {worst}"
-    return Check("operators", "failure", detail, "report it with this line and what `onedesk doctor` says of the device")
+    return Check(
+        "operators", "failure", detail, "report it with this line and what `onedesk doctor` says of the device"
+    )

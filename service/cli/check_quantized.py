@@ -1,4 +1,6 @@
-"""What a model loses by int8 and int4, as `onedesk doctor --check` tells it: scores of one text, and where the greedy answer turns."""
+"""What a model loses by int8 and int4, as `onedesk doctor --check` tells it: scores of one text, and where the
+greedy answer turns.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,26 @@ from ..engine.scoring import perplexity
 from .examine import Check
 
 TOKENS = 24
-# How much larger a perplexity may get before rounding no longer explains it: ten times what int8, four times what int4 may cost.
+# How much larger a perplexity may get before rounding no longer explains it: ten times what int8, four times what int4
+# may cost.
 BOUNDS = {"int8": 0.05, "int4": 0.25}
-TEXT = """The old harbour lies in morning fog. A fisherman mends his nets beside a blue boat while gulls circle above the pier, and
-the first sunlight touches the roofs behind him. On the wall, half hidden by ropes, somebody painted a compass rose long ago. The
-photograph is taken from a low angle with a short lens, so that the wet planks lead the eye to the lighthouse in the distance. Colours
-are muted: slate, rust, a little yellow from the lamps that still burn in the windows. It feels quiet, as if the day had not decided yet
+TEXT = """The old harbour lies in morning fog. A fisherman mends his nets beside a blue boat while gulls circle above
+the pier, and the first sunlight touches the roofs behind him. On the wall, half hidden by ropes, somebody painted a
+compass rose long ago. The photograph is taken from a low angle with a short lens, so that the wet planks lead the eye
+to the lighthouse in the distance. Colours are muted: slate, rust, a little yellow from the lamps that still burn in the
+windows. It feels
+quiet,
+as if the day had
+not decided yet
 what it wants to be."""
 IDS = 96
 
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """How one form of a model scores the text and answers: the types of its weights, log-probabilities, ids of its greedy answer."""
+    """How one form of a model scores the text and answers: the types of its weights, log-probabilities, ids of its
+    greedy answer.
+    """
 
     form: str
     logprobs: tuple[float, ...]
@@ -41,21 +50,35 @@ def listen(model: OpenModel, request: Request) -> Voice:
 
 
 def compared(stored: Voice, here: Voice, quant: str) -> Check:
-    """What the choice `quant` changed against the weights as stored: told, and a failure only beyond what rounding can do."""
+    """What the choice `quant` changed against the weights as stored: told, and a failure only beyond what rounding
+    can do.
+    """
     before, after = perplexity(stored.logprobs), perplexity(here.logprobs)
     if before is None or after is None:
-        return Check(quant, "failure", f"{here.form}: the scores of the text are no numbers", "report it, with the kernels named above")
+        return Check(
+            quant,
+            "failure",
+            f"{here.form}: the scores of the text are no numbers",
+            "report it, with the kernels named above",
+        )
     change = after / before - 1
     widest = max(abs(one - other) for one, other in zip(stored.logprobs, here.logprobs, strict=True))
-    same = next((i for i, (one, other) in enumerate(zip(stored.answer, here.answer, strict=False)) if one != other), None)
+    same = next(
+        (i for i, (one, other) in enumerate(zip(stored.answer, here.answer, strict=False)) if one != other), None
+    )
     text = (
-        f"the greedy answer is the same for {len(here.answer)} tokens" if same is None else f"the greedy answer turns at token {same + 1}"
+        f"the greedy answer is the same for {len(here.answer)} tokens"
+        if same is None
+        else f"the greedy answer turns at token {same + 1}"
     )
     detail = (
-        f"{here.form}: perplexity {after:.4g} against {before:.4g} as stored ({change:+.2%}) over {len(here.logprobs)} tokens, at most "
-        f"{widest:.3g} in one log-probability; {text}"
+        f"{here.form}: perplexity {after:.4g} against {before:.4g} as stored ({change:+.2%}) over {len(here.logprobs)}"
+        f" tokens, at most {widest:.3g} in one log-probability; {text}"
     )
     if change > BOUNDS[quant]:
-        fix = f"more than the {BOUNDS[quant]:.0%} that rounding explains: use another form, and report it with the kernels named above"
+        fix = (
+            f"more than the {BOUNDS[quant]:.0%} that rounding explains: use another form, and report it with the"
+            " kernels named above"
+        )
         return Check(quant, "failure", detail, fix)
     return Check(quant, "ok", detail)

@@ -1,4 +1,6 @@
-"""The command `onedesk`: reads the command line and runs one subcommand. Exit 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+"""The command `onedesk`: reads the command line and runs one subcommand. Exit 0 success, 1 failure, 2 wrong usage,
+130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         discard_stdout()
         if not isinstance(error, BrokenPipeError):
-            print(f"onedesk: cannot write to stdout ({error.strerror}); free disk space or redirect it", file=sys.stderr)
+            print(
+                f"onedesk: cannot write to stdout ({error.strerror}); free disk space or redirect it", file=sys.stderr
+            )
         return FAILURE
     return status
 
@@ -47,7 +51,9 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         if unknown:
             hint = "" if unknown[0].startswith("-") else "; put a text of several words in quotes"
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        logging.basicConfig(stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], format=_FORMATS[args.verbose > 0], force=True)
+        logging.basicConfig(
+            stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], format=_FORMATS[args.verbose > 0], force=True
+        )
         return args.run(args)
     except UsageError as error:
         return _fail(error, USAGE, as_json)
@@ -56,7 +62,8 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
     except BrokenPipeError:
         raise
     except (OnedeskError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        # RuntimeError: torch, when a device fails or has no memory left; ImportError: no torch here (see onedesk doctor)
+        # RuntimeError: torch, when a device fails or has no memory left; ImportError: no torch here (see onedesk
+        # doctor)
         log.debug("the command failed", exc_info=True)
         return _fail(error, FAILURE, as_json, args)
 

@@ -1,4 +1,6 @@
-"""The main job in one command: an idea becomes a prompt, the prompt a picture, in a real ComfyUI that runs as our child."""
+"""The main job in one command: an idea becomes a prompt, the prompt a picture, in a real ComfyUI that runs as our
+child.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ Graph = dict[str, dict[str, Any]]
 
 def add_to(subcommands: Subcommands) -> None:
     """Add `demo` to the command."""
-    parser = subcommands.add("demo", run, "Idea in, written prompt and picture out, with the toy models that come along.")
+    parser = subcommands.add(
+        "demo", run, "Idea in, written prompt and picture out, with the toy models that come along."
+    )
     parser.add_argument("idea", metavar="IDEA", help="what the picture should show, in a few words")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what came of it; returns the exit status."""
     if args.model is not None or args.quant != "none" or args.context is not None:
-        raise UsageError("the demo has its own two models: leave --model, --quant and --context out; onedesk generate takes them")
+        raise UsageError(
+            "the demo has its own two models: leave --model, --quant and --context out; onedesk generate takes them"
+        )
     with ends_as_interrupted():
         result = run_demo(args.idea, load_config(args.config))
     if args.json:
@@ -51,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DemoModels:
-    """The three files that the demo works with, by the names that ComfyUI lists them under, and the layers that join them."""
+    """The three files that the demo works with, by the names that ComfyUI lists them under, and the layers that join
+    them.
+    """
 
     writer: str = DEMO_WRITER
     painter: str = PAINTER
@@ -85,7 +93,13 @@ def graph(idea: str, seed: int, models: DemoModels) -> Graph:
         },
         "encode": {
             "class_type": "OnedeskTextEncoder",
-            "inputs": {"model": ["load", 0], "text": ["write", 0], "layers": models.layers, "template": TEMPLATE, "min_tokens": 0},
+            "inputs": {
+                "model": ["load", 0],
+                "text": ["write", 0],
+                "layers": models.layers,
+                "template": TEMPLATE,
+                "min_tokens": 0,
+            },
         },
         "painter": {"class_type": "UNETLoader", "inputs": {"unet_name": models.painter, "weight_dtype": "default"}},
         "canvas": {"class_type": "EmptySD3LatentImage", "inputs": {"width": SIDE, "height": SIDE, "batch_size": 1}},
@@ -113,17 +127,25 @@ def graph(idea: str, seed: int, models: DemoModels) -> Graph:
 def run_demo(idea: str, config: Config, *, seed: int = 1, models: DemoModels | None = None) -> DemoResult:
     """Start the tree's ComfyUI without a browser, let it write and draw, end it.
 
-    Raises FileError if nothing is installed or a model is missing, PeerError if ComfyUI does not start or the workflow fails.
+    Raises FileError if nothing is installed or a model is missing, PeerError if ComfyUI does not start or the workflow
+    fails.
     """
     if not idea.strip():
         raise RequestError("the idea is empty; write what the picture should show, such as 'a red circle on blue'")
     if config.tree is None:
-        raise FileError("the demo needs an installation: run ./install.sh, then PREFIX/run.sh demo or PREFIX/envs/onedesk/bin/onedesk demo")
+        raise FileError(
+            "the demo needs an installation: run ./install.sh, then PREFIX/run.sh demo or"
+            " PREFIX/envs/onedesk/bin/onedesk demo"
+        )
     tree, models = Tree(config.tree), models or DemoModels()
     desk = need_desk(tree)
     _check_models(tree, models)
     with ComfyProcess(
-        Path(desk.python), Path(desk.comfyui), _arguments(tree, desk), log=tree.logs / "demo-comfyui.log", environment=tree.environment()
+        Path(desk.python),
+        Path(desk.comfyui),
+        _arguments(tree, desk),
+        log=tree.logs / "demo-comfyui.log",
+        environment=tree.environment(),
     ) as process:
         LOG.info("ComfyUI runs as process %s on port %d", process.child and process.child.pid, process.client.port)
         entry = process.client.wait(process.client.queue(graph(idea, seed, models)), timeout=WORKFLOW_SECONDS)
@@ -131,7 +153,13 @@ def run_demo(idea: str, config: Config, *, seed: int = 1, models: DemoModels | N
 
 
 def _arguments(tree: Tree, desk: Desk) -> list[str]:
-    alone = ["--disable-all-custom-nodes", "--whitelist-custom-nodes", desk.pack, "--disable-auto-launch", "--disable-api-nodes"]
+    alone = [
+        "--disable-all-custom-nodes",
+        "--whitelist-custom-nodes",
+        desk.pack,
+        "--disable-auto-launch",
+        "--disable-api-nodes",
+    ]
     database = ["--database-url", "sqlite:///:memory:"]
     return [*folder_arguments(tree, desk, own_folders=True), *database, *device_arguments(Path(desk.python)), *alone]
 
@@ -144,14 +172,19 @@ def _check_models(tree: Tree, models: DemoModels) -> None:
     )
     for path in wanted:
         if not path.exists():
-            raise FileError(f"the demo model {path.name} is not in {path.parent.relative_to(tree.prefix)}; run install.sh again")
+            raise FileError(
+                f"the demo model {path.name} is not in {path.parent.relative_to(tree.prefix)}; run install.sh again"
+            )
 
 
 def _result(idea: str, entry: dict[str, Any], tree: Tree) -> DemoResult:
     outputs = entry["outputs"]
     if entry["status"]["status_str"] != "success" or "save" not in outputs:
         errors = [data for kind, data in entry["status"]["messages"] if kind == "execution_error"]
-        reason = "; ".join(f"{error['node_type']}: {error['exception_message'].strip()}" for error in errors) or "it made no picture"
+        reason = (
+            "; ".join(f"{error['node_type']}: {error['exception_message'].strip()}" for error in errors)
+            or "it made no picture"
+        )
         raise PeerError(f"the demo workflow failed: {reason}")
     image = outputs["save"]["images"][0]
     return DemoResult(idea, outputs["write"]["text"][0], tree.data / "output" / image["subfolder"] / image["filename"])

@@ -17,12 +17,22 @@ if TYPE_CHECKING:
 def add_to(subcommands: Subcommands) -> None:
     """Add `doctor` to the command."""
     parser = subcommands.add("doctor", run, "Examine this installation, and say how to correct what is wrong.")
-    parser.add_argument("--check", metavar="MODEL", help="decode one text five times with this model and compare every byte")
-    parser.add_argument("--plan", metavar="NAME|FOLDER", help="which form of this model would fit, from its config alone")
-    parser.add_argument("--hub", action="store_true", help="ask each hub and mirror of [hub] once; this connects to them")
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="plan for a machine with this much memory, such as 121GiB")
+    parser.add_argument(
+        "--check", metavar="MODEL", help="decode one text five times with this model and compare every byte"
+    )
+    parser.add_argument(
+        "--plan", metavar="NAME|FOLDER", help="which form of this model would fit, from its config alone"
+    )
+    parser.add_argument(
+        "--hub", action="store_true", help="ask each hub and mirror of [hub] once; this connects to them"
+    )
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="plan for a machine with this much memory, such as 121GiB"
+    )
     parser.add_argument("--images", type=size, metavar="SIZE", help="plan next to image models that take this much")
-    parser.add_argument("--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1")
+    parser.add_argument(
+        "--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,4 +74,6 @@ def _checks(args: argparse.Namespace) -> list[Check]:
     from .check_model import check_model
 
     config = load_config(args.config)
-    return check_model(args.check, config, model_roots(config), device=args.device, context=args.context, quant=args.quant)
+    return check_model(
+        args.check, config, model_roots(config), device=args.device, context=args.context, quant=args.quant
+    )

@@ -35,13 +35,24 @@ class Check:
 
 
 def examine(config_file: Path | None, *, device: str) -> list[Check]:
-    """Every check in order. Nothing is changed but a compiled kernel that may be missing in the cache; no model is loaded."""
+    """Every check in order. Nothing is changed but a compiled kernel that may be missing in the cache; no model is
+    loaded.
+    """
     checks = [_python(), *_packages()]
     try:
         config = load_config(config_file)
     except OnedeskError as error:
-        return [*checks, Check("configuration", "failure", str(error), "correct the file, or name another one with --config")]
-    checks.append(Check("configuration", "ok", str(config.file) if config.file else "defaults; no onedesk.toml belongs to this Python"))
+        return [
+            *checks,
+            Check("configuration", "failure", str(error), "correct the file, or name another one with --config"),
+        ]
+    checks.append(
+        Check(
+            "configuration",
+            "ok",
+            str(config.file) if config.file else "defaults; no onedesk.toml belongs to this Python",
+        )
+    )
     checks += _folders(config)
     torch_check = _torch()
     checks.append(torch_check)
@@ -57,7 +68,14 @@ def _guarded(examined: Callable[[Config, str], Iterator[Check]], config: Config,
     try:
         return list(examined(config, device))
     except OnedeskError as error:
-        return [Check(examined.__name__.strip("_"), "failure", str(error), "correct what the message names, then run onedesk doctor again")]
+        return [
+            Check(
+                examined.__name__.strip("_"),
+                "failure",
+                str(error),
+                "correct what the message names, then run onedesk doctor again",
+            )
+        ]
 
 
 def _python() -> Check:
@@ -76,7 +94,10 @@ def _packages() -> Iterator[Check]:
             missing.append(name)
     if missing:
         yield Check(
-            "packages", "failure", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}, or run install.sh again"
+            "packages",
+            "failure",
+            f"not installed: {', '.join(missing)}",
+            f"pip install {' '.join(missing)}, or run install.sh again",
         )
     else:
         yield Check("packages", "ok", ", ".join(found))
@@ -87,7 +108,10 @@ def _torch() -> Check:
         import torch
     except (ImportError, OSError) as error:
         return Check(
-            "torch", "failure", f"does not load: {error}", "install torch for this machine (https://pytorch.org), or run install.sh"
+            "torch",
+            "failure",
+            f"does not load: {error}",
+            "install torch for this machine (https://pytorch.org), or run install.sh",
         )
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return Check("torch", "ok", f"{torch.__version__}, {built}, {torch.get_num_threads()} threads")
@@ -100,8 +124,14 @@ def _device(config: Config, device: str) -> Iterator[Check]:
 
     if pick_device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        kind = "integrated, one memory with the CPU" if getattr(properties, "is_integrated", 0) else "with memory of its own"
-        yield Check("device", "ok", f"computes on the GPU: {properties.name}, sm_{properties.major}{properties.minor}, {kind}")
+        kind = (
+            "integrated, one memory with the CPU"
+            if getattr(properties, "is_integrated", 0)
+            else "with memory of its own"
+        )
+        yield Check(
+            "device", "ok", f"computes on the GPU: {properties.name}, sm_{properties.major}{properties.minor}, {kind}"
+        )
     elif device == "cpu":
         yield Check("device", "ok", "computes on the CPU, as asked by --device cpu")
     elif Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
@@ -137,12 +167,18 @@ def _memory(config: Config, device: str) -> Iterator[Check]:
     budget = make_budget(truth, MemorySettings(**values), promised=promised_elsewhere(pick_device(device).type, truth))
     one_pool = truth.device_free is None or truth.integrated
     where = "one pool for CPU and GPU" if one_pool else "the GPU's own memory"
-    detail = f"{where}: {show(truth.available)} of {show(truth.total)} available (by {truth.rule}), budget {show(budget.spendable)}"
+    detail = (
+        f"{where}: {show(truth.available)} of {show(truth.total)} available (by {truth.rule}), budget"
+        f" {show(budget.spendable)}"
+    )
     if truth.available < LITTLE_MEMORY:
         yield Check("memory", "warning", detail, "end other programs, or choose a smaller model and context")
     elif truth.psi_some_avg10 is not None and truth.psi_some_avg10 > HIGH_PRESSURE:
         yield Check(
-            "memory", "warning", f"{detail}; programs wait for memory {truth.psi_some_avg10:.0f} % of the time", "end other programs"
+            "memory",
+            "warning",
+            f"{detail}; programs wait for memory {truth.psi_some_avg10:.0f} % of the time",
+            "end other programs",
         )
     else:
         yield Check("memory", "ok", detail)
@@ -160,27 +196,48 @@ def _backends(config: Config, device: str) -> Iterator[Check]:
 
 def _folders(config: Config) -> Iterator[Check]:
     if config.tree is None:
-        yield Check("tree", "warning", "no installed tree; the checkout's own models are offered", "run install.sh, or name a onedesk.toml")
+        yield Check(
+            "tree",
+            "warning",
+            "no installed tree; the checkout's own models are offered",
+            "run install.sh, or name a onedesk.toml",
+        )
     else:
-        lacking = [str(folder.relative_to(config.tree)) for folder in Tree(config.tree).folders() if not folder.is_dir()]
+        lacking = [
+            str(folder.relative_to(config.tree)) for folder in Tree(config.tree).folders() if not folder.is_dir()
+        ]
         if lacking:
-            yield Check("tree", "warning", f"{config.tree} lacks {', '.join(lacking)}", "run install.sh again; it makes what is missing")
+            yield Check(
+                "tree",
+                "warning",
+                f"{config.tree} lacks {', '.join(lacking)}",
+                "run install.sh again; it makes what is missing",
+            )
         else:
             yield Check("tree", "ok", str(config.tree))
     for root in config.model_roots:
         readable = root.is_dir() and os.access(root, os.R_OK | os.X_OK)
         fix = "" if readable else "make the folder, or correct roots under [models] in onedesk.toml"
-        yield Check("model folder", "ok" if readable else "failure", str(root) if readable else f"{root} cannot be read", fix)
+        yield Check(
+            "model folder", "ok" if readable else "failure", str(root) if readable else f"{root} cannot be read", fix
+        )
     yield _cache(config)
 
 
 def _cache(config: Config) -> Check:
     there = next(folder for folder in (config.cache, *config.cache.parents) if folder.exists())
     if not os.access(there, os.W_OK):
-        return Check("cache", "failure", f"{config.cache} cannot be written", "make it writable; compiled kernels are kept there")
+        return Check(
+            "cache", "failure", f"{config.cache} cannot be written", "make it writable; compiled kernels are kept there"
+        )
     free = shutil.disk_usage(there).free
     if free < LITTLE_DISK:
-        return Check("cache", "warning", f"{free / 2**30:.1f} GiB are free on its disk", "free some room; models and pictures need it")
+        return Check(
+            "cache",
+            "warning",
+            f"{free / 2**30:.1f} GiB are free on its disk",
+            "free some room; models and pictures need it",
+        )
     return Check("cache", "ok", f"{config.cache}, {free / 2**30:.0f} GiB free")
 
 
@@ -189,9 +246,18 @@ def _models(config: Config, device: str) -> Iterator[Check]:
 
     rows = model_rows(config, None, device=device, context=config.context)
     if not rows:
-        yield Check("models", "warning", "there is none", "put a model folder (config.json, *.safetensors, tokenizer.json) into models/")
+        yield Check(
+            "models",
+            "warning",
+            "there is none",
+            "put a model folder (config.json, *.safetensors, tokenizer.json) into models/",
+        )
     for row in rows:
-        other = "choose a smaller context or another model" if row["opens"] else "do what the line says, or take the folder away"
+        other = (
+            "choose a smaller context or another model"
+            if row["opens"]
+            else "do what the line says, or take the folder away"
+        )
         fix = "" if row["fits"] else other
         toy = f"{TOY_NOTE}; " if row["toy"] else ""
         yield Check(f"model {row['name']}", "ok" if row["fits"] else "warning", toy + row["reason"], fix)
@@ -205,7 +271,9 @@ def _engines(config: Config, device: str) -> Iterator[Check]:
         try:
             yield Check("engine", "ok", f"{name}: {check_peer(settings)}")
         except OnedeskError as error:
-            yield Check("engine", "warning", f"{name}: {error}", f"correct [peers.{name}] in onedesk.toml, or take it out")
+            yield Check(
+                "engine", "warning", f"{name}: {error}", f"correct [peers.{name}] in onedesk.toml, or take it out"
+            )
 
 
 def _comfyui(config: Config) -> Check:
@@ -218,11 +286,21 @@ def _comfyui(config: Config) -> Check:
     if not comfyui.is_dir() and desk.made:
         return Check("comfyui", "ok", "this tree has none of its own (install.sh --comfyui links the pack into yours)")
     if not comfyui.is_dir():
-        return Check("comfyui", "warning", f"{comfyui} is gone", "run install.sh --comfyui with the folder where ComfyUI is now")
+        return Check(
+            "comfyui", "warning", f"{comfyui} is gone", "run install.sh --comfyui with the folder where ComfyUI is now"
+        )
     if not pack.exists():
-        return Check("comfyui", "failure", f"{pack} is missing: ComfyUI does not see the nodes", "run install.sh again; it makes the link")
+        return Check(
+            "comfyui",
+            "failure",
+            f"{pack} is missing: ComfyUI does not see the nodes",
+            "run install.sh again; it makes the link",
+        )
     if not pack.resolve().samefile(Path(__file__).resolve().parents[2]):
         return Check(
-            "comfyui", "warning", f"{pack} leads to another copy of Onedesk: {pack.resolve()}", "run install.sh from the copy you mean"
+            "comfyui",
+            "warning",
+            f"{pack} leads to another copy of Onedesk: {pack.resolve()}",
+            "run install.sh from the copy you mean",
         )
     return Check("comfyui", "ok", f"{comfyui} sees this pack")

@@ -21,7 +21,9 @@ def add_to(subcommands: Subcommands) -> None:
     """Add `generate` to the command."""
     parser = subcommands.add("generate", run, "Answer one prompt.")
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - or a pipe reads standard input")
-    parser.add_argument("--ids", type=token_ids, metavar="1,2,3", help="raw token ids instead of a prompt: no template, no tokenizer")
+    parser.add_argument(
+        "--ids", type=token_ids, metavar="1,2,3", help="raw token ids instead of a prompt: no template, no tokenizer"
+    )
     choices = f"choices, 1 (the default) to {CHOICES_LIMIT}, decoded as a batch; choice i has seed + i"
     parser.add_argument("--n", type=whole_from(1), default=1, metavar="N", help=choices)
     best_of = f"decode N choices, --n to {CHOICES_LIMIT}, and give the most likely --n of them"

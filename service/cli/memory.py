@@ -17,7 +17,9 @@ WATCH_SECONDS = 1.0
 
 def add_to(subcommands: Subcommands) -> None:
     """Add `memory` to the command."""
-    parser = subcommands.add("memory", run, "What the memory is, how much of it Onedesk may use, and which owners hold it.")
+    parser = subcommands.add(
+        "memory", run, "What the memory is, how much of it Onedesk may use, and which owners hold it."
+    )
     parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     parser.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
 

@@ -21,7 +21,9 @@ NO_MODEL = "no model is named; use --model NAME, FOLDER or FILE (onedesk models 
 
 @contextmanager
 def opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
-    """The model that --model names, or the default one; its weights load at its first use. Raises UsageError, ModelError, FileError."""
+    """The model that --model names, or the default one; its weights load at its first use. Raises UsageError,
+    ModelError, FileError.
+    """
     from ..catalog.inventory import default_model, model_roots, usual_context
     from ..registry import REGISTRY
 
@@ -43,7 +45,11 @@ def checked_options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     if args.greedy and args.temperature:
         raise UsageError("--greedy and --temperature exclude each other; give one of them")
     sampling = Sampling(
-        temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+        temperature=0.0 if args.greedy else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
     )
     options: dict[str, Any] = {
         "sampling": sampling,
@@ -63,9 +69,17 @@ def checked_options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
 def add_request_options(parser: argparse.ArgumentParser) -> None:
     """The options of a request that `generate` and `chat` share."""
     parser.add_argument("--system", metavar="S", help="the system prompt")
-    parser.add_argument("--max-tokens", type=whole, default=512, metavar="N", help="tokens of the answer, 1 or more; default %(default)s")
+    parser.add_argument(
+        "--max-tokens",
+        type=whole,
+        default=512,
+        metavar="N",
+        help="tokens of the answer, 1 or more; default %(default)s",
+    )
     own = "default: the model's own"
-    parser.add_argument("--temperature", type=number, metavar="T", help=f"0 (always the most likely token) or more; {own}")
+    parser.add_argument(
+        "--temperature", type=number, metavar="T", help=f"0 (always the most likely token) or more; {own}"
+    )
     top_p = f"nucleus sampling: keep the most likely tokens up to probability mass P, above 0 to 1; {own}"
     parser.add_argument("--top-p", type=number, metavar="P", help=top_p)
     parser.add_argument("--top-k", type=whole, metavar="K", help=f"keep the K most likely tokens, 0: all; {own}")
@@ -73,7 +87,9 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=number, metavar="M", help=min_p)
     parser.add_argument("--seed", type=whole, metavar="S", help="0 to 2^64-1; default: a random one, shown with --json")
     parser.add_argument("--greedy", action="store_true", help="always the most likely token")
-    parser.add_argument("--stop", action="append", default=[], metavar="STR", help="end before this text; may be repeated")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="STR", help="end before this text; may be repeated"
+    )
     thinking = "let the model reason first; auto, the default: as its chat template does"
     parser.add_argument("--thinking", choices=("on", "off", "auto"), default="auto", help=thinking)
     budget = "tokens of reasoning, 0 or more; default: what the context leaves besides the answer"

@@ -1,4 +1,6 @@
-"""The options of the command: those that every subcommand has, and how values are read (ArgumentTypeError says what would be right)."""
+"""The options of the command: those that every subcommand has, and how values are read (ArgumentTypeError says what
+would be right).
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,18 @@ class Subcommands:
         device = "auto, the default: CUDA if there is a GPU"
         parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
         parser.add_argument("--config", type=Path, metavar="FILE", help="an onedesk.toml other than the installation's")
-        parser.add_argument("-v", "--verbose", action="count", default=0, help="log more on stderr; twice for everything")
+        parser.add_argument(
+            "-v", "--verbose", action="count", default=0, help="log more on stderr; twice for everything"
+        )
         if json:
             parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
         return parser
 
 
 def as_typed(error: Exception, taken: Container[str]) -> str:
-    """The message of an error for a terminal: a field that is one of the options `taken` is shown as it is typed there."""
+    """The message of an error for a terminal: a field that is one of the options `taken` is shown as it is typed
+    there.
+    """
     if not isinstance(error, OnedeskError):
         return str(error)
     return error.render(lambda name: f"--{name.replace('_', '-')}" if name in taken else name)
@@ -105,7 +111,9 @@ def size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{short(text)} is no size; write for example 24GiB, 512MiB or a number of bytes") from None
+        raise argparse.ArgumentTypeError(
+            f"{short(text)} is no size; write for example 24GiB, 512MiB or a number of bytes"
+        ) from None
 
 
 def batches(text: str) -> list[int]:

@@ -14,13 +14,17 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from ..api import OpenModel
 
-ONLY_REASONING = "the model only reasoned and gave no answer; raise --max-tokens, set --thinking-budget, or use --thinking off"
+ONLY_REASONING = (
+    "the model only reasoned and gave no answer; raise --max-tokens, set --thinking-budget, or use --thinking off"
+)
 
 
 def run_request(model: OpenModel, request: Request, stop: Stop, *, quiet: bool) -> list[Result]:
-    """Run one request; the result of each choice in order, those that had not begun when it was stopped left out but the first.
+    """Run one request; the result of each choice in order, those that had not begun when it was stopped left out but
+    the first.
 
-    Unless quiet, texts go to stdout and reasoning to stderr, the first choice's while they are written, the others' one after the other.
+    Unless quiet, texts go to stdout and reasoning to stderr, the first choice's while they are written, the others' one
+    after the other.
     """
     screen = None if quiet else _Screen()
     results: dict[int, Result] = {}
@@ -69,7 +73,10 @@ def _tell(result: Result) -> None:
     first, total, usage = result.seconds["first_token"], result.seconds["total"], result.usage
     kept = f" ({usage.cached} of them kept from before)" if usage.cached else ""
     times = f"the first after {first:.2f} s, all after {total:.2f} s"
-    _write(sys.stderr, f"[{result.finish}: {usage.prompt}{kept} + {usage.completion} tokens, {times}; seed {result.seed}]\n")
+    _write(
+        sys.stderr,
+        f"[{result.finish}: {usage.prompt}{kept} + {usage.completion} tokens, {times}; seed {result.seed}]\n",
+    )
     if not answered(result):
         _write(sys.stderr, f"onedesk: {ONLY_REASONING}\n")
 

@@ -35,13 +35,23 @@ def add_to(subcommands: Subcommands) -> None:
     parser.add_argument("name", metavar="NAME|URL", help=words)
     words = "hf, modelscope, or the address of a mirror that speaks Hugging Face's protocol; default: order in [hub]"
     parser.add_argument("--from", dest="source", metavar="HUB|URL", help=words)
-    parser.add_argument("--revision", metavar="R", help="a branch, tag or commit; default: the newest of the main branch")
-    parser.add_argument("--form", metavar="F", help="among several forms in one repository: bf16, fp8, ...; default: the plain one")
+    parser.add_argument(
+        "--revision", metavar="R", help="a branch, tag or commit; default: the newest of the main branch"
+    )
+    parser.add_argument(
+        "--form", metavar="F", help="among several forms in one repository: bf16, fp8, ...; default: the plain one"
+    )
     words = "fetch the files that match instead of the usual choice; repeatable; files that can run code are refused"
     parser.add_argument("--files", action="append", default=[], metavar="GLOB", help=words)
-    parser.add_argument("--as", dest="folder", metavar="NAME", help="the folder below models; default: the repository's name")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be fetched, and whether it fits; fetch nothing")
-    parser.add_argument("--verify", action="store_true", help="hash every file of a pulled model again; connects to nothing")
+    parser.add_argument(
+        "--as", dest="folder", metavar="NAME", help="the folder below models; default: the repository's name"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be fetched, and whether it fits; fetch nothing"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="hash every file of a pulled model again; connects to nothing"
+    )
     words = "take files from this folder where their hashes agree: a hub client's cache, ComfyUI's models, any copy"
     parser.add_argument("--import", dest="local", type=Path, metavar="PATH", help=words)
 
@@ -122,11 +132,21 @@ class _Command:
 
     def _finish(self, plan: Plan, done: dict[str, Any]) -> None:
         self._reporter.end()
-        rows = [row for folder in plan.folders if folder.manifest == "onedesk.json" for row in _rows(self._config, folder.root)]
+        rows = [
+            row
+            for folder in plan.folders
+            if folder.manifest == "onedesk.json"
+            for row in _rows(self._config, folder.root)
+        ]
         if self._args.json:
-            self._reporter(done | {"models": [{key: row[key] for key in ("name", "opens", "fits", "reason")} for row in rows]})
+            self._reporter(
+                done | {"models": [{key: row[key] for key in ("name", "opens", "fits", "reason")} for row in rows]}
+            )
             return
-        print(f"{plan.name} is complete: {size(done['bytes'])} in {done['folder']}, {size(done['fetched'])} of it fetched now")
+        print(
+            f"{plan.name} is complete: {size(done['bytes'])} in {done['folder']}, {size(done['fetched'])} of it"
+            " fetched now"
+        )
         for row in rows:
             print(
                 f"{row['name']}: {row['reason']}"
@@ -195,18 +215,24 @@ def make_verdict(config: Config, context: int | None, device: str) -> Callable[[
                 (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
                 asked = str(folder)
             try:
-                planned = plan_model(asked, replace(config, default_model=None), images=images or None, context=context, device=device)
+                planned = plan_model(
+                    asked, replace(config, default_model=None), images=images or None, context=context, device=device
+                )
             except RequestError as error:
                 return Fit(False, str(error))
             except ModelError as error:
-                raise ModelError(f"{name} is not fetched: {error}; --files GLOB fetches single files all the same") from error
+                raise ModelError(
+                    f"{name} is not fetched: {error}; --files GLOB fetches single files all the same"
+                ) from error
         return _judged(name, planned)
 
     return verdict
 
 
 def _images_alone(config: Config, images: int, device: str) -> Fit:
-    """Whether image models fit by themselves: ComfyUI may load them one after the other, so this is the careful answer."""
+    """Whether image models fit by themselves: ComfyUI may load them one after the other, so this is the careful
+    answer.
+    """
     from ..api import pick_device
     from ..hub.plan import Fit
     from ..memory.budget import MemorySettings, show
@@ -223,7 +249,9 @@ def _judged(name: str, planned: dict[str, Any]) -> Fit:
 
     rows = [row for row in planned["forms"] if row["engine"] == "onedesk" and row["opens"]]
     if not rows:
-        raise ModelError(f"{name} is not fetched: {planned['forms'][0]['why']}; --files GLOB fetches single files all the same")
+        raise ModelError(
+            f"{name} is not fetched: {planned['forms'][0]['why']}; --files GLOB fetches single files all the same"
+        )
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         return Fit(False, f"does not fit this machine in any form; {rows[-1]['format']}: {rows[-1]['why']}")
@@ -231,7 +259,8 @@ def _judged(name: str, planned: dict[str, Any]) -> Fit:
         return Fit(True, f"fits as it is ({rows[0]['format']}), with {rows[0]['context']:,} tokens: {rows[0]['why']}")
     return Fit(
         True,
-        f"does not fit as it is, but as {fitting[0]['format']} with {fitting[0]['context']:,} tokens: {fitting[0]['why']}",
+        f"does not fit as it is, but as {fitting[0]['format']} with {fitting[0]['context']:,} tokens:"
+        f" {fitting[0]['why']}",
     )
 
 
@@ -262,5 +291,8 @@ def _verify(args: argparse.Namespace, config: Config) -> int:
             }
         )
     else:
-        print(f"{args.name} is what was pulled: {len(files)} files, {size(total)}, commit {found.commit[:12]} of {found.repo}")
+        print(
+            f"{args.name} is what was pulled: {len(files)} files, {size(total)}, commit {found.commit[:12]} of"
+            f" {found.repo}"
+        )
     return SUCCESS

@@ -60,7 +60,9 @@ def _text(event: dict[str, Any]) -> str:
     if kind == "file":
         return f"{event['state']:<8}  {path}  {size(event['size'])}"
     if kind == "retry":
-        return f"waiting   {path or 'the hub'}: {event['reason']}; attempt {event['attempt'] + 1} in {event['wait']:.0f} s"
+        return (
+            f"waiting   {path or 'the hub'}: {event['reason']}; attempt {event['attempt'] + 1} in {event['wait']:.0f} s"
+        )
     if kind == "restart":
         return f"restart   {path}: {event['reason']}; {size(event['lost'])} are fetched again"
     if kind == "resume":

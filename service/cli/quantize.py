@@ -1,4 +1,6 @@
-"""`onedesk quantize`: convert a model's weights once, into the cache, where the next opening with the same --quant finds them."""
+"""`onedesk quantize`: convert a model's weights once, into the cache, where the next opening with the same --quant
+finds them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was made, or found to be there already (`written` false). Sizes are bytes of tensors; `content` is the source's hash."""
+    """What was made, or found to be there already (`written` false). Sizes are bytes of tensors; `content` is the
+    source's hash.
+    """
 
     model: str
     quant: str
@@ -35,9 +39,13 @@ class Conversion:
 
 def add_to(subcommands: Subcommands) -> None:
     """Add `quantize` to the command."""
-    parser = subcommands.add("quantize", run, "Convert a model once to --quant int8 or int4; later openings use the result.")
+    parser = subcommands.add(
+        "quantize", run, "Convert a model once to --quant int8 or int4; later openings use the result."
+    )
     parser.add_argument("--group", type=int, choices=(128, 32), help="int4: weights per scale; default 128")
-    parser.add_argument("--asymmetric", action="store_true", help="int4: an offset per scale; a little better, a little larger")
+    parser.add_argument(
+        "--asymmetric", action="store_true", help="int4: an offset per scale; a little better, a little larger"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +73,9 @@ def _summary(done: Conversion) -> str:
     from ..memory.budget import show
 
     how = f"made in {done.seconds:.1f} s" if done.written else "it was there already"
-    return f"{done.path}\n{done.format}, {show(done.bytes)}, {done.bytes / done.source_bytes:.0%} of the checkpoint; {how}"
+    return (
+        f"{done.path}\n{done.format}, {show(done.bytes)}, {done.bytes / done.source_bytes:.0%} of the checkpoint; {how}"
+    )
 
 
 def quantize_model(
@@ -78,7 +88,9 @@ def quantize_model(
     progress: ProgressReport | None = None,
     cancel: CancelCheck | None = None,
 ) -> Conversion:
-    """Convert `name`, unless that is there already. Raises ModelError, FileError, MemoryFull, RequestError, Cancelled."""
+    """Convert `name`, unless that is there already. Raises ModelError, FileError, MemoryFull, RequestError,
+    Cancelled.
+    """
     from ..catalog.inventory import model_roots
     from ..kernels.choose import choose_kernels
     from ..loader.checkpoint import open_checkpoint
@@ -96,11 +108,15 @@ def quantize_model(
     aim = CHOICES[quant] if quant != "int4" else int4(group or DEFAULT_GROUP, symmetric=symmetric)
     plan = requantized(plan_weights(family.destinations(described), checkpoint, aim))
     if not plan.bench_bytes(convert.CPU) or plan.form == plan_weights(family.destinations(described), checkpoint).form:
-        raise RequestError(f"{checkpoint.name} is stored quantized already ({plan.form}); open it as it is, with --quant none")
+        raise RequestError(
+            f"{checkpoint.name} is stored quantized already ({plan.form}); open it as it is, with --quant none"
+        )
     if plan.note:
         log.warning(plan.note)
     kernels = choose_kernels(convert.CPU, plan.dtype, config.cache)
-    conversion = convert.Conversion(checkpoint, plan, quant, converted_folder(checkpoint, quant, config.cache), kernels.quantize)
+    conversion = convert.Conversion(
+        checkpoint, plan, quant, converted_folder(checkpoint, quant, config.cache), kernels.quantize
+    )
     started = time.perf_counter()
     values: dict[str, Any] = dict(config.memory)
     pool = make_pool("cpu", MemorySettings(**values))
@@ -114,4 +130,6 @@ def quantize_model(
     content = open_converted(conversion.folder, quant).content
     sizes = checkpoint.weight_bytes, convert.file_bytes(plan)
     seconds = time.perf_counter() - started
-    return Conversion(checkpoint.name, quant, plan.form, str(conversion.folder.absolute()), *sizes, content, written, seconds)
+    return Conversion(
+        checkpoint.name, quant, plan.form, str(conversion.folder.absolute()), *sizes, content, written, seconds
+    )

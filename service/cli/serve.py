@@ -35,14 +35,18 @@ def add_to(subcommands: Subcommands) -> None:
     text = "Answer over HTTP as OpenAI's API does (--model: names; repeatable)."
     parser = subcommands.add("serve", serve, text, json=False, model="append")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen; default 127.0.0.1, or host in [service]")
-    parser.add_argument("--port", type=whole_from(0), metavar="N", help="0: any free port; default 8787, or port in [service]")
+    parser.add_argument(
+        "--port", type=whole_from(0), metavar="N", help="0: any free port; default 8787, or port in [service]"
+    )
     parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on a unix socket instead")
     where = "the token's file, made if absent; default: in the tree's cache"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=where)
     parser.add_argument("--no-token", action="store_true", help="ask for no token; on loopback or a unix socket only")
     roots = "serve the models of this folder too, before others"
     parser.add_argument("--roots", type=Path, action="append", metavar="FOLDER", help=roots)
-    parser.add_argument("--on-demand", action="store_true", help="end after a time without requests, see linger in [service]")
+    parser.add_argument(
+        "--on-demand", action="store_true", help="end after a time without requests, see linger in [service]"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ def serve(args: argparse.Namespace) -> int:
     with only_one(plan.config.cache):
         ended = asyncio.run(_run(plan))
     if not ended:
-        # A thread is in work that cannot be stopped, and Python would wait for it. What was to be kept is kept, and children end with us.
+        # A thread is in work that cannot be stopped, and Python would wait for it. What was to be kept is kept, and
+        # children end with us.
         log.warning("some work did not end in time; the service ends without it")
         logging.shutdown()
         sys.stdout.flush()
@@ -79,7 +84,9 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError, RequestError."""
+    """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError,
+    RequestError.
+    """
     from ..catalog.inventory import model_roots
     from ..peers.token_file import FILE_NAME as TOKEN_FILE_NAME
     from ..peers.token_file import load_token
@@ -91,8 +98,16 @@ def _plan(args: argparse.Namespace) -> Plan:
     config = replace(config, model_roots=tuple(dict.fromkeys([*(args.roots or ()), *config.model_roots])))
     for root in config.model_roots:
         if not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
-            named = "--roots" if root in (args.roots or ()) else f"roots under [models] in {config.file.name if config.file else FILE_NAME}"
-            log.warning("the model folder %s cannot be read, so none of its models is served; make it, or correct %s", root, named)
+            named = (
+                "--roots"
+                if root in (args.roots or ())
+                else f"roots under [models] in {config.file.name if config.file else FILE_NAME}"
+            )
+            log.warning(
+                "the model folder %s cannot be read, so none of its models is served; make it, or correct %s",
+                root,
+                named,
+            )
     host = config.service.host if args.host is None else args.host
     port = config.service.port if args.port is None else args.port
     if port > 65535:
@@ -102,7 +117,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.no_token and args.token_file is not None:
         raise UsageError("--no-token and --token-file exclude each other; give one of them")
     if args.no_token and args.uds is None and not is_loopback(host):
-        raise UsageError(f"--no-token works on loopback only, and {host} can be reached by other machines; leave it out")
+        raise UsageError(
+            f"--no-token works on loopback only, and {host} can be reached by other machines; leave it out"
+        )
     names = tuple(dict.fromkeys(args.model or ()))
     roots = model_roots(config)
     for name in names:

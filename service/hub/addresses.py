@@ -68,7 +68,9 @@ class Reach:
         address = literal(host)
         local = address is not None and kind_of(address) == "loopback" and "loopback" in self._kinds
         if url.scheme == "http" and host not in self._plain and not local:
-            raise PeerError(f"{source} without encryption (http); only https is followed, or a mirror that is named with http")
+            raise PeerError(
+                f"{source} without encryption (http); only https is followed, or a mirror that is named with http"
+            )
         if address is not None and host not in self._own:
             self._check(address, source)
 
@@ -83,7 +85,9 @@ class Reach:
     def _check(self, address: Address, source: str) -> None:
         kind = kind_of(address)
         if kind == "never" or kind not in self._kinds:
-            raise PeerError(f"{source}, which is the {kind} address {address}; a public hub may not lead into your own network")
+            raise PeerError(
+                f"{source}, which is the {kind} address {address}; a public hub may not lead into your own network"
+            )
 
 
 class GuardedResolver(AbstractResolver):
@@ -93,7 +97,9 @@ class GuardedResolver(AbstractResolver):
         self._reach = reach
         self._inner = inner
 
-    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
         found = await self._inner.resolve(host, port, family)
         self._reach.check_resolved(host, [entry["host"] for entry in found])
         return found

@@ -98,7 +98,9 @@ class Fetch:
         """Link `name` to weights in another folder. Returns the manifest, without the link if the disk has none."""
         path, manifest = root / name, self._manifests[root]
         entries = (entry for other in self._manifests.values() for entry in other.files)
-        sha256 = next(entry.sha256 for entry in entries if entry.sha256 is not None and Path(entry.path).name == Path(target).name)
+        sha256 = next(
+            entry.sha256 for entry in entries if entry.sha256 is not None and Path(entry.path).name == Path(target).name
+        )
         try:
             path.unlink(missing_ok=True)
             path.symlink_to(target)
@@ -150,7 +152,8 @@ class Fetch:
         web = self._hubs.web(file.snapshot)
         if web is None:
             raise FileError(
-                f"{short(file.path)} is not in the folder of --import, and no hub can be asked; connect, or import from another folder"
+                f"{short(file.path)} is not in the folder of --import, and no hub can be asked; connect, or import from"
+                " another folder"
             )
         part = Part(target, file.file, Origin(file.snapshot.repo, file.snapshot.commit), self._limits.sync, self._stop)
         key = (folder.root, file.path)
@@ -181,7 +184,9 @@ class Fetch:
         """Cancel the pull where others have filled the disk meanwhile. Raises FileError."""
         for folder in self._plan.folders:
             if shutil.disk_usage(folder.root).free < self._limits.reserve // 4:
-                raise FileError(f"the disk of {folder.root.name} is nearly full; free some space, and run the command again")
+                raise FileError(
+                    f"the disk of {folder.root.name} is nearly full; free some space, and run the command again"
+                )
 
     def _progress(self) -> int:
         return self._finished + sum(part.done for part in self._parts.values())
@@ -192,7 +197,10 @@ class Fetch:
     def _done(self) -> dict[str, Any]:
         first = self._plan.folders[0]
         found = {
-            file.path: entry for folder in self._plan.folders for file in folder.files if (entry := self._entry(folder, file)) is not None
+            file.path: entry
+            for folder in self._plan.folders
+            for file in folder.files
+            if (entry := self._entry(folder, file)) is not None
         }
         return {
             "event": "done",
@@ -219,4 +227,6 @@ def _disk_errors(plan: Plan) -> Iterator[None]:
                 f"the disk of {name} took no more ({os.strerror(error.errno or 0)}); what has arrived is kept: free "
                 f"{plan.missing / 1e9:.2f} GB or raise the limit, and run the command again"
             ) from error
-        raise FileError(f"cannot write into {name}: {error.strerror or error}; make it writable, and run the command again") from error
+        raise FileError(
+            f"cannot write into {name}: {error.strerror or error}; make it writable, and run the command again"
+        ) from error

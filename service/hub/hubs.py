@@ -26,7 +26,9 @@ _OFF = ("", "0", "false", "no", "off")
 class Hubs:
     """The hubs that a pull asks, in order, and the local files it may use. An asynchronous context manager."""
 
-    def __init__(self, limits: Limits, report: Report, environment: Mapping[str, str], local: LocalFiles | None = None) -> None:
+    def __init__(
+        self, limits: Limits, report: Report, environment: Mapping[str, str], local: LocalFiles | None = None
+    ) -> None:
         self.local = local
         self.offline = environment.get("HF_HUB_OFFLINE", "").lower() not in _OFF
         self._environment = environment
@@ -59,7 +61,9 @@ class Hubs:
         return self._known[repo, revision]
 
     async def _ask(self, repo: str, revision: str | None) -> Snapshot:
-        failure: PeerError | RequestError = RequestError("HF_HUB_OFFLINE is set, so no hub is asked; unset it for this command")
+        failure: PeerError | RequestError = RequestError(
+            "HF_HUB_OFFLINE is set, so no hub is asked; unset it for this command"
+        )
         for web in self._webs:
             read = modelscope.read_snapshot if web.endpoint.hub == "modelscope" else huggingface.read_snapshot
             try:
@@ -86,7 +90,9 @@ class Hubs:
             return found
         web = self.web(snapshot)
         if web is None:
-            raise FileError(f"{short(file.path)} of {snapshot.repo} is not in the folder of --import, and no hub can be asked")
+            raise FileError(
+                f"{short(file.path)} of {snapshot.repo} is not in the folder of --import, and no hub can be asked"
+            )
         return await read_small(web, file_address(snapshot, file.path), file, SMALL_LIMIT)
 
 

@@ -72,7 +72,9 @@ async def _read_tree(web: Web, repo: str, commit: str) -> tuple[RemoteFile, ...]
             return tuple(files)
         url = answer.url.join(URL(following[1], encoded=True))
         if url.origin() != web.endpoint.url.origin():
-            url = web.endpoint.url.joinpath(*url.parts[1:]).with_query(url.query)  # a mirror that passes on the original's links
+            url = web.endpoint.url.joinpath(*url.parts[1:]).with_query(
+                url.query
+            )  # a mirror that passes on the original's links
     raise ModelError(f"{repo} has more than {FILES_LIMIT} files; name a smaller repository")
 
 
@@ -95,11 +97,20 @@ def _size(value: Any) -> bool:
 def _license(info: Mapping[str, Any]) -> str | None:
     card = info.get("cardData")
     found = card.get("license") if isinstance(card, dict) else None
-    if isinstance(found, str) and found == "other" and isinstance(card, dict) and isinstance(card.get("license_name"), str):
+    if (
+        isinstance(found, str)
+        and found == "other"
+        and isinstance(card, dict)
+        and isinstance(card.get("license_name"), str)
+    ):
         found = card["license_name"]
     if not isinstance(found, str):
         tags = info.get("tags")
-        named = [tag for tag in tags if isinstance(tag, str) and tag.startswith("license:")] if isinstance(tags, list) else []
+        named = (
+            [tag for tag in tags if isinstance(tag, str) and tag.startswith("license:")]
+            if isinstance(tags, list)
+            else []
+        )
         found = named[0].removeprefix("license:") if named else None
     return found[:80] if isinstance(found, str) and found.isprintable() else None
 

@@ -77,7 +77,9 @@ def _file(path: Path, name: str, table: Any) -> PinnedFile:
     try:
         file = PinnedFile(**table)
     except TypeError as error:
-        raise FileError(f"{path.name}: [files.{name}] needs repo, commit, path, folder, size and sha256, and no other key") from error
+        raise FileError(
+            f"{path.name}: [files.{name}] needs repo, commit, path, folder, size and sha256, and no other key"
+        ) from error
     right = (
         is_repo(file.repo)
         and _COMMIT.fullmatch(file.commit)
@@ -96,7 +98,9 @@ def _file(path: Path, name: str, table: Any) -> PinnedFile:
 def _model(path: Path, name: str, table: Any, files: Mapping[str, PinnedFile]) -> ImageModel:
     known = {"names", "license", "forms", "language_model", "language_weights", "unverified"}
     if not isinstance(table, dict) or not set(table) <= known or not table.get("forms"):
-        raise FileError(f"{path.name}: [models.{name}] needs forms, and may have {', '.join(sorted(known - {'forms'}))}")
+        raise FileError(
+            f"{path.name}: [models.{name}] needs forms, and may have {', '.join(sorted(known - {'forms'}))}"
+        )
     forms = {form: tuple(files[one] for one in chosen) for form, chosen in table["forms"].items()}
     weights = table.get("language_weights")
     return ImageModel(

@@ -34,7 +34,9 @@ class LocalFiles:
 
     def __init__(self, root: Path, stop: Callable[[], bool] = lambda: False) -> None:
         if not root.is_dir():
-            raise FileError(f"--import {root.name or root} is not a folder; name a folder with model files, or a hub's cache")
+            raise FileError(
+                f"--import {root.name or root} is not a folder; name a folder with model files, or a hub's cache"
+            )
         self.root = root
         self._stop = stop
         self._by_size: dict[int, list[Path]] = {}
@@ -89,7 +91,9 @@ def _walk(root: Path) -> Iterator[Path]:
         for name in names:
             count += 1
             if count > FILES_LIMIT:
-                raise FileError(f"--import {root.name}: there are more than {FILES_LIMIT} files; name the folder of the model")
+                raise FileError(
+                    f"--import {root.name}: there are more than {FILES_LIMIT} files; name the folder of the model"
+                )
             yield Path(folder, name)
 
 
@@ -132,7 +136,11 @@ def cached_snapshot(root: Path, repo: str, revision: str | None) -> Snapshot | N
     `root` is the cache, the folder that holds it as `hub`, or the repository's own folder in it.
     """
     name = f"models--{repo.replace('/', '--')}"
-    places = [place for place in (root / name, root / "hub" / name, root) if place.name == name and (place / "snapshots").is_dir()]
+    places = [
+        place
+        for place in (root / name, root / "hub" / name, root)
+        if place.name == name and (place / "snapshots").is_dir()
+    ]
     if not places:
         return None
     commit = revision or "main"
@@ -142,7 +150,11 @@ def cached_snapshot(root: Path, repo: str, revision: str | None) -> Snapshot | N
     folder = places[0] / "snapshots" / commit
     if not (len(commit) == 40 and set(commit) <= _HASH_DIGITS and folder.is_dir()):
         return None
-    files = tuple(file for path in sorted(folder.rglob("*")) if (file := _blob(path, path.relative_to(folder).as_posix())) is not None)
+    files = tuple(
+        file
+        for path in sorted(folder.rglob("*"))
+        if (file := _blob(path, path.relative_to(folder).as_posix())) is not None
+    )
     endpoint = URL("https://huggingface.co")
     return Snapshot("hf", endpoint, repo, repo, commit, commit, files) if files else None
 

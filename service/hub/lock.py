@@ -30,7 +30,9 @@ def locked(folder: Path) -> Iterator[None]:
             if error.errno in _BUSY:
                 owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
                 who = f"process {owner}" if owner.isdigit() else "another process"
-                raise FileError(f"{who} is pulling into {folder.name}; wait until it has ended, then run the command again") from error
+                raise FileError(
+                    f"{who} is pulling into {folder.name}; wait until it has ended, then run the command again"
+                ) from error
             log.warning("the disk of %s has no locks (%s): run one pull at a time", folder.name, error.strerror)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -63,7 +63,10 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step. Raises OSError."""
-        files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256, "modified_ns": entry.modified_ns} for entry in self.files]
+        files = [
+            {"path": entry.path, "size": entry.size, "sha256": entry.sha256, "modified_ns": entry.modified_ns}
+            for entry in self.files
+        ]
         document = {
             "source": self.source,
             "repo": self.repo,
@@ -92,7 +95,11 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def _entry(path: Path, row: Any, advice: str) -> Entry:
-    values = (row.get("path"), row.get("size"), row.get("sha256"), row.get("modified_ns")) if isinstance(row, dict) else (None,) * 4
+    values = (
+        (row.get("path"), row.get("size"), row.get("sha256"), row.get("modified_ns"))
+        if isinstance(row, dict)
+        else (None,) * 4
+    )
     name, size, sha256, modified = values
     right = isinstance(name, str) and plain_parts(name) is not None and type(size) is int and size >= 0
     right = right and (sha256 is None or isinstance(sha256, str)) and (modified is None or type(modified) is int)
@@ -131,7 +138,9 @@ def state_of(folder: Path, name: str = MANIFEST) -> State | None:
         path = folder / entry.path
         if not entry.fetched or not path.is_file():
             missing.append(entry.path)
-        elif path.stat().st_size != entry.size or (entry.size <= SMALL and not entry.untouched(path) and _differs(path, entry)):
+        elif path.stat().st_size != entry.size or (
+            entry.size <= SMALL and not entry.untouched(path) and _differs(path, entry)
+        ):
             changed.append(entry.path)
     return State(manifest, tuple(missing), tuple(changed))
 
@@ -161,6 +170,9 @@ def verify(folder: Path, name: str, stop: Callable[[], bool], report: Callable[[
                 report({"event": "file", "path": entry.path, "size": entry.size, "sha256": found, "state": "verified"})
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise FileError(f"{folder.name} is not what was pulled: {', '.join(wrong[:3])}{more}; the same command without --verify repairs it")
+        raise FileError(
+            f"{folder.name} is not what was pulled: {', '.join(wrong[:3])}{more}; the same command without --verify"
+            " repairs it"
+        )
     manifest.write(folder / name)
     return manifest

@@ -44,7 +44,9 @@ async def read_snapshot(web: Web, repo: str, revision: str | None) -> Snapshot:
 
 def file_url(endpoint: URL, repo: str, revision: str, path: str) -> URL:
     """Where a file of a revision is served, by a redirect to the storage or at once."""
-    return endpoint.joinpath("api", "v1", "models", *repo.split("/"), "repo").with_query({"Revision": revision, "FilePath": path})
+    return endpoint.joinpath("api", "v1", "models", *repo.split("/"), "repo").with_query(
+        {"Revision": revision, "FilePath": path}
+    )
 
 
 async def _rows(web: Web, repo: str, revision: str) -> list[dict[str, Any]]:
@@ -61,7 +63,8 @@ async def _rows(web: Web, repo: str, revision: str) -> list[dict[str, Any]]:
         level = await _list(web, repo, revision, root=root, recursive=False)
         if len(level) >= CUT:
             raise ModelError(
-                f"{repo} has {CUT} or more files in one folder, and ModelScope lists no more of them; pull it from Hugging Face"
+                f"{repo} has {CUT} or more files in one folder, and ModelScope lists no more of them; pull it from"
+                " Hugging Face"
             )
         for row in level:
             path = row.get("Path")
@@ -87,7 +90,12 @@ async def _data(web: Web, url: URL, repo: str, revision: str) -> dict[str, Any]:
     answer = await web.json(url)
     document = answer.document
     # An error may come with status 200: the body says so.
-    if answer.status >= 400 or not isinstance(document, dict) or document.get("Success") is False or document.get("Code", 200) != 200:
+    if (
+        answer.status >= 400
+        or not isinstance(document, dict)
+        or document.get("Success") is False
+        or document.get("Code", 200) != 200
+    ):
         raise _refusal(web, answer, repo, revision)
     data = document.get("Data")
     if not isinstance(data, dict):
@@ -106,8 +114,12 @@ def _refusal(web: Web, answer: Answer, repo: str, revision: str) -> PeerError | 
             f"put a token that may read it into {web.endpoint.token_hint}, and run the command again"
         )
     if status in (404, 10010205001, 10010205002) or answer.status == 404:
-        return ModelError(f"{web.endpoint.title} has no model {repo} at revision {short(revision)}{said}; check the name")
-    return PeerError(f"{web.endpoint.title} answers {status} for {repo}{said}; run the command again later, or use --from hf")
+        return ModelError(
+            f"{web.endpoint.title} has no model {repo} at revision {short(revision)}{said}; check the name"
+        )
+    return PeerError(
+        f"{web.endpoint.title} answers {status} for {repo}{said}; run the command again later, or use --from hf"
+    )
 
 
 def _file(web: Web, row: dict[str, Any]) -> RemoteFile:

@@ -39,7 +39,9 @@ def parse_name(text: str) -> Wanted:
         return Wanted(text)
     if text.lower().startswith("qwen") and is_repo(f"Qwen/{text}"):
         return Wanted(f"Qwen/{text}")
-    raise RequestError(f"{short(text)} is not the name of a model: write OWNER/NAME, such as Qwen/Qwen3-4B, or the address of its page")
+    raise RequestError(
+        f"{short(text)} is not the name of a model: write OWNER/NAME, such as Qwen/Qwen3-4B, or the address of its page"
+    )
 
 
 def _from_address(text: str) -> Wanted:
@@ -50,7 +52,9 @@ def _from_address(text: str) -> Wanted:
         parts = parts[1:]
     repo, rest = "/".join(parts[:2]), parts[2:]
     if not is_repo(repo):
-        raise RequestError(f"{short(text)} is not the address of a model's page; it looks like {HUGGING_FACE}/OWNER/NAME")
+        raise RequestError(
+            f"{short(text)} is not the address of a model's page; it looks like {HUGGING_FACE}/OWNER/NAME"
+        )
     endpoint = hub, url.origin()
     if len(rest) >= 2 and rest[0] in ("tree", "blob", "resolve"):
         path = "/".join(rest[2:]) if rest[0] != "tree" else ""
@@ -72,7 +76,11 @@ def read_address(text: str) -> URL:
 def hub_of(url: URL) -> HubKind:
     """Which of the two hubs' protocols an address speaks: mirrors speak that of Hugging Face."""
     host = (url.host or "").lower()
-    return "modelscope" if host in _MODELSCOPE_HOSTS or host.endswith(tuple(f".{name}" for name in _MODELSCOPE_HOSTS)) else "hf"
+    return (
+        "modelscope"
+        if host in _MODELSCOPE_HOSTS or host.endswith(tuple(f".{name}" for name in _MODELSCOPE_HOSTS))
+        else "hf"
+    )
 
 
 def endpoints(config: Config, wanted: Wanted, source: str | None, environment: Mapping[str, str]) -> list[Endpoint]:
@@ -95,7 +103,9 @@ def endpoints(config: Config, wanted: Wanted, source: str | None, environment: M
 def _configured(config: Config, hub: str, environment: Mapping[str, str]) -> list[tuple[HubKind, URL]]:
     """A hub's addresses: of onedesk.toml, else of the hub's own variable, else its public one."""
     if hub == "modelscope":
-        return [("modelscope", read_address(config.hub.modelscope or environment.get("MODELSCOPE_ENDPOINT") or MODELSCOPE))]
+        return [
+            ("modelscope", read_address(config.hub.modelscope or environment.get("MODELSCOPE_ENDPOINT") or MODELSCOPE))
+        ]
     texts = config.hub.endpoints or (environment.get("HF_ENDPOINT") or HUGGING_FACE,)
     return [("hf", read_address(text)) for text in texts]
 

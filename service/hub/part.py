@@ -41,7 +41,9 @@ class Part:
     After a crash exactly `done` of the sidecar counts: it is written after those bytes were synced.
     """
 
-    def __init__(self, target: Path, file: RemoteFile, origin: Origin, sync: int, stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, target: Path, file: RemoteFile, origin: Origin, sync: int, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self.target = target
         self.file = file
         self.path = target.with_name(target.name + PART)
@@ -77,7 +79,9 @@ class Part:
                 self._fd = os.open(self.path, flags, 0o666)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise FileError(f"{self.path.name} is not a regular file; remove it, and run the command again") from error
+                raise FileError(
+                    f"{self.path.name} is not a regular file; remove it, and run the command again"
+                ) from error
             raise
         state = os.fstat(self._fd)
         if not stat.S_ISREG(state.st_mode):
@@ -94,7 +98,9 @@ class Part:
     def _earlier(self) -> dict[str, Any]:
         """What the sidecar says, if it is about the same content; else nothing."""
         try:
-            with open(self.sidecar, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            with open(
+                self.sidecar, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+            ) as file:
                 found = json.loads(file.read(_SIDECAR_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -106,7 +112,11 @@ class Part:
             self.file.git_sha1,
         )
         etag = found.get("etag")
-        return found if same and (etag is None or (isinstance(etag, str) and etag.isascii() and etag.isprintable())) else {}
+        return (
+            found
+            if same and (etag is None or (isinstance(etag, str) and etag.isascii() and etag.isprintable()))
+            else {}
+        )
 
     def _reserve(self) -> None:
         """Reserve the file's space if the file system can: a full disk then shows at once. Raises OSError."""
@@ -199,7 +209,11 @@ class Part:
         if self._fd is None:
             raise RuntimeError("the part is not open")
         os.ftruncate(self._fd, self.done)
-        wrong = f"{self.done} bytes, not {self.file.size}" if self.done != self.file.size else self._hashes.mismatch(self.file)
+        wrong = (
+            f"{self.done} bytes, not {self.file.size}"
+            if self.done != self.file.size
+            else self._hashes.mismatch(self.file)
+        )
         if wrong is None and self.file.path.endswith(ENDINGS):
             try:
                 read_header(self.path, shown=self.file.path)

@@ -38,14 +38,17 @@ def check_paths(paths: Iterable[str]) -> None:
     for path in paths:
         reason = refused(path)
         if reason is not None:
-            raise FileError(f"the repository has a file named {short(path)}, which is refused: {reason}; nothing was written")
+            raise FileError(
+                f"the repository has a file named {short(path)}, which is refused: {reason}; nothing was written"
+            )
         parts = path.split("/")
         for count in range(1, len(parts) + 1):
             prefix = "/".join(parts[:count])
             folded = unicodedata.normalize("NFC", prefix).casefold()
             if seen.setdefault(folded, prefix) != prefix:
                 raise FileError(
-                    f"the repository has {short(seen[folded])} and {short(prefix)}, which are one name on some disks; nothing was written"
+                    f"the repository has {short(seen[folded])} and {short(prefix)}, which are one name on some disks;"
+                    " nothing was written"
                 )
 
 

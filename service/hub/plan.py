@@ -201,7 +201,9 @@ async def read_small(web: Web, address: URL, file: RemoteFile, limit: int) -> by
     hashes = Hashes.of(file)
     hashes.update(content)
     if hashes.mismatch(file):
-        raise FileError(f"{web.endpoint.title} sends other bytes for {short(file.path)} than it promises; try another --from")
+        raise FileError(
+            f"{web.endpoint.title} sends other bytes for {short(file.path)} than it promises; try another --from"
+        )
     return content
 
 
@@ -212,7 +214,9 @@ def check_disk(plan: Plan, limits: Limits) -> None:
         place = _existing(folder.root)
         device = place.stat().st_dev
         free[device] = shutil.disk_usage(place).free
-        lacking = sum(file.missing for file in folder.files) - sum(_reserved(folder.root, file) for file in folder.files)
+        lacking = sum(file.missing for file in folder.files) - sum(
+            _reserved(folder.root, file) for file in folder.files
+        )
         needed[device] = needed.get(device, 0) + max(0, lacking)
     for device, count in needed.items():
         wanted = count + count // 50 + limits.reserve if count else 0

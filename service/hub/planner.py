@@ -85,7 +85,9 @@ class Planner:
         renamed = snapshot.repo if snapshot.repo != snapshot.asked else None
         return Plan(request.name, (part,), snapshot.license, snapshot.gated, fit, renamed=renamed)
 
-    async def _look(self, root: Path, chosen: list[tuple[str, RemoteFile, Snapshot]], manifest: str) -> tuple[PlannedFile, ...]:
+    async def _look(
+        self, root: Path, chosen: list[tuple[str, RemoteFile, Snapshot]], manifest: str
+    ) -> tuple[PlannedFile, ...]:
         # Files that are there are hashed where their hash is not known: not on the event loop.
         return await asyncio.to_thread(plan_folder, root, chosen, manifest, self._report, self._stop)
 
@@ -100,7 +102,8 @@ class Planner:
         request = self._request
         if request.globs or request.revision or request.folder_name:
             raise RequestError(
-                f"{model.name} is a fixed set of files: leave --files, --revision and --as out; --form chooses among its forms"
+                f"{model.name} is a fixed set of files: leave --files, --revision and --as out; --form chooses among"
+                " its forms"
             )
         pinned = model.files(request.form)
         chosen = [(file.target, *await self._pinned(file)) for file in pinned]
@@ -155,7 +158,9 @@ class Planner:
 def models_folder(config: Config) -> Path:
     """Where models are pulled to: the first root of [models]. Raises FileError where no configuration names one."""
     if config.file is None or not config.model_roots:
-        raise FileError(f"there is no {FILE_NAME} that says where models are; run install.sh, or name a file with --config")
+        raise FileError(
+            f"there is no {FILE_NAME} that says where models are; run install.sh, or name a file with --config"
+        )
     return config.model_roots[0]
 
 
@@ -184,7 +189,11 @@ def folder_name(text: str) -> str:
 
 def _check_owner(folder: Path, snapshot: Snapshot) -> None:
     if folder.is_symlink():
-        raise FileError(f"{folder.name} in the models folder is a symlink; remove it, or pull under another name: --as NAME")
+        raise FileError(
+            f"{folder.name} in the models folder is a symlink; remove it, or pull under another name: --as NAME"
+        )
     manifest = read_manifest(folder / MANIFEST)
     if manifest is not None and manifest.repo not in (snapshot.repo, snapshot.asked):
-        raise FileError(f"the folder {folder.name} holds {manifest.repo}; pull under another name: --as {snapshot.repo}")
+        raise FileError(
+            f"the folder {folder.name} holds {manifest.repo}; pull under another name: --as {snapshot.repo}"
+        )

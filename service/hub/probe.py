@@ -38,7 +38,9 @@ async def probe(endpoint: Endpoint, limits: Limits, report: Report) -> Probe:
             async with web.open(file_address(snapshot, SINGLE), headers) as (response, _):
                 count = len(await response.content.read(BYTES))
                 seconds = time.monotonic() - started - listed
-                detail = f"{len(snapshot.files)} files of {REPOSITORY} listed in {listed:.2f} s; {count} bytes of {SINGLE} "
+                detail = (
+                    f"{len(snapshot.files)} files of {REPOSITORY} listed in {listed:.2f} s; {count} bytes of {SINGLE} "
+                )
                 detail += f"from {response.url.host} in {seconds:.2f} s, status {response.status}"
                 if response.status != 206:
                     raise PeerError(f"{detail}: ranges are not honoured, so a pull cannot resume here")

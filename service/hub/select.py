@@ -48,7 +48,11 @@ async def choose_files(snapshot: Snapshot, globs: Sequence[str], form: str | Non
         return _matching(snapshot, globs)
     if snapshot.file(CONFIG) is None:
         raise ModelError(_no_config(snapshot))
-    settings = [file for file in snapshot.files if "/" not in file.path and any(fnmatchcase(file.path, glob) for glob in _SETTINGS)]
+    settings = [
+        file
+        for file in snapshot.files
+        if "/" not in file.path and any(fnmatchcase(file.path, glob) for glob in _SETTINGS)
+    ]
     weights = await _weights(snapshot, form, read)
     return [*settings, *(file for file in weights if file not in settings)]
 
@@ -58,10 +62,14 @@ def _matching(snapshot: Snapshot, globs: Sequence[str]) -> list[RemoteFile]:
     for glob in globs:
         found = [file for file in snapshot.files if fnmatchcase(file.path, glob)]
         if not found:
-            raise RequestError(f"--files {short(glob)} matches none of the {len(snapshot.files)} files of {snapshot.repo}")
+            raise RequestError(
+                f"--files {short(glob)} matches none of the {len(snapshot.files)} files of {snapshot.repo}"
+            )
         refused = [file.path for file in found if file.path.lower().endswith((*PICKLES, *CODE))]
         if refused:
-            raise RequestError(f"--files {short(glob)} asks for {short(refused[0])}, which can run code and is never fetched")
+            raise RequestError(
+                f"--files {short(glob)} asks for {short(refused[0])}, which can run code and is never fetched"
+            )
         chosen += [file for file in found if file not in chosen]
     return chosen
 
@@ -95,7 +103,9 @@ async def _weights(snapshot: Snapshot, form: str | None, read: ReadSmall) -> lis
         return top
     if top:
         names = ", ".join(short(file.path) for file in top[:4])
-        raise ModelError(f"{snapshot.repo} has {len(top)} safetensors files and no index: {names}; choose with --files or --form")
+        raise ModelError(
+            f"{snapshot.repo} has {len(top)} safetensors files and no index: {names}; choose with --files or --form"
+        )
     pickled = any(file.path.lower().endswith(PICKLES) for file in snapshot.files)
     why = "only pickle files, which can run code and are never fetched" if pickled else "no safetensors files"
     raise ModelError(f"{snapshot.repo} has {why}; get the safetensors form of this model")
@@ -120,17 +130,25 @@ def _no_form(snapshot: Snapshot, form: str) -> str:
 async def _indexed(snapshot: Snapshot, index: RemoteFile, read: ReadSmall) -> list[RemoteFile]:
     """The shards that an index names. Others in the tree are a second format, and left out."""
     weight_map = parse_json_object(await read(index), index.path, INDEX_DOCUMENT).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) and plain_parts(name) for name in weight_map.values()):
-        raise ModelError(f"{index.path} of {snapshot.repo} does not say which file holds which tensor; the repository is damaged")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and plain_parts(name) for name in weight_map.values()
+    ):
+        raise ModelError(
+            f"{index.path} of {snapshot.repo} does not say which file holds which tensor; the repository is damaged"
+        )
     names = sorted(set(weight_map.values()))
     found = [(name, snapshot.file(name)) for name in names]
     lacking = [name for name, file in found if file is None]
     if lacking or not names:
         shown = short(lacking[0]) if lacking else "no file"
         raise ModelError(
-            f"{snapshot.repo} lacks {len(lacking)} of {len(names)} shards that its index names ({shown}); its upload is unfinished"
+            f"{snapshot.repo} lacks {len(lacking)} of {len(names)} shards that its index names ({shown}); its upload is"
+            " unfinished"
         )
     wrong = [name for name in names if not name.endswith(".safetensors")]
     if wrong:
-        raise ModelError(f"{index.path} of {snapshot.repo} names {short(wrong[0])}, which is not a safetensors file and is never fetched")
+        raise ModelError(
+            f"{index.path} of {snapshot.repo} names {short(wrong[0])}, which is not a safetensors file and is never"
+            " fetched"
+        )
     return [file for _, file in found if file is not None]

@@ -35,7 +35,11 @@ def find_token(config: Config, hub: HubKind, environment: Mapping[str, str]) -> 
         return _checked(given, "HF_TOKEN")
     named = environment.get("HF_TOKEN_PATH")
     home = environment.get("HF_HOME")
-    default = Path(home).expanduser() if home else Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    default = (
+        Path(home).expanduser()
+        if home
+        else Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    )
     file = Path(named).expanduser() if named else default / "token"
     try:
         with file.open("rb") as opened:

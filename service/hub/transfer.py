@@ -102,23 +102,37 @@ class Transfer:
         for answer in (*redirects, response):
             linked = _HASH.fullmatch(answer.headers.get("X-Linked-Etag", ""))
             if linked and file.sha256 and linked[1] != file.sha256:
-                raise PeerError(f"{answer.url.host} has other content for {short(file.path)} than its list says; run the command again")
+                raise PeerError(
+                    f"{answer.url.host} has other content for {short(file.path)} than its list says; run the command"
+                    " again"
+                )
         if "html" in response.content_type and not file.path.endswith((".html", ".htm")):
-            raise PeerError(f"{host} answers with a web page instead of {short(file.path)}; does a login page intercept it?")
+            raise PeerError(
+                f"{host} answers with a web page instead of {short(file.path)}; does a login page intercept it?"
+            )
         if status == 206:
             self._check_range(response, part)
         elif response.headers.get("Content-Encoding", "identity") == "identity":
             length = response.content_length
             if length is not None and length != file.size:
-                raise PeerError(f"{host} sends {length} bytes for {short(file.path)}, its list says {file.size}; run the command again")
+                raise PeerError(
+                    f"{host} sends {length} bytes for {short(file.path)}, its list says {file.size}; run the command"
+                    " again"
+                )
 
     def _check_range(self, response: aiohttp.ClientResponse, part: Part) -> None:
         host, file = response.url.host, part.file
         found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
-        if found is None or int(found[1]) != part.done or response.headers.get("Content-Encoding", "identity") != "identity":
+        if (
+            found is None
+            or int(found[1]) != part.done
+            or response.headers.get("Content-Encoding", "identity") != "identity"
+        ):
             raise TransientError(f"{host} sends another range than was asked")
         if found[3] != "*" and int(found[3]) != file.size:
-            raise PeerError(f"{host} has {found[3]} bytes of {short(file.path)}, its list says {file.size}; run the command again")
+            raise PeerError(
+                f"{host} has {found[3]} bytes of {short(file.path)}, its list says {file.size}; run the command again"
+            )
 
     def _refusal(self, response: aiohttp.ClientResponse, path: str) -> PeerError | ModelError | RequestError:
         snapshot = self._snapshot
@@ -141,7 +155,10 @@ class Transfer:
                 received += len(chunk)
                 in_window += len(chunk)
                 if received > part.file.size:
-                    raise PeerError(f"{host} sends more than the {part.file.size} bytes of {short(part.file.path)}; run the command again")
+                    raise PeerError(
+                        f"{host} sends more than the {part.file.size} bytes of {short(part.file.path)}; run the command"
+                        " again"
+                    )
                 block += chunk
                 await self._pace.take(len(chunk))
                 if len(block) >= BLOCK:

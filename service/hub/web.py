@@ -89,7 +89,9 @@ class Web:
 
     async def __aenter__(self) -> Web:
         resolver = GuardedResolver(self._reach, aiohttp.ThreadedResolver())
-        connector = aiohttp.TCPConnector(resolver=resolver, ssl=ssl.create_default_context(), limit=self.limits.connections + 2)
+        connector = aiohttp.TCPConnector(
+            resolver=resolver, ssl=ssl.create_default_context(), limit=self.limits.connections + 2
+        )
         # The time limits are per connection and per read; how long a file takes is not limited.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect, sock_read=self.limits.stall)
         self._session = aiohttp.ClientSession(
@@ -133,7 +135,9 @@ class Web:
             try:
                 url = url.join(URL(target, encoded=True))
             except ValueError as error:
-                raise PeerError(f"{came_from.host} redirects to an address that is not one; try later, or another --from") from error
+                raise PeerError(
+                    f"{came_from.host} redirects to an address that is not one; try later, or another --from"
+                ) from error
         raise PeerError(f"{url.host} redirects more than {REDIRECTS} times; try later, or another --from")
 
     async def _get(self, url: URL, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
@@ -200,7 +204,8 @@ class Web:
                         raise TransientError(f"{response.url.host} answers {response.status}", wait)
                     if response.status != 200:
                         raise PeerError(
-                            f"{response.url.host} answers {response.status} for a file that its list has; run the command again"
+                            f"{response.url.host} answers {response.status} for a file that its list has; run the"
+                            " command again"
                         )
                     raw = await _body(response, max(size, 1))
                     if len(raw) != size:
@@ -214,10 +219,14 @@ class Web:
         """Wait before attempt `tries` + 1. Raises PeerError after the last one, or if the server asks for too long."""
         limits = self.limits
         if tries >= (limits.tries if self.answered else min(limits.tries, limits.first_tries)):
-            raise PeerError(f"{error}, {tries} times in a row; run the command again later, or use another --from") from error
+            raise PeerError(
+                f"{error}, {tries} times in a row; run the command again later, or use another --from"
+            ) from error
         wait = min(limits.longest_backoff, limits.backoff * 2 ** (tries - 1)) if error.wait is None else error.wait
         if wait > limits.longest_wait:
-            raise PeerError(f"{error} and asks to wait {wait:.0f} s; run the command again then, a token raises the limits") from error
+            raise PeerError(
+                f"{error} and asks to wait {wait:.0f} s; run the command again then, a token raises the limits"
+            ) from error
         self.report({"event": "retry", "path": path, "reason": str(error), "attempt": tries, "wait": wait})
         await asyncio.sleep(wait)
 
@@ -238,7 +247,10 @@ async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
             parts.append(chunk)
             size += len(chunk)
             if size > limit:
-                raise PeerError(f"{response.url.host} sends more than the {limit} bytes that are possible here; run the command again")
+                raise PeerError(
+                    f"{response.url.host} sends more than the {limit} bytes that are possible here; run the command"
+                    " again"
+                )
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
         raise TransientError(f"the connection to {response.url.host} ended early: {reason_of(error)}") from error
     return b"".join(parts)

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 FUSED_FROM = (8, 0)
 
 
-def choose_kernels(device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None) -> ReferenceKernels:
+def choose_kernels(
+    device: torch.device, weights: torch.dtype, cache: Path, cancel: CancelCheck | None = None
+) -> ReferenceKernels:
     """The fastest kernels for weights stored as `weights` on `device`. Compiled kernels are kept in `cache`. Raises
     Cancelled.
     """
@@ -61,10 +63,15 @@ def workspace_bytes(
 
     `capability`: that of a GPU that is not in this machine. None asks the GPU that is.
     """
-    possible: tuple[type[ReferenceKernels], ...] = (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    possible: tuple[type[ReferenceKernels], ...] = (
+        (CpuKernels, ReferenceKernels) if device.type == "cpu" else (ReferenceKernels,)
+    )
     if device.type == "cuda":
         possible = (fused_or_not(activation, capability)[0],)
-    return max(sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns)) for kind in possible)
+    return max(
+        sum(carved_bytes(*buffer) for buffer in kind.workspace_spec(heads, positions, activation, columns))
+        for kind in possible
+    )
 
 
 def fused_or_not(activation: torch.dtype, capability: tuple[int, int] | None = None) -> tuple[type[CudaKernels], str]:

@@ -76,7 +76,9 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def convolve_chunk(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, apart: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def convolve_chunk(
+    x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, apart: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """silu of the causal convolution of every channel: x [T, C] after window [(K - 1) * apart, C], taps [K, C] `apart`
     tokens apart.
 
@@ -89,7 +91,9 @@ def convolve_chunk(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor, ap
     return F.silu(out, inplace=True), seen[count:]
 
 
-def convolve_step(x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, apart: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def convolve_step(
+    x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, apart: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Like convolve_chunk for the next token of B sequences: x [B, C], windows [B, (K - 1) * apart, C]."""
     seen = torch.cat((windows, x[:, None]), dim=1)
     return F.silu((seen[:, ::apart] * taps).sum(1), inplace=True), seen[:, 1:]
@@ -111,7 +115,9 @@ def delta_chunk(
         total = decay[piece].cumsum(0).permute(1, 2, 0)
         count = total.shape[-1]
         later = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
-        left = (total[..., :, None] - total[..., None, :]).masked_fill_(later, float("-inf")).exp_()  # share of s left at t
+        left = (
+            (total[..., :, None] - total[..., None, :]).masked_fill_(later, float("-inf")).exp_()
+        )  # share of s left at t
         since = total.exp()[..., None]
         system = (keys @ keys.transpose(-1, -2)) * left * rate
         wanted = rate * (values - since * (keys @ state))

@@ -172,7 +172,9 @@ class RotaryTable:
         axes: Sequence[int] = (),
         rows: int = 0,
     ) -> RotaryTable:
-        """One row per position, and `rows` more for passes with pictures, whose positions have three axes: `turn_axes`."""
+        """One row per position, and `rows` more for passes with pictures, whose positions have three axes:
+        `turn_axes`.
+        """
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), turns_per_position(dim, theta, yarn))
         scale = 1.0 if yarn is None else yarn.attention
         cos, sin = (lease.carve((positions + rows, angles.shape[1]), torch.float32) for _ in range(2))

@@ -51,7 +51,9 @@ class ReferenceKernels:
         self._contiguous: Sequence[torch.Tensor] = ()
 
     @classmethod
-    def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+    def workspace_spec(
+        cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    ) -> tuple[Buffer, ...]:
         """The buffers that `reserve` needs for sequences of up to `positions` tokens: here one layer's keys and values,
         gathered.
 
@@ -96,7 +98,9 @@ class ReferenceKernels:
             out[:, row : row + step] = x @ tile.to(x.dtype).t()
         return out
 
-    def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    def norm_linear(
+        self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
         """out [T, rows] = rms_norm(x [T, cols]) @ weight [rows, cols]^T; normed [T, cols]."""
         return self.linear(self.rms_norm(x, norm, normed), weight, out)
 
@@ -139,7 +143,9 @@ class ReferenceKernels:
             self.attention(q[row : row + 1], *held, position, mixed[row : row + 1])
         return at.out
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> bool:
+    def attend_indexed(
+        self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+    ) -> bool:
         """Like `attend`, but each row sees the key blocks that the indexer selects for it, and the tokens after the
         last full key block. Updates the pooled keys and the tails.
 
@@ -243,7 +249,9 @@ class ReferenceKernels:
         high.copy_(turned[1])
         return x
 
-    def contiguous(self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def contiguous(
+        self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the first `length` keys and values of the sequence with block ids `table`: [kv_heads, length,
         head_dim] each.
         """
@@ -262,7 +270,9 @@ class ReferenceKernels:
             gathered.append(held.view(kv_heads, blocks * block, dim)[:, :length])
         return gathered[0], gathered[1]
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor
+    ) -> torch.Tensor:
         """Causal grouped-query attention, scale dim^-0.5.
 
         q [T, heads, dim] at positions start..; k, v [kv_heads, start + T, dim]; out [T, heads, dim].

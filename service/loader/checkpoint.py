@@ -1,4 +1,6 @@
-"""A checkpoint on disk: its configuration and where each tensor lies. Nothing but headers and small JSON files is read."""
+"""A checkpoint on disk: its configuration and where each tensor lies. Nothing but headers and small JSON files is
+read.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Checkpoint:
     """A validated checkpoint. `folder` holds config.json and the tokenizer; `weight_bytes` is the sum over all tensors.
 
     `generation` is empty without generation_config.json, see `has_generation`.
-    `settings`: the files of SETTINGS as they were when they were read; None where there are none, as of a network that is made up.
+    `settings`: the files of SETTINGS as they were when they were read; None where there are none, as of a network that
+    is made up.
     `notes`: what of the files was left out, a sentence each.
     """
 
@@ -87,7 +90,8 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     """Validate a folder (single or sharded) or a lone safetensors file with config.json beside it.
 
     Symlinks inside are followed only to files in the folder itself or under one of `roots`.
-    Raises FileError for what is missing, cut short or unreadable, ModelError for what is there but is no usable checkpoint.
+    Raises FileError for what is missing, cut short or unreadable, ModelError for what is there but is no usable
+    checkpoint.
     """
     path = path.absolute()
     if not exists(path):
@@ -113,19 +117,29 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     weight_bytes = sum(info.nbytes for info in tensors.values())
     name = lone.stem if lone is not None else (repository or folder.resolve()).name
     documents = MappingProxyType(config), MappingProxyType(generation)
-    return Checkpoint(folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings, files.has(GENERATION), found.notes)
+    return Checkpoint(
+        folder, name, *documents, MappingProxyType(tensors), weight_bytes, settings, files.has(GENERATION), found.notes
+    )
 
 
 def _read_config(files: FolderFiles, lone: Path | None) -> dict[str, Any]:
     if not files.has(CONFIG):
         if lone is not None:
-            raise FileError(f"there is no config.json beside {short(lone.name)}; put the model's config.json and tokenizer.json next to it")
+            raise FileError(
+                f"there is no config.json beside {short(lone.name)}; put the model's config.json and tokenizer.json"
+                " next to it"
+            )
         refuse_foreign(files)
-        raise FileError(f"there is no config.json in {short(files.folder.name)}; {unfinished(files) or 'download the whole folder'}")
+        raise FileError(
+            f"there is no config.json in {short(files.folder.name)}; {unfinished(files) or 'download the whole folder'}"
+        )
     config = read_json_object(files.path(CONFIG), CONFIG)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
-        raise ModelError("config.json does not say the model_type (a name such as qwen3); get the config.json that belongs to the weights")
+        raise ModelError(
+            "config.json does not say the model_type (a name such as qwen3); get the config.json that belongs to the"
+            " weights"
+        )
     if config.get("quantization_config") is None and files.has(HF_QUANT):
         config["quantization_config"] = modelopt_settings(read_json_object(files.path(HF_QUANT), HF_QUANT))
     return config
@@ -136,7 +150,10 @@ def end_ids(document: Mapping[str, Any], shown: str) -> frozenset[int]:
     value = document.get("eos_token_id")
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) > END_IDS or not all(type(item) is int and 0 <= item <= LARGEST_ID for item in values):
-        raise ModelError(f"{shown} has eos_token_id = {brief(value)}; a whole number from 0 is needed, or a list of at most {END_IDS}")
+        raise ModelError(
+            f"{shown} has eos_token_id = {brief(value)}; a whole number from 0 is needed, or a list of at most"
+            f" {END_IDS}"
+        )
     return frozenset(values)
 
 

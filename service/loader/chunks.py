@@ -1,4 +1,6 @@
-"""What is read in one go: the bytes of several tensors that lie together, or some rows of one that become something else on arrival."""
+"""What is read in one go: the bytes of several tensors that lie together, or some rows of one that become something
+else on arrival.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from .files import SourceFile, short
 from .header import TensorInfo
 
 # Measured cold on a virtual disk of 1.8 GB/s: chunks of 2 and 4 MiB read 256 MiB in 0.20 s, of 8 MiB in 0.33 s.
-# WILLNEED ahead of the readers took 0.60 instead of 0.30 s for 512 MiB: the kernel's own read-ahead, doubled by SEQUENTIAL, is better.
+# WILLNEED ahead of the readers took 0.60 instead of 0.30 s for 512 MiB: the kernel's own read-ahead, doubled by
+# SEQUENTIAL, is better.
 CHUNK_BYTES = 4 << 20
 PIECES_LIMIT = 1024  # IOV_MAX of Linux
 
@@ -58,7 +61,8 @@ class Rows:
 
 @dataclass(slots=True)
 class Chunk:
-    """Bytes that lie together in one file, from `offset` on: they fill `views` (flat uint8, one device) one after the other, or are `rows`.
+    """Bytes that lie together in one file, from `offset` on: they fill `views` (flat uint8, one device) one after the
+    other, or are `rows`.
 
     `jobs`: whose bytes the views are, by index.
     """
@@ -73,12 +77,17 @@ class Chunk:
 
 
 def plan_chunks(jobs: Sequence[Job], *, in_file_order: bool) -> list[Chunk]:
-    """Cut the jobs into chunks: of a tensor's bytes so that they end at multiples of CHUNK_BYTES in their file, of rows at whole steps.
+    """Cut the jobs into chunks: of a tensor's bytes so that they end at multiples of CHUNK_BYTES in their file, of rows
+    at whole steps.
 
     Raises ValueError for a tensor that does not fit.
     """
     chunks: list[Chunk] = []
-    order = sorted(range(len(jobs)), key=lambda i: (str(jobs[i][0].file), jobs[i][0].start)) if in_file_order else range(len(jobs))
+    order = (
+        sorted(range(len(jobs)), key=lambda i: (str(jobs[i][0].file), jobs[i][0].start))
+        if in_file_order
+        else range(len(jobs))
+    )
     for index in order:
         info, target = jobs[index]
         if isinstance(target, torch.Tensor):
@@ -111,7 +120,9 @@ def _add_rows(chunks: list[Chunk], info: TensorInfo, intake: Intake, index: int)
     for first in range(0, shape[0] if info.nbytes else 0, together):
         count = min(together, shape[0] - first)
         rows = Rows(intake, first, (count, *shape[1:]), torch_dtype(info.dtype))
-        chunks.append(Chunk(info.source, intake.device, info.start + first * width, count * width, jobs=[index], rows=rows))
+        chunks.append(
+            Chunk(info.source, intake.device, info.start + first * width, count * width, jobs=[index], rows=rows)
+        )
 
 
 def _add_bytes(chunks: list[Chunk], info: TensorInfo, view: torch.Tensor, index: int) -> None:
@@ -130,7 +141,9 @@ def _add_bytes(chunks: list[Chunk], info: TensorInfo, view: torch.Tensor, index:
 
 
 def _continues(chunk: Chunk, source: SourceFile, device: torch.device, at: int) -> bool:
-    follows = chunk.rows is None and chunk.source == source and chunk.device == device and chunk.offset + chunk.nbytes == at
+    follows = (
+        chunk.rows is None and chunk.source == source and chunk.device == device and chunk.offset + chunk.nbytes == at
+    )
     return follows and at % CHUNK_BYTES != 0 and len(chunk.views) < PIECES_LIMIT
 
 

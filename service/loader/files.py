@@ -1,4 +1,6 @@
-"""Opening the files of a checkpoint: regular files only, inside the folders that may be read, remembered by size and time."""
+"""Opening the files of a checkpoint: regular files only, inside the folders that may be read, remembered by size and
+time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any, TypeAlias
 
 from ..errors import FileError, ModelError
 
-_OPENING_HELP = MappingProxyType({errno.ENOENT: "; put it back, or download it again", errno.EACCES: "; let this user read it"})
+_OPENING_HELP = MappingProxyType(
+    {errno.ENOENT: "; put it back, or download it again", errno.EACCES: "; let this user read it"}
+)
 
 # Of each small file that is there: its name, bytes, and nanoseconds of its last change.
 Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
@@ -22,7 +26,9 @@ Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was when its header was read. `shown` is its name in messages, relative to the model folder; `size` is in bytes."""
+    """A file as it was when its header was read. `shown` is its name in messages, relative to the model folder;
+    `size` is in bytes.
+    """
 
     path: Path
     shown: str
@@ -39,7 +45,11 @@ class SourceFile:
 
     def same_as(self, other: os.stat_result) -> bool:
         """Whether `other` describes the same bytes: same file, size and time of change."""
-        return (self.size, self.modified_ns, self.inode) == (other.st_size, other.st_mtime_ns, (other.st_dev, other.st_ino))
+        return (self.size, self.modified_ns, self.inode) == (
+            other.st_size,
+            other.st_mtime_ns,
+            (other.st_dev, other.st_ino),
+        )
 
     def change(self, other: os.stat_result) -> str:
         """What of `other` is not as it was, in words."""
@@ -48,12 +58,17 @@ class SourceFile:
         if self.inode != (other.st_dev, other.st_ino):
             return f"another file of {self.size} bytes lies in its place"
         later = (other.st_mtime_ns - self.modified_ns) / 1e9
-        return f"it still has {self.size} bytes, but was written {abs(later):.9g} s {'later' if later > 0 else 'earlier'} than the one read"
+        return (
+            f"it still has {self.size} bytes, but was written {abs(later):.9g} s {'later' if later > 0 else 'earlier'}"
+            " than the one read"
+        )
 
 
 @contextmanager
 def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:
-    """Yield a read-only descriptor and what the file is now. Raises FileError when it is absent, unreadable or not a regular file."""
+    """Yield a read-only descriptor and what the file is now. Raises FileError when it is absent, unreadable or not a
+    regular file.
+    """
     try:
         # O_NONBLOCK: a FIFO in place of a model file must not block the caller for ever
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -79,10 +94,13 @@ def read_exactly(fd: int, nbytes: int, offset: int, shown: str) -> bytes:
         try:
             part = os.pread(fd, nbytes - have, offset + have)
         except OSError as error:
-            raise FileError(f"{shown} cannot be read at byte {offset + have}: {os.strerror(error.errno or 0)}") from None
+            raise FileError(
+                f"{shown} cannot be read at byte {offset + have}: {os.strerror(error.errno or 0)}"
+            ) from None
         if not part:
             raise FileError(
-                f"{shown} ends at byte {offset + have} while {nbytes} bytes from byte {offset} were read; it changed or is damaged"
+                f"{shown} ends at byte {offset + have} while {nbytes} bytes from byte {offset} were read; it changed or"
+                " is damaged"
             )
         parts.append(part)
         have += len(part)
@@ -90,7 +108,9 @@ def read_exactly(fd: int, nbytes: int, offset: int, shown: str) -> bytes:
 
 
 def read_whole(path: Path, shown: str, limit: int) -> bytes:
-    """The content of a file of at most `limit` bytes. FileError when it cannot be read, ModelError when it is larger."""
+    """The content of a file of at most `limit` bytes. FileError when it cannot be read, ModelError when it is
+    larger.
+    """
     with open_regular(path, shown) as (fd, source):
         if source.size > limit:
             raise ModelError(f"{shown} has {source.size:,} bytes; at most {limit:,} are read: download it again")
@@ -117,7 +137,9 @@ def is_inside(path: Path, bases: Iterable[Path]) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of this path, symlinks followed; a name that is no file name, or may not be looked up, is nothing."""
+    """Whether there is something of this path, symlinks followed; a name that is no file name, or may not be looked
+    up, is nothing.
+    """
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -133,7 +155,9 @@ def exists_at_all(path: Path) -> bool:
 
 
 def plain_parts(name: str) -> tuple[str, ...] | None:
-    """The parts of a relative name a/b/c, or None when it could leave its folder: empty, absolute, `..`, backslash, control character."""
+    """The parts of a relative name a/b/c, or None when it could leave its folder: empty, absolute, `..`, backslash,
+    control character.
+    """
     if not name or any(c == "\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
         return None
     parts = tuple(name.split("/"))
@@ -143,7 +167,9 @@ def plain_parts(name: str) -> tuple[str, ...] | None:
 
 
 def short(name: str, limit: int = 120) -> str:
-    """A name taken from a file, quoted and cut, fit for a message: printable, in its own script, never half a character."""
+    """A name taken from a file, quoted and cut, fit for a message: printable, in its own script, never half a
+    character.
+    """
     return repr(name if len(name) <= limit else name[:limit] + "...")
 
 

@@ -1,4 +1,6 @@
-"""The files of one model folder by their names: what is there, what a download has left, and what is not for this program."""
+"""The files of one model folder by their names: what is there, what a download has left, and what is not for this
+program.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,24 @@ class FolderFiles:
 
     def path(self, name: str) -> Path:
         if plain_parts(name) is None:
-            raise FileError(f"{short(name)} is not the name of a file inside the model folder {short(self.folder.name)}")
+            raise FileError(
+                f"{short(name)} is not the name of a file inside the model folder {short(self.folder.name)}"
+            )
         path = self.folder / name
         if path.is_symlink() and not exists(path):
             raise FileError(f"{short(name)} is a symlink to a file that does not exist; download it again")
         if not is_inside(path, self.bases):
             raise FileError(
-                f"{short(name)} is a symlink that leaves the model folders; put the file itself there, or add its folder as a root"
+                f"{short(name)} is a symlink that leaves the model folders; put the file itself there, or add its"
+                " folder as a root"
             )
         return path
 
     def names(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in self.folder.iterdir() if not entry.name.startswith(".") and not entry.is_dir())
+            return sorted(
+                entry.name for entry in self.folder.iterdir() if not entry.name.startswith(".") and not entry.is_dir()
+            )
         except OSError as error:
             raise FileError(f"the folder {short(self.folder.name)} cannot be read: {error.strerror}") from None
 

@@ -37,7 +37,8 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 class TensorInfo:
     """Where one tensor lies: `start` is its offset from the beginning of the file, `nbytes` its size, both in bytes.
 
-    `named`: the checkpoint's index names it, or there is no index; one that is not named is used only where it is needed.
+    `named`: the checkpoint's index names it, or there is no index; one that is not named is used only where it is
+    needed.
     """
 
     name: str
@@ -68,7 +69,8 @@ class Header:
 
 
 def read_header(path: Path, *, shown: str | None = None) -> Header:
-    """Read and validate the header of a safetensors file; `shown` is the file's name in messages (default: its last part).
+    """Read and validate the header of a safetensors file; `shown` is the file's name in messages (default: its last
+    part).
 
     Raises FileError naming the file, the tensor, what is wanted and what was found.
     """
@@ -80,7 +82,11 @@ def read_header(path: Path, *, shown: str | None = None) -> Header:
             looks = _looks_like(read_exactly(fd, min(source.size, 256), 0, shown))
             if looks is None and shown.endswith(ENDINGS):
                 raise
-            told = f": it looks like {looks}" if looks else f"; name the model's folder, or a file that ends in {ENDINGS[0]}"
+            told = (
+                f": it looks like {looks}"
+                if looks
+                else f"; name the model's folder, or a file that ends in {ENDINGS[0]}"
+            )
             raise FileError(f"{shown} is not a safetensors file{told}") from error
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
@@ -104,7 +110,9 @@ def _read_text(fd: int, source: SourceFile) -> tuple[HeaderText, int]:
     if length > HEADER_LIMIT:
         raise FileError(f"{shown}: the header would have {length} bytes, the format allows {HEADER_LIMIT}; {DAMAGED}")
     if length > size - PREFIX_BYTES:
-        raise FileError(f"{shown}: the header would have {length} bytes, only {size - PREFIX_BYTES} follow in the file; {DAMAGED}")
+        raise FileError(
+            f"{shown}: the header would have {length} bytes, only {size - PREFIX_BYTES} follow in the file; {DAMAGED}"
+        )
     return HeaderText(read_exactly(fd, length, PREFIX_BYTES, shown), shown), PREFIX_BYTES + length
 
 
@@ -125,9 +133,13 @@ def _tensor(name: str, entry: Mapping[str, Any], where: str, data_start: int, so
             "it is cut short or damaged: finish the download or get it again"
         )
     if bits % 8:
-        raise FileError(f"{where} of {dtype} {say(shape)} has {bits} bits, which is no whole number of bytes; {DAMAGED}")
+        raise FileError(
+            f"{where} of {dtype} {say(shape)} has {bits} bits, which is no whole number of bytes; {DAMAGED}"
+        )
     if bits // 8 != end - begin:
-        raise FileError(f"{where} of {dtype} {say(shape)} needs {bits // 8} bytes, its offsets give {end - begin}; {DAMAGED}")
+        raise FileError(
+            f"{where} of {dtype} {say(shape)} needs {bits // 8} bytes, its offsets give {end - begin}; {DAMAGED}"
+        )
     return TensorInfo(name, dtype, tuple(shape), data_start + begin, end - begin, source)
 
 
@@ -163,11 +175,15 @@ def _check_layout(tensors: Iterable[TensorInfo], data_start: int, source: Source
         if info.start != cursor:
             problem = "overlaps" if info.start < cursor else "leaves a hole after"
             raise FileError(
-                f"{source.shown}: tensor {short(info.name)} {problem} {before}: it begins at byte {info.start}, not {cursor}; {DAMAGED}"
+                f"{source.shown}: tensor {short(info.name)} {problem} {before}: it begins at byte {info.start}, not"
+                f" {cursor}; {DAMAGED}"
             )
         cursor, before = info.start + info.nbytes, short(info.name)
     if cursor != source.size:
-        raise FileError(f"{source.shown}: {source.size - cursor} bytes follow the last tensor, which ends at byte {cursor}; {DAMAGED}")
+        raise FileError(
+            f"{source.shown}: {source.size - cursor} bytes follow the last tensor, which ends at byte {cursor};"
+            f" {DAMAGED}"
+        )
 
 
 def _looks_like(head: bytes) -> str | None:
@@ -178,7 +194,10 @@ def _looks_like(head: bytes) -> str | None:
     if head.startswith(b"GGUF"):
         return "a GGUF file; get the safetensors form of this model"
     if head.startswith(b"PK\x03\x04") or (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
-        return "a pickle file (.bin, .pt, .pth), which can run code and is never read; get the safetensors form of this model"
+        return (
+            "a pickle file (.bin, .pt, .pth), which can run code and is never read; get the safetensors form of this"
+            " model"
+        )
     if text.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself; fetch it with git lfs pull, or download it again"
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):

@@ -1,4 +1,5 @@
-"""The layout of the hub's own cache: models--OWNER--NAME/snapshots/COMMIT/FILE, each a link to models--OWNER--NAME/blobs/HASH.
+"""The layout of the hub's own cache: models--OWNER--NAME/snapshots/COMMIT/FILE, each a link to
+models--OWNER--NAME/blobs/HASH.
 
 Source: the documentation of huggingface_hub on its cache.
 """
@@ -23,7 +24,9 @@ def hub_name(repository: Path) -> str:
 
 
 def hub_snapshot(repository: Path) -> Path | None:
-    """The snapshot of such a folder that `main` names, else the one that was made last; None for another folder, and for one without."""
+    """The snapshot of such a folder that `main` names, else the one that was made last; None for another folder, and
+    for one without.
+    """
     snapshots = repository / SNAPSHOTS
     if not _REPOSITORY.fullmatch(repository.name):
         return None

@@ -52,7 +52,9 @@ def parse_json_object(raw: bytes, shown: str, limits: JsonLimits = DOCUMENT) -> 
 
     def whole(digits: str) -> int:
         if len(digits) > DIGITS:
-            raise ModelError(f"{shown} has a whole number of {len(digits)} digits{_key_of(raw, digits)}; at most {DIGITS} are read")
+            raise ModelError(
+                f"{shown} has a whole number of {len(digits)} digits{_key_of(raw, digits)}; at most {DIGITS} are read"
+            )
         return int(digits)
 
     try:
@@ -70,7 +72,9 @@ def parse_json_object(raw: bytes, shown: str, limits: JsonLimits = DOCUMENT) -> 
 
 
 def check_counts(raw: bytes, shown: str, limits: JsonLimits) -> None:
-    """ModelError where a JSON file would become too many objects. Counts what stands in texts too: no honest file comes near."""
+    """ModelError where a JSON file would become too many objects. Counts what stands in texts too: no honest file
+    comes near.
+    """
     counts = (
         ("lists and objects", raw.count(b"{") + raw.count(b"["), limits.containers),
         ("quotation marks", raw.count(b'"'), limits.quotes),
@@ -78,14 +82,19 @@ def check_counts(raw: bytes, shown: str, limits: JsonLimits) -> None:
     )
     for what, found, most in counts:
         if found > most:
-            raise ModelError(f"{shown} holds {found:,} {what}; a file of a checkpoint has at most {most:,}: download it again")
+            raise ModelError(
+                f"{shown} holds {found:,} {what}; a file of a checkpoint has at most {most:,}: download it again"
+            )
 
 
 def _check_depth(value: Mapping[str, Any], shown: str) -> None:
     level: list[Any] = [value]
     for _ in range(DEPTH):
         level = [
-            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return

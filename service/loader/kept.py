@@ -1,4 +1,6 @@
-"""Files of a checkpoint that stay open while single rows of them are wanted, and are asked before each use whether they are the same."""
+"""Files of a checkpoint that stay open while single rows of them are wanted, and are asked before each use whether
+they are the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from .files import SourceFile, open_regular
 from .readers import advise_file, check_unchanged
 
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
-# A checkpoint of 360 GB has 131 files; and the tables of a model together take no more than this share of what the process may have open.
+# A checkpoint of 360 GB has 131 files; and the tables of a model together take no more than this share of what the
+# process may have open.
 MOST_OPEN = 160
 SHARE = 4
 
@@ -33,12 +36,16 @@ class KeptFiles:
         self._closing = weakref.finalize(self, _close_all, self._open)
 
     def settle(self) -> None:
-        """Give a forked child a lock of its own: one that a thread of its parent held would stay closed. The descriptors are its own."""
+        """Give a forked child a lock of its own: one that a thread of its parent held would stay closed. The
+        descriptors are its own.
+        """
         if self._process != os.getpid():
             self._process, self.lock = os.getpid(), threading.Lock()
 
     def descriptor(self, source: SourceFile) -> int:
-        """Of the file, for reads here and there; valid until the next call. FileError where it is no longer the one that was opened."""
+        """Of the file, for reads here and there; valid until the next call. FileError where it is no longer the one
+        that was opened.
+        """
         fd = self._open.get(source)
         if fd is None:
             return self._opened(source)

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds live under this folder of the tree
-# Where packs for ComfyUI keep language models: a folder of such a name in a root, or among ComfyUI's own, is a root too.
+# Where packs for ComfyUI keep language models: a folder of such a name in a root, or among ComfyUI's own, is a root
+# too.
 LANGUAGE_MODELS = ("LLM", "llm")
 _MODEL_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
@@ -47,7 +48,8 @@ class RefusedLink:
         """Why not, and what to write into the settings; names the folder that the link leads to."""
         target = self.path.resolve()
         return (
-            f"it is a link to {short(str(target), 300)}, which is in none of the model folders; {_HELP}: {json.dumps(str(target.parent))}"
+            f"it is a link to {short(str(target), 300)}, which is in none of the model folders; {_HELP}:"
+            f" {json.dumps(str(target.parent))}"
         )
 
 
@@ -58,7 +60,9 @@ class ModelRoots:
     """The folders that hold models, searched in order; `targets` are further folders that symlinks may lead to."""
 
     def __init__(self, roots: Sequence[Path], *, targets: Sequence[Path] = ()) -> None:
-        self.roots = tuple(dict.fromkeys(found for root in roots for found in _with_language_models(Path(root).absolute())))
+        self.roots = tuple(
+            dict.fromkeys(found for root in roots for found in _with_language_models(Path(root).absolute()))
+        )
         # Every folder that a symlink may lead to, resolved.
         self.bases = tuple(root.resolve() for root in (*self.roots, *(Path(target) for target in targets)))
 
@@ -67,7 +71,9 @@ class ModelRoots:
         return [entry for entry, _ in self._entries()]
 
     def refused_links(self) -> list[RefusedLink]:
-        """Links in the roots that lead to folders elsewhere, sorted by name within a root; what they lead to is not looked at."""
+        """Links in the roots that lead to folders elsewhere, sorted by name within a root; what they lead to is not
+        looked at.
+        """
         return [
             RefusedLink(path.name, path)
             for root in self.roots
@@ -79,14 +85,18 @@ class ModelRoots:
         """The path of a listed name. FileError for a name that could leave the roots, ModelError for an unknown one."""
         parts = plain_parts(name)
         if parts is None:
-            raise FileError(f"the model name {short(name)} is not allowed; use a name as `onedesk models` lists it, not a path")
+            raise FileError(
+                f"the model name {short(name)} is not allowed; use a name as `onedesk models` lists it, not a path"
+            )
         entries = self._entries()
         for entry, qualified in entries:
             if name in (entry.name, qualified):
                 return entry.path
         for root in self.roots:
             path = root.joinpath(*parts)
-            if parts[0] in LANGUAGE_MODELS and any(entry.path == path for entry, _ in entries):  # LLM/NAME, as it was called before
+            if parts[0] in LANGUAGE_MODELS and any(
+                entry.path == path for entry, _ in entries
+            ):  # LLM/NAME, as it was called before
                 return path
             if exists(path) and not is_inside(path, self.bases):
                 raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; {_HELP}")
@@ -98,7 +108,9 @@ class ModelRoots:
         raise ModelError(f"there is no model {short(name)}; {_advice(name, [entry.name for entry, _ in entries])}")
 
     def find(self, name_or_path: str | Path) -> Path:
-        """For the command: a listed name, or the path of a folder or file anywhere. FileError or ModelError when it is neither."""
+        """For the command: a listed name, or the path of a folder or file anywhere. FileError or ModelError when it
+        is neither.
+        """
         text = os.fspath(name_or_path)
         if not text or "\0" in text:
             raise FileError(f"{short(text)} is neither a model name nor a path")
@@ -189,7 +201,9 @@ def _scan_folder(folder: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Pat
 
 
 def _models(name: str, folder: Path, names: Sequence[str], bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """A folder that is meant as a model (broken ones too), or each of its files when there are several with one configuration."""
+    """A folder that is meant as a model (broken ones too), or each of its files when there are several with one
+    configuration.
+    """
     lone = _lone(folder, names, bases)
     if len(lone) > 1 and not _whole(names):
         yield from ((f"{name}/{file}", folder / file) for file in lone)
@@ -211,11 +225,15 @@ def _lone(folder: Path, names: Sequence[str], bases: Sequence[Path]) -> list[str
 
 
 def _folders(parent: Path, bases: Sequence[Path]) -> list[Path]:
-    return [path for name in _names(parent) if exists(path := parent / name) and path.is_dir() and is_inside(path, bases)]
+    return [
+        path for name in _names(parent) if exists(path := parent / name) and path.is_dir() and is_inside(path, bases)
+    ]
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder holds without hidden and unprintable names, sorted; nothing when it is absent or may not be read."""
+    """What a folder holds without hidden and unprintable names, sorted; nothing when it is absent or may not be
+    read.
+    """
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -233,7 +251,10 @@ def pull_advice(name: str) -> str:
 def _advice(name: str, known: Sequence[str]) -> str:
     fetch = pull_advice(name)
     if not known:
-        return f"the model folders are empty: put a model folder there (config.json, tokenizer.json, *.safetensors), or {fetch}"
+        return (
+            "the model folders are empty: put a model folder there (config.json, tokenizer.json, *.safetensors), or"
+            f" {fetch}"
+        )
     if len(known) == 1:
         return f"the only one is {short(known[0])}; {fetch}"
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:5]

@@ -1,4 +1,6 @@
-"""The threads that read: from open files into memory, or through a buffer of their own to a device or to whoever takes rows."""
+"""The threads that read: from open files into memory, or through a buffer of their own to a device or to whoever
+takes rows.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,17 @@ from .files import SourceFile, open_regular
 
 logger = logging.getLogger(__name__)
 
-# Into one H200 from the page cache: 1, 2 and 4 readers 5.5, 10.2 and 15.4 GB/s (16 cores); on 2 cores a third reader gains nothing.
+# Into one H200 from the page cache: 1, 2 and 4 readers 5.5, 10.2 and 15.4 GB/s (16 cores); on 2 cores a third reader
+# gains nothing.
 READERS_LEAST, READERS_MOST = 2, 4
 DIRECT_DEVICES = ("cpu",)  # whose memory a read can write to; others get their bytes through a bounce buffer
 PAGE = os.sysconf("SC_PAGE_SIZE")
-# How many whole chunks of a file are dropped between two looks whether dropping works: 256 MiB. A look maps a page and waits 1.1 ms for the
-# faults of the other readers: every 64 MiB it took 6 to 10 % of reading 1.19 GB from the page cache.
+# How many whole chunks of a file are dropped between two looks whether dropping works: 256 MiB. A look maps a page and
+# waits 1.1 ms for the faults of the other readers: every 64 MiB it took 6 to 10 % of reading 1.19 GB from the page
+# cache.
 LOOK_EVERY = 64
-# Looks in a row that must find a dropped page cached: whoever counts the cached pages (mincore) holds each for a moment, which was met
-# once in 17,000 looks.
+# Looks in a row that must find a dropped page cached: whoever counts the cached pages (mincore) holds each for a
+# moment, which was met once in 17,000 looks.
 LOOKS_TO_BELIEVE = 3
 
 # None where the system has no such advice (macOS).
@@ -42,7 +46,9 @@ _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # a read that fails where
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What one reader needs to take rows: `raw` uint8 for a chunk as it lies in the file, `work` flat fp32; both on the rows' device."""
+    """What one reader needs to take rows: `raw` uint8 for a chunk as it lies in the file, `work` flat fp32; both on
+    the rows' device.
+    """
 
     raw: torch.Tensor
     work: torch.Tensor
@@ -62,7 +68,9 @@ def thread_faults() -> tuple[int, int]:
 
 
 class Run:
-    """What the readers of one stream share: the next chunk, the stop flag, and the queue of chunks done (None: a reader has ended)."""
+    """What the readers of one stream share: the next chunk, the stop flag, and the queue of chunks done (None: a
+    reader has ended).
+    """
 
     def __init__(self, chunks: list[Chunk], files: Mapping[SourceFile, int], drop_behind: bool) -> None:
         self.chunks, self.files, self.drop_behind = chunks, files, drop_behind
@@ -85,7 +93,9 @@ class Run:
             complete = True
         finally:
             with self._lock:
-                self.faults = tuple(had + now - then for had, now, then in zip(self.faults, thread_faults(), before, strict=True))
+                self.faults = tuple(
+                    had + now - then for had, now, then in zip(self.faults, thread_faults(), before, strict=True)
+                )
             if not complete:
                 self.stop.set()
             self.done.put(None)
@@ -115,9 +125,11 @@ class Run:
             self._drop_behind(fd, chunk)
 
     def _drop_behind(self, fd: int, chunk: Chunk) -> None:
-        """Drop the chunk's pages; of a file whose pages stay, because another process maps them or they are not written yet, no more.
+        """Drop the chunk's pages; of a file whose pages stay, because another process maps them or they are not written
+        yet, no more.
 
-        Dropping mapped pages makes the kernel visit every core and then fails: it took 0.5 to 6 ms a chunk instead of 0.2.
+        Dropping mapped pages makes the kernel visit every core and then fails: it took 0.5 to 6 ms a chunk instead of
+        0.2.
         """
         if self._stayed.get(chunk.source, 0) >= LOOKS_TO_BELIEVE:
             return
@@ -158,7 +170,9 @@ class _Bounce:
 
     @torch.inference_mode()
     def hand_over(self, views: Sequence[torch.Tensor], rows: Rows | None, bench: Bench | None) -> None:
-        """Copy the buffer's beginning into `views`, one after the other, let its rows be taken there, and wait for it."""
+        """Copy the buffer's beginning into `views`, one after the other, let its rows be taken there, and wait for
+        it.
+        """
         parts = torch.split(self.buffer[: sum(view.numel() for view in views)], [view.numel() for view in views])
         with torch.cuda.stream(self.stream):
             for view, part in zip(views, parts, strict=True):
@@ -175,11 +189,13 @@ def fill(fd: int, views: list[memoryview], chunk: Chunk) -> None:
         try:
             got = os.preadv(fd, views, at)
         except OSError as error:
-            raise FileError(f"{chunk.source.shown} cannot be read at byte {at} of {chunk.source.size}: {error.strerror}") from None
+            raise FileError(
+                f"{chunk.source.shown} cannot be read at byte {at} of {chunk.source.size}: {error.strerror}"
+            ) from None
         if got <= 0:
             raise FileError(
-                f"{chunk.source.shown} ends at byte {at} while bytes up to {end} were read; it had {chunk.source.size} bytes "
-                "when it was opened: it was changed meanwhile, get it again"
+                f"{chunk.source.shown} ends at byte {at} while bytes up to {end} were read; it had {chunk.source.size}"
+                " bytes when it was opened: it was changed meanwhile, get it again"
             )
         at += got
         views = _rest(views, got)
@@ -207,7 +223,10 @@ def check_unchanged(source: SourceFile, fd: int) -> None:
     """Raise FileError if the file is not the one whose header was read."""
     now = os.fstat(fd)
     if not source.same_as(now):
-        raise FileError(f"{source.shown} was changed or replaced since its header was read ({source.change(now)}); open the model again")
+        raise FileError(
+            f"{source.shown} was changed or replaced since its header was read ({source.change(now)}); open the model"
+            " again"
+        )
 
 
 def drop(fd: int, offset: int, nbytes: int) -> None:
@@ -218,8 +237,8 @@ def drop(fd: int, offset: int, nbytes: int) -> None:
 def cached(source: SourceFile, offset: int) -> bool:
     """Whether the page at `offset` is in the page cache; False where the system or the file system cannot say.
 
-    mincore says yes to everything in another user's file. There a read that may not wait decides; it starts to bring its one page in,
-    so that alone it is wrong when the disk is faster than the look.
+    mincore says yes to everything in another user's file. There a read that may not wait decides; it starts to bring
+    its one page in, so that alone it is wrong when the disk is faster than the look.
     """
     if _NOWAIT is None:
         return False
@@ -236,7 +255,9 @@ def cached(source: SourceFile, offset: int) -> bool:
 
 
 def advise_file(fd: int, offset: int, nbytes: int, advice: int | None) -> None:
-    """Give one of posix_fadvise's advices; None, which this system lacks, and a file system that takes none are let be."""
+    """Give one of posix_fadvise's advices; None, which this system lacks, and a file system that takes none are let
+    be.
+    """
     if advice is None:
         return
     try:

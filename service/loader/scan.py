@@ -1,4 +1,6 @@
-"""The JSON of a header, read entry by entry: a hostile header is refused where it goes wrong, before it is built up in memory."""
+"""The JSON of a header, read entry by entry: a hostile header is refused where it goes wrong, before it is built up
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class HeaderText:
             raise FileError(f"{shown}: the header does not begin with an object; {DAMAGED}")
 
     def keys(self) -> Iterator[str]:
-        """The keys of the object that begins here; the caller reads the value before it asks for the next key. No key comes twice."""
+        """The keys of the object that begins here; the caller reads the value before it asks for the next key. No
+        key comes twice.
+        """
         self._take("{")
         if self._peek() == "}":
             self._at += 1
@@ -62,7 +66,9 @@ class HeaderText:
         return found
 
     def flat_object(self, where: str) -> dict[str, Any]:
-        """The object that begins here; it holds no other object and has at most ENTRY_LIMIT characters. `where` names it in messages."""
+        """The object that begins here; it holds no other object and has at most ENTRY_LIMIT characters. `where`
+        names it in messages.
+        """
         if self._peek() != "{":
             raise FileError(f"{where} is not described by an object; {DAMAGED}")
         end = self._text.find("}", self._at, self._at + ENTRY_LIMIT)
@@ -105,7 +111,10 @@ class HeaderText:
 
     def _wrong(self, wanted: str) -> FileError:
         found = short(self._text[self._at : self._at + 16]) if self._at < len(self._text) else "its end"
-        return FileError(f"{self._shown}: the header is not JSON: {wanted} is wanted at character {self._at}, there is {found}; {DAMAGED}")
+        return FileError(
+            f"{self._shown}: the header is not JSON: {wanted} is wanted at character {self._at}, there is {found};"
+            f" {DAMAGED}"
+        )
 
 
 class _DuplicateKeyError(ValueError):
@@ -121,7 +130,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def say(value: Any) -> str:
-    """A value from the header for a message, cut: a shape may have thousands of entries, or one of a thousand digits."""
+    """A value from the header for a message, cut: a shape may have thousands of entries, or one of a thousand
+    digits.
+    """
     if isinstance(value, list):
         return "[" + ", ".join(_scalar(v) for v in value[:8]) + (", ...]" if len(value) > 8 else "]")
     return _scalar(value)

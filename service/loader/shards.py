@@ -1,4 +1,6 @@
-"""The tensors of a model folder: of one file, of shards with their index, or of shards whose names say how many there are."""
+"""The tensors of a model folder: of one file, of shards with their index, or of shards whose names say how many
+there are.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def read_folder(files: FolderFiles) -> FolderTensors:
             files.path(SINGLE)  # a link that leaves the model folders is refused all the same
             found = _read_indexed(files, weight_map)
             return replace(found, notes=(*found.notes, f"{SINGLE} was left out: {INDEX} names other files"))
-        return FolderTensors(read_tensors(files, [SINGLE]), (f"{INDEX} was left out: it names files that are not there",))
+        return FolderTensors(
+            read_tensors(files, [SINGLE]), (f"{INDEX} was left out: it names files that are not there",)
+        )
     if files.has(SINGLE):
         return FolderTensors(read_tensors(files, [SINGLE]))
     names = files.names()
@@ -54,7 +58,10 @@ def read_folder(files: FolderFiles) -> FolderTensors:
             "choose one of the files, or add the index"
         )
     refuse_foreign(files)
-    raise FileError(f"there is no safetensors file in {short(files.folder.name)}; {unfinished(files) or 'download the whole folder'}")
+    raise FileError(
+        f"there is no safetensors file in {short(files.folder.name)};"
+        f" {unfinished(files) or 'download the whole folder'}"
+    )
 
 
 def read_tensors(files: FolderFiles, names: Iterable[str]) -> dict[str, TensorInfo]:
@@ -64,7 +71,8 @@ def read_tensors(files: FolderFiles, names: Iterable[str]) -> dict[str, TensorIn
         for info in _read_file(files, name):
             if info.name in tensors:
                 raise ModelError(
-                    f"tensor {short(info.name)} is in {tensors[info.name].source.shown} and in {name}; download the folder again"
+                    f"tensor {short(info.name)} is in {tensors[info.name].source.shown} and in {name}; download the"
+                    " folder again"
                 )
             tensors[info.name] = info
     return tensors
@@ -81,7 +89,8 @@ def _read_numbered(files: FolderFiles, shards: list[tuple[str, re.Match[str]]]) 
     stems = sorted({(match["stem"], match["count"]) for _, match in shards})
     if len(stems) > 1:
         raise ModelError(
-            f"{short(files.folder.name)} holds shards of several checkpoints: {listing([n for n, _ in shards])}; keep one of them"
+            f"{short(files.folder.name)} holds shards of several checkpoints: {listing([n for n, _ in shards])}; keep"
+            " one of them"
         )
     stem, count = stems[0]
     wanted = [f"{stem}-{number:05d}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
@@ -96,7 +105,8 @@ def _read_weight_map(files: FolderFiles) -> dict[str, str]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or plain_parts(name) is None:
             raise FileError(
-                f"{INDEX} puts tensor {short(tensor)} into {short(str(name))}, which is not a file inside the folder; download it again"
+                f"{INDEX} puts tensor {short(tensor)} into {short(str(name))}, which is not a file inside the folder;"
+                " download it again"
             )
     return weight_map
 
@@ -104,8 +114,8 @@ def _read_weight_map(files: FolderFiles) -> dict[str, str]:
 def _read_indexed(files: FolderFiles, weight_map: Mapping[str, str]) -> FolderTensors:
     """The tensors of all files that the index names.
 
-    It decides between copies. What it does not name counts where the network needs it (TensorInfo.named); what it names and no file
-    holds may be a layer that drafts, or the part that sees.
+    It decides between copies. What it does not name counts where the network needs it (TensorInfo.named); what it names
+    and no file holds may be a layer that drafts, or the part that sees.
     """
     present, notes = _present(files, weight_map)
     copies: defaultdict[str, list[TensorInfo]] = defaultdict(list)
@@ -127,7 +137,8 @@ def _read_indexed(files: FolderFiles, weight_map: Mapping[str, str]) -> FolderTe
     if needed:
         where = weight_map[needed[0]]
         raise ModelError(
-            f"{INDEX} names {len(needed)} tensors that their files do not hold: {listing(needed)} (first in {where}); download again"
+            f"{INDEX} names {len(needed)} tensors that their files do not hold: {listing(needed)} (first in {where});"
+            " download again"
         )
     unnamed = [tensor for tensor, info in tensors.items() if not info.named]
     for told, what in (
@@ -148,7 +159,11 @@ def _present(files: FolderFiles, weight_map: Mapping[str, str]) -> tuple[list[st
     present = [name for name in wanted if name not in missing]
     if needed or not present:
         _require(files, wanted)
-    notes = [f"{len(missing)} files that hold nothing that is needed are missing: {listing(sorted(missing))}"] if missing else []
+    notes = (
+        [f"{len(missing)} files that hold nothing that is needed are missing: {listing(sorted(missing))}"]
+        if missing
+        else []
+    )
     return present, notes
 
 

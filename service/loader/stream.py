@@ -52,17 +52,19 @@ def stream_tensors(
 ) -> StreamStats:
     """Fill each destination with the bytes of its tensor, or hand it its rows, and wait until all are there.
 
-    The files are read front to back; with `arrived` they are read in the order of the jobs instead, and it is called with a job's
-    index as soon as its bytes are there, or were taken.
+    The files are read front to back; with `arrived` they are read in the order of the jobs instead, and it is called
+    with a job's index as soon as its bytes are there, or were taken.
 
-    A destination is contiguous, has the tensor's number of bytes, and its dtype or uint8 for the raw bytes; nothing is converted. Or it
-    is an Intake: then each reader takes one of `benches`, whose raw buffers hold the largest chunk (chunks.intake_bytes).
-    CPU memory is read into directly; another device gets its bytes through one bounce buffer a reader. With `drop_behind` the
-    file's pages leave the page cache as soon as they are copied. `readers` is by default half the cores, 2 to 4, and one a bench if
-    there are any.
+    A destination is contiguous, has the tensor's number of bytes, and its dtype or uint8 for the raw bytes; nothing is
+    converted. Or it is an Intake: then each reader takes one of `benches`, whose raw buffers hold the largest chunk
+    (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one bounce buffer a
+    reader. With `drop_behind` the file's pages leave the page cache as soon as they are copied. `readers` is by default
+    half the cores, 2 to 4, and one a bench if there are any.
     `progress`, `cancel` and `arrived` are called on the calling thread.
-    Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone, has changed
-    since its header was read, ends early or cannot be read, ValueError for a destination that does not fit, and what an intake raises.
+    Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone,
+    has changed since its header was read, ends early or cannot be read, ValueError for a destination that does not fit,
+    and what an
+    intake raises.
     """
     started, own = time.perf_counter(), thread_faults()
     chunks = plan_chunks(jobs, in_file_order=arrived is None)
@@ -72,7 +74,9 @@ def stream_tensors(
     for device in {chunk.device for chunk in chunks if chunk.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()  # the destinations may still be in use by work queued before
     with ExitStack() as closing:
-        files = {source: closing.enter_context(opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)}
+        files = {
+            source: closing.enter_context(opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)
+        }
         run = Run(chunks, files, drop_behind)
         count = max(1, min(len(benches) or readers or default_readers(), len(chunks)))
         with ThreadPoolExecutor(count, thread_name_prefix="onedesk-read") as pool:

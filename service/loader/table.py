@@ -32,7 +32,8 @@ _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 # Room for rows as they lie in the files that is kept between passes: the rows of a decode step take some KiB.
 KEPT_BYTES = 1 << 20
-# From so many rows on they are read in compiled calls: one by one Python takes 14 us a row, and prompts of Qwen3.8 16 rows a token.
+# From so many rows on they are read in compiled calls: one by one Python takes 14 us a row, and prompts of Qwen3.8 16
+# rows a token.
 MANY = 256
 
 Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
@@ -49,7 +50,9 @@ class _Few:
 
 @dataclass(slots=True)
 class _Many:
-    """Rows that a thread of the table brings in for `asked`, where in them each of those is, and the room that will hold them."""
+    """Rows that a thread of the table brings in for `asked`, where in them each of those is, and the room that will
+    hold them.
+    """
 
     asked: Sequence[int]
     rows: npt.NDArray[np.int64]
@@ -58,10 +61,13 @@ class _Many:
 
 
 class FileTable:
-    """Rows of matrices that lie one behind the other, `parts` in order. `scale`: one number [1] that all others are multiplied by.
+    """Rows of matrices that lie one behind the other, `parts` in order. `scale`: one number [1] that all others are
+    multiplied by.
 
-    `groups`: of each part its E4M3 scales for 16 columns; then the part's rows are E2M1 numbers, two in a byte (NVFP4). The files stay
-    open as long as the table lives; `files` is shared by the tables of a model. `reader`: for many rows at once, where there is one.
+    `groups`: of each part its E4M3 scales for 16 columns; then the part's rows are E2M1 numbers, two in a byte (NVFP4).
+    The files stay open as long as the table lives; `files` is shared by the tables of a model. `reader`: for many rows
+    at once, where
+    there is one.
     """
 
     def __init__(
@@ -94,8 +100,8 @@ class FileTable:
         return self._ends[-1], self.parts[0].shape[1] * (2 if self._groups else 1)
 
     def announce(self, rows: Sequence[int]) -> None:
-        """Say that the rows will be read soon: the system brings their pages in, and few rows that are in memory are read at once. Of many
-        nothing is waited for or raised but an IndexError.
+        """Say that the rows will be read soon: the system brings their pages in, and few rows that are in memory are
+        read at once. Of many nothing is waited for or raised but an IndexError.
 
         Raises FileError, IndexError.
         """
@@ -110,14 +116,17 @@ class FileTable:
         self.seconds += time.perf_counter() - started
 
     def read(self, rows: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """The rows, in this order: [n, width] fp32, in `out` [n, width] of any floating type if given. Each is read once.
+        """The rows, in this order: [n, width] fp32, in `out` [n, width] of any floating type if given. Each is read
+        once.
 
         Raises FileError, ModelError, IndexError.
         """
         started = time.perf_counter()
         self._settle()
         coming = self._coming
-        if isinstance(coming, _Many) and coming.asked is rows:  # to sort 32,768 rows takes some ms, while a device waits
+        if (
+            isinstance(coming, _Many) and coming.asked is rows
+        ):  # to sort 32,768 rows takes some ms, while a device waits
             wanted, places = coming.rows, coming.places
         else:
             wanted, places = self._distinct(rows)
@@ -137,13 +146,16 @@ class FileTable:
         return out
 
     def _settle(self) -> None:
-        """In a forked child make anew what it does not have of its parent: the thread, rows on their way, whoever holds the lock."""
+        """In a forked child make anew what it does not have of its parent: the thread, rows on their way, whoever
+        holds the lock.
+        """
         if self._process != os.getpid():
             self._process, self._thread, self._coming = os.getpid(), _reading_thread(), None
             self._files.settle()
 
     def _distinct(self, rows: Sequence[int]) -> tuple[Rows, torch.Tensor | None]:
-        """Each of the rows once, and where in it each of `rows` is, unless that is the same. In rising order, as an array, where many are
+        """Each of the rows once, and where in it each of `rows` is, unless that is the same. In rising order, as an
+        array, where many are
         read at once. IndexError for one that is not there."""
         if self._reader is not None and len(rows) >= MANY:
             wanted, found = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
@@ -164,10 +176,17 @@ class FileTable:
     def _spots(
         self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int
     ) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Descriptors and offsets of rows in rising order, as many at a time as have their files open together: which is the first one."""
+        """Descriptors and offsets of rows in rising order, as many at a time as have their files open together:
+        which is the first one.
+        """
         parts = np.searchsorted(self._ends, wanted, side="right")
         firsts = np.flatnonzero(np.diff(parts, prepend=-1))
-        files, offsets, open_files, begun = np.empty(len(wanted), np.int32), np.empty(len(wanted), np.int64), dict[SourceFile, int](), 0
+        files, offsets, open_files, begun = (
+            np.empty(len(wanted), np.int32),
+            np.empty(len(wanted), np.int64),
+            dict[SourceFile, int](),
+            0,
+        )
         for first, end in zip(firsts, [*firsts[1:], len(wanted)], strict=True):
             part = int(parts[first])
             info, source = infos[part], infos[part].source
@@ -187,17 +206,23 @@ class FileTable:
             announced = coming.room if isinstance(coming, _Many) and np.array_equal(coming.rows, wanted) else None
             room = (announced or self._thread.submit(self._bring, wanted)).result()
         else:
-            room = self._finish(coming if isinstance(coming, _Few) and coming.rows == wanted else self._begin(wanted, 0))
+            room = self._finish(
+                coming if isinstance(coming, _Few) and coming.rows == wanted else self._begin(wanted, 0)
+            )
         numbers = _typed(self.parts[0], len(wanted), room)
         if not self._groups:
             return numbers
         scales = _typed(self._groups[0], len(wanted), room[self._widths[0] * len(wanted) :]).float()
         if not bool(torch.isfinite(scales).all()):
-            self._refuse(self._groups, int(wanted[int(torch.nonzero(~torch.isfinite(scales))[0, 0])]), "scales that are NaN")
+            self._refuse(
+                self._groups, int(wanted[int(torch.nonzero(~torch.isfinite(scales))[0, 0])]), "scales that are NaN"
+            )
         nibbles = torch.stack((numbers & 15, numbers >> 4), dim=2).view(len(wanted), -1)
         wrong = (scales < 0) | ((scales == 0) & (nibbles & 7).view(*scales.shape, -1).any(2))
         if bool(wrong.any()):
-            self._refuse(self._groups, int(wanted[int(wrong.nonzero()[0, 0])]), "a scale below 0, or of 0 over other numbers")
+            self._refuse(
+                self._groups, int(wanted[int(wrong.nonzero()[0, 0])]), "a scale below 0, or of 0 over other numbers"
+            )
         return torch.tensor(E2M1)[nibbles.int()] * scales.repeat_interleave(NVFP4.group, 1)
 
     def _refuse(self, infos: Sequence[TensorInfo], row: int, what: str) -> NoReturn:
@@ -214,7 +239,9 @@ class FileTable:
         return memoryview(self._room if size <= KEPT_BYTES else bytearray(size))
 
     def _bring(self, wanted: npt.NDArray[np.int64]) -> memoryview:
-        """Read many rows: numbers, then scales. The system is told of all of them before the first one is waited for."""
+        """Read many rows: numbers, then scales. The system is told of all of them before the first one is waited
+        for.
+        """
         room, behind = np.empty(sum(self._widths) * len(wanted), np.uint8).data, 0
         with self._files.lock:
             for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
@@ -222,7 +249,9 @@ class FileTable:
                 behind += width * len(wanted)
         return room
 
-    def _read_many(self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int, room: memoryview) -> None:
+    def _read_many(
+        self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int, room: memoryview
+    ) -> None:
         if self._reader is None:
             raise ValueError("nothing reads many rows at once here")
         places = np.frombuffer(room, np.uint8)
@@ -237,7 +266,8 @@ class FileTable:
                 done += self._reader.read(files[done:], offsets[done:], width, places[(first + done) * width :])
 
     def _begin(self, wanted: Sequence[int], flags: int | None) -> _Few:
-        """Read rows, those of a file together. With flags (None: not at all) only what need not be waited for: the system is asked to bring
+        """Read rows, those of a file together. With flags (None: not at all) only what need not be waited for: the
+        system is asked to bring
         the rest in."""
         few = _Few(wanted, self._room_for(len(wanted)))
         with self._files.lock:
@@ -257,7 +287,10 @@ class FileTable:
                     if len(files) == self._files.most:
                         files.clear()
                     fd = files[id(info.source)] = self._files.descriptor(info.source)
-                to, offset = few.room[at + place * width : at + place * width + width], info.start + (row - self._firsts[part]) * width
+                to, offset = (
+                    few.room[at + place * width : at + place * width + width],
+                    info.start + (row - self._firsts[part]) * width,
+                )
                 if not self._brought(fd, to, offset, flags):
                     few.missing.append((to, info, offset))
                     if flags != 0:
@@ -283,7 +316,10 @@ class FileTable:
         if self._scale is None and self._scale_info is not None:
             self._scale = float(read_rows(self._scale_info, [0]).float())
             if not (math.isfinite(self._scale) and self._scale >= 0):
-                raise ModelError(f"{self._scale_info.source.shown}: tensor {self._scale_info.name} is {self._scale}; get the model again")
+                raise ModelError(
+                    f"{self._scale_info.source.shown}: tensor {self._scale_info.name} is {self._scale}; get the model"
+                    " again"
+                )
         return self._scale if self._scale is not None else 1.0
 
 

@@ -75,7 +75,9 @@ class Arbiter:
         released: list[Released] = []
         asked: set[Lease | ExternalLease] = set()
         while self._pool.room().now < goal:
-            order = [lease for lease in eviction_order(self._pool.owners()) if lease.eviction.give_way and lease not in asked]
+            order = [
+                lease for lease in eviction_order(self._pool.owners()) if lease.eviction.give_way and lease not in asked
+            ]
             if not order:
                 break
             asked.add(order[0])

@@ -64,7 +64,9 @@ class MemorySettings:
         if self.limit_bytes is not None and (
             isinstance(self.limit_bytes, bool) or not isinstance(self.limit_bytes, int) or self.limit_bytes < 1
         ):
-            raise RequestError(f"memory limit_bytes is {self.limit_bytes!r}; use a whole number of bytes from 1, or leave it out")
+            raise RequestError(
+                f"memory limit_bytes is {self.limit_bytes!r}; use a whole number of bytes from 1, or leave it out"
+            )
 
 
 def _check_share(name: str, value: float, low: float, high: float) -> None:
@@ -78,8 +80,8 @@ def _check_share(name: str, value: float, low: float, high: float) -> None:
 class Need:
     """What a model states before anything of it is loaded, in bytes.
 
-    `context` is the tokens that `kv` is for, and `weights_of` what the weights would be in other forms ("int8", "int4"): with them a
-    refusal can name the choice that fits. KV is taken to grow evenly with the context.
+    `context` is the tokens that `kv` is for, and `weights_of` what the weights would be in other forms ("int8",
+    "int4"): with them a refusal can name the choice that fits. KV is taken to grow evenly with the context.
     """
 
     weights: int
@@ -100,9 +102,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most that all leases may hold. `limit` already respects the floor; `spendable` is the limit without what is kept back.
+    """The most that all leases may hold. `limit` already respects the floor; `spendable` is the limit without what is
+    kept back.
 
-    `promised`: what other processes of this user were promised and had not taken when it was made; the limit already respects it.
+    `promised`: what other processes of this user were promised and had not taken when it was made; the limit already
+    respects it.
     """
 
     limit: int
@@ -118,8 +122,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What could be leased now, in bytes: within the `budget`, of what the `machine` has left above the floor, and what `yielding`
-    leases and `neighbours` would add by giving way. `used` and `available` are the figures behind it.
+    """What could be leased now, in bytes: within the `budget`, of what the `machine` has left above the floor, and what
+    `yielding` leases and `neighbours` would add by giving way. `used` and `available` are the figures behind it.
     """
 
     budget: int
@@ -141,13 +145,15 @@ class Room:
 
 
 def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0, promised: int = 0) -> Budget:
-    """Make the budget of a pool from what is available now; `own` bytes that the pool itself has in memory count as available.
+    """Make the budget of a pool from what is available now; `own` bytes that the pool itself has in memory count as
+    available.
 
     `promised` bytes, which others may still take, do not.
 
-    limit = min(share of what is available, available - floor). On a machine with less than the floor available the limit is 0: every
-    lease is refused, with figures, and the truth can still be shown.
-    Raises RequestError, with the figures, if the settings can never be met by this machine or not while others hold what they hold.
+    limit = min(share of what is available, available - floor). On a machine with less than the floor available the
+    limit is 0: every lease is refused, with figures, and the truth can still be shown.
+    Raises RequestError, with the figures, if the settings can never be met by this machine or not while others hold
+    what they hold.
     """
     available = max(0, min(truth.total, truth.available + own) - promised)
     if settings.floor >= truth.total:
@@ -165,7 +171,9 @@ def make_budget(truth: Truth, settings: MemorySettings, *, own: int = 0, promise
 
 def _check_limit(limit: int, total: int, available: int, floor: int, promised: int) -> None:
     if limit > total:
-        raise RequestError(f"memory limit_bytes is {show(limit)}, more than the machine's {show(total)}; use less than that")
+        raise RequestError(
+            f"memory limit_bytes is {show(limit)}, more than the machine's {show(total)}; use less than that"
+        )
     if limit > available - floor:
         raise RequestError(
             f"memory limit_bytes is {show(limit)}, but of {show(total)} the system and other programs hold "
@@ -183,27 +191,29 @@ def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Bu
     """Say why `need` does not fit, with every figure, and which choice would."""
     wanted = need.with_headroom(settings.headroom)
     return (
-        f"{owner} needs {show(wanted)} (weights {show(need.weights)}, KV {show(need.kv)}, scratch {show(need.scratch)}, and "
-        f"{settings.headroom:.0%} headroom {show(wanted - need.total)}), but {show(max(0, room.most))} can be had: limit "
-        f"{show(budget.limit)}{_promised(budget.promised)}, "
-        f"kept back {show(budget.kept_back)}, used {show(room.used)}, of which {show(room.yielding)} would give "
-        f"way, floor {show(budget.floor)}, available {show(room.available)}, neighbours would free {show(room.neighbours)}. "
-        f"It lacks {show(wanted - max(0, room.most))}. " + _choices(need, settings, room.most)
+        f"{owner} needs {show(wanted)} (weights {show(need.weights)}, KV {show(need.kv)}, scratch {show(need.scratch)},"
+        f" and {settings.headroom:.0%} headroom {show(wanted - need.total)}), but {show(max(0, room.most))} can be had:"
+        f" limit {show(budget.limit)}{_promised(budget.promised)}, kept back {show(budget.kept_back)}, used"
+        f" {show(room.used)}, of which {show(room.yielding)} would give way, floor {show(budget.floor)}, available"
+        f" {show(room.available)}, neighbours would free {show(room.neighbours)}. It lacks"
+        f" {show(wanted - max(0, room.most))}. " + _choices(need, settings, room.most)
     )
 
 
 def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, room: Room) -> str:
     """Say why one lease does not fit, with every figure."""
     return (
-        f"{owner} asks for {show(nbytes)} of {kind}, but {show(max(0, room.now))} can be leased: "
-        f"limit {show(budget.limit)}{_promised(budget.promised)}, kept back "
-        f"{show(budget.kept_back)}, used {show(room.used)}, floor {show(budget.floor)}, available {show(room.available)}; release a "
-        "model, choose a smaller context, or raise the limit in [memory]"
+        f"{owner} asks for {show(nbytes)} of {kind}, but {show(max(0, room.now))} can be leased: limit"
+        f" {show(budget.limit)}{_promised(budget.promised)}, kept back {show(budget.kept_back)}, used"
+        f" {show(room.used)}, floor {show(budget.floor)}, available {show(room.available)}; release a model, choose a"
+        " smaller context, or raise the limit in [memory]"
     )
 
 
 def fitting_context(need: Need, headroom: float, most: int) -> int:
-    """The largest context in tokens at which `need` with its headroom is at most `most`: a multiple of 256, a shorter one of 32."""
+    """The largest context in tokens at which `need` with its headroom is at most `most`: a multiple of 256, a
+    shorter one of 32.
+    """
     if need.context < 1 or need.kv < 1:
         return 0
     spare = math.floor(most / (1 + headroom)) - need.weights - need.scratch
@@ -226,7 +236,10 @@ def _choices(need: Need, settings: MemorySettings, most: int) -> str:
         return "What fits: " + ", or ".join(found) + "."
     weights = math.floor(max(0, most) / (1 + settings.headroom)) - need.scratch
     if weights > 0:
-        return f"No form of this model fits; choose another model of at most {show(weights)} with its KV, or release what is open."
+        return (
+            f"No form of this model fits; choose another model of at most {show(weights)} with its KV, or release what"
+            " is open."
+        )
     return "Nothing fits now; close other programs or release what is open, then try again."
 
 

@@ -1,7 +1,9 @@
-"""What the processes of this user have promised themselves of one memory, so that two of them never size themselves by the same bytes.
+"""What the processes of this user have promised themselves of one memory, so that two of them never size themselves by
+the same bytes.
 
-Each process that makes a pool writes a claim, a file of its own in a folder that only its user can enter. Sizing happens under one lock. A
-claim counts as long as its process runs: by its id and its start time, since ids are used again.
+Each process that makes a pool writes a claim, a file of its own in a folder that only its user can enter. Sizing
+happens under one lock. A claim counts as long as its process runs: by its id and its start time, since ids are used
+again.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Claim:
             return False
 
     def outstanding(self) -> int:
-        """Bytes of the limit that it has not taken yet: those it has taken are missing from what the machine has available already."""
+        """Bytes of the limit that it has not taken yet: those it has taken are missing from what the machine has
+        available already.
+        """
         if self.memory != HOST:  # no device says how much one process has taken; what it has leased there, it has
             return max(0, self.limit - (self.leased or 0))
         grown = max(0, own_bytes(self.pid) - self.before)
@@ -62,7 +66,9 @@ class Claim:
 
 
 class Claims:
-    """The claim of this process on the memory of `device`, and those of the others. Every method may be called from any thread."""
+    """The claim of this process on the memory of `device`, and those of the others. Every method may be called from
+    any thread.
+    """
 
     def __init__(self, device: str, folder: Path | None) -> None:
         """`folder`: see claims_folder; with None this process sizes itself alone."""
@@ -71,7 +77,9 @@ class Claims:
         self._claim: Claim | None = None
 
     def size(self, truth: Truth, make: Callable[[int], Budget]) -> Budget:
-        """Make a budget by `make`, which is given the bytes that others were promised and have not taken, and claim its limit."""
+        """Make a budget by `make`, which is given the bytes that others were promised and have not taken, and claim
+        its limit.
+        """
         if self._folder is None:
             return make(0)
         process, memory = psutil.Process(), memory_of(self._device, truth)
@@ -83,7 +91,9 @@ class Claims:
         return budget
 
     def others(self, memory: str) -> list[Claim]:
-        """Claims of running processes on `memory`, but for ours. Files of processes that have ended, or that hold no claim, are removed."""
+        """Claims of running processes on `memory`, but for ours. Files of processes that have ended, or that hold no
+        claim, are removed.
+        """
         found = []
         for file in self._folder.glob("*.json") if self._folder else ():
             claim = _read(file)
@@ -96,7 +106,9 @@ class Claims:
     def update(self, leased: int) -> None:
         """Tell what the pool has leased by now; changes below 1 MiB are not worth a write."""
         claim = self._claim
-        if (claim is not None and abs(leased - (claim.leased or 0)) >= _MIB) or (claim is not None and claim.leased is None):
+        if (claim is not None and abs(leased - (claim.leased or 0)) >= _MIB) or (
+            claim is not None and claim.leased is None
+        ):
             self._claim = replace(claim, leased=leased)
             self._write(self._claim)
 
@@ -116,7 +128,11 @@ class Claims:
             part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
             part.replace(self._file)
         except OSError as error:
-            log.warning("what this process may hold cannot be told to others of this user (%s): they may plan with the same memory", error)
+            log.warning(
+                "what this process may hold cannot be told to others of this user (%s): they may plan with the same"
+                " memory",
+                error,
+            )
 
 
 def _read(file: Path) -> Claim | None:
@@ -156,7 +172,9 @@ def memory_of(device: str, truth: Truth) -> str:
 
 
 def own_bytes(pid: int) -> int:
-    """Bytes of host memory that a process and its children hold: anonymous and shared memory. Children with claims of their own too."""
+    """Bytes of host memory that a process and its children hold: anonymous and shared memory. Children with claims
+    of their own too.
+    """
     try:
         first = psutil.Process(pid)
         processes = [first, *first.children(recursive=True)]
@@ -174,8 +192,8 @@ def _anonymous_bytes(process: psutil.Process) -> int:
 
 
 def claims_folder() -> Path | None:
-    """The folder of this user's claims, made if need be: in the user's run-time folder, else in /tmp. None, with a warning, if another
-    user could write there.
+    """The folder of this user's claims, made if need be: in the user's run-time folder, else in /tmp. None, with a
+    warning, if another user could write there.
     """
     user = os.getuid()
     named = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -190,10 +208,15 @@ def _private(folder: Path, user: int) -> Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         state = folder.lstat()
     except OSError as error:
-        log.warning("%s cannot be made (%s): processes of this user may plan with the same memory", folder, error.strerror)
+        log.warning(
+            "%s cannot be made (%s): processes of this user may plan with the same memory", folder, error.strerror
+        )
         return None
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != user or state.st_mode & 0o077:
-        log.warning("%s is not a folder that only this user can enter: processes of this user may plan with the same memory", folder)
+        log.warning(
+            "%s is not a folder that only this user can enter: processes of this user may plan with the same memory",
+            folder,
+        )
         return None
     return folder
 

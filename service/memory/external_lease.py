@@ -42,7 +42,9 @@ class ExternalLease(BaseLease):
     available memory shows a return.
     """
 
-    def __init__(self, pool: ExternalLeasePool, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool) -> None:
+    def __init__(
+        self, pool: ExternalLeasePool, owner: str, nbytes: int, held: Callable[[], int], *, exact: bool
+    ) -> None:
         super().__init__(pool.lock, owner, "weights", nbytes)
         self._pool = pool
         self._held = held

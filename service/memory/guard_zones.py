@@ -45,7 +45,11 @@ def write_zones(slab: Slab, block: int, layout: BlockLayout) -> None:
 
 def broken_zones(slab: Slab, block: int, layout: BlockLayout) -> list[str]:
     """Name the zones ("before", "after") that no longer hold their pattern."""
-    return [name for name, offset in layout.zones(block).items() if slab.read(offset, layout.guard) != _pattern(layout.guard)]
+    return [
+        name
+        for name, offset in layout.zones(block).items()
+        if slab.read(offset, layout.guard) != _pattern(layout.guard)
+    ]
 
 
 def _pattern(nbytes: int) -> bytes:

@@ -178,7 +178,9 @@ class BaseLease:
 
     def info(self) -> LeaseInfo:
         """Describe it."""
-        return LeaseInfo(self.owner, self.kind, self.nbytes, self.residency, self.policy, self.idle, self.in_use, self.cold)
+        return LeaseInfo(
+            self.owner, self.kind, self.nbytes, self.residency, self.policy, self.idle, self.in_use, self.cold
+        )
 
     def _check_held(self) -> None:
         """Raise LeaseReturnedError after its return."""

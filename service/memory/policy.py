@@ -30,9 +30,13 @@ class Policy:
             raise RequestError(f"memory policy is {self.name!r}; use stay, phase, ttl N or pinned")
         if self.name != "ttl":
             if self.seconds is not None:
-                raise RequestError(f"memory policy {self.name} takes no seconds, {self.seconds!r} were given; use ttl N for a time")
+                raise RequestError(
+                    f"memory policy {self.name} takes no seconds, {self.seconds!r} were given; use ttl N for a time"
+                )
             return
-        number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool) and math.isfinite(self.seconds)
+        number = (
+            isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool) and math.isfinite(self.seconds)
+        )
         if not number or self.seconds is None or self.seconds < 0:
             had = "no seconds" if self.seconds is None else f"{self.seconds!r} seconds"
             raise RequestError(f"memory policy ttl has {had}; use a number from 0, for example ttl 300")

@@ -84,7 +84,9 @@ class Pool:
     memory.
     """
 
-    def __init__(self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth], claims: Claims | None = None) -> None:
+    def __init__(
+        self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth], claims: Claims | None = None
+    ) -> None:
         """Make the budget from what is available now, less what `claims` know.
 
         Raises RequestError if this machine cannot meet the settings.
@@ -309,7 +311,9 @@ class Pool:
             damage = [words for lease in self._leases for words in self._damage(lease)]
         if damage:
             self.count("damaged", len(damage))
-            raise LeaseDamagedError("; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode")
+            raise LeaseDamagedError(
+                "; ".join(damage) + "; a writer went outside its lease: run doctor --check on the model in debug mode"
+            )
 
     @property
     def debug(self) -> bool:
@@ -361,7 +365,9 @@ class Pool:
 
     def _place(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
         """Place a lease. None if the system refuses, but on the `last` try its refusal is raised."""
-        whole = self.backend.page if nbytes >= self.backend.page > 0 else 1  # whole pages, so that all of it can be returned
+        whole = (
+            self.backend.page if nbytes >= self.backend.page > 0 else 1
+        )  # whole pages, so that all of it can be returned
         align = max(align, self.settings.weight_align, whole)
         layout = plan_layout(nbytes, align, self.settings.guard if self.settings.debug else 0, whole)
         try:
@@ -438,7 +444,9 @@ class Pool:
             return None
 
     def _resident(self) -> int:
-        return self._elsewhere() + sum(lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders())
+        return self._elsewhere() + sum(
+            lease.placement.slab.resident(lease.placement.start, lease.nbytes) for lease in self.holders()
+        )
 
     def _elsewhere(self) -> int:
         """Bytes that child processes have taken."""

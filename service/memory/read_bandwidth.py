@@ -39,7 +39,11 @@ def _read(cache: Path) -> dict[str, float]:
         return {}
     if not isinstance(document, dict):
         return {}
-    return {key: float(value) for key, value in document.items() if isinstance(value, int | float) and math.isfinite(value) and value > 0}
+    return {
+        key: float(value)
+        for key, value in document.items()
+        if isinstance(value, int | float) and math.isfinite(value) and value > 0
+    }
 
 
 def _key(device: str) -> str:

@@ -117,13 +117,17 @@ class SlabStore:
                 if self.arena.size_of(address) < lease.placement.layout.total:
                     raise BrokenInvariantError(f"{lease.title} is larger than its block")
             if settled and (self.arena.blocks != len(addresses) + len(waiting) or self._own.keys() != owned):
-                raise BrokenInvariantError(f"{self.arena.blocks} blocks for {len(addresses)} leases and {len(waiting)} views")
+                raise BrokenInvariantError(
+                    f"{self.arena.blocks} blocks for {len(addresses)} leases and {len(waiting)} views"
+                )
             if len(self._empty()) > (0 if self.backend.commits else 1):
                 raise BrokenInvariantError("an empty slab was not closed")
 
     def _check_room(self, nbytes: int, room: int) -> None:
         if self.backend.commits and nbytes > room:
-            raise MemoryFull(f"a slab of {show(nbytes)} does not fit: {show(max(0, room))} are left of the limit; release a model")
+            raise MemoryFull(
+                f"a slab of {show(nbytes)} does not fit: {show(max(0, room))} are left of the limit; release a model"
+            )
 
     def _grow(self, nbytes: int, room: int) -> None:
         granule = self._settings.align

@@ -42,7 +42,11 @@ def read_zones(sys: Path = _SYS) -> Thermal:
         if celsius is None:
             continue
         hottest = celsius if hottest is None else max(hottest, celsius)
-        trips = [_degrees(kind.with_name(kind.name.replace("_type", "_temp"))) for kind in zone.glob("trip_point_*_type") if _is_hot(kind)]
+        trips = [
+            _degrees(kind.with_name(kind.name.replace("_type", "_temp")))
+            for kind in zone.glob("trip_point_*_type")
+            if _is_hot(kind)
+        ]
         limit = min((trip for trip in trips if trip is not None and trip > 0), default=None)
         if limit is not None and celsius >= limit - _NEAR:
             name = (read_text(zone / "type") or zone.name).strip()
@@ -56,12 +60,19 @@ def read_nvidia(command: Sequence[str] = _NVIDIA_SMI) -> Thermal:
     """
     query = ("--query-gpu=temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader,nounits")
     try:
-        done = subprocess.run([*command, *query], capture_output=True, text=True, errors="replace", timeout=5, check=True)
+        done = subprocess.run(
+            [*command, *query], capture_output=True, text=True, errors="replace", timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return Thermal(None)
     readings = [_parse_gpu(line) for line in done.stdout.splitlines() if "," in line]
     degrees = [celsius for celsius, _ in readings if celsius is not None]
-    alarms = [f"GPU {gpu}: {words}" for gpu, (_, reasons) in enumerate(readings) for bit, words in ALARMS.items() if reasons & bit]
+    alarms = [
+        f"GPU {gpu}: {words}"
+        for gpu, (_, reasons) in enumerate(readings)
+        for bit, words in ALARMS.items()
+        if reasons & bit
+    ]
     return Thermal(max(degrees, default=None), tuple(alarms))
 
 

@@ -38,8 +38,10 @@ class DeviceProbe(Protocol):
 class Truth:
     """One reading, in bytes (`psi_some_avg10` in percent).
 
-    `available` is what a new owner can get; `rule` says how it was found: "MemAvailable", "cgroup", "HugePages" or "device".
-    `host_available` is MemAvailable within the cgroup limit, whatever the rule: anonymous host memory can never be more than that.
+    `available` is what a new owner can get; `rule` says how it was found: "MemAvailable", "cgroup", "HugePages" or
+    "device".
+    `host_available` is MemAvailable within the cgroup limit, whatever the rule: anonymous host memory can never be more
+    than that.
     """
 
     total: int
@@ -70,20 +72,25 @@ def probe_torch(device: str) -> DeviceFigures:
     index = device_index(device) or 0
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RequestError(
-            f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices here; use cpu, or a torch for this GPU"
+            f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices here; use cpu, or a torch"
+            " for this GPU"
         )
     free, total = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
     integrated = bool(getattr(properties, "is_integrated", 0))
-    return DeviceFigures(integrated, free, total, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+    return DeviceFigures(
+        integrated, free, total, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    )
 
 
-def read_truth(device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROUP, probe: DeviceProbe = probe_torch) -> Truth:
+def read_truth(
+    device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROUP, probe: DeviceProbe = probe_torch
+) -> Truth:
     """Measure now. `device` is "cpu" or a CUDA device ("cuda", "cuda:1").
 
-    CPU and integrated GPU (one pool): available = min(MemAvailable, cgroup headroom); if huge pages are reserved, the vendor's rule
-    HugePages_Free x Hugepagesize, with no free swap. The device's own free figure counts page cache as used there and is only shown.
-    Discrete GPU: device free + what torch's cache holds unused.
+    CPU and integrated GPU (one pool): available = min(MemAvailable, cgroup headroom); if huge pages are reserved, the
+    vendor's rule HugePages_Free x Hugepagesize, with no free swap. The device's own free figure counts page cache as
+    used there and is only shown. Discrete GPU: device free + what torch's cache holds unused.
     Raises FileError if meminfo cannot be read, RequestError if there is no such device.
     """
     on_host = device_index(device) is None
@@ -121,5 +128,7 @@ def read_truth(device: str = "cpu", *, proc: Path = _PROC, cgroup: Path = _CGROU
 
 def _mem_available(meminfo: Mapping[str, int]) -> int:
     """MemAvailable; kernels before 3.14 lack it, there free plus file cache is the nearest figure."""
-    fallback = meminfo.get("MemFree", 0) + meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
+    fallback = (
+        meminfo.get("MemFree", 0) + meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
+    )
     return meminfo.get("MemAvailable", fallback)

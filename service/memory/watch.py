@@ -63,18 +63,26 @@ class Gauge:
     def feed(self, when: float, truth: Truth) -> Alarm | None:
         """Take a reading made at `when` (seconds, any origin) and return an alarm if memory is short."""
         rules = self.rules
-        available = min(truth.available, truth.host_available) if truth.device_free is None or truth.integrated else truth.available
+        available = (
+            min(truth.available, truth.host_available)
+            if truth.device_free is None or truth.integrated
+            else truth.available
+        )
         self._follow(when, available)
         self._low_in_a_row = self._low_in_a_row + 1 if available < rules.low else 0
         lacking = max(1, rules.gate - available)
         if self._low_in_a_row >= rules.samples:
-            return Alarm(f"{show(available)} available for {self._low_in_a_row} looks, under {show(rules.low)}", lacking)
+            return Alarm(
+                f"{show(available)} available for {self._low_in_a_row} looks, under {show(rules.low)}", lacking
+            )
         if truth.mem_free < rules.free_low and available < rules.gate:
             return Alarm(f"{show(truth.mem_free)} free and {show(available)} available", lacking)
         if self._falling >= 2 and available + self._slope * rules.horizon < 0:
             return Alarm(f"{show(available)} available, falling by {show(int(-self._slope))} a second", lacking)
         if truth.psi_some_avg10 is not None and truth.psi_some_avg10 > rules.psi and available < rules.gate:
-            return Alarm(f"{truth.psi_some_avg10:.0f} % of the time waits for memory, {show(available)} available", lacking)
+            return Alarm(
+                f"{truth.psi_some_avg10:.0f} % of the time waits for memory, {show(available)} available", lacking
+            )
         return None
 
     def _follow(self, when: float, available: int) -> None:

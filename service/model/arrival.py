@@ -1,4 +1,5 @@
-"""Weights on their way into leased memory: read in the order of use, while the first prompt is already computed behind the reading.
+"""Weights on their way into leased memory: read in the order of use, while the first prompt is already computed behind
+the reading.
 
 The embedding, a quarter of a small model, comes last: of it the first prompt needs only its own rows.
 """
@@ -34,10 +35,10 @@ EMBEDDING = 0
 class WeightArrival:
     """Fills the tensors of `plan` in `lease` on a thread of its own.
 
-    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it, or of the
-    embedding some rows after `fetch_rows`. `waited` is the seconds that whoever computes lost by waiting. `progress` and `cancel` are
-    called on the reading thread. What is converted while it is read goes through `bench`, a lease of plan.bench_bytes, which is
-    returned as soon as nothing is read any more; `faster` quantizes where it can.
+    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it,
+    or of the embedding some rows after `fetch_rows`. `waited` is the seconds that whoever computes lost by waiting.
+    `progress` and `cancel` are called on the reading thread. What is converted while it is read goes through `bench`, a
+    lease of plan.bench_bytes, which is returned as soon as nothing is read any more; `faster` quantizes where it can.
     """
 
     def __init__(
@@ -85,7 +86,11 @@ class WeightArrival:
 
         def room(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
             shape = (nbytes // dtype.itemsize,)
-            return self._bench.carve(shape, dtype) if self._bench is not None else torch.empty(shape, dtype=dtype, device=self._device)
+            return (
+                self._bench.carve(shape, dtype)
+                if self._bench is not None
+                else torch.empty(shape, dtype=dtype, device=self._device)
+            )
 
         return [Bench(room(raw, torch.uint8), room(work, torch.float32)) for _ in range(count)]
 
@@ -100,7 +105,9 @@ class WeightArrival:
         return self._stats is not None
 
     def wait(self, part: int) -> None:
-        """Return when all tensors of `part` are there. Raises Cancelled, FileError or ModelError when the reading has ended before."""
+        """Return when all tensors of `part` are there. Raises Cancelled, FileError or ModelError when the reading
+        has ended before.
+        """
         event = self._here.get(part)
         if event is None or event.is_set():
             return
@@ -112,7 +119,8 @@ class WeightArrival:
         self.waited += time.perf_counter() - started
 
     def fetch_rows(self, rows: Sequence[int]) -> None:
-        """Return when these rows of the embedding are there, whether or not the rest is. Raises Cancelled, FileError, ModelError.
+        """Return when these rows of the embedding are there, whether or not the rest is. Raises Cancelled, FileError,
+        ModelError.
 
         A row may be written twice, with the same bytes: here and when the whole embedding comes.
         """

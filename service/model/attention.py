@@ -1,4 +1,6 @@
-"""Attention layers: grouped queries with a norm a head, as Qwen3 has them, and with an output gate, as its hybrid successors do."""
+"""Attention layers: grouped queries with a norm a head, as Qwen3 has them, and with an output gate, as its hybrid
+successors do.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
         biases = tuple(Source(f"{name}{p}_proj.bias", (rows,)) for p, rows in heads)
         yield Destination(key + "qkv_bias", biases, part, wide=True)
     for which in ("q_norm", "k_norm") if config.head_norms else ():
-        yield Destination(key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn)
+        yield Destination(
+            key + which, (Source(f"{name}{which}.weight", (w.head_dim,)),), part, wide=True, turn=config.norm_turn
+        )
     yield Destination(key + "output", (Source(name + "o_proj.weight", (w.hidden, q)),), part)
 
 
-def build(config: DecoderConfig, weights: Named, layer: int, index: int, rotary: RotaryTable) -> Attention | GatedAttention:
+def build(
+    config: DecoderConfig, weights: Named, layer: int, index: int, rotary: RotaryTable
+) -> Attention | GatedAttention:
     """The layer over its weights; `index` is its place among the layers that leave keys and values."""
     at = weights.of(layer)
     kind = GatedAttention if config.gated else Attention
@@ -86,7 +92,8 @@ class Attention:
 
 @dataclass(slots=True)
 class GatedAttention(Attention):
-    """As Attention, with gates beside the queries that weigh what was mixed, each number through a sigmoid (Qwen3-Next).
+    """As Attention, with gates beside the queries that weigh what was mixed, each number through a sigmoid
+    (Qwen3-Next).
 
     qkv [2 * q + k + v rows, hidden]: of each head its queries, then its gates.
     """

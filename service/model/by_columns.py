@@ -1,4 +1,6 @@
-"""Matrices that a checkpoint stores column by column, several in one tensor: read one at a time and turned on the way."""
+"""Matrices that a checkpoint stores column by column, several in one tensor: read one at a time and turned on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .spec import Source
 
 
 def as_stored(source: Source, info: TensorInfo) -> Source:
-    """The source as the file has it: checkpoints that transformers has saved again store rows, which the shape shows."""
+    """The source as the file has it: checkpoints that transformers has saved again store rows, which the shape
+    shows.
+    """
     if not source.by_columns:
         return source
     count, columns, rows = source.stored
@@ -26,7 +30,8 @@ def as_stored(source: Source, info: TensorInfo) -> Source:
 def read_by_columns(
     source: Source, info: TensorInfo, turned: Format | None
 ) -> tuple[tuple[Reading, ...], Settle | None]:
-    """How the matrices of `info`, stored [count, columns, rows], come into rows [count * rows, columns]; `turned`: into which format.
+    """How the matrices of `info`, stored [count, columns, rows], come into rows [count * rows, columns]; `turned`: into
+    which format.
 
     Quantized they are turned one by one while they are read, else in place when all bytes are there.
     """

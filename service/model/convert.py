@@ -58,7 +58,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What to convert: the plan of `checkpoint` with its aim, the name of the choice, the folder it goes to, and who quantizes faster."""
+    """What to convert: the plan of `checkpoint` with its aim, the name of the choice, the folder it goes to, and who
+    quantizes faster.
+    """
 
     checkpoint: Checkpoint
     plan: WeightPlan
@@ -74,7 +76,9 @@ class Conversion:
 
 @dataclass(slots=True)
 class _Hashed:
-    """An intake that hashes what it is given on its way to where `reading` brings it in `target`, or to nowhere (None)."""
+    """An intake that hashes what it is given on its way to where `reading` brings it in `target`, or to nowhere
+    (None).
+    """
 
     reading: Reading
     target: Weight | None
@@ -114,9 +118,11 @@ class _Hashed:
         return whole.digest()
 
 
-def is_current(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> bool:
-    """Whether the folder holds this conversion already: all its bytes are read and compared with their hash, and where the source's times
-    differ, the source's with its own.
+def is_current(
+    conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
+) -> bool:
+    """Whether the folder holds this conversion already: all its bytes are read and compared with their hash, and where
+    the source's times differ, the source's with its own.
 
     `lease` has conversion.need bytes. Raises Cancelled, FileError of the source.
     """
@@ -161,16 +167,22 @@ def _hash_of_tensors(found: Converted, progress: ProgressReport | None, cancel: 
 
 
 def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
-    """Write the folder, or nothing; returns the hash of the source's bytes. Never more than one tensor is in memory, in `lease`.
+    """Write the folder, or nothing; returns the hash of the source's bytes. Never more than one tensor is in memory, in
+    `lease`.
 
-    What an earlier attempt had converted when it was stopped or ended is gone on from, if neither it nor the source has changed. Two that
-    write the same folder at once both succeed; whoever reads it sees one of them whole. Raises Cancelled, FileError, ModelError.
+    What an earlier attempt had converted when it was stopped or ended is gone on from, if neither it nor the source has
+    changed. Two that write the same folder at once both succeed; whoever reads it sees one of them whole. Raises
+    Cancelled, FileError,
+    ModelError.
     """
     parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "", "")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         # Both take away what was left of others first.
-        with work_folder(parent, "unfinished") as work, partial_folder(parent, conversion.folder.name, work / "partial") as begun:
+        with (
+            work_folder(parent, "unfinished") as work,
+            partial_folder(parent, conversion.folder.name, work / "partial") as begun,
+        ):
             _check_room(begun, conversion.plan)
             made = work / "made"
             made.mkdir()
@@ -221,7 +233,9 @@ def _read(
     first: int = 0,
     keep: Callable[[Iterator[torch.Tensor]], None] | None = None,
 ) -> Iterator[list[bytes]]:
-    """Read every tensor from `first` on, and convert it where `keep` takes its parts; yields the hashes of what was read of each."""
+    """Read every tensor from `first` on, and convert it where `keep` takes its parts; yields the hashes of what was
+    read of each.
+    """
     plan = conversion.plan
     sizes = [sum(info.nbytes for info in tensor.parts) for tensor in plan.tensors]
     total, done = sum(sizes), sum(sizes[:first])
@@ -238,7 +252,9 @@ def _read(
             if progress is not None:
                 progress(Progress("load", before + here.done, total))
 
-        stats = stream_tensors([(one.reading.info, one) for one in hashed], progress=report, cancel=cancel, benches=benches)
+        stats = stream_tensors(
+            [(one.reading.info, one) for one in hashed], progress=report, cancel=cancel, benches=benches
+        )
         done += stats.bytes
         if target is not None and keep is not None:
             if tensor.settle is not None:
@@ -299,7 +315,9 @@ def _check_room(begun: Path, plan: WeightPlan) -> None:
     there = sum(path.stat().st_size for path in begun.iterdir())
     needed, free = max(0, file_bytes(plan) - there), shutil.disk_usage(begun).free
     if needed > free:
-        raise FileError(f"the converted weights take {show(needed)} and the cache's disk has {show(free)} left; make room there")
+        raise FileError(
+            f"the converted weights take {show(needed)} and the cache's disk has {show(free)} left; make room there"
+        )
 
 
 def _bench_bytes(plan: WeightPlan) -> int:
@@ -310,7 +328,9 @@ def _bench_bytes(plan: WeightPlan) -> int:
 
 def _bench(plan: WeightPlan) -> tuple[int, int, int]:
     count, _, work = plan.bench(CPU)
-    raw = max(intake_bytes(reading.info, reading.step, reading.most) for tensor in plan.tensors for reading in tensor.readings)
+    raw = max(
+        intake_bytes(reading.info, reading.step, reading.most) for tensor in plan.tensors for reading in tensor.readings
+    )
     return max(1, count), -(-raw // ALIGNMENT) * ALIGNMENT, work
 
 

@@ -1,11 +1,16 @@
-"""Weights that were converted once and are kept in the cache: found by what they were made of, and trusted only while that is unchanged.
+"""Weights that were converted once and are kept in the cache: found by what they were made of, and trusted only while
+that is unchanged.
 
-A folder `quantized/KEY` holds weights.safetensors, the planned tensors as they lie in memory, and source.json. KEY is a hash of the
-source's file names, sizes and headers, and of the first 4 KiB of up to 256 tensors spread over it: it costs a megabyte of reading at every
-opening and tells checkpoints of one shape apart, for a training changes every tensor. That alone would not show a change in the middle of a
-tensor: source.json has size, time of writing and time of change (which no program can set) of every source file, and the hash of all its
-bytes, which `onedesk quantize` compares when the times differ. It also has the hash of what was made, which `onedesk quantize` compares
-whenever it runs. Hashing all bytes at every opening would cost more than converting them.
+A folder `quantized/KEY` holds weights.safetensors, the planned tensors as they lie in memory, and source.json. KEY is a
+hash of the source's file names, sizes and headers, and of the first 4 KiB of up to 256 tensors spread over it: it costs
+a megabyte of reading at every opening and tells checkpoints of one shape apart, for a training changes every tensor.
+That alone would not show a change in the middle of a tensor: source.json has size, time of writing and time of change
+(which no program can set) of every source file, and the hash of all its bytes, which `onedesk quantize` compares when
+the times differ. It also has the hash of what was made, which `onedesk quantize` compares whenever it runs. Hashing all
+bytes at
+every opening would
+cost more than
+converting them.
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A folder of converted weights whose header is valid. `aim`: what matrices were turned into; `content`: the source's hash."""
+    """A folder of converted weights whose header is valid. `aim`: what matrices were turned into; `content`: the
+    source's hash.
+    """
 
     path: Path
     aim: Format
@@ -53,8 +60,11 @@ class Converted:
     tensors: Mapping[str, TensorInfo]
 
 
-def plan_form(wanted: Callable[[], Iterable[Destination]], checkpoint: Checkpoint, quant: str, cache: Path | None) -> WeightPlan:
-    """The plan of `wanted` for the choice `quant`: none, int8 or int4; from the cache where the weights were converted before.
+def plan_form(
+    wanted: Callable[[], Iterable[Destination]], checkpoint: Checkpoint, quant: str, cache: Path | None
+) -> WeightPlan:
+    """The plan of `wanted` for the choice `quant`: none, int8 or int4; from the cache where the weights were converted
+    before.
 
     What is in the cache and cannot be trusted is passed over with a line in the log. Raises ModelError, FileError.
     """
@@ -69,7 +79,8 @@ def plan_form(wanted: Callable[[], Iterable[Destination]], checkpoint: Checkpoin
         return replan(requantized(plan_weights(wanted(), checkpoint, found.aim)), found)
     except OnedeskError as error:
         log.warning(
-            "%s: the converted weights in the cache (%s/%s) are not used: %s; onedesk quantize --model %s --quant %s makes them anew",
+            "%s: the converted weights in the cache (%s/%s) are not used: %s; onedesk quantize --model %s --quant %s"
+            " makes them anew",
             *(checkpoint.name, FOLDER, folder.name, error, checkpoint.name, quant),
         )
     return plan_weights(wanted(), checkpoint, aim)
@@ -123,13 +134,20 @@ def describe(aim: Format, quant: str, content: str) -> dict[str, str]:
 
 
 def source_record(checkpoint: Checkpoint, content: str, made: str) -> dict[str, Any]:
-    """What source.json holds: hashes of the source and of what was made of it, and of the files as they are now sizes in bytes and times in
+    """What source.json holds: hashes of the source and of what was made of it, and of the files as they are now sizes
+    in bytes and times in
     nanoseconds."""
-    return {"content": content, "made": made, "files": {source: list(figures) for source, figures in _figures(checkpoint).items()}}
+    return {
+        "content": content,
+        "made": made,
+        "files": {source: list(figures) for source, figures in _figures(checkpoint).items()},
+    }
 
 
 def unchanged_since(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Whether the source's files are, by size and times, those that source.json tells of. Raises FileError, ModelError."""
+    """Whether the source's files are, by size and times, those that source.json tells of. Raises FileError,
+    ModelError.
+    """
     record = read_json_object(folder / SOURCE, SOURCE).get("files")
     return record == {source: list(figures) for source, figures in _figures(checkpoint).items()}
 
@@ -171,7 +189,10 @@ def stored_pieces(tensor: PlannedTensor) -> list[tuple[str, str, tuple[int, ...]
     if not isinstance(held, Format):
         return [(key, "", tensor.destination.shape, NAMES[held])]
     rows, cols = tensor.destination.shape
-    return [(f"{key}.{piece.name}", piece.name, piece.shape, _STORED_NAMES[piece.dtype]) for piece in weight_tensors(held, rows, cols)]
+    return [
+        (f"{key}.{piece.name}", piece.name, piece.shape, _STORED_NAMES[piece.dtype])
+        for piece in weight_tensors(held, rows, cols)
+    ]
 
 
 _STORED_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -1,4 +1,6 @@
-"""The tensors of a decoder in the order in which its layers use them, and the network over them; the families say which layers it has."""
+"""The tensors of a decoder in the order in which its layers use them, and the network over them; the families say
+which layers it has.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def build(
     rotary: RotaryTable,
     tables: Mapping[str, FileTable] = MappingProxyType({}),
 ) -> Decoder:
-    """The network over `weights` and `tables` (keys of `destinations`); sequences may be as long as the rotary table."""
+    """The network over `weights` and `tables` (keys of `destinations`); sequences may be as long as the rotary
+    table.
+    """
     named, blocks, paged, stateful = Named(weights, tables), [], 0, 0
     for layer in range(config.layers):
         before = None
@@ -88,13 +92,22 @@ def build(
     return Decoder(shape, embedding, blocks, named.norm("norm", config.eps), head, kernels)
 
 
-def build_draft(config: DecoderConfig, weights: Mapping[str, Weight], network: Decoder, rotary: RotaryTable) -> draft.Draft:
+def build_draft(
+    config: DecoderConfig, weights: Mapping[str, Weight], network: Decoder, rotary: RotaryTable
+) -> draft.Draft:
     """The layer that drafts for `network`, over `weights` (keys of `destinations`); its cache is one of its own."""
     own, named = draft.layer_config(config), Named(weights, {})
     at = named.of(config.layers)
-    mixer, forward = _attention(own, named, config.layers, (0, 0), rotary), feed_forward.build(own, named, config.layers)
+    mixer, forward = (
+        _attention(own, named, config.layers, (0, 0), rotary),
+        feed_forward.build(own, named, config.layers),
+    )
     mixer, forward = _joined(own, at, mixer, forward)
-    last = streams.build(config, named, "draft_mixer", inject=False) if config.streams else named.norm("draft_norm", config.eps)
+    last = (
+        streams.build(config, named, "draft_mixer", inject=False)
+        if config.streams
+        else named.norm("draft_norm", config.eps)
+    )
     layer = Decoder(network.shape, network.embedding, [Block(mixer, forward)], last, network.head, network.kernels)
     projections = ("draft_fc_embedding", "draft_fc_hidden") if config.streams else ("draft_fc",)
     of_token, of_state = (named.norm(f"draft_{which}_norm", config.eps) for which in ("embedding", "hidden"))
@@ -102,7 +115,9 @@ def build_draft(config: DecoderConfig, weights: Mapping[str, Weight], network: D
 
 
 def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> Layer:
-    """Attention with an indexer or without; `places` among the layers that leave keys and values, and among those that leave states."""
+    """Attention with an indexer or without; `places` among the layers that leave keys and values, and among those
+    that leave states.
+    """
     if config.indexer is None:
         return attention.build(config, named, layer, places[0], rotary)
     return indexed.build(config, named, layer, places, rotary)

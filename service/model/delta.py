@@ -28,7 +28,9 @@ from .spec import Destination, Source
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """What the convolution sees and the gates are held together, and so are the two rates of a head, which are never below 8 bits."""
+    """What the convolution sees and the gates are held together, and so are the two rates of a head, which are never
+    below 8 bits.
+    """
     shape, hidden, key, part = _shape(config), config.widths.hidden, f"{layer}.", layer + 1
     name, wide = f"model.layers.{layer}.linear_attn.", shape.channels + shape.values
     projections = (("qkvz", wide),) if shape.fused else (("qkv", shape.channels), ("z", shape.values))
@@ -69,7 +71,8 @@ def _shape(config: DecoderConfig) -> DeltaShape:
 class GatedDelta:
     """Pre-norm gated delta net (Yang et al. 2024) behind a short convolution, as Qwen3-Next and Qwen3.5 have it.
 
-    projection [channels + values, hidden], rates [2 * value_heads, hidden], both as DeltaHeads says; output [hidden, values].
+    projection [channels + values, hidden], rates [2 * value_heads, hidden], both as DeltaHeads says; output [hidden,
+    values].
     """
 
     heads: DeltaHeads
@@ -97,7 +100,9 @@ class GatedDelta:
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
     def _mix(self, at: Pass, states: RecurrentStates, slots: Slots) -> None:
-        """From projections to gated answers; states go on from the slots that the pass reads to those that it writes."""
+        """From projections to gated answers; states go on from the slots that the pass reads to those that it
+        writes.
+        """
         heads, mixed, count = self.heads, at.views["delta_mixed"], at.ids.shape[0]
         seen, gates, beta, speed = self._split(at.views["delta_projected"], at.views["delta_rates"])
         parts = seen.float(), heads.decay * F.softplus(speed.float() + heads.bias), beta.float().sigmoid()
@@ -115,7 +120,9 @@ class GatedDelta:
         opened = torch.sigmoid(gates.float()) if heads.gate == "sigmoid" else F.silu(gates.float())
         mixed.view(answers.shape).copy_(answers.mul_(opened))
 
-    def _step(self, states: RecurrentStates, slots: Slots, seen: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def _step(
+        self, states: RecurrentStates, slots: Slots, seen: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         """The next token of each sequence: the answers [S, H, R, E]."""
         windows, held = states.read(self.index, slots.source)
         convolved, windows = convolve_step(seen, windows, self.heads.taps)
@@ -123,7 +130,9 @@ class GatedDelta:
         states.write(self.index, slots.target, (windows, held))
         return answers
 
-    def _split(self, projected: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(
+        self, projected: torch.Tensor, rates: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the convolution sees [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""
         s, count = self.heads, projected.shape[0]
         if not s.fused:

@@ -1,9 +1,13 @@
-"""Multi-token prediction: a layer behind the last one that guesses, of the state that chose a token and of that token, the one after it.
+"""Multi-token prediction: a layer behind the last one that guesses, of the state that chose a token and of that token,
+the one after it.
 
-At place i it reads what the network's head read there and the embedding of token i + 1, each normed, joins them to a residual, and sends
-that through one attention layer with feed-forward, a norm of its own (or mixer of streams) and the network's head: scores for token i + 2.
-What its own head reads stands in for the state of place i + 1 where more is to be guessed. Of residual streams it reads and hands on all,
-before they are mixed. Source of the maths: DeepSeek-V3 (2024) and the published checkpoints' tensors `mtp.*`.
+At place i it reads what the network's head read there and the embedding of token i + 1, each normed, joins them to a
+residual, and sends that through one attention layer with feed-forward, a norm of its own (or mixer of streams) and the
+network's head: scores for token i + 2. What its own head reads stands in for the state of place i + 1 where more is to
+be guessed. Of residual streams it reads and hands on all, before they are mixed. Source of the maths: DeepSeek-V3
+(2024) and the
+published checkpoints' tensors
+`mtp.*`.
 """
 
 from __future__ import annotations
@@ -64,9 +68,14 @@ def layer_config(config: DecoderConfig) -> DecoderConfig:
 
 
 def wanted(config: DecoderConfig, block: Iterable[Destination]) -> Iterator[Destination]:
-    """Every tensor of the layer; `block` are those of attention and feed-forward by the names of the layer `config.layers`."""
+    """Every tensor of the layer; `block` are those of attention and feed-forward by the names of the layer
+    `config.layers`.
+    """
     part, hidden = draft_part(config), config.widths.hidden
-    norms = (("draft_embedding_norm", "pre_fc_norm_embedding", hidden), ("draft_hidden_norm", "pre_fc_norm_hidden", carried_width(config)))
+    norms = (
+        ("draft_embedding_norm", "pre_fc_norm_embedding", hidden),
+        ("draft_hidden_norm", "pre_fc_norm_hidden", carried_width(config)),
+    )
     for key, name, width in norms:
         yield Destination(key, (Source(f"{PREFIX}{name}.weight", (width,)),), part, wide=True, turn=config.norm_turn)
     projections = (("fc_embedding", hidden), ("fc_hidden", hidden)) if config.streams else (("fc", 2 * hidden),)
@@ -79,7 +88,9 @@ def wanted(config: DecoderConfig, block: Iterable[Destination]) -> Iterator[Dest
     if config.streams is not None:
         yield from streams.wanted(config, "draft_mixer", f"{PREFIX}hyper_connection_mixer", part, inject=False)
     else:
-        yield Destination("draft_norm", (Source(f"{PREFIX}norm.weight", (hidden,)),), part, wide=True, turn=config.norm_turn)
+        yield Destination(
+            "draft_norm", (Source(f"{PREFIX}norm.weight", (hidden,)),), part, wide=True, turn=config.norm_turn
+        )
 
 
 def _renamed(source: Source, layer: int) -> Source:
@@ -87,10 +98,11 @@ def _renamed(source: Source, layer: int) -> Source:
 
 
 def is_there(described: Mapping[str, Any], names: Iterable[str], needed: Iterable[Destination], model: str) -> bool:
-    """Whether a checkpoint with tensors `names` has the whole layer, whose tensors are `needed`, and its config does not say otherwise.
+    """Whether a checkpoint with tensors `names` has the whole layer, whose tensors are `needed`, and its config does
+    not say otherwise.
 
-    Raises ModelError where the config says that there is one and only some of its tensors are there; where there is none of them the
-    checkpoint came without.
+    Raises ModelError where the config says that there is one and only some of its tensors are there; where there is
+    none of them the checkpoint came without.
     """
     own = {name for name in names if name.startswith(PREFIX)}
     read = ConfigReader(described)
@@ -99,24 +111,32 @@ def is_there(described: Mapping[str, Any], names: Iterable[str], needed: Iterabl
         return False
     count = max((read.integer(key) for key in COUNTS if read.has(key)), default=None)
     if (count or 1) > 1 or read.flag("mtp_use_dedicated_embeddings", False):
-        log.warning("%s: its %s layers for multi-token prediction are not used; one, with the model's embedding, is known", model, count)
+        log.warning(
+            "%s: its %s layers for multi-token prediction are not used; one, with the model's embedding, is known",
+            model,
+            count,
+        )
         return False
     modules = own | {name.rpartition(".")[0] for name in own}
     missing, every = [], 0
     for destination in needed:
         joined = destination.joined is not None and destination.joined.name in own
         every += len(destination.sources)
-        missing += [] if joined else [s.name for s in destination.sources if s.name.removesuffix(".weight") not in modules]
+        missing += (
+            [] if joined else [s.name for s in destination.sources if s.name.removesuffix(".weight") not in modules]
+        )
     if missing and count is not None:
         raise ModelError(
-            f"{model} has {every - len(missing)} of the {every} tensors of its layer for multi-token prediction, the first that is missing "
-            f"is {missing[0]}; get the model again, or open it without that layer ([models] draft = false in onedesk.toml)"
+            f"{model} has {every - len(missing)} of the {every} tensors of its layer for multi-token prediction, the"
+            f" first that is missing is {missing[0]}; get the model again, or open it without that layer ([models]"
+            " draft = false in onedesk.toml)"
         )
     return not missing
 
 
 def carried(network: Decoder, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """What the layer goes on from behind `state` [T, ...], which Decoder.forward returned: what the head reads, or all streams [T, wide].
+    """What the layer goes on from behind `state` [T, ...], which Decoder.forward returned: what the head reads, or all
+    streams [T, wide].
 
     Valid until the next pass.
     """
@@ -125,7 +145,8 @@ def carried(network: Decoder, state: torch.Tensor, scratch: Scratch) -> torch.Te
 
 @dataclass(slots=True)
 class Draft:
-    """The layer over its weights, in a network of this one block whose embedding and head are those of the decoder that it drafts for.
+    """The layer over its weights, in a network of this one block whose embedding and head are those of the decoder that
+    it drafts for.
 
     projections: [hidden, 2 * hidden], or one [hidden, hidden] each for embedding and streams.
     """
@@ -141,7 +162,8 @@ class Draft:
         return self.network.captured and self.network.kernels.captures(self.network.shape, self.projections)
 
     def forward(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
-        """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until the next pass.
+        """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until
+        the next pass.
 
         `kv` holds the keys and values of this layer alone. A position in it is that of the state it continues from.
         """
@@ -171,7 +193,9 @@ class Draft:
         of_embedding, of_stream = self.projections
         normed, found = views["normed"], views["found"]
         token = kernels.linear(kernels.rms_norm(at.target, self.embedding_norm, normed), of_embedding, at.target)
-        wide = kernels.rms_norm(views["draft_hidden"], self.hidden_norm, views["streams_normed"]).view(count, -1, hidden)
+        wide = kernels.rms_norm(views["draft_hidden"], self.hidden_norm, views["streams_normed"]).view(
+            count, -1, hidden
+        )
         streams = views["streams"]
         for stream, out in zip(wide.unbind(1), streams.view(count, -1, hidden).unbind(1), strict=True):
             normed.copy_(stream)
@@ -179,7 +203,9 @@ class Draft:
         return streams
 
     def last(self, state: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [1, vocab] behind the last row of what `forward` returned, and that row as the layer goes on from it [1, wide]."""
+        """Scores [1, vocab] behind the last row of what `forward` returned, and that row as the layer goes on from
+        it [1, wide].
+        """
         row = residual(self.network, scratch.rows(1))
         if state.shape[0] > 1:
             row.copy_(state[-1:])

@@ -33,7 +33,8 @@ QUANTIZATION = "quantization_config"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the text network: of one that nests it under text_config that, and of the rest what it does not say.
+    """What a config.json says of the text network: of one that nests it under text_config that, and of the rest what it
+    does not say.
 
     Whether the head is tied to the embedding the outer level says where it says anything.
     """
@@ -66,9 +67,11 @@ def describe(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleType, DecoderConfig, Checkpoint]:
-    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module uses.
+    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module
+    uses.
 
-    With the layer for multi-token prediction where the checkpoint has it, unless not even a look at it is wanted (`draft`).
+    With the layer for multi-token prediction where the checkpoint has it, unless not even a look at it is wanted
+    (`draft`).
     """
     family, text = family_of(checkpoint.config), text_config(checkpoint.config)
     config: DecoderConfig = family.read_config(text)
@@ -98,7 +101,8 @@ def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleTy
 
 
 def _is_headless(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether the checkpoint is an embedding model, published without an output matrix: the bare network under its own names, or a
+    """Whether the checkpoint is an embedding model, published without an output matrix: the bare network under its own
+    names, or a
     folder of sentence-transformers. Any other checkpoint without that matrix is incomplete."""
     if any(name.startswith("lm_head.") for name in tensors):
         return False
@@ -106,7 +110,8 @@ def _is_headless(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, Tens
 
 
 def read_tower(checkpoint: Checkpoint) -> tuple[VisionConfig, Checkpoint] | None:
-    """The seeing part of a model and its tower under the names that tower.py uses; None where config or files have none.
+    """The seeing part of a model and its tower under the names that tower.py uses; None where config or files have
+    none.
 
     Raises ModelError for a config.json that describes a tower wrongly.
     """

@@ -17,7 +17,9 @@ from .spec import FLOATING, Destination, Source
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """Gate and up are held together; experts one behind the other, as one tensor each of both or one for every expert."""
+    """Gate and up are held together; experts one behind the other, as one tensor each of both or one for every
+    expert.
+    """
     w, key, part, name = config.widths, f"{layer}.", layer + 1, f"model.layers.{layer}.mlp."
     yield from layer_norm(config, layer, "forward_norm", "post_attention_layernorm")
     if config.experts is not None and config.is_sparse(layer):
@@ -43,9 +45,13 @@ def _wanted_experts(shape: ExpertShape, hidden: int, key: str, part: int, name: 
     yield Destination(key + "experts_down", down, part, joined=joined, used=used)
     if not shape.shared:
         return
-    yield Destination(key + "shared_gate", (Source(name + "shared_expert_gate.weight", (1, hidden)),), part, bits=FLOATING)
+    yield Destination(
+        key + "shared_gate", (Source(name + "shared_expert_gate.weight", (1, hidden)),), part, bits=FLOATING
+    )
     yield Destination(key + "shared_gate_up", _gate_up(name + "shared_expert.", shape.shared, hidden), part)
-    yield Destination(key + "shared_down", (Source(name + "shared_expert.down_proj.weight", (hidden, shape.shared)),), part)
+    yield Destination(
+        key + "shared_down", (Source(name + "shared_expert.down_proj.weight", (hidden, shape.shared)),), part
+    )
 
 
 def _joined(shape: ExpertShape, name: str, rows: int, columns: int) -> Source:
@@ -86,7 +92,9 @@ class FeedForward:
 
 @dataclass(slots=True)
 class Experts:
-    """Sparse experts behind their norm. Where kernels do not take them as a whole, who is chosen is looked at on the host."""
+    """Sparse experts behind their norm. Where kernels do not take them as a whole, who is chosen is looked at on the
+    host.
+    """
 
     norm: NormWeight | None
     weights: ExpertWeights
@@ -97,8 +105,13 @@ class Experts:
 
     def run(self, at: Pass, /) -> None:
         normed, views = at.normed(self.norm), at.views
-        router, spare = views["router"], (views["shared_gate"], views["shared_gated"]) if self.weights.shared else (normed, normed)
-        rows = ExpertOperands(normed, at.target, router, views["routed"], views["expert_gated"], *spare, views.get("picks", normed))
+        router, spare = (
+            views["router"],
+            (views["shared_gate"], views["shared_gated"]) if self.weights.shared else (normed, normed),
+        )
+        rows = ExpertOperands(
+            normed, at.target, router, views["routed"], views["expert_gated"], *spare, views.get("picks", normed)
+        )
         if not at.kernels.run_experts(self.weights, rows):
             self._run_parts(at, normed)
 
@@ -131,7 +144,9 @@ class Experts:
         gated.mul_(torch.sigmoid(kernels.linear(normed, shared.gate, views["shared_gate"])))
         kernels.linear_add(gated, shared.down, at.target, views["routed"])
 
-    def _run_expert(self, at: Pass, normed: torch.Tensor, expert: int, rows: torch.Tensor, weights: torch.Tensor) -> None:
+    def _run_expert(
+        self, at: Pass, normed: torch.Tensor, expert: int, rows: torch.Tensor, weights: torch.Tensor
+    ) -> None:
         """The rows [n] of the pass through one expert, each by its weight [n, 1]."""
         kernels, count = at.kernels, rows.shape[0]
         views = at.scratch.rows(count)

@@ -23,7 +23,9 @@ def read_hybrid_decoder(
     dense: frozenset[int] = frozenset(),
     sparse_step: int = 1,
 ) -> DecoderConfig:
-    """Read and check what is not about experts; `fused` as in DeltaShape. Raises ModelError for what would change the arithmetic."""
+    """Read and check what is not about experts; `fused` as in DeltaShape. Raises ModelError for what would change
+    the arithmetic.
+    """
     read = ConfigReader(config)
     read.require("hidden_act", "silu", "the gates of feed-forward and delta net")
     read.require("attention_bias", False, "biases in attention")

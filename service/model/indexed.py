@@ -1,6 +1,8 @@
-"""Gated attention to few tokens: an indexer scores blocks of them by a mean key each, and only the best blocks are attended to (QSA).
+"""Gated attention to few tokens: an indexer scores blocks of them by a mean key each, and only the best blocks are
+attended to (QSA).
 
-A row attends to the tokens of its best blocks and to those behind the last full one. Where it sees no more than that, all are attended to.
+A row attends to the tokens of its best blocks and to those behind the last full one. Where it sees no more than that,
+all are attended to.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
         yield Destination(f"{key}indexer_{which}_norm", (norm,), part, wide=True, turn="plus_one")
 
 
-def build(config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> IndexedAttention:
-    """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave states."""
+def build(
+    config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable
+) -> IndexedAttention:
+    """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave
+    states.
+    """
     at, shape = weights.of(layer), _shape(config)
     norms = (at.norm(f"indexer_{which}_norm", config.eps) for which in ("q", "k"))
     return IndexedAttention(
@@ -54,7 +60,9 @@ def _shape(config: DecoderConfig) -> IndexerShape:
 
 @dataclass(slots=True, kw_only=True)
 class IndexedAttention(GatedAttention):
-    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a block wait to be full."""
+    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a
+    block wait to be full.
+    """
 
     indexer: Indexer
     place: int
@@ -72,7 +80,10 @@ class IndexedAttention(GatedAttention):
         at.project(self.norm, self.index_qk, indexed)
         own = self._rows(at, qkv, mixed)
         if at.kernels.attend_indexed(
-            self.heads, own, shape, IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index])
+            self.heads,
+            own,
+            shape,
+            IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index]),
         ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
@@ -95,7 +106,9 @@ class IndexedAttention(GatedAttention):
             for row in range(first, last):
                 self._attend_to(at, queries[row], self._tokens(chosen[row], places[row] + 1), sequence, found[row])
 
-    def _chosen(self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]) -> torch.Tensor:
+    def _chosen(
+        self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]
+    ) -> torch.Tensor:
         """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
         shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
@@ -112,7 +125,8 @@ class IndexedAttention(GatedAttention):
         return chosen
 
     def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, begin: tuple[int, int]) -> None:
-        """Let new raw keys [T, dim] in: the mean of each full block is kept, normed and rotated to its first token's position.
+        """Let new raw keys [T, dim] in: the mean of each full block is kept, normed and rotated to its first token's
+        position.
 
         `begin`: where the first of them stands in its sequence and in the pass.
         tail [ratio - 1, dim] holds the raw keys of the block that is not full, and is changed.
@@ -129,13 +143,19 @@ class IndexedAttention(GatedAttention):
         firsts = torch.arange(full, device=keys.device) * shape.ratio + (start - waiting)
         at.kernels.rms_norm(pooled, shape.k_norm, pooled)
         lasts = row + shape.ratio - 1 - waiting + torch.arange(full, device=keys.device) * shape.ratio
-        turns = at.batch.rotary_rows[lasts] - (shape.ratio - 1) if at.batch.first_turns is None else at.batch.first_turns[lasts]
+        turns = (
+            at.batch.rotary_rows[lasts] - (shape.ratio - 1)
+            if at.batch.first_turns is None
+            else at.batch.first_turns[lasts]
+        )
         at.kernels.rotate(pooled, rotary.cos[turns], rotary.sin[turns])
         blocks = at.batch.tables[sequence][firsts // BLOCK].long()
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 
     def _tokens(self, chosen: torch.Tensor, length: int) -> torch.Tensor:
-        """The places that a row attends to, of the `length` that it sees: in its chosen blocks, and behind the last full one."""
+        """The places that a row attends to, of the `length` that it sees: in its chosen blocks, and behind the last
+        full one.
+        """
         ratio, blocks = self.indexer.ratio, chosen[chosen >= 0]
         inside = (blocks[:, None] * ratio + torch.arange(ratio, device=blocks.device)).view(-1)
         return torch.cat((inside, torch.arange(length // ratio * ratio, length, device=blocks.device)))

@@ -1,4 +1,6 @@
-"""What a decoder is made of: its widths, the rows of a pass, and blocks of layers that work on them; none asks which device it is on."""
+"""What a decoder is made of: its widths, the rows of a pass, and blocks of layers that work on them; none asks which
+device it is on.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ..quant.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written; `halves`: only for 16-bit activations."""
+    """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written; `halves`: only for
+    16-bit activations.
+    """
 
     name: str
     width: int
@@ -30,7 +34,9 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """The widths of a decoder's intermediate rows, from which its scratch is sized; `intermediate` 0: no dense feed-forward."""
+    """The widths of a decoder's intermediate rows, from which its scratch is sized; `intermediate` 0: no dense
+    feed-forward.
+    """
 
     hidden: int
     heads: int
@@ -47,7 +53,9 @@ class Widths:
     @property
     def columns(self) -> int:
         """The widest row that a product reads."""
-        return max(self.hidden, self.shape.queries, self.intermediate, *(buffer.width for buffer in self.more if buffer.read))
+        return max(
+            self.hidden, self.shape.queries, self.intermediate, *(buffer.width for buffer in self.more if buffer.read)
+        )
 
     def rows(self, dtype: torch.dtype) -> dict[str, int]:
         """The buffers of a pass with such activations: name and width."""
@@ -102,10 +110,11 @@ class Scratch:
 
 @dataclass(slots=True)
 class Pass:
-    """What the layers of one pass share: its ids [T] and where their rows stand, the session's cache, the buffers (`views`: of all rows).
+    """What the layers of one pass share: its ids [T] and where their rows stand, the session's cache, the buffers
+    (`views`: of all rows).
 
-    A layer reads `source` [T, hidden], normed by its own norm if it has one, and adds what it finds to `target` [T, hidden]: both are the
-    residual rows of an ordinary decoder.
+    A layer reads `source` [T, hidden], normed by its own norm if it has one, and adds what it finds to `target` [T,
+    hidden]: both are the residual rows of an ordinary decoder.
     """
 
     ids: torch.Tensor
@@ -119,7 +128,9 @@ class Pass:
     waiting: ConnectionOperands | None = None
 
     def let_in(self) -> None:
-        """What the last layer found goes into the residual streams, where the next one has not done it on its way (see Streamed)."""
+        """What the last layer found goes into the residual streams, where the next one has not done it on its way
+        (see Streamed).
+        """
         if self.waiting is not None:
             self.kernels.inject(self.waiting)
             self.waiting = None
@@ -139,9 +150,9 @@ class Pass:
 class Layer(Protocol):
     """Half of a block: it reads the source of a pass, computes, and adds what it found to the target.
 
-    `parts` are what it hands to kernels: these say whether they take all of them without a look at values (ReferenceKernels.captures), so
-    that a graph can hold a decode step. That is made of calls of kernels alone, as long as none of these says False (see
-    ReferenceKernels.run_captured).
+    `parts` are what it hands to kernels: these say whether they take all of them without a look at values
+    (ReferenceKernels.captures), so that a graph can hold a decode step. That is made of calls of kernels alone, as long
+    as none of these says False (see ReferenceKernels.run_captured).
     """
 
     @property
@@ -151,7 +162,9 @@ class Layer(Protocol):
 
 
 class EarlyLayer(Layer, Protocol):
-    """A layer that is told of a pass before the first layer of all computes, and fetches what it needs of files before it runs."""
+    """A layer that is told of a pass before the first layer of all computes, and fetches what it needs of files
+    before it runs.
+    """
 
     @property
     def table(self) -> FileTable: ...
@@ -184,7 +197,9 @@ BetweenLayers = Callable[[int, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm (or mixer of residual streams) and head over what the sequences of a session leave behind."""
+    """Embedding, blocks, final norm (or mixer of residual streams) and head over what the sequences of a session
+    leave behind.
+    """
 
     shape: HeadShape
     embedding: Weight
@@ -202,7 +217,9 @@ class Decoder:
         self.segments = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
     def prepare(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> None:
-        """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host must see."""
+        """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host
+        must see.
+        """
         if self.early:
             views = scratch.rows(ids.shape[0])
             at = Pass(ids, batch, kv, scratch, views, self.kernels, views["x"], views["x"])
@@ -221,7 +238,8 @@ class Decoder:
         *,
         prepared: bool = False,
     ) -> torch.Tensor:
-        """Read ids [T] int64 that stand at `batch`; returns the residual [T, hidden], or [T, streams * hidden], valid until the next call.
+        """Read ids [T] int64 that stand at `batch`; returns the residual [T, hidden], or [T, streams * hidden], valid
+        until the next call.
 
         The blocks that `batch` names must belong to their sequences already; their lengths are the caller's to advance.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
@@ -297,12 +315,18 @@ class Decoder:
         return self.norm.mix(state, views, self.kernels)
 
     def table_cost(self) -> tuple[float, int]:
-        """Seconds that passes have waited for rows of tables in files, and bytes of those, since the network was made."""
+        """Seconds that passes have waited for rows of tables in files, and bytes of those, since the network was
+        made.
+        """
         return sum(layer.table.seconds for layer in self.early), sum(layer.table.bytes for layer in self.early)
 
     @property
     def captured(self) -> bool:
         """Whether a decode step can be a CUDA graph, once `prepare` was called for it: its kernels look at no value."""
-        layers = [layer for block in self.blocks for layer in (block.mixer, block.forward, block.before) if layer is not None]
+        layers = [
+            layer for block in self.blocks for layer in (block.mixer, block.forward, block.before) if layer is not None
+        ]
         mixer = () if isinstance(self.norm, NormWeight) else self.norm.parts
-        return self.kernels.captures(self.shape, [*(part for layer in layers for part in layer.parts), *mixer, self.head])
+        return self.kernels.captures(
+            self.shape, [*(part for layer in layers for part in layer.parts), *mixer, self.head]
+        )

@@ -1,4 +1,5 @@
-"""Rows of a table, found by hashes of the last few tokens, that are let into the residual streams (Qwen3.8's per-layer embedding).
+"""Rows of a table, found by hashes of the last few tokens, that are let into the residual streams (Qwen3.8's per-layer
+embedding).
 
 Source of the hashes and of the block: transformers' Qwen4Exp modeling file.
 """
@@ -40,7 +41,13 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     shape, (wide, hidden), key, part = _shape(config), _widths(config), f"{layer}.", layer + 1
     name = f"model.layers.{layer}.ple."
     for which in ("key", "query", "conv"):
-        yield Destination(f"{key}ngram_norm_{which}", (Source(f"{name}norm_{which}.weight", (wide,)),), part, wide=True, turn="plus_one")
+        yield Destination(
+            f"{key}ngram_norm_{which}",
+            (Source(f"{name}norm_{which}.weight", (wide,)),),
+            part,
+            wide=True,
+            turn="plus_one",
+        )
     yield Destination(key + "ngram_key", (Source(name + "key_proj.weight", (wide, shape.width)),), part)
     yield Destination(key + "ngram_value", (Source(name + "value_proj.weight", (hidden, shape.width)),), part)
     taps = Source(name + "conv1d.weight", (wide, 1, shape.taps))
@@ -48,13 +55,17 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     rows, width = table_rows(shape, shape.layers.index(layer)), shape.width // _rows_a_token(shape)
     each, table = -(-rows // shape.parts), name + "ple_embedding.ngram_embedding."
     starts = range(0, rows, each)
-    parts = tuple(Source(f"{table}shard_{i}.weight", (min(each, rows - start), width)) for i, start in enumerate(starts))
+    parts = tuple(
+        Source(f"{table}shard_{i}.weight", (min(each, rows - start), width)) for i, start in enumerate(starts)
+    )
     whole = Source(table + "weight", (rows, width))
     yield Destination(key + "ngram_table", parts, part, bits=FLOATING, joined=whole, used=0.0, in_file=True)
 
 
 def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
-    """Compare what a checkpoint has stored of its hashes with what is computed here. ModelError where they differ: rows would be others."""
+    """Compare what a checkpoint has stored of its hashes with what is computed here. ModelError where they differ:
+    rows would be others.
+    """
     shape = _shape(config)
     for place, layer in enumerate(shape.layers):
         sizes = head_sizes(shape, place)
@@ -67,12 +78,17 @@ def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
             info = checkpoint.tensors.get(f"model.layers.{layer}.ple.ple_embedding.{name}")
             if info is None:
                 continue
-            stored = read_rows(info, range(info.shape[0])).tolist() if len(info.shape) == 1 and info.shape[0] == len(numbers) else None
+            stored = (
+                read_rows(info, range(info.shape[0])).tolist()
+                if len(info.shape) == 1 and info.shape[0] == len(numbers)
+                else None
+            )
             if stored != numbers:
                 told = f"{info.dtype} {list(info.shape)}" if stored is None else f"{stored[:3]} and so on"
                 raise ModelError(
-                    f"tensor {info.name} has {told}, and the hashes that config.json describes have {numbers[:3]} and so on: other rows of "
-                    "the table would be read; the config and the weights belong to different models"
+                    f"tensor {info.name} has {told}, and the hashes that config.json describes have {numbers[:3]} and"
+                    " so on: other rows of the table would be read; the config and the weights belong to different"
+                    " models"
                 )
 
 
@@ -91,7 +107,9 @@ def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> Ngra
         factors=multipliers(shape, config.widths.vocab, place),
         heads=list(zip(sizes, [0, *accumulate(sizes)], strict=False)),
         table=at.table("ngram_table"),
-        weights=NgramWeights(at["ngram_key"], at["ngram_value"], norm("key"), norm("query"), norm("conv"), taps, shape.size),
+        weights=NgramWeights(
+            at["ngram_key"], at["ngram_value"], norm("key"), norm("query"), norm("conv"), taps, shape.size
+        ),
     )
 
 
@@ -133,7 +151,9 @@ def _next_prime(after: int) -> int:
 
 
 def is_prime(number: int) -> bool:
-    """For numbers below 2^40: Miller and Rabin's test, whose witnesses 2 to 13 are enough below 3,474,749,660,383 (Jaeschke 1993)."""
+    """For numbers below 2^40: Miller and Rabin's test, whose witnesses 2 to 13 are enough below 3,474,749,660,383
+    (Jaeschke 1993).
+    """
     if number < 2:
         return False
     witnesses = (2, 3, 5, 7, 11, 13)
@@ -169,7 +189,8 @@ def multipliers(shape: NgramShape, vocab: int, place: int) -> list[int]:
 
 @dataclass(slots=True)
 class NgramBlock:
-    """Adds to each stream the value of the tokens' rows, as far as their key and the stream agree, and a convolution of that over time.
+    """Adds to each stream the value of the tokens' rows, as far as their key and the stream agree, and a convolution of
+    that over time.
 
     `heads`: of each row of a token the size of its part of the table, and where that begins.
     """
@@ -198,9 +219,15 @@ class NgramBlock:
             before = [batch.before[-back:]]
         else:
             sources = slots.source[: 1 if batch.one_sequence else None]
-            found = pasts[sources.numpy()] if held.is_cpu else held.index_select(0, sources)  # one wait for a device, not one a row
+            found = (
+                pasts[sources.numpy()] if held.is_cpu else held.index_select(0, sources)
+            )  # one wait for a device, not one a row
             before = [[int(token) + self.shape.end for token in past] for past in found.tolist()]
-        pieces = [[*before[0], *ids]] if batch.one_sequence else [[*past, token] for past, token in zip(before, ids, strict=True)]
+        pieces = (
+            [[*before[0], *ids]]
+            if batch.one_sequence
+            else [[*past, token] for past, token in zip(before, ids, strict=True)]
+        )
         self.coming = [row for seen in pieces for row in self._rows(seen)]
         ends = [pieces[0][: back + row] for row in range(1, len(ids) + 1)] if isinstance(batch, VerifyPass) else pieces
         kept = [[float(token - self.shape.end) for token in seen[-back:]] for seen in ends]
@@ -223,14 +250,18 @@ class NgramBlock:
         held = states.of_layer(self.index)[0]
         verify = isinstance(at.batch, VerifyPass)
         if at.batch.state_per_row:
-            rows = NgramOperands(views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, verify)
+            rows = NgramOperands(
+                views["ngram"], views["streams"], views["ngram_keys"], views["ngram_values"], held, slots, verify
+            )
             if kernels.add_ngrams(weights, rows):
                 return
         added = self._gated(at)
         normed = kernels.rms_norm(added, weights.conv_norm, torch.empty_like(added)).flatten(1).float()
         if verify:
             places = [slice(row, row + 1) for row in range(len(normed))]
-            convolved = torch.cat([self._convolved(states, slots.part(place), normed[place], step=True) for place in places])
+            convolved = torch.cat(
+                [self._convolved(states, slots.part(place), normed[place], step=True) for place in places]
+            )
         else:
             convolved = self._convolved(states, slots, normed, step=at.batch.state_per_row)
         views["streams"].add_(added.flatten(1)).add_(convolved)

@@ -1,9 +1,9 @@
 """A conversion that was stopped or ended half-way: the tensors that it had written, found again and gone on from.
 
-A folder `.partial-KEY` holds the converted file so far and `journal`, a line for each tensor: where it ends in the file, the hashes of what
-it was read from, and the hash of all that is written up to there. Only what agrees with its hash is gone on from. Whoever works on the
-folder holds a lock on it; others of the same key work elsewhere, and folders of other keys that nobody holds are taken away: they fill the
-disk.
+A folder `.partial-KEY` holds the converted file so far and `journal`, a line for each tensor: where it ends in the
+file, the hashes of what it was read from, and the hash of all that is written up to there. Only what agrees with its
+hash is gone on from. Whoever works on the folder holds a lock on it; others of the same key work elsewhere, and folders
+of other keys that nobody holds are taken away: they fill the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ PIECE = 8 << 20
 
 @dataclass(slots=True)
 class Written:
-    """What of the converted file is there: so many tensors, which end at `end`; hashes of their sources in order, and of their bytes."""
+    """What of the converted file is there: so many tensors, which end at `end`; hashes of their sources in order,
+    and of their bytes.
+    """
 
     tensors: int = 0
     end: int = 0
@@ -47,7 +49,9 @@ class Written:
 
 
 class Partial:
-    """The file and the journal of one conversion, in `folder`. `identity` tells conversions apart; `header` goes before the tensors."""
+    """The file and the journal of one conversion, in `folder`. `identity` tells conversions apart; `header` goes
+    before the tensors.
+    """
 
     def __init__(self, folder: Path, name: str, identity: dict[str, Any], header: bytes) -> None:
         self.path = folder / name
@@ -63,13 +67,17 @@ class Partial:
             if not written.tensors:
                 file.write(self._header)
             file.truncate(max(len(self._header), written.end))
-        self._journal.write_text("".join(f"{line}\n" for line in (self._identity, *lines[: written.tensors])), encoding="ascii")
+        self._journal.write_text(
+            "".join(f"{line}\n" for line in (self._identity, *lines[: written.tensors])), encoding="ascii"
+        )
         if written.tensors:
             log.info("going on with a conversion that was stopped after %s", show(written.end))
         return written
 
     def note(self, written: Written, hashes: Sequence[bytes]) -> None:
-        """Write down that one more tensor is in the file, read from what has these hashes; `written` is the state with it. OSError."""
+        """Write down that one more tensor is in the file, read from what has these hashes; `written` is the state
+        with it. OSError.
+        """
         entry = {"end": written.end, "content": [hashed.hex() for hashed in hashes], "made": written.digest.hexdigest()}
         with self._journal.open("a", encoding="ascii") as file:
             file.write(json.dumps(entry) + "\n")
@@ -109,7 +117,8 @@ class Partial:
 
 @contextmanager
 def partial_folder(parent: Path, key: str, elsewhere: Path) -> Iterator[Path]:
-    """The folder to convert `key` in, below `parent`: the one of an earlier attempt, or `elsewhere` where somebody works in that.
+    """The folder to convert `key` in, below `parent`: the one of an earlier attempt, or `elsewhere` where somebody
+    works in that.
 
     It is taken away when the block ends, unless that is by a stop and much of the file is there. Raises OSError.
     """
@@ -128,7 +137,11 @@ def partial_folder(parent: Path, key: str, elsewhere: Path) -> Iterator[Path]:
             if size < KEEP_FROM:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                log.warning("%s are converted and kept; converting again goes on from there, deleting %s frees them", show(size), folder)
+                log.warning(
+                    "%s are converted and kept; converting again goes on from there, deleting %s frees them",
+                    show(size),
+                    folder,
+                )
             raise
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -139,7 +152,9 @@ def partial_folder(parent: Path, key: str, elsewhere: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """An open descriptor that holds the folder's lock; None where another process does. The folder is made. Raises OSError."""
+    """An open descriptor that holds the folder's lock; None where another process does. The folder is made. Raises
+    OSError.
+    """
     while True:
         folder.mkdir(exist_ok=True)
         try:

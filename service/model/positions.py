@@ -1,7 +1,8 @@
-"""Positions of a sequence that holds pictures: three axes (time, row, column), where text has the same number on all of them.
+"""Positions of a sequence that holds pictures: three axes (time, row, column), where text has the same number on all of
+them.
 
-A picture begins at the position after the text before it, spans its merged rows and columns, and the text after it goes on after
-the longer of the two: positions are fewer than rows of the cache. Source: the Qwen2-VL report (2024).
+A picture begins at the position after the text before it, spans its merged rows and columns, and the text after it goes
+on after the longer of the two: positions are fewer than rows of the cache. Source: the Qwen2-VL report (2024).
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class PicturePositions:
         return found
 
     def within(self, first: int, last: int) -> list[tuple[int, slice, slice]]:
-        """Which pictures the rows first..last - 1 hold: number, rows relative to `first`, and which of the picture's own."""
+        """Which pictures the rows first..last - 1 hold: number, rows relative to `first`, and which of the picture's
+        own.
+        """
         found = []
         for number, span in enumerate(self.spans):
             low, high = max(first, span.first), min(last, span.end)
@@ -84,7 +87,8 @@ class PicturePositions:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How the rows of a chunk are turned: `places` int64 [3, n] for the further rows of a rotary table, `turns` int32 [rows] and
+    """How the rows of a chunk are turned: `places` int64 [3, n] for the further rows of a rotary table, `turns` int32
+    [rows] and
     `first_turns` int32 [rows], see Rows.
     """
 
@@ -98,8 +102,8 @@ BEFORE = 32
 
 
 def turns_of(positions: PicturePositions, first: int, last: int, table: int, stretch: int = 1) -> Turns:
-    """Of the rows first..last - 1; `table` is the number of positions of the rotary table, `stretch` the indexer's, which begins
-    with its first row.
+    """Of the rows first..last - 1; `table` is the number of positions of the rotary table, `stretch` the indexer's,
+    which begins with its first row.
     """
     begin = max(0, first - min(BEFORE, stretch - 1))
     places = positions.places(begin, last)

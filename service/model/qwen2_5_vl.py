@@ -1,4 +1,5 @@
-"""qwen2_5_vl (Qwen2.5-VL): the decoder of Qwen2 with positions of three axes, and a vision tower of its own (see tower.py).
+"""qwen2_5_vl (Qwen2.5-VL): the decoder of Qwen2 with positions of three axes, and a vision tower of its own (see
+tower.py).
 
 Source: transformers' Qwen2.5-VL configuration and the published checkpoints' tensor names.
 """
@@ -19,7 +20,9 @@ __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
 
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read and check a qwen2_5_vl config.json (its text part); raises ModelError for what would change the arithmetic."""
+    """Read and check a qwen2_5_vl config.json (its text part); raises ModelError for what would change the
+    arithmetic.
+    """
     read = ConfigReader(config)
     plain = read_biased(config, read, read.axes_rope(1000000.0), "qwen2_5_vl")
     return replace(plain, axes=read.axes(plain.rotary_dim // 2, (), interleaved=False))

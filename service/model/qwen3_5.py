@@ -1,7 +1,7 @@
 """qwen3_5 (Qwen3.5, and 3.6 to 3.8 where they are dense): gated delta nets, every fourth layer gated attention, SwiGLU.
 
-Source: transformers' Qwen3_5 configuration and the published checkpoints' tensor names. Of a checkpoint that also sees pictures the text
-network is read.
+Source: transformers' Qwen3_5 configuration and the published checkpoints' tensor names. Of a checkpoint that also sees
+pictures the text network is read.
 """
 
 from __future__ import annotations

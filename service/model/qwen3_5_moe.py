@@ -18,7 +18,9 @@ __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
 
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read and check a qwen3_5_moe config.json (its text part); raises ModelError for what would change the arithmetic."""
+    """Read and check a qwen3_5_moe config.json (its text part); raises ModelError for what would change the
+    arithmetic.
+    """
     read = ConfigReader(config)
     read.require("norm_topk_prob", True, "the weights of the chosen experts sum up to 1")
     return read_hybrid_decoder(config, fused=False, experts=read_experts(read, shared=True, normalized=True))

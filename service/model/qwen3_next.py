@@ -1,4 +1,5 @@
-"""qwen3_next: gated delta nets, every fourth layer gated attention, experts with a shared one; norms stored around zero.
+"""qwen3_next: gated delta nets, every fourth layer gated attention, experts with a shared one; norms stored around
+zero.
 
 Source: transformers' Qwen3Next configuration and the published checkpoints' tensor names.
 """

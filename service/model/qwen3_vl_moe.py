@@ -19,7 +19,9 @@ __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
 
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read and check a qwen3_vl_moe config.json (its text part); raises ModelError for what would change the arithmetic."""
+    """Read and check a qwen3_vl_moe config.json (its text part); raises ModelError for what would change the
+    arithmetic.
+    """
     named = {**without_rope(config), "norm_topk_prob": True}  # the weights of the chosen experts always sum up to 1
     plain = with_axes(config, qwen3_moe.read_config(named))
     experts = plain.experts

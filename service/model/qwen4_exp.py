@@ -1,5 +1,5 @@
-"""qwen4_exp (Qwen3.8-Flash-Next): four gated residual streams, gated delta nets, every fourth layer attention to chosen blocks, experts,
-and rows of an n-gram table that stays in its file.
+"""qwen4_exp (Qwen3.8-Flash-Next): four gated residual streams, gated delta nets, every fourth layer attention to chosen
+blocks, experts, and rows of an n-gram table that stays in its file.
 
 Source: transformers' Qwen4Exp configuration and the published checkpoint's tensor names.
 """
@@ -32,7 +32,9 @@ __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
 
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read and check a qwen4_exp config.json (its text part); raises ModelError for what would change the arithmetic."""
+    """Read and check a qwen4_exp config.json (its text part); raises ModelError for what would change the
+    arithmetic.
+    """
     read = ConfigReader(config)
     kinds = config.get("layer_types")
     named = {**config, "output_gate_type": None}
@@ -46,25 +48,38 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     streams, indexer = StreamShape(read.integer("hc_count", 4), read.integer("hc_lowrank", 320)), _indexer(read, plain)
     ngrams = _ngrams(config, read, plain)
     hidden = plain.widths.hidden
-    buffers = (*plain.widths.more, *streams.buffers(hidden), *indexer.buffers(), *(ngrams.buffers(hidden, streams.count) if ngrams else ()))
+    buffers = (
+        *plain.widths.more,
+        *streams.buffers(hidden),
+        *indexer.buffers(),
+        *(ngrams.buffers(hidden, streams.count) if ngrams else ()),
+    )
     widths = replace(plain.widths, more=buffers)
-    return replace(plain, widths=widths, delta=replace(plain.delta, gate=gate), streams=streams, ngrams=ngrams, indexer=indexer)
+    return replace(
+        plain, widths=widths, delta=replace(plain.delta, gate=gate), streams=streams, ngrams=ngrams, indexer=indexer
+    )
 
 
 def _output_gate(config: Mapping[str, Any]) -> Literal["silu", "sigmoid"]:
     gate = config.get("output_gate_type") or "silu"
     if gate not in ("silu", "sigmoid"):
-        raise ModelError(f"config.json has output_gate_type = {brief(gate)}; supported are 'silu' and 'sigmoid' (the gate of a delta net)")
+        raise ModelError(
+            f"config.json has output_gate_type = {brief(gate)}; supported are 'silu' and 'sigmoid' (the gate of a delta"
+            " net)"
+        )
     return "sigmoid" if gate == "sigmoid" else "silu"
 
 
 def _indexer(read: ConfigReader, plain: DecoderConfig) -> IndexerShape:
     read.require("indexer_kv_heads", 1, "one key a block")
-    shape = IndexerShape(*(read.integer(f"indexer_{key}") for key in ("n_heads", "head_dim", "budget", "compress_ratio")))
+    shape = IndexerShape(
+        *(read.integer(f"indexer_{key}") for key in ("n_heads", "head_dim", "budget", "compress_ratio"))
+    )
     if shape.budget % shape.ratio or BLOCK % shape.ratio or shape.ratio < 2 or plain.rotary_dim > shape.dim:
         raise ModelError(
-            f"config.json has indexer_budget = {shape.budget}, indexer_compress_ratio = {shape.ratio}, indexer_head_dim = {shape.dim}: "
-            f"the ratio must divide the budget and {BLOCK}, and {plain.rotary_dim} rotary dimensions must fit the head"
+            f"config.json has indexer_budget = {shape.budget}, indexer_compress_ratio = {shape.ratio}, indexer_head_dim"
+            f" = {shape.dim}: the ratio must divide the budget and {BLOCK}, and {plain.rotary_dim} rotary dimensions"
+            " must fit the head"
         )
     return shape
 
@@ -88,14 +103,22 @@ def _ngrams(config: Mapping[str, Any], read: ConfigReader, plain: DecoderConfig)
         parts=read.integer("split_ngram_parts", 512, most=TABLE_PARTS),
     )
     if not 0 <= shape.end < plain.widths.vocab:
-        raise ModelError(f"config.json has eos_token_id = {brief(end)}; n-grams need the token that they do not reach over")
+        raise ModelError(
+            f"config.json has eos_token_id = {brief(end)}; n-grams need the token that they do not reach over"
+        )
     rows = (shape.size - 1) * shape.heads
     every = rows * len(numbers)
-    if not rows or shape.width % rows or not 1 <= numbers[0] <= numbers[-1] <= plain.layers or shape.size > 8 or every > TABLE_HEADS:
+    if (
+        not rows
+        or shape.width % rows
+        or not 1 <= numbers[0] <= numbers[-1] <= plain.layers
+        or shape.size > 8
+        or every > TABLE_HEADS
+    ):
         raise ModelError(
-            f"config.json has ple_layer_ids {brief(numbers)} of {plain.layers} layers and ple_embed_dim = {shape.width} for {rows} rows a "
-            f"token (ngram_size {shape.size}, heads_per_ngram {shape.heads}); the rows must divide the width, at most {TABLE_HEADS} in all "
-            "layers, of 8 tokens"
+            f"config.json has ple_layer_ids {brief(numbers)} of {plain.layers} layers and ple_embed_dim = {shape.width}"
+            f" for {rows} rows a token (ngram_size {shape.size}, heads_per_ngram {shape.heads}); the rows must divide"
+            f" the width, at most {TABLE_HEADS} in all layers, of 8 tokens"
         )
     return shape
 

@@ -1,4 +1,6 @@
-"""How one stored tensor comes into its rows of a planned one: its bytes as they are, or rows that become something else on the way."""
+"""How one stored tensor comes into its rows of a planned one: its bytes as they are, or rows that become something
+else on the way.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ..quant.formats import weight_of
 from ..quant.quantize_weights import Quantizer, tile_elements
 from ..quant.weight import QuantizedWeight, Weight
 
-# Takes stored rows from a first one on into a weight's rows; then flat fp32 to work in, and who quantizes faster, if anybody does.
+# Takes stored rows from a first one on into a weight's rows; then flat fp32 to work in, and who quantizes faster, if
+# anybody does.
 TakeRows: TypeAlias = Callable[[torch.Tensor, int, QuantizedWeight, torch.Tensor, Quantizer | None], None]
 # What is left to do when all of a tensor is there.
 Settle: TypeAlias = Callable[[Weight], None]
@@ -25,8 +28,10 @@ Settle: TypeAlias = Callable[[Weight], None]
 class Reading:
     """A stored tensor that fills the rows [row, row + rows) of a planned one.
 
-    Without `take` its bytes are the rows of `piece`, a field of the quantized weight, or of a plain tensor. `take` is given `step` rows
-    together and about `most` bytes; `rowwise` says that a row of the file is a row of the weight, whatever its neighbours are.
+    Without `take` its bytes are the rows of `piece`, a field of the quantized weight, or of a plain tensor. `take` is
+    given `step` rows together and about `most` bytes; `rowwise` says that a row of the file is a row of the weight,
+    whatever its
+    neighbours are.
     """
 
     info: TensorInfo
@@ -60,7 +65,12 @@ class Reading:
             self._place(target)[index - self.row] = values.to(target.device)
             return
         values = values.to(target.device)
-        own = weight_of(target.format, len(rows), target.cols, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=target.device))
+        own = weight_of(
+            target.format,
+            len(rows),
+            target.cols,
+            lambda shape, dtype: torch.empty(shape, dtype=dtype, device=target.device),
+        )
         self.take(values, 0, own, torch.empty(tile_elements(target.device), device=target.device), faster)
         target.put_rows(index, own)
 
@@ -95,7 +105,9 @@ class _Intake:
 
 
 def narrow_end(wide: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The last `nbytes` of a tensor as flat bytes: what is stored narrower is read there, and widened from there over the whole."""
+    """The last `nbytes` of a tensor as flat bytes: what is stored narrower is read there, and widened from there
+    over the whole.
+    """
     return wide.view(-1).view(torch.uint8)[-nbytes:]
 
 

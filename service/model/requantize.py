@@ -1,4 +1,5 @@
-"""Checkpoints that were published in small floats, turned into int8 or int4: read as they are stored, then rounded anew, tensor by tensor.
+"""Checkpoints that were published in small floats, turned into int8 or int4: read as they are stored, then rounded
+anew, tensor by tensor.
 
 Only `onedesk quantize` does it: a matrix is there twice for a moment, which a load has no room for.
 """
@@ -35,7 +36,9 @@ class StagedTensor(PlannedTensor):
         rows, cols = self.destination.shape
         return weight_of(self.staged, rows, cols, carve)
 
-    def turn(self, read: QuantizedWeight, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None) -> None:
+    def turn(
+        self, read: QuantizedWeight, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None
+    ) -> None:
         """Round what was read into `target`; `work` as in quantize_into. Raises ModelError."""
         rows = target.rows
         step = max(1, tile_elements(read.device) // target.cols)

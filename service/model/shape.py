@@ -20,8 +20,8 @@ ATTENTION, DELTA = "full_attention", "linear_attention"
 class DeltaShape:
     """Heads of a gated delta net: `value_heads` states of [key_dim, value_dim], groups of which share a key head.
 
-    `taps` of the convolution before it. `fused`: projections are stored a key head at a time (Qwen3-Next). `gate`: what the gates behind it
-    go through.
+    `taps` of the convolution before it. `fused`: projections are stored a key head at a time (Qwen3-Next). `gate`: what
+    the gates behind it go through.
     """
 
     key_heads: int
@@ -54,7 +54,9 @@ class DeltaShape:
 
     @property
     def state(self) -> Pieces:
-        """What a sequence leaves behind in a layer, whatever its length: the last inputs of the convolution, and the heads' states."""
+        """What a sequence leaves behind in a layer, whatever its length: the last inputs of the convolution, and the
+        heads' states.
+        """
         return (self.taps - 1, self.channels), (self.key_heads, self.group, self.key_dim, self.value_dim)
 
     def buffers(self) -> tuple[BufferSpec, ...]:
@@ -67,10 +69,11 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """`count` experts of `width`, of which a token meets `active`; `shared` is the width of the one that every token meets (0: none).
+    """`count` experts of `width`, of which a token meets `active`; `shared` is the width of the one that every token
+    meets (0: none).
 
-    `normalized`: the weights of the chosen ones are made to sum up to 1. `by_columns`: where all are one tensor, it has the columns of each
-    one after the other.
+    `normalized`: the weights of the chosen ones are made to sum up to 1. `by_columns`: where all are one tensor, it has
+    the columns of each one after the other.
     """
 
     count: int
@@ -120,8 +123,10 @@ class StreamShape:
 class NgramShape:
     """Rows of a table, chosen by the last `size` tokens, that are let into the streams before the layers `layers`.
 
-    `heads` rows for each length from 2 to `size`, `width` numbers together; `base`, `multiple` and `seed` say how they are found,
-    `end` is the token that no n-gram reaches over, `taps` those of the convolution behind, `parts` how the table is stored.
+    `heads` rows for each length from 2 to `size`, `width` numbers together; `base`, `multiple` and `seed` say how they
+    are found,
+    `end` is the token that no n-gram reaches over, `taps` those of the convolution behind, `parts` how the table is
+    stored.
     """
 
     layers: tuple[int, ...]
@@ -149,7 +154,9 @@ class NgramShape:
 
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
-    """Attention to at most `budget` tokens, chosen in blocks of `ratio` by `heads` queries over a mean key a block, `dim` wide."""
+    """Attention to at most `budget` tokens, chosen in blocks of `ratio` by `heads` queries over a mean key a block,
+    `dim` wide.
+    """
 
     heads: int
     dim: int
@@ -169,11 +176,12 @@ class IndexerShape:
 class DecoderConfig:
     """A decoder: which of its layers mix tokens how, and which have experts.
 
-    `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output gate beside its
-    queries, and norms are stored around zero. `dense`: layers without experts; else every `sparse_step`-th has them. `draft`: there is a
-    layer for multi-token prediction, see draft.py. `headless`: there is no output matrix, so the network gives states and no scores.
-    `bias`: queries, keys and values have one. `head_norms`: queries and keys are normed per head. `axes`: which axis of a picture's
-    positions turns each pair of a head (0 time, 1 row, 2 column); none where all are text.
+    `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output
+    gate beside its queries, and norms are stored around zero. `dense`: layers without experts; else every
+    `sparse_step`-th has them. `draft`: there is a layer for multi-token prediction, see draft.py. `headless`: there is
+    no output matrix, so the network gives states and no scores.
+    `bias`: queries, keys and values have one. `head_norms`: queries and keys are normed per head. `axes`: which axis of
+    a picture's positions turns each pair of a head (0 time, 1 row, 2 column); none where all are text.
     """
 
     widths: Widths
@@ -216,7 +224,9 @@ class DecoderConfig:
 
     @property
     def states(self) -> tuple[Pieces, ...]:
-        """The shapes of what each layer that leaves a state of constant size leaves behind, in the order of the layers."""
+        """The shapes of what each layer that leaves a state of constant size leaves behind, in the order of the
+        layers.
+        """
         found: list[Pieces] = []
         for layer in range(self.layers if self.delta else 0):
             if self.ngrams is not None and layer in self.ngrams.layers:
@@ -241,7 +251,8 @@ def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *bu
     kv_heads = read.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(
-            f"config.json has {heads} attention heads and {kv_heads} key/value heads; the first must be a multiple of the second"
+            f"config.json has {heads} attention heads and {kv_heads} key/value heads; the first must be a multiple of"
+            " the second"
         )
     width = read.integer("head_dim", head_dim or max(1, hidden // heads))
     if width % 2:
@@ -252,9 +263,12 @@ def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *bu
 def read_attention_only(config: Mapping[str, Any], layers: int, model_type: str) -> None:
     """Refuse layer_types that name another kind than full attention."""
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or any(kind != ATTENTION for kind in kinds)):
+    if kinds is not None and (
+        not isinstance(kinds, list) or len(kinds) != layers or any(kind != ATTENTION for kind in kinds)
+    ):
         raise ModelError(
-            f"config.json has layer_types other than {layers} times {ATTENTION!r}; model_type {model_type} has no other layers"
+            f"config.json has layer_types other than {layers} times {ATTENTION!r}; model_type {model_type} has no other"
+            " layers"
         )
 
 
@@ -264,7 +278,10 @@ def read_hybrid(config: Mapping[str, Any], read: ConfigReader, layers: int) -> t
     if kinds is None:
         return (), read.integer("full_attention_interval", 4)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (ATTENTION, DELTA) for kind in kinds):
-        raise ModelError(f"config.json has layer_types that are not {layers} of {ATTENTION!r} and {DELTA!r}; no other layers are supported")
+        raise ModelError(
+            f"config.json has layer_types that are not {layers} of {ATTENTION!r} and {DELTA!r}; no other layers are"
+            " supported"
+        )
     return tuple(kind == ATTENTION for kind in kinds), 1
 
 
@@ -280,8 +297,8 @@ def read_delta(read: ConfigReader, *, fused: bool) -> DeltaShape:
     )
     if shape.value_heads % shape.key_heads:
         raise ModelError(
-            f"config.json has linear_num_value_heads = {shape.value_heads} and linear_num_key_heads = {shape.key_heads}; "
-            "the first must be a multiple of the second"
+            f"config.json has linear_num_value_heads = {shape.value_heads} and linear_num_key_heads ="
+            f" {shape.key_heads}; the first must be a multiple of the second"
         )
     if shape.taps < 2:
         raise ModelError(f"config.json has linear_conv_kernel_dim = {shape.taps}; at least 2 is needed")

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ..errors import ModelError, brief
 from ..kernels.rotary import Yarn, yarn_attention
 
-# What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms), or channels and
-# taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
+# What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms),
+# or channels and taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
 Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
 YARN, ORIGINAL = "yarn", "original_max_position_embeddings"
 _YARN_KEYS = {ORIGINAL, "factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
@@ -27,7 +27,8 @@ FLOATING = 16
 class Source:
     """A tensor of the checkpoint, by name, with the shape that the config implies.
 
-    `stored` is how the file has it where that differs (experts in one tensor [E, rows, cols] are rows [E * rows, cols] here).
+    `stored` is how the file has it where that differs (experts in one tensor [E, rows, cols] are rows [E * rows, cols]
+    here).
     `by_columns`: each of the E has its columns one after the other, `stored` is [E, cols, rows].
     """
 
@@ -45,10 +46,13 @@ class Source:
 class Destination:
     """A tensor of the network: the sources, stacked along the first dimension in this order.
 
-    `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a prompt's rows are
-    read when they are needed, and all of it comes last, for a head that is tied to it and for decode. `wide`: held in fp32 (norms).
-    `bits`: the fewest that a number of it may be turned into on load. `joined`: the one tensor that may stand in for all sources.
-    `used`: the share of it that one token meets (of experts the chosen ones). `in_file`: a table that stays in its file.
+    `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a
+    prompt's rows are read when they are needed, and all of it comes last, for a head that is tied to it and for decode.
+    `wide`: held in fp32 (norms).
+    `bits`: the fewest that a number of it may be turned into on load. `joined`: the one tensor that may stand in for
+    all sources.
+    `used`: the share of it that one token meets (of experts the chosen ones). `in_file`: a table that stays in its
+    file.
     """
 
     key: str
@@ -77,7 +81,9 @@ ENTRIES = 1000  # of a list with an entry a layer
 
 
 class ConfigReader:
-    """Typed access to a config.json; a wrong or missing value is a ModelError that names the key, what it is and what is needed."""
+    """Typed access to a config.json; a wrong or missing value is a ModelError that names the key, what it is and
+    what is needed.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -104,11 +110,13 @@ class ConfigReader:
         count = self.integer("num_experts" if self.has("num_experts") else local, most=EXPERTS)
         if self.has(local) and self.integer(local) != count:
             raise ModelError(
-                f"config.json has num_experts = {count} and {local} = {self.integer(local)}; get the one that belongs to the weights"
+                f"config.json has num_experts = {count} and {local} = {self.integer(local)}; get the one that belongs"
+                " to the weights"
             )
         if count * self.layers() > EXPERTS_OF_ALL_LAYERS:
             raise ModelError(
-                f"config.json has {count} experts in {self.layers()} layers; at most {EXPERTS_OF_ALL_LAYERS:,} are possible in all"
+                f"config.json has {count} experts in {self.layers()} layers; at most {EXPERTS_OF_ALL_LAYERS:,} are"
+                " possible in all"
             )
         return count
 
@@ -117,9 +125,14 @@ class ConfigReader:
         value = self._config.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST_FLOAT <= value <= LARGEST_FLOAT:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not SMALLEST_FLOAT <= value <= LARGEST_FLOAT
+        ):
             raise ModelError(
-                f"config.json has {key} = {brief(value)}; a number above 0 is needed, from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+                f"config.json has {key} = {brief(value)}; a number above 0 is needed, from {SMALLEST_FLOAT:g} to"
+                f" {LARGEST_FLOAT:g}"
             )
         return float(value)
 
@@ -136,19 +149,29 @@ class ConfigReader:
         value = self._config.get(key)
         if value is None:
             return ()
-        whole = isinstance(value, list) and len(value) <= ENTRIES and all(type(item) is int and 0 <= item <= LARGEST for item in value)
+        whole = (
+            isinstance(value, list)
+            and len(value) <= ENTRIES
+            and all(type(item) is int and 0 <= item <= LARGEST for item in value)
+        )
         if not whole:
-            raise ModelError(f"config.json has {key} = {brief(value)}; a list of whole numbers from 0 is needed, at most {ENTRIES}")
+            raise ModelError(
+                f"config.json has {key} = {brief(value)}; a list of whole numbers from 0 is needed, at most {ENTRIES}"
+            )
         return tuple(value)
 
     def require(self, key: str, allowed: Any, meaning: str, *also: Any) -> None:
-        """Refuse any value of `key` but `allowed` (absent is allowed): it changes the arithmetic in a way that is not supported."""
+        """Refuse any value of `key` but `allowed` (absent is allowed): it changes the arithmetic in a way that is
+        not supported.
+        """
         value = self._config.get(key)
         if value is not None and value != allowed and value not in also:
             raise ModelError(f"config.json has {key} = {brief(value)}; only {allowed!r} is supported ({meaning})")
 
     def rope_theta(self, default: float) -> float:
-        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are refused."""
+        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are
+        refused.
+        """
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
     def axes_rope(self, default: float) -> float:
@@ -156,9 +179,11 @@ class ConfigReader:
         return (self._rope(_AXES) or self).number("rope_theta", self.number("rope_theta", default))
 
     def axes(self, pairs: int, default: tuple[int, ...], *, interleaved: bool) -> tuple[int, ...]:
-        """Which axis turns each of the `pairs` of a head: 0 time, 1 row, 2 column; text has the same position on all three.
+        """Which axis turns each of the `pairs` of a head: 0 time, 1 row, 2 column; text has the same position on all
+        three.
 
-        The sections say how many pairs each axis has: one after the other, or `interleaved` from the lowest on, time taking the rest.
+        The sections say how many pairs each axis has: one after the other, or `interleaved` from the lowest on, time
+        taking the rest.
         """
         rope = self._rope(_PARTIAL)
         if rope is not None:
@@ -175,14 +200,16 @@ class ConfigReader:
     def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
         """Base and width of a rotary embedding of part of a head (a quarter where nothing says otherwise).
 
-        mrope_section and mrope_interleaved say which axis of a picture turns which pair: for text all axes are the token's position.
+        mrope_section and mrope_interleaved say which axis of a picture turns which pair: for text all axes are the
+        token's position.
         """
         rope = self._rope(_PARTIAL) or self
         factor = rope.number("partial_rotary_factor", self.number("partial_rotary_factor", 0.25))
         width = int(head_dim * factor)
         if factor > 1 or width < 2 or width % 2:
             raise ModelError(
-                f"config.json has partial_rotary_factor = {factor} of head_dim = {head_dim}: {width} dimensions; an even number is needed"
+                f"config.json has partial_rotary_factor = {factor} of head_dim = {head_dim}: {width} dimensions; an"
+                " even number is needed"
             )
         return rope.number("rope_theta", self.number("rope_theta", default)), width
 
@@ -201,13 +228,17 @@ class ConfigReader:
         original = read.integer(ORIGINAL, self.integer("max_position_embeddings", 32768))
         factor = read.number("factor", self.integer("max_position_embeddings", 32768) / original)
         scale, scale_of_all = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
-        usual = yarn_attention(factor, scale) / yarn_attention(factor, scale_of_all) if scale and scale_of_all else yarn_attention(factor)
+        usual = (
+            yarn_attention(factor, scale) / yarn_attention(factor, scale_of_all)
+            if scale and scale_of_all
+            else yarn_attention(factor)
+        )
         fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
         theta = self._theta(rope)
         if fast < slow or theta <= 1:
             raise ModelError(
-                f"config.json has beta_fast = {fast:g}, beta_slow = {slow:g} and rope_theta = {theta:g} for YaRN; the first must "
-                "be at least the second, and the third above 1"
+                f"config.json has beta_fast = {fast:g}, beta_slow = {slow:g} and rope_theta = {theta:g} for YaRN; the"
+                " first must be at least the second, and the third above 1"
             )
         return Yarn(factor, original, fast, slow, read.number("attention_factor", usual), read.flag("truncate", True))
 
@@ -224,7 +255,9 @@ class ConfigReader:
             yield rope
 
     def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
-        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is `understood`."""
+        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is
+        `understood`.
+        """
         found: dict[str, Any] = {}
         for rope in self._ropes():
             kind = _kind(rope)
@@ -235,7 +268,8 @@ class ConfigReader:
             if kind not in ("default", YARN) or unknown:
                 named = ", ".join([f"rope_type {brief(kind)}", *map(str, unknown[:8])])
                 raise ModelError(
-                    f"config.json asks for rotary scaling that is not supported: {named}; supported are rope_type 'default' and 'yarn'"
+                    f"config.json asks for rotary scaling that is not supported: {named}; supported are rope_type"
+                    " 'default' and 'yarn'"
                 )
             found = {**rope, **found}
         return ConfigReader(found) if found else None

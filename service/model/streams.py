@@ -1,4 +1,6 @@
-"""A residual of several streams: each layer reads a mix of them, weighed number by number, and adds what it found to each by a weight."""
+"""A residual of several streams: each layer reads a mix of them, weighed number by number, and adds what it found to
+each by a weight.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def wanted(config: DecoderConfig, key: str, name: str, part: int, *, inject: boo
     wide = shape.count * hidden
     norm = Source(name + ".hc_norm.weight", (wide,))
     yield Destination(key + "_norm", (norm,), part, wide=True, turn="plus_one")
-    yield Destination(key + "_down", (Source(name + ".input_mix_weight_down.weight", (shape.rank, wide)),), part, bits=8)
+    yield Destination(
+        key + "_down", (Source(name + ".input_mix_weight_down.weight", (shape.rank, wide)),), part, bits=8
+    )
     yield Destination(key + "_up", (Source(name + ".input_mix_weight_up.weight", (wide, shape.rank)),), part, bits=8)
     if inject:
         source = Source(name + ".block_inject_weight.weight", (shape.count, wide))
@@ -34,7 +38,9 @@ def build(config: DecoderConfig, at: Named, key: str, *, inject: bool) -> GatedR
     """The connection over its weights."""
     shape = _shape(config)
     norm = NormWeight(at.plain(key + "_norm").view(shape.count, config.widths.hidden), config.eps)
-    return GatedResidual(HyperConnection(shape.count, norm, at[key + "_down"], at[key + "_up"], at[key + "_inject"] if inject else None))
+    return GatedResidual(
+        HyperConnection(shape.count, norm, at[key + "_down"], at[key + "_up"], at[key + "_inject"] if inject else None)
+    )
 
 
 def _shape(config: DecoderConfig) -> StreamShape:
@@ -57,7 +63,9 @@ class GatedResidual:
         """views["read"] [T, hidden]: the mix of streams [T, streams * hidden]."""
         return self.read(_rows(streams, views), kernels).read
 
-    def read(self, at: ConnectionOperands, kernels: ReferenceKernels, /, *, waiting: bool = False) -> ConnectionOperands:
+    def read(
+        self, at: ConnectionOperands, kernels: ReferenceKernels, /, *, waiting: bool = False
+    ) -> ConnectionOperands:
         """Fills `at` in as ConnectionOperands says; `waiting`: once what it says of the connection before is let in."""
         connection = self.connection
         if waiting:
@@ -85,7 +93,9 @@ def _rows(streams: torch.Tensor, views: PassRows) -> ConnectionOperands:
 
 @dataclass(slots=True)
 class Streamed:
-    """A layer that reads a mix of the streams and adds to all of them: what it found waits for the next one, or for Pass.let_in."""
+    """A layer that reads a mix of the streams and adds to all of them: what it found waits for the next one, or for
+    Pass.let_in.
+    """
 
     residual: GatedResidual
     layer: Layer

@@ -14,8 +14,8 @@ from .spec import Destination
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """A table that stays in its file: where its rows lie, the one number that all are multiplied by, and the scales of each part's groups
-    of columns, if there are such.
+    """A table that stays in its file: where its rows lie, the one number that all are multiplied by, and the scales of
+    each part's groups of columns, if there are such.
     """
 
     destination: Destination
@@ -32,7 +32,9 @@ class PlannedTable:
 def open_tables(planned: Sequence[PlannedTable], reader: FileRowReader | None = None) -> dict[str, FileTable]:
     """The tables of a model by their keys. Together they keep no more files open than one may."""
     files = KeptFiles()
-    return {table.destination.key: FileTable(table.parts, table.scale, table.groups, reader, files) for table in planned}
+    return {
+        table.destination.key: FileTable(table.parts, table.scale, table.groups, reader, files) for table in planned
+    }
 
 
 def scale_name(name: str) -> str:

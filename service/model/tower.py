@@ -1,7 +1,8 @@
-"""Vision towers: one picture's patches to rows of the decoder. The families differ in their config only, qwen2_5_vl also in its parts.
+"""Vision towers: one picture's patches to rows of the decoder. The families differ in their config only, qwen2_5_vl
+also in its parts.
 
-Sources: the Qwen2.5-VL and Qwen3-VL reports (2025) and transformers' configurations. Attention never makes a patches x patches
-matrix (torch's fused attention).
+Sources: the Qwen2.5-VL and Qwen3-VL reports (2025) and transformers' configurations. Attention never makes a patches x
+patches matrix (torch's fused attention).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Patches(Protocol):
 
 
 def destinations(shape: TowerShape) -> Iterator[Destination]:
-    """Every tensor of a tower under the names without a prefix, in the order of use; none is quantized unless it is stored so."""
+    """Every tensor of a tower under the names without a prefix, in the order of use; none is quantized unless it is
+    stored so.
+    """
     d, last = shape.hidden, shape.depth + 1
     stored = (d, CHANNELS, shape.frames, shape.patch, shape.patch)
     patch = Source("patch_embed.proj.weight", (d, shape.patch_width), stored)
@@ -128,7 +131,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """merge x merge patches to one row of the decoder: norm (of each patch, or where `after` of all together), fc1, GELU, fc2."""
+    """merge x merge patches to one row of the decoder: norm (of each patch, or where `after` of all together), fc1,
+    GELU, fc2.
+    """
 
     norm: Norm
     fc1: Linear
@@ -166,7 +171,9 @@ class TowerBlock:
 
 
 class TowerScratch:
-    """The buffers of one picture: x and mixed [patches, hidden], qkv [patches, 3 * hidden], cos and sin [patches, head_dim / 2]."""
+    """The buffers of one picture: x and mixed [patches, hidden], qkv [patches, 3 * hidden], cos and sin [patches,
+    head_dim / 2].
+    """
 
     def __init__(self, lease: Lease, shape: TowerShape, patches: int, dtype: torch.dtype) -> None:
         self.x, self.mixed, self.qkv = (lease.carve(size, dtype) for size in _sizes(shape, patches))
@@ -198,7 +205,8 @@ class Tower:
     def run(
         self, picture: Patches, scratch: TowerScratch, out: torch.Tensor, check: Check, seen: Seen | None = None
     ) -> None:
-        """The picture into out [1 + taps, rows of the decoder, out]: what stands for its tokens, then what each tap adds.
+        """The picture into out [1 + taps, rows of the decoder, out]: what stands for its tokens, then what each tap
+        adds.
 
         `check` is called within every block and may raise to stop. `seen` gets the state after each stage by name.
         """
@@ -292,7 +300,9 @@ def build(shape: TowerShape, weights: Mapping[str, Weight], kernels: ReferenceKe
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotary embedding in place, in fp32: x [rows, kinds, heads, dim], halves of a head against each other; cos, sin [rows, dim / 2]."""
+    """Rotary embedding in place, in fp32: x [rows, kinds, heads, dim], halves of a head against each other; cos, sin
+    [rows, dim / 2].
+    """
     half = cos.shape[-1]
     low, high = x[..., :half].float(), x[..., half:].float()
     cos, sin = cos[:, None, None], sin[:, None, None]

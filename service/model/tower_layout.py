@@ -1,4 +1,6 @@
-"""Where the patches of a picture stand: rows and columns in merge-block order, weights of learned positions, windows."""
+"""Where the patches of a picture stand: rows and columns in merge-block order, weights of learned positions,
+windows.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Segments:
 class PatchLayout:
     """One frame of `grid` patches in the order in which a tower reads them.
 
-    rows, columns: int64 [patches], the places in the grid. order: int64 [merged rows], where windows want them in another order;
+    rows, columns: int64 [patches], the places in the grid. order: int64 [merged rows], where windows want them in
+    another order;
     `rows` and `columns` are in that order already. frame, windows: which rows attend to each other.
     """
 
@@ -42,7 +45,9 @@ class PatchLayout:
     windows: Segments
 
     def angles(self, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin fp32 [patches, head_dim / 2] of the rotary embedding: rows turn the first half of them, columns the others."""
+        """cos and sin fp32 [patches, head_dim / 2] of the rotary embedding: rows turn the first half of them,
+        columns the others.
+        """
         half = head_dim // 2
         frequencies = 1.0 / THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
         places = torch.stack((self.rows, self.columns), 1).float()
@@ -68,7 +73,9 @@ def lay_out(shape: TowerShape, grid: tuple[int, int]) -> PatchLayout:
 
 
 def _windows(height: int, width: int, window: int) -> tuple[torch.Tensor, list[int]]:
-    """Merged rows in the order of their windows, and the rows of each; windows at the lower and right edges may be smaller."""
+    """Merged rows in the order of their windows, and the rows of each; windows at the lower and right edges may be
+    smaller.
+    """
     numbers = torch.arange(height * width).view(height, width)
     pieces = [
         numbers[top : top + window, left : left + window].reshape(-1)

@@ -1,4 +1,6 @@
-"""What config.json says of the part of a model that sees: the shape of its tower and the ids that stand for pictures."""
+"""What config.json says of the part of a model that sees: the shape of its tower and the ids that stand for
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """A vision tower: `depth` blocks of `hidden` with `heads` and a feed-forward of `intermediate`, rows of `out` for the decoder.
+    """A vision tower: `depth` blocks of `hidden` with `heads` and a feed-forward of `intermediate`, rows of `out` for
+    the decoder.
 
-    `patch` pixels per side and `frames` frames per patch, `merge` x `merge` patches per row. `side`: the learned positions are a
-    square of so many, 0 without. `taps`: blocks after which a further row is taken. `window`: merged rows per side of a window
-    that blocks attend in, except those in `full`; 0: all attend to their whole frame. `gated`: RMS norms and SiLU gates
-    (qwen2_5_vl) instead of layer norms and GELU.
+    `patch` pixels per side and `frames` frames per patch, `merge` x `merge` patches per row. `side`: the learned
+    positions are a square of so many, 0 without. `taps`: blocks after which a further row is taken. `window`: merged
+    rows per side of a window that blocks attend in, except those in `full`; 0: all attend to their whole frame.
+    `gated`: RMS norms and SiLU gates (qwen2_5_vl) instead of layer norms and GELU.
     """
 
     depth: int
@@ -71,7 +74,9 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The tower and the token ids around pictures: `image` and `video` stand for their rows, between `start` and `end`."""
+    """The tower and the token ids around pictures: `image` and `video` stand for their rows, between `start` and
+    `end`.
+    """
 
     tower: TowerShape
     image: int
@@ -90,7 +95,8 @@ def read_vision(config: Mapping[str, Any], kind: str, hidden: int) -> VisionConf
     shape = read_tower_shape(config, kind)
     if shape.out != hidden:
         raise ModelError(
-            f"config.json has vision_config.out_hidden_size = {shape.out} for a decoder of hidden_size = {hidden}; they must be equal"
+            f"config.json has vision_config.out_hidden_size = {shape.out} for a decoder of hidden_size = {hidden}; they"
+            " must be equal"
         )
     outer = ConfigReader(config)
     ids = (outer.integer(f"{name}_token_id") for name in ("image", "video", "vision_start", "vision_end"))
@@ -132,7 +138,8 @@ def _tower(read: _Within, kind: str) -> TowerShape:
     merge, patch = read.integer("spatial_merge_size", 2), read.integer("patch_size")
     if hidden % heads or hidden // heads % 4:
         raise ModelError(
-            f"config.json has vision_config.hidden_size = {hidden} and num_heads = {heads}; heads must divide it into multiples of 4"
+            f"config.json has vision_config.hidden_size = {hidden} and num_heads = {heads}; heads must divide it into"
+            " multiples of 4"
         )
     side = window = 0
     full: frozenset[int] = frozenset()
@@ -153,7 +160,8 @@ def _tower(read: _Within, kind: str) -> TowerShape:
     taps = read.numbers("deepstack_visual_indexes") if kind in TAPPED else ()
     if list(taps) != sorted(set(taps)) or any(tap >= depth for tap in taps):
         raise ModelError(
-            f"config.json has vision_config.deepstack_visual_indexes = {list(taps)}; rising numbers below the depth {depth} are needed"
+            f"config.json has vision_config.deepstack_visual_indexes = {list(taps)}; rising numbers below the depth"
+            f" {depth} are needed"
         )
     return TowerShape(
         depth=depth,

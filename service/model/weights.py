@@ -1,4 +1,6 @@
-"""From a family's list of tensors and a checkpoint's header to a plan: what lies where in leased memory, and how it gets there."""
+"""From a family's list of tensors and a checkpoint's header to a plan: what lies where in leased memory, and how it
+gets there.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in STORED.items()}
 ALIGNMENT = 256
 # Factors of quantized keys and values, which are held in full here.
-CACHE_SCALES = re.compile(r".*\.self_attn\.(?:[qkv]_proj\.)?(?:[qkv]_(?:scale|zero_point)|output_(?:scale|zero_point))$")
+CACHE_SCALES = re.compile(
+    r".*\.self_attn\.(?:[qkv]_proj\.)?(?:[qkv]_(?:scale|zero_point)|output_(?:scale|zero_point))$"
+)
 # Unpacking a part takes some seven times its bytes for a moment.
 UNPACK_BYTES = 1 << 20
 # Buffers that some exporters store and that are recomputed, and what a tied head may be stored as again.
@@ -52,9 +56,11 @@ RECOMPUTED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the network: its place (`destination`), the type it is held in, and the stored tensors it is read from.
+    """One tensor of the network: its place (`destination`), the type it is held in, and the stored tensors it is read
+    from.
 
-    `stored` is the floating type of the checkpoint's numbers, None where they are quantized there. `settle` is called when all is read.
+    `stored` is the floating type of the checkpoint's numbers, None where they are quantized there. `settle` is called
+    when all is read.
     """
 
     destination: Destination
@@ -87,7 +93,8 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """All tensors of a network, checked against the checkpoint, before anything is allocated. `aim`: what they were to be turned into.
+    """All tensors of a network, checked against the checkpoint, before anything is allocated. `aim`: what they were to
+    be turned into.
 
     `tables` stay in their files and are no part of any figure here but `parameters`.
     """
@@ -95,10 +102,14 @@ class WeightPlan:
     tensors: tuple[PlannedTensor, ...]
     aim: Format | None = None
     tables: tuple[PlannedTable, ...] = ()
-    sources: frozenset[SourceFile] = field(init=False, repr=False, compare=False)  # the files that all of it is read from
+    sources: frozenset[SourceFile] = field(
+        init=False, repr=False, compare=False
+    )  # the files that all of it is read from
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sources", frozenset(info.source for one in (*self.tensors, *self.tables) for info in one.parts))
+        object.__setattr__(
+            self, "sources", frozenset(info.source for one in (*self.tensors, *self.tables) for info in one.parts)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -132,30 +143,45 @@ class WeightPlan:
         aim = self.aim
         if aim is None or aim.bits > 4:
             return ""
-        fell = [one for one in self.tensors if one.stored is not None and one.held == INT8 and one.destination.bits <= aim.bits]
+        fell = [
+            one
+            for one in self.tensors
+            if one.stored is not None and one.held == INT8 and one.destination.bits <= aim.bits
+        ]
         if not fell:
             return ""
         shape = list(fell[0].destination.shape)
-        return f"{len(fell)} tensors are held in int8 instead of {title(aim)}: their columns are no multiple of {BLOCK_COLUMNS} ({shape})"
+        return (
+            f"{len(fell)} tensors are held in int8 instead of {title(aim)}: their columns are no multiple of"
+            f" {BLOCK_COLUMNS} ({shape})"
+        )
 
     @property
     def weights_of(self) -> Mapping[str, int]:
         """Bytes of the weights lease by choice of quantization; empty where it is made already, or stored so."""
         if self.aim is not None or all(tensor.stored is None for tensor in self.tensors if not tensor.destination.wide):
             return MappingProxyType({})
-        return MappingProxyType({name: sum(_turned_bytes(tensor, aim) for tensor in self.tensors) for name, aim in CHOICES.items()})
+        return MappingProxyType(
+            {name: sum(_turned_bytes(tensor, aim) for tensor in self.tensors) for name, aim in CHOICES.items()}
+        )
 
     def changed(self) -> bool:
         """Whether a file that is to be read is another one than when the plan was made, or gone."""
         return any(not source.unchanged() for source in self.sources)
 
     def bench(self, device: torch.device) -> tuple[int, int, int]:
-        """How many benches converting while reading takes, and of each the bytes of its raw and of its work buffer; zeros for none."""
+        """How many benches converting while reading takes, and of each the bytes of its raw and of its work buffer;
+        zeros for none.
+        """
         taken = [tensor for tensor in self.tensors if any(reading.take for reading in tensor.readings)]
         if not taken:
             return 0, 0, 0
         raw = max(reading.bench_bytes for tensor in taken for reading in tensor.readings)
-        rows = [padded_columns(tensor.held, tensor.destination.shape[1]) for tensor in taken if isinstance(tensor.held, Format)]
+        rows = [
+            padded_columns(tensor.held, tensor.destination.shape[1])
+            for tensor in taken
+            if isinstance(tensor.held, Format)
+        ]
         tile = min(tile_elements(device), max(tensor.destination.elements for tensor in taken))
         return default_readers(), _aligned(raw), _aligned(4 * max(*rows, 1, tile))
 
@@ -168,8 +194,8 @@ class WeightPlan:
 def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: Format | None = None) -> WeightPlan:
     """Match `wanted` with the checkpoint; floating matrices are to become `aim` on load, or stay as they are (None).
 
-    ModelError names the first tensor that is missing, of another shape or type, or not known. `wanted` is followed only as far as the
-    checkpoint has its tensors: a config may ask for any number of layers.
+    ModelError names the first tensor that is missing, of another shape or type, or not known. `wanted` is followed only
+    as far as the checkpoint has its tensors: a config may ask for any number of layers.
     """
     packings = read_packings(checkpoint.config)
     found = [_planned_table(d, checkpoint) if d.in_file else _planned(d, checkpoint, packings, aim) for d in wanted]
@@ -180,11 +206,15 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
     if packings is not None:
         known |= set(_zero_biases(planned, checkpoint))
         known |= {name for name in checkpoint.tensors if CACHE_SCALES.match(name)}
-    unknown = sorted(name for name, info in checkpoint.tensors.items() if info.named and name not in known and not RECOMPUTED.match(name))
+    unknown = sorted(
+        name
+        for name, info in checkpoint.tensors.items()
+        if info.named and name not in known and not RECOMPUTED.match(name)
+    )
     if unknown:
         raise ModelError(
-            f"{checkpoint.name} has {len(unknown)} tensors that its config.json does not account for, the first is {unknown[0]}; "
-            "the config and the weights belong to different models"
+            f"{checkpoint.name} has {len(unknown)} tensors that its config.json does not account for, the first is"
+            f" {unknown[0]}; the config and the weights belong to different models"
         )
     return WeightPlan(planned, aim, tables)
 
@@ -196,7 +226,10 @@ def _zero_biases(planned: Iterable[PlannedTensor], checkpoint: Checkpoint) -> It
         if bias is None or bias.shape != source.shape[:1] or bias.dtype not in STORED:
             continue
         if not is_all_zero(bias):
-            raise ModelError(f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; the family has no biases: get another model")
+            raise ModelError(
+                f"{checkpoint.name}: tensor {bias.name} has numbers other than 0; the family has no biases: get another"
+                " model"
+            )
         yield bias.name
 
 
@@ -212,7 +245,10 @@ def _planned_table(destination: Destination, checkpoint: Checkpoint) -> PlannedT
         kinds = STORED if scale is None else {"F8_E4M3": torch.float8_e4m3fn}
         parts = tuple(_part(source, checkpoint, kinds) for source in destination.sources)
     if scale is not None and (scale.elements != 1 or scale.dtype not in STORED):
-        raise ModelError(f"{checkpoint.name}: tensor {scale.name} is {scale.dtype} {list(scale.shape)}; one floating number is needed")
+        raise ModelError(
+            f"{checkpoint.name}: tensor {scale.name} is {scale.dtype} {list(scale.shape)}; one floating number is"
+            " needed"
+        )
     return PlannedTable(destination, parts, None if scale is None else replace(scale, shape=(1,)), groups)
 
 
@@ -237,7 +273,9 @@ def _ignored(planned: Iterable[PlannedTensor], packings: Packings | None) -> Ite
         yield from (f"{_module(source)}.{suffix}" for source in tensor.destination.sources for suffix in suffixes)
 
 
-def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packings | None, aim: Format | None) -> PlannedTensor:
+def _planned(
+    destination: Destination, checkpoint: Checkpoint, packings: Packings | None, aim: Format | None
+) -> PlannedTensor:
     destination = _as_stored(destination, checkpoint)
     packing = _packing(destination, packings)
     packed = [packing is not None and _is_packed(source, checkpoint, packing) for source in destination.sources]
@@ -246,8 +284,8 @@ def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packing
     if any(packed):
         is_so, is_not = (destination.sources[packed.index(wanted)].name for wanted in (True, False))
         raise ModelError(
-            f"{checkpoint.name} stores only some of the tensors that belong together quantized ({is_so}, but not {is_not}); "
-            "store all of them so"
+            f"{checkpoint.name} stores only some of the tensors that belong together quantized ({is_so}, but not"
+            f" {is_not}); store all of them so"
         )
     parts = tuple(_part(source, checkpoint) for source in destination.sources)
     kinds = sorted({part.dtype for part in parts})
@@ -273,14 +311,17 @@ def _planned(destination: Destination, checkpoint: Checkpoint, packings: Packing
 
 
 def _as_stored(destination: Destination, checkpoint: Checkpoint) -> Destination:
-    """The destination with the one tensor that stands for all its sources where the checkpoint has that. ModelError if it has both."""
+    """The destination with the one tensor that stands for all its sources where the checkpoint has that. ModelError
+    if it has both.
+    """
     joined = destination.joined
     if joined is None or joined.name not in checkpoint.tensors:
         return destination
     twice = next((source.name for source in destination.sources if source.name in checkpoint.tensors), None)
     if twice is not None:
         raise ModelError(
-            f"{checkpoint.name} stores the same weights twice, as {joined.name} and as {twice}; keep one of them, or get the model again"
+            f"{checkpoint.name} stores the same weights twice, as {joined.name} and as {twice}; keep one of them, or"
+            " get the model again"
         )
     return replace(destination, sources=(as_stored(joined, checkpoint.tensors[joined.name]),))
 
@@ -319,7 +360,9 @@ def _stacked(parts: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, int]]:
 def _quantizing(part: TensorInfo, row: int) -> Reading:
     name = f"{part.source.shown}: tensor {part.name}"
 
-    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None) -> None:
+    def take(
+        values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None
+    ) -> None:
         quantize_into(target.row_slice(first, first + values.shape[0]), values, name, work, faster)
 
     return Reading(part, row, part.shape[0], take=take)
@@ -359,7 +402,10 @@ def _planned_packed(destination: Destination, checkpoint: Checkpoint, packing: P
         if finish is not None:
             finish(weight, name)
         if layout.held.name in ("fp8", "nvfp4"):
-            refuse_zero_scales(weight, [(f"{checkpoint.name}: tensor {source.name}", source.shape[0]) for source in destination.sources])
+            refuse_zero_scales(
+                weight,
+                [(f"{checkpoint.name}: tensor {source.name}", source.shape[0]) for source in destination.sources],
+            )
 
     return PlannedTensor(destination, layout.held, None, tuple(readings), settle)
 
@@ -370,16 +416,19 @@ def _packed_part(source: Source, part: StoredPart, checkpoint: Checkpoint, packi
     if found is None:
         if part.optional:
             return None
-        raise ModelError(f"{checkpoint.name} lacks the tensor {name} of {packing.title}, wanted {list(part.shape)}; get it again")
+        raise ModelError(
+            f"{checkpoint.name} lacks the tensor {name} of {packing.title}, wanted {list(part.shape)}; get it again"
+        )
     if found.dtype not in part.dtypes:
         raise ModelError(
-            f"{checkpoint.name}: tensor {name} is stored as {found.dtype}, but config.json has a {KEY} of {packing.title}, "
-            f"which stores {', '.join(part.dtypes)}; the config and the weights belong to different models"
+            f"{checkpoint.name}: tensor {name} is stored as {found.dtype}, but config.json has a {KEY} of"
+            f" {packing.title}, which stores {', '.join(part.dtypes)}; the config and the weights belong to different"
+            " models"
         )
     if found.shape != part.shape and not (found.shape == () and part.shape == (1,)):
         raise ModelError(
-            f"{checkpoint.name}: tensor {name}: wanted {list(part.shape)} for {list(source.shape)} by {KEY} ({packing.title}), "
-            f"found {list(found.shape)} in the file"
+            f"{checkpoint.name}: tensor {name}: wanted {list(part.shape)} for {list(source.shape)} by {KEY}"
+            f" ({packing.title}), found {list(found.shape)} in the file"
         )
     return found
 
@@ -389,7 +438,9 @@ def _unpacking(info: TensorInfo, part: StoredPart, row: int, rows: int) -> Readi
     if part_take is None:
         return Reading(info, row, rows, part.piece)
 
-    def take(values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None) -> None:
+    def take(
+        values: torch.Tensor, first: int, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None
+    ) -> None:
         part_take(values, first, target, name)
 
     return Reading(info, row, rows, take=take, step=part.step, most=UNPACK_BYTES, rowwise=False)
@@ -400,16 +451,25 @@ def _part(source: Source, checkpoint: Checkpoint, kinds: Mapping[str, torch.dtyp
     if found is None:
         module = f"{_module(source)}."
         packed = (
-            next((name for name in checkpoint.tensors if name.startswith(module)), None) if checkpoint.config.get(KEY) is None else None
+            next((name for name in checkpoint.tensors if name.startswith(module)), None)
+            if checkpoint.config.get(KEY) is None
+            else None
         )
-        why = f"it has {packed}, but config.json has no {KEY} that says what that is" if packed else "the checkpoint is incomplete"
+        why = (
+            f"it has {packed}, but config.json has no {KEY} that says what that is"
+            if packed
+            else "the checkpoint is incomplete"
+        )
         raise ModelError(f"{checkpoint.name} lacks the tensor {source.name}, wanted {list(source.shape)}; {why}")
     if tuple(found.shape) != source.in_file:
         raise ModelError(
-            f"{checkpoint.name}: tensor {source.name}: wanted {list(source.in_file)} by config.json, found {list(found.shape)} in the file"
+            f"{checkpoint.name}: tensor {source.name}: wanted {list(source.in_file)} by config.json, found"
+            f" {list(found.shape)} in the file"
         )
     if found.dtype not in kinds:
-        raise ModelError(f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(kinds)}")
+        raise ModelError(
+            f"{checkpoint.name}: tensor {source.name} is stored as {found.dtype}; supported: {', '.join(kinds)}"
+        )
     return replace(found, shape=source.shape) if source.stored else found
 
 

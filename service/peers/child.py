@@ -1,4 +1,6 @@
-"""A child process of another engine: started with fixed words, watched, and ended by its own process group; never by name."""
+"""A child process of another engine: started with fixed words, watched, and ended by its own process group; never by
+name.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _FRESH_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to start: `argv` as it is, no shell; `environment` is all that the child sees. `secret` is never quoted from its log.
+    """What to start: `argv` as it is, no shell; `environment` is all that the child sees. `secret` is never quoted from
+    its log.
 
     `grace`: seconds between SIGTERM and SIGKILL.
     """
@@ -46,7 +49,9 @@ class Child:
     """A child that runs, or has ended. Every method may be called from any thread."""
 
     def __init__(self, order: Order) -> None:
-        """Start it. Raises PeerError where the program is missing or cannot be run, FileError where its log cannot be written."""
+        """Start it. Raises PeerError where the program is missing or cannot be run, FileError where its log cannot
+        be written.
+        """
         self.title = order.title
         self._order = order
         self._lock = threading.Lock()
@@ -60,7 +65,8 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=dict(order.environment),
-                cwd=SAFE_FOLDER,  # engines start Pythons of their own, which would import what lies in the working directory
+                # engines start Pythons of their own, which would import what lies in the working directory
+                cwd=SAFE_FOLDER,
                 start_new_session=True,  # Ctrl-C is for us, and we end it in order
             )
         self.pid = self._hear_pid()
@@ -98,7 +104,9 @@ class Child:
         return f"; the end of {self._order.log.name}:\n  {text}"
 
     def own_bytes(self) -> int:
-        """Bytes of host memory that only it and its own children hold: anonymous and shared memory; 0 once it has ended."""
+        """Bytes of host memory that only it and its own children hold: anonymous and shared memory; 0 once it has
+        ended.
+        """
         when, nbytes = self._measured
         if time.monotonic() - when >= _FRESH_SECONDS:
             nbytes = _group_bytes(self.pid) if self.running else 0
@@ -106,7 +114,9 @@ class Child:
         return nbytes
 
     def stop(self) -> None:
-        """End it and all of its group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError where even that does not do."""
+        """End it and all of its group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError where even
+        that does not do.
+        """
         with self._lock:
             self._measured = (0.0, 0)
             if self.running:
@@ -142,7 +152,9 @@ def check_program(title: str, name: str, path: str | None) -> str:
     """Where the program is. Raises PeerError where it is missing."""
     program = shutil.which(name, path=path)
     if program is None:
-        raise PeerError(f"{title}: there is no program {name!r}; install it, or name it with command = [...] in its table")
+        raise PeerError(
+            f"{title}: there is no program {name!r}; install it, or name it with command = [...] in its table"
+        )
     return program
 
 

@@ -41,7 +41,8 @@ _ABOUT_TO_ASK = 1.0
 
 
 class ChildEngine(Peer):
-    """The engine of a [peers.NAME] of kind "vllm" or "llama-server". It starts at the first use, and again after it gave way or ended.
+    """The engine of a [peers.NAME] of kind "vllm" or "llama-server". It starts at the first use, and again after it
+    gave way or ended.
 
     `cache` keeps its log and its key; `pool` is asked for the pool when it starts.
     """
@@ -74,7 +75,8 @@ class ChildEngine(Peer):
     def reach(self, cancel: CancelCheck | None = None) -> Address:
         """Where it listens, started or woken first if need be.
 
-        Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit, Cancelled, FileError.
+        Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit,
+        Cancelled, FileError.
         """
         while not self._lock.acquire(timeout=_LOOK):
             _check(cancel, self.title)
@@ -201,7 +203,9 @@ class ChildEngine(Peer):
         settings = self._settings
         key = secrets.token_urlsafe(32)
         preset = self._own_file(f"{settings.name}.ini", "")
-        place = Place(_free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset)
+        place = Place(
+            _free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset
+        )
         truth = pool.read_truth()
         self._on_gpu = torch.device(pool.device).type != "cpu"
         machine = Machine(truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete")
@@ -225,7 +229,9 @@ class ChildEngine(Peer):
                 with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                     file.write(text)
         except OSError as error:
-            raise FileError(f"{name} of {self.title} cannot be written in the cache: {error.strerror}; check the rights there") from error
+            raise FileError(
+                f"{name} of {self.title} cannot be written in the cache: {error.strerror}; check the rights there"
+            ) from error
         return path
 
     def _help(self) -> bytes:
@@ -278,7 +284,8 @@ class ChildEngine(Peer):
     # From any thread
 
     def _held(self) -> int:
-        """On a GPU what the machine had less once it was ready: not every driver tells a process's share. Else its own pages.
+        """On a GPU what the machine had less once it was ready: not every driver tells a process's share. Else its own
+        pages.
 
         Called under the pool's lock, so it must ask nobody for the pool.
         """
@@ -317,7 +324,9 @@ class ChildEngine(Peer):
         # Versions differ in whether they answer with a document.
         said = _probe(self._address, route, "POST", _SLEEP_SECONDS)
         if said != "200":
-            raise PeerError(f"{self.title} does not do as it is asked: {said}{self._child.last_words() if self._child else ''}")
+            raise PeerError(
+                f"{self.title} does not do as it is asked: {said}{self._child.last_words() if self._child else ''}"
+            )
 
 
 def _check(cancel: CancelCheck | None, title: str) -> None:
@@ -326,13 +335,17 @@ def _check(cancel: CancelCheck | None, title: str) -> None:
 
 
 def _free_port(asked: int, title: str) -> int:
-    """`asked`, or any that is free for 0. Raises PeerError for one that is taken: by another program, or an engine that still ends."""
+    """`asked`, or any that is free for 0. Raises PeerError for one that is taken: by another program, or an engine
+    that still ends.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", asked))
         except OSError as error:
-            raise PeerError(f"{title}: port {asked} is in use by another program; write another in its table, or 0 for any") from error
+            raise PeerError(
+                f"{title}: port {asked} is in use by another program; write another in its table, or 0 for any"
+            ) from error
         return probe.getsockname()[1]
 
 

@@ -25,7 +25,9 @@ def make_peer(settings: PeerSettings, cache: Path, pool: Callable[[], Pool]) -> 
 
 
 def check_peer(settings: PeerSettings) -> str:
-    """What can be told of an entry without starting or asking anything, in one line. Raises PeerError, FileError for what cannot work."""
+    """What can be told of an entry without starting or asking anything, in one line. Raises PeerError, FileError for
+    what cannot work.
+    """
     if not settings.ours:
         OtherServer(settings).reach()
         return "a server that runs by itself; its address and key can be read"

@@ -1,4 +1,6 @@
-"""Several machines for one model: how vLLM splits it, and the words for each machine. A plan only; the machines are started by hand."""
+"""Several machines for one model: how vLLM splits it, and the words for each machine. A plan only; the machines are
+started by hand.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ _NAME = "cluster"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of the machines has and what it is to hold, in bytes: `memory` in all, `budget` for the model, of which `kv`
-    are for keys and values at `context` tokens.
+    """What one of the machines has and what it is to hold, in bytes: `memory` in all, `budget` for the model, of which
+    `kv` are for keys and values at `context` tokens.
     """
 
     memory: int
@@ -31,20 +33,31 @@ class Share:
 
 
 def cluster(model: str, share: Share, *, nodes: int, heads: int | None, gpus: int = 1) -> dict[str, Any]:
-    """The document: the split, the words of each machine by vLLM's own processes and over Ray, and the entry for onedesk.toml.
+    """The document: the split, the words of each machine by vLLM's own processes and over Ray, and the entry for
+    onedesk.toml.
 
-    `model` is the folder, the same on each machine. Raises RequestError for a single machine, or a budget that one of them cannot hold.
+    `model` is the folder, the same on each machine. Raises RequestError for a single machine, or a budget that one of
+    them cannot hold.
     """
     if nodes < 2:
         raise RequestError(f"a cluster has 2 machines or more, {nodes} was asked for; leave --nodes out")
     if share.budget > share.memory:
         raise RequestError(
-            f"each machine is to hold {show(share.budget)} and has {show(share.memory)}; use more machines, or a smaller form"
+            f"each machine is to hold {show(share.budget)} and has {show(share.memory)}; use more machines, or a"
+            " smaller form"
         )
     budget = min(share.memory, share.budget + vllm.process_bytes(gpus))
-    settings = PeerSettings(_NAME, "vllm", model=model, memory=budget, context=share.context, gpus=gpus, nodes=nodes, address=HEAD)
+    settings = PeerSettings(
+        _NAME, "vllm", model=model, memory=budget, context=share.context, gpus=gpus, nodes=nodes, address=HEAD
+    )
     split = vllm.split_words(gpus, nodes, heads)
-    common = [*vllm.COMMAND, "serve", model, *vllm.budget_words(settings, share.memory, math.ceil(share.kv / gpus)), *split]
+    common = [
+        *vllm.COMMAND,
+        "serve",
+        model,
+        *vllm.budget_words(settings, share.memory, math.ceil(share.kv / gpus)),
+        *split,
+    ]
     here = ["--served-model-name", _NAME, "--host", "127.0.0.1"]
     native = [[*common, *([] if rank else here), *vllm.node_words(nodes, rank, HEAD)] for rank in range(nodes)]
     join = ["ray", "start", "--block", f"--address={HEAD}:{RAY_PORT}"]
@@ -65,15 +78,20 @@ def cluster_text(document: dict[str, Any]) -> str:
     sizes = document["bytes"]
     how = "each matrix over all machines" if document["split"] == "matrices" else "layers between the machines"
     lines = [
-        f"vLLM splits {how}; each holds up to {show(sizes['budget'])} of {show(sizes['memory'])}, {show(sizes['kv'])} of it keys and "
-        f"values for {document['context']:,} tokens.",
+        (
+            f"vLLM splits {how}; each holds up to {show(sizes['budget'])} of {show(sizes['memory'])},"
+            f" {show(sizes['kv'])} of it keys and values for {document['context']:,} tokens."
+        ),
         f"{HEAD} is the first machine's address on the network between them; see docs/cluster.md.",
         "",
         "By vLLM's own processes:",
         *(f"  machine {rank}: {shlex.join(argv)}" for rank, argv in enumerate(document["native"])),
         "Or over Ray:",
         *(f"  machine {rank}: {shlex.join(argv)}" for rank, steps in enumerate(document["ray"]) for argv in steps),
-        "With this entry in onedesk.toml of machine 0, its first command is not typed: the engine is started when it is needed.",
+        (
+            "With this entry in onedesk.toml of machine 0, its first command is not typed: the engine is started when"
+            " it is needed."
+        ),
         *(f"  {line}" for line in document["entry"].splitlines()),
     ]
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""From the engine's vocabulary to OpenAI's API as a client speaks it, and back: a request as a body, a stream's documents as events."""
+"""From the engine's vocabulary to OpenAI's API as a client speaks it, and back: a request as a body, a stream's
+documents as events.
+"""
 
 from __future__ import annotations
 
@@ -82,16 +84,28 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: M
 def _check_askable(request: Request, address: Address, *, ours: bool) -> None:
     for name in ("best_of", "beams", "json_schema", "logprobs"):
         if getattr(request, name) is not None:
-            raise RequestError(Field(name), f" is not passed on to {address.title}; leave it out, or run the model in this process")
+            raise RequestError(
+                Field(name), f" is not passed on to {address.title}; leave it out, or run the model in this process"
+            )
     if request.images:
         told = f" go to {address.title} in messages only; use them, or run the model in this process"
         raise RequestError(Field("images"), told)
     if request.tools:
-        raise RequestError(Field("tools"), f" are not passed on to {address.title}; leave them out, or run the model in this process")
+        raise RequestError(
+            Field("tools"), f" are not passed on to {address.title}; leave them out, or run the model in this process"
+        )
     if not request.parse_special and not ours:
-        raise RequestError(f"{address.title} does not know ", Field("parse_special"), "; leave it out, or run the model in this process")
+        raise RequestError(
+            f"{address.title} does not know ",
+            Field("parse_special"),
+            "; leave it out, or run the model in this process",
+        )
     if request.thinking_budget is not None and not ours:
-        raise RequestError(f"{address.title} knows no ", Field("thinking_budget"), "; leave it out (-1), or run the model in this process")
+        raise RequestError(
+            f"{address.title} knows no ",
+            Field("thinking_budget"),
+            "; leave it out (-1), or run the model in this process",
+        )
 
 
 def _sampling(request: Request) -> dict[str, Any]:
@@ -104,13 +118,20 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _own_options(request: Request, wanted: ModelSpec, policy: Policy) -> dict[str, Any]:
-    own: dict[str, Any] = {"detail": True, "quant": wanted.quant, "answer_tokens": request.max_tokens, **told_policy(policy)}
+    own: dict[str, Any] = {
+        "detail": True,
+        "quant": wanted.quant,
+        "answer_tokens": request.max_tokens,
+        **told_policy(policy),
+    }
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
 
 
 def told_policy(policy: Policy) -> dict[str, Any]:
-    """A policy as our service takes it. When the last text node of a workflow has run, ComfyUI alone knows: there it is "stay"."""
+    """A policy as our service takes it. When the last text node of a workflow has run, ComfyUI alone knows: there it
+    is "stay".
+    """
     told: dict[str, Any] = {"policy": "stay" if policy.name == "phase" else policy.name}
     return told | ({} if policy.seconds is None else {"ttl": policy.seconds})
 
@@ -127,15 +148,19 @@ def _content(message: Message, pixels: int | None) -> str | list[dict[str, Any]]
     if not message.pictures:
         return message.content
     return [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": uri_of_picture(part, part.pixels or pixels)}}
+        (
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": uri_of_picture(part, part.pixels or pixels)}}
+        )
         for part in message.parts
     ]
 
 
 class Reader:
-    """Takes the documents of one choice's stream and gives events, the last one with the result. `started` is a perf_counter time."""
+    """Takes the documents of one choice's stream and gives events, the last one with the result. `started` is a
+    perf_counter time.
+    """
 
     def __init__(self, address: Address, seed: int, started: float) -> None:
         self._address = address
@@ -178,10 +203,13 @@ class Reader:
         """The stream has ended. Raises PeerError where the answer has not."""
         if self._finish is None:
             raise PeerError(
-                f"{self._address.title} ended in the middle of an answer, after {self._count} tokens; look at its log, then run again"
+                f"{self._address.title} ended in the middle of an answer, after {self._count} tokens; look at its log,"
+                " then run again"
             )
         if self._told.get("finish") == "cancelled":
-            raise PeerError(f"{self._address.title} was asked to end, after {self._count} tokens of the answer; run again")
+            raise PeerError(
+                f"{self._address.title} was asked to end, after {self._count} tokens of the answer; run again"
+            )
         text, reasoning = self._take(self._splitter.finish())
         if text or reasoning:
             yield Event(text=text, reasoning=reasoning)
@@ -194,7 +222,8 @@ class Reader:
         ended: Finish = finish or (cast(Finish, how) if how in get_args(Finish) else self._finish or "stop")
         whole = told.get("text"), told.get("reasoning")
         text, reasoning = (
-            one if isinstance(one, str) else "".join(mine) for one, mine in zip(whole, (self._text, self._reasoning), strict=True)
+            one if isinstance(one, str) else "".join(mine)
+            for one, mine in zip(whole, (self._text, self._reasoning), strict=True)
         )
         seconds = {"load": _number(_object(told.get("seconds")).get("load")), "total": now - self._started}
         seconds["first_token"] = (self._first or now) - self._started
@@ -219,7 +248,9 @@ class Reader:
     def _visible(self, choice: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Event]:
         delta = _object(choice.get("delta"))
         content = _text(delta.get("content")) + _text(choice.get("text"))
-        thought = self._whole_characters("reasoning", _text(delta.get("reasoning_content")) or _text(delta.get("reasoning")))
+        thought = self._whole_characters(
+            "reasoning", _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+        )
         came = told.get("tokens")
         ids = [_whole(one) for one in came] if isinstance(came, list) else []
         self._ids += ids
@@ -229,7 +260,9 @@ class Reader:
         self._first = self._first or time.perf_counter()
         self._characters += len(content) + len(thought)
         if self._characters > _TEXT_LIMIT:
-            raise PeerError(f"{self._address.title} wrote more than {_TEXT_LIMIT} characters; lower max_tokens, or look at its log")
+            raise PeerError(
+                f"{self._address.title} wrote more than {_TEXT_LIMIT} characters; lower max_tokens, or look at its log"
+            )
         self._reasoning.append(thought)
         text, reasoning = self._take(self._segments(self._whole_characters("text", content)))
         for token in ids[:-1]:
@@ -300,7 +333,9 @@ def _sampling_in_force(told: Any) -> dict[str, SamplingValue]:
     """What a service of ours says of the sampling; another engine says nothing."""
     found = {name: _object(one) for name, one in _object(told).items()}
     sources = get_args(SamplingSource)
-    known = {name: one for name, one in found.items() if one.get("source") in sources and fp32(one.get("value")) is not None}
+    known = {
+        name: one for name, one in found.items() if one.get("source") in sources and fp32(one.get("value")) is not None
+    }
     return {name: SamplingValue(one["value"], one["source"]) for name, one in known.items()}
 
 

@@ -1,13 +1,15 @@
-"""Stands between us and a child process of another engine, so that no orphan is left however we end. Standard library only.
+"""Stands between us and a child process of another engine, so that no orphan is left however we end. Standard library
+only.
 
 python -I -S guardian.py GRACE ARGV...
 
-Starts ARGV in a process group of its own and says on stdout either its process id or, after "!", why it cannot. Ends the group when it is
-told to by SIGTERM, when its standard input closes, or when its parent is gone: SIGTERM, then after GRACE seconds SIGKILL. Ends with the
-child's exit status, 128 + N for signal N. What is left of the group when the child has ended is killed.
+Starts ARGV in a process group of its own and says on stdout either its process id or, after "!", why it cannot. Ends
+the group when it is told to by SIGTERM, when its standard input closes, or when its parent is gone: SIGTERM, then after
+GRACE seconds SIGKILL. Ends with the child's exit status, 128 + N for signal N. What is left of the group when the child
+has ended is killed.
 
-Why a process: the kernel's own way (PR_SET_PDEATHSIG) follows the thread that started the child, and our threads end before us; here
-there is one thread that lives as long as the child.
+Why a process: the kernel's own way (PR_SET_PDEATHSIG) follows the thread that started the child, and our threads end
+before us; here there is one thread that lives as long as the child.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def main() -> int:
     _say(str(child.pid))
     threading.Thread(target=_watch_parent, args=(parent, told), daemon=True).start()
     threading.Thread(target=_end_group, args=(child.pid, grace, told), daemon=True).start()
-    # Looked at without being collected, so that its id, and its group's, cannot become another's before the group is gone.
+    # Looked at without being collected, so that its id, and its group's, cannot become another's before the group is
+    # gone.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     _signal_group(child.pid, signal.SIGKILL)
     status = child.wait()

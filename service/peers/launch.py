@@ -1,4 +1,6 @@
-"""What it takes to start an engine of another kind: its words, its environment, and how to tell that it is ready. Pure data."""
+"""What it takes to start an engine of another kind: its words, its environment, and how to tell that it is ready.
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the engine will run on: bytes of its memory in all, and whether a GPU has memory of its own or shares the host's."""
+    """What the engine will run on: bytes of its memory in all, and whether a GPU has memory of its own or shares the
+    host's.
+    """
 
     total: int
     kind: Literal["cpu", "discrete", "integrated"]
@@ -39,7 +43,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the child listens, and its key: in `key_file` (mode 0600) and `key`, never among its words. `preset`: what Launch.preset
+    """Where the child listens, and its key: in `key_file` (mode 0600) and `key`, never among its words. `preset`: what
+    Launch.preset
     is written to."""
 
     port: int
@@ -50,7 +55,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`argv` and what is put into its environment; `sleeps`: it can give its memory back and take it again without ending; `preset`: a
+    """`argv` and what is put into its environment; `sleeps`: it can give its memory back and take it again without
+    ending; `preset`: a
     file that it reads, "" for none."""
 
     argv: Sequence[str]
@@ -60,9 +66,17 @@ class Launch:
 
 
 def environment(launch: Launch, scratch: Path) -> dict[str, str]:
-    """All that the child sees: our variables without settings of such engines, what keeps it offline, its caches in `scratch`."""
+    """All that the child sees: our variables without settings of such engines, what keeps it offline, its caches in
+    `scratch`.
+    """
     kept = {name: value for name, value in python_environment().items() if not name.startswith(_FOREIGN)}
-    return {**kept, **OFFLINE, "VLLM_CACHE_ROOT": str(scratch / "vllm"), "LLAMA_CACHE": str(scratch / "llama"), **launch.variables}
+    return {
+        **kept,
+        **OFFLINE,
+        "VLLM_CACHE_ROOT": str(scratch / "vllm"),
+        "LLAMA_CACHE": str(scratch / "llama"),
+        **launch.variables,
+    }
 
 
 def weight_bytes(title: str, model: Path) -> int:
@@ -71,9 +85,13 @@ def weight_bytes(title: str, model: Path) -> int:
         files = [model] if model.is_file() else sorted(model.iterdir())
         nbytes = sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
     except OSError as error:
-        raise FileError(f"{title}: the model {model.name} cannot be read: {error.strerror}; correct model in its table") from error
+        raise FileError(
+            f"{title}: the model {model.name} cannot be read: {error.strerror}; correct model in its table"
+        ) from error
     if not nbytes:
-        raise FileError(f"{title}: {model.name} has no weights ({', '.join(_WEIGHT_SUFFIXES)}); correct model in its table")
+        raise FileError(
+            f"{title}: {model.name} has no weights ({', '.join(_WEIGHT_SUFFIXES)}); correct model in its table"
+        )
     return nbytes
 
 

@@ -1,4 +1,6 @@
-"""llama.cpp's server as a child: its words from budgets. By its own description of its arguments (tools/server/README.md)."""
+"""llama.cpp's server as a child: its words from budgets. By its own description of its arguments
+(tools/server/README.md).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,31 @@ HEALTH = "/health"
 ALL_LAYERS = "999"
 # What a GGUF in several files is called: -00001-of-00003.gguf. The first of them names the rest.
 _FIRST_PART = "-00001-of-"
-OURS = ("-m", "--model", "-a", "--alias", "-c", "--ctx-size", "-np", "--parallel", "-ngl", "--gpu-layers", "--n-gpu-layers")
-OURS += ("--host", "--port", "--api-key", "--api-key-file", "--sleep-idle-seconds", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")
+OURS = (
+    "-m",
+    "--model",
+    "-a",
+    "--alias",
+    "-c",
+    "--ctx-size",
+    "-np",
+    "--parallel",
+    "-ngl",
+    "--gpu-layers",
+    "--n-gpu-layers",
+)
+OURS += (
+    "--host",
+    "--port",
+    "--api-key",
+    "--api-key-file",
+    "--sleep-idle-seconds",
+    "-hf",
+    "-hfr",
+    "--hf-repo",
+    "-mu",
+    "--model-url",
+)
 OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-preset", "--models-max")
 # By a variable, because versions that do not know it pass over it.
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
@@ -26,25 +51,37 @@ VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 def launch(settings: PeerSettings, machine: Machine, place: Place, knows: Callable[[str], bool]) -> Launch:
     """Its words. `knows` says whether this version has an option. Raises PeerError, FileError.
 
-    `context` is each sequence's: the server shares one size among its slots. With several models it starts as a router, which runs each of
-    them in a process of its own, loads what is asked for and ends the one that was used the longest time ago.
+    `context` is each sequence's: the server shares one size among its slots. With several models it starts as a router,
+    which runs each of them in a process of its own, loads what is asked for and ends the one that was used the longest
+    time ago.
     """
     title = f"[peers.{settings.name}]"
     check_options(title, settings.options, OURS)
     files = {name: model_file(title, Path(model)) for name, model in named_models(settings).items()}
     _check_room(title, settings, files)
     if settings.idle and not knows("--sleep-idle-seconds"):
-        raise PeerError(f"{title}: this llama-server has no --sleep-idle-seconds; take idle out of its table, or install a newer one")
+        raise PeerError(
+            f"{title}: this llama-server has no --sleep-idle-seconds; take idle out of its table, or install a"
+            " newer one"
+        )
     modes = _modes(settings, machine, knows)
     words, preset = [*(settings.command or COMMAND)], ""
     if settings.models:
         if not knows("--models-preset"):
-            raise PeerError(f"{title}: this llama-server takes one model; write a table for each of them, or install a newer one")
+            raise PeerError(
+                f"{title}: this llama-server takes one model; write a table for each of them, or install a newer one"
+            )
         words += ["--models-preset", str(place.preset), "--models-max", str(settings.loaded)]
         preset = _preset(files, modes)
     else:
         [(name, file)] = files.items()
-        words += ["-m", str(file), "--alias", name, *(word for key, value in modes.items() for word in (f"--{key}", value) if word)]
+        words += [
+            "-m",
+            str(file),
+            "--alias",
+            name,
+            *(word for key, value in modes.items() for word in (f"--{key}", value) if word),
+        ]
     words += ["--host", "127.0.0.1", "--port", str(place.port), "--api-key-file", str(place.key_file)]
     return Launch((*words, *settings.options), VARIABLES, preset=preset)
 
@@ -57,7 +94,8 @@ def named_models(settings: PeerSettings) -> dict[str, str]:
 def _modes(settings: PeerSettings, machine: Machine, knows: Callable[[str], bool]) -> dict[str, str]:
     """The options of a model by their long names; "" for one without a value."""
     modes = {"ctx-size": str(settings.context * settings.sequences), "parallel": str(settings.sequences)}
-    # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's own.
+    # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's
+    # own.
     modes |= {"load-mode": "none"} if knows("--load-mode") else {"no-mmap": ""}
     modes["n-gpu-layers"] = "0" if machine.kind == "cpu" else ALL_LAYERS
     return modes | ({"sleep-idle-seconds": str(max(1, round(settings.idle)))} if settings.idle else {})
@@ -77,7 +115,8 @@ def _check_room(title: str, settings: PeerSettings, files: Mapping[str, Path]) -
     weights = sum(sizes[: settings.loaded] if settings.models else sizes)
     if weights >= settings.memory:
         raise PeerError(
-            f"{title}: memory is {show(settings.memory)} and the weights alone take {show(weights)}; use more, or a smaller file"
+            f"{title}: memory is {show(settings.memory)} and the weights alone take {show(weights)}; use more, or a"
+            " smaller file"
         )
     for name in (file.name for file in files.values() if settings.models and not str(file).isprintable()):
         raise FileError(f"{title}: the path of {name!r} has signs that its list of models cannot hold; rename it")
@@ -85,11 +124,15 @@ def _check_room(title: str, settings: PeerSettings, files: Mapping[str, Path]) -
 
 def _file_bytes(title: str, file: Path) -> int:
     stem, part, _ = file.name.partition(_FIRST_PART)
-    return sum(weight_bytes(title, one) for one in (file.parent.glob(f"{glob.escape(stem)}-*-of-*.gguf") if part else [file]))
+    return sum(
+        weight_bytes(title, one) for one in (file.parent.glob(f"{glob.escape(stem)}-*-of-*.gguf") if part else [file])
+    )
 
 
 def model_file(title: str, model: Path) -> Path:
-    """The GGUF file to load: `model` itself, or the only one in the folder, of several parts the first. Raises FileError."""
+    """The GGUF file to load: `model` itself, or the only one in the folder, of several parts the first. Raises
+    FileError.
+    """
     if not model.is_dir():
         if not model.is_file():
             raise FileError(f"{title}: there is no model {model.name}; correct model in its table")
@@ -98,5 +141,7 @@ def model_file(title: str, model: Path) -> Path:
     firsts = [file for file in files if _FIRST_PART in file.name or "-of-" not in file.name]
     if len(firsts) != 1:
         names = ", ".join(file.name for file in firsts[:8]) or "none"
-        raise FileError(f"{title}: the folder {model.name} must hold one GGUF model and has: {names}; name the file in model")
+        raise FileError(
+            f"{title}: the folder {model.name} must hold one GGUF model and has: {names}; name the file in model"
+        )
     return firsts[0]

@@ -1,4 +1,6 @@
-"""The note of a running service: where it listens and which process it is, for whoever looks for it. One service a tree."""
+"""The note of a running service: where it listens and which process it is, for whoever looks for it. One service a
+tree.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ..errors import FileError, PeerError
 
 FILE_NAME = "service.json"
 LOCK_NAME = "service.lock"
-# Whoever looks whether a service runs holds its lock for a moment; so often, and so many seconds apart, a service tries to get it.
+# Whoever looks whether a service runs holds its lock for a moment; so often, and so many seconds apart, a service tries
+# to get it.
 _TRIES, _TRY_SECONDS = 25, 0.02
 
 
@@ -39,12 +42,16 @@ class Note:
 
 @contextmanager
 def only_one(cache: Path) -> Iterator[None]:
-    """Hold the tree for one service; PeerError where another one runs. The lock goes with the process, however it ends."""
+    """Hold the tree for one service; PeerError where another one runs. The lock goes with the process, however it
+    ends.
+    """
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise FileError(f"the cache folder cannot be written: {error.strerror}; use a tree of your own (--config)") from error
+        raise FileError(
+            f"the cache folder cannot be written: {error.strerror}; use a tree of your own (--config)"
+        ) from error
     try:
         if not any(_begun(lock, cache, wait=attempt > 0) for attempt in range(_TRIES)):
             note = read_note(cache)
@@ -70,7 +77,9 @@ def noted(cache: Path, note: Note) -> Iterator[None]:
 
 
 def read_note(cache: Path) -> Note | None:
-    """The note of this tree's service, None where there is none or it cannot be read. It may be that of a service that died."""
+    """The note of this tree's service, None where there is none or it cannot be read. It may be that of a service
+    that died.
+    """
     try:
         return Note(**json.loads((cache / FILE_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -78,7 +87,9 @@ def read_note(cache: Path) -> Note | None:
 
 
 def note_stamp(cache: Path) -> tuple[int, int, int] | None:
-    """What tells this tree's note from a later one, None where there is none: a service writes its note once, as a file of its own."""
+    """What tells this tree's note from a later one, None where there is none: a service writes its note once, as a
+    file of its own.
+    """
     try:
         state = (cache / FILE_NAME).stat()
     except OSError:
@@ -104,7 +115,8 @@ def taken(cache: Path) -> bool:
 
 
 def _begun(lock: int, cache: Path, *, wait: bool) -> bool:
-    """Whether the tree could be had, now or after a moment. First as one who only looks: then no service runs, and the note of one that was
+    """Whether the tree could be had, now or after a moment. First as one who only looks: then no service runs, and the
+    note of one that was
     killed goes before the tree counts as taken. Behind that, who looked in between took it for this one's."""
     if wait:
         time.sleep(_TRY_SECONDS)

@@ -1,4 +1,6 @@
-"""A server that runs by itself and speaks OpenAI's API, by the name of its entry in onedesk.toml. It keeps its own memory."""
+"""A server that runs by itself and speaks OpenAI's API, by the name of its entry in onedesk.toml. It keeps its own
+memory.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,23 @@ class OtherServer(Peer):
         self._settings = settings
 
     def reach(self, cancel: CancelCheck | None = None) -> Address:
-        """Where it is, by its entry. Raises FileError for a url or a key that cannot be used; neither stands in a message."""
+        """Where it is, by its entry. Raises FileError for a url or a key that cannot be used; neither stands in a
+        message.
+        """
         entry = f"[peers.{self._settings.name}] in onedesk.toml"
         try:
             url = urlsplit(self._settings.url)
             host, port = url.hostname, url.port
         except ValueError:
             host, port, url = None, None, urlsplit("")
-        if url.scheme not in ("http", "https") or not host or "@" in url.netloc or url.query or url.fragment or not _is_host(host):
+        if (
+            url.scheme not in ("http", "https")
+            or not host
+            or "@" in url.netloc
+            or url.query
+            or url.fragment
+            or not _is_host(host)
+        ):
             raise FileError(f"url in {entry} is no address of a server; write it as http://HOST:PORT/v1")
         key_file = self._settings.key_file
         tls = url.scheme == "https"
@@ -44,4 +55,9 @@ class OtherServer(Peer):
 
 
 def _is_host(host: str) -> bool:
-    return host.isascii() and host.isprintable() and " " not in host and all(0 < len(part) < 64 for part in host.strip(".").split("."))
+    return (
+        host.isascii()
+        and host.isprintable()
+        and " " not in host
+        and all(0 < len(part) < 64 for part in host.strip(".").split("."))
+    )

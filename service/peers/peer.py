@@ -11,16 +11,19 @@ from ..core import CancelCheck, ModelSpec
 from ..memory.policy import Policy
 from ..memory.pool import Released
 
-# "onedesk": our own service, which also tells tokens, progress and stages, and takes options that OpenAI's API does not have.
+# "onedesk": our own service, which also tells tokens, progress and stages, and takes options that OpenAI's API does not
+# have.
 Dialect = Literal["onedesk", "openai"]
 
-# Seconds without a byte after which a server is taken for dead. Ours says something every 10; others say nothing while they read a prompt.
+# Seconds without a byte after which a server is taken for dead. Ours says something every 10; others say nothing while
+# they read a prompt.
 SILENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens and how to ask it. `title` is all of it that people, logs and errors may see, such as "the server NAME".
+    """Where a server listens and how to ask it. `title` is all of it that people, logs and errors may see, such as "the
+    server NAME".
 
     `path` stands before every route, such as "/v1". `uds` is a unix socket in place of host and port.
     """
@@ -38,7 +41,9 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What an engine says of a model: tokens of context, and bytes that it takes while it is loaded; 0 for not known."""
+    """What an engine says of a model: tokens of context, and bytes that it takes while it is loaded; 0 for not
+    known.
+    """
 
     context: int = 0
     nbytes: int = 0
@@ -47,7 +52,8 @@ class Described:
 class Peer(ABC):
     """An engine in another process. Every method may be called from any thread; none waits longer than it must.
 
-    `title` names it for people; `has_memory` says whether its models' bytes are on this machine, can be asked for and given back.
+    `title` names it for people; `has_memory` says whether its models' bytes are on this machine, can be asked for and
+    given back.
     """
 
     title: str
@@ -55,10 +61,14 @@ class Peer(ABC):
 
     @abstractmethod
     def reach(self, cancel: CancelCheck | None = None) -> Address:
-        """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError; Cancelled by `cancel`."""
+        """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError;
+        Cancelled by `cancel`.
+        """
 
     def describe(self, wanted: ModelSpec) -> Described:
-        """What it says of a model that it was reached for. Raises ModelError for one that it does not have, PeerError."""
+        """What it says of a model that it was reached for. Raises ModelError for one that it does not have,
+        PeerError.
+        """
         return Described()
 
     def held(self, wanted: ModelSpec) -> int:
@@ -66,7 +76,8 @@ class Peer(ABC):
         return 0
 
     def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
-        """Let the model give its bytes back; returns when they are back, measured. () when there is nothing, or while it writes.
+        """Let the model give its bytes back; returns when they are back, measured. () when there is nothing, or while
+        it writes.
 
         Never cuts an answer. Raises PeerError.
         """
@@ -77,7 +88,9 @@ class Peer(ABC):
         return False
 
     def using(self, wanted: ModelSpec) -> AbstractContextManager[None]:
-        """The model is at work for us while the block runs: where its memory is ours to end, it does not give way. Raises PeerError."""
+        """The model is at work for us while the block runs: where its memory is ours to end, it does not give way.
+        Raises PeerError.
+        """
         return nullcontext()
 
     def offer(self, wanted: ModelSpec, policy: Policy) -> None:  # noqa: B027 - nothing to do for most

@@ -1,4 +1,6 @@
-"""A model that runs in another process, with the methods of api.OpenModel that nodes use: the same requests, the same events."""
+"""A model that runs in another process, with the methods of api.OpenModel that nodes use: the same requests, the
+same events.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ _FRESH = 1.0
 class RemoteModel:
     """A handle of a model that `peer` runs. Opening it starts, loads and asks nothing. May be shared between threads.
 
-    Unlike api.OpenModel it has no tensors: no hidden states, and no scores. `folder` is where the model's tokenizer lies, where it lies
-    on this machine. What a request asks is checked by the server; what is refused there is raised here, in our error family.
+    Unlike api.OpenModel it has no tensors: no hidden states, and no scores. `folder` is where the model's tokenizer
+    lies, where it lies on this machine. What a request asks is checked by the server; what is refused there is raised
+    here, in our error
+    family.
     """
 
     def __init__(self, wanted: ModelSpec, peer: Peer, folder: Path | None = None) -> None:
@@ -54,7 +58,8 @@ class RemoteModel:
 
     @property
     def policy(self) -> Policy:
-        """When the model gives way without being asked: told to our own service with each request, and to an engine that we started;
+        """When the model gives way without being asked: told to our own service with each request, and to an engine
+        that we started;
         other servers decide for themselves."""
         return self._policy
 
@@ -117,7 +122,9 @@ class RemoteModel:
             raise RequestError(f"{self.peer.title} does not tell the tokens of {text[:40]!r}; name a token by its id")
         return self._language.tokenizer.encode(text)
 
-    def generate(self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None) -> _Events:
+    def generate(
+        self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None
+    ) -> _Events:
         """As api.OpenModel.generate."""
         return self.generate_batch([request], cancel=cancel, progress=progress)
 
@@ -129,11 +136,14 @@ class RemoteModel:
         cancel_request: Callable[[int], bool] | None = None,
         progress: ProgressReport | None = None,
     ) -> _Events:
-        """As api.OpenModel.generate_batch: reaches the engine, which may be started for it, then gives events as they come.
+        """As api.OpenModel.generate_batch: reaches the engine, which may be started for it, then gives events as they
+        come.
 
-        `n` choices are as many questions, with seeds one after the other. Closing the events, or `cancel`, closes the connections, and
-        the server's places are free at once; the partial texts are kept, and their results say "cancelled".
-        Raises RequestError, ModelError, PeerError, MemoryFull, before the first event or instead of the next; Cancelled before it.
+        `n` choices are as many questions, with seeds one after the other. Closing the events, or `cancel`, closes the
+        connections, and the server's places are free at once; the partial texts are kept, and their results say
+        "cancelled". Raises RequestError, ModelError, PeerError, MemoryFull, before the first event or instead of the
+        next; Cancelled
+        before it.
         """
         if not requests:
             raise RequestError("the list of requests is empty; give at least one")
@@ -161,7 +171,10 @@ class RemoteModel:
         seed = request.sampling.seed
         first = secrets.randbelow(SEED_LIMIT) if seed is None else seed
         choices = range(request.n)
-        return [_Lane(place, i, ask_of(replace(request, n=1), i, first, address, self.wanted, self.policy), address) for i in choices]
+        return [
+            _Lane(place, i, ask_of(replace(request, n=1), i, first, address, self.wanted, self.policy), address)
+            for i in choices
+        ]
 
     @contextmanager
     def _using(self) -> Generator[None, None, None]:
@@ -175,8 +188,8 @@ class RemoteModel:
             self._last_used, self._true_until = time.monotonic(), 0.0
 
     def give_way(self) -> tuple[Released, ...]:
-        """Let it give its bytes back, and return when they are, measured; the next use loads it again. A running answer is never cut:
-        while it writes, for us or for somebody else, nothing is returned. Raises PeerError.
+        """Let it give its bytes back, and return when they are, measured; the next use loads it again. A running answer
+        is never cut: while it writes, for us or for somebody else, nothing is returned. Raises PeerError.
         """
         if self._uses:
             return ()
@@ -204,7 +217,8 @@ class _Lane:
     def begin(self, started: float, inbox: _Inbox) -> None:
         """Ask, in a thread that puts what comes into `inbox`: documents, then an error, or None where the stream ended.
 
-        A server on this machine is asked before the thread begins, which takes half a millisecond of the first token's way.
+        A server on this machine is asked before the thread begins, which takes half a millisecond of the first token's
+        way.
         """
         self.reader = Reader(self.address, self.ask.seed, started)
         self.exchange = Exchange(self.address, "POST", self.ask.route, self.ask.body)

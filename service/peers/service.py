@@ -1,4 +1,6 @@
-"""The service of this machine as a peer: found by its note, started on demand, ended by its process id if we started it."""
+"""The service of this machine as a peer: found by its note, started on demand, ended by its process id if we started
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,16 @@ log = logging.getLogger(__name__)
 
 TITLE = "the local service"
 LOG_NAME = "logs/service.log"
-# Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks whether it does.
+# Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks
+# whether it does.
 _STARTS_WITHIN, _LOOK = 120.0, 0.05
-# Seconds that a service has to end after it was asked to; it lets answers be finished first. And for a killed one to be gone.
+# Seconds that a service has to end after it was asked to; it lets answers be finished first. And for a killed one to be
+# gone.
 _ENDS_WITHIN, _GOES_WITHIN = 30.0, 1.0
 # Seconds without a byte after which our own service is taken for dead: in a stream it says something every 10.
 _SILENCE = 60.0
-# Seconds for an answer about memory: where it must not stand in ComfyUI's way, and where bytes are given back before it comes.
+# Seconds for an answer about memory: where it must not stand in ComfyUI's way, and where bytes are given back before it
+# comes.
 _GLANCE, _RELEASE = 2.0, 120.0
 _LOG_LINES, _LOG_BYTES = 3, 4096
 
@@ -52,13 +57,16 @@ class Found:
 
 
 def find_service(cache: Path) -> Found | None:
-    """The service of the tree with this cache, None where none runs. Raises FileError for a token that cannot be read."""
+    """The service of the tree with this cache, None where none runs. Raises FileError for a token that cannot be
+    read.
+    """
     note = running(cache)
     return None if note is None else Found(note, _address(note))
 
 
 class Finder:
-    """Looks for the service of a tree whenever it is asked, and reads a note and its token once: a look is five questions to the system
+    """Looks for the service of a tree whenever it is asked, and reads a note and its token once: a look is five
+    questions to the system
     then, before each first token, and was 24. Thread-safe."""
 
     def __init__(self, cache: Path) -> None:
@@ -108,7 +116,8 @@ class LocalService(Peer):
         return child.pid if child is not None and child.poll() is None else None
 
     def reach(self, cancel: CancelCheck | None = None) -> Address:
-        """Where it listens, started first if none runs. Raises PeerError for another version or one that does not start, FileError for a
+        """Where it listens, started first if none runs. Raises PeerError for another version or one that does not
+        start, FileError for a
         token that cannot be read, Cancelled; a start goes on after that, and the next call finds it."""
         while not self._lock.acquire(timeout=_LOOK):
             _check(cancel)
@@ -120,7 +129,9 @@ class LocalService(Peer):
         return found.address
 
     def join(self, tenancy: Tenancy) -> None:
-        """Tell the service for as long as it runs what this process holds beside it; a second one is not wanted and not begun."""
+        """Tell the service for as long as it runs what this process holds beside it; a second one is not wanted and
+        not begun.
+        """
         with self._lock:
             if self._tenancy is None:
                 self._tenancy = tenancy
@@ -131,7 +142,10 @@ class LocalService(Peer):
         try:
             told = self._model(wanted, _SILENCE)
         except ModelError:
-            advice = "put it into the tree's models, or end the service, so that it is started with the folders of this process"
+            advice = (
+                "put it into the tree's models, or end the service, so that it is started with the folders of this"
+                " process"
+            )
             raise ModelError(f"{self.title} serves no model {short(wanted.name)}; {advice}") from None
         if told.get("reason"):
             raise ModelError(f"{wanted.name}: {told['reason']}")
@@ -169,7 +183,12 @@ class LocalService(Peer):
         if not taken(self._cache):
             return
         try:
-            self._ask("POST", "/memory/policy", {"owner": wanted.name, **told_policy(policy), **_form(wanted)}, seconds=_GLANCE)
+            self._ask(
+                "POST",
+                "/memory/policy",
+                {"owner": wanted.name, **told_policy(policy), **_form(wanted)},
+                seconds=_GLANCE,
+            )
         except OnedeskError as error:
             log.debug("%s does not take the policy of %s: %s", self.title, wanted.name, error)
 
@@ -193,10 +212,14 @@ class LocalService(Peer):
 
     def _model(self, wanted: ModelSpec, seconds: float) -> Mapping[str, Any]:
         """What it says of a model in this form, beside OpenAI's fields."""
-        more = self._ask("GET", f"/models/{quote(wanted.name)}?{urlencode(_form(wanted))}", seconds=seconds).get("onedesk")
+        more = self._ask("GET", f"/models/{quote(wanted.name)}?{urlencode(_form(wanted))}", seconds=seconds).get(
+            "onedesk"
+        )
         return more if isinstance(more, Mapping) else {}
 
-    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = _SILENCE) -> Mapping[str, Any]:
+    def _ask(
+        self, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = _SILENCE
+    ) -> Mapping[str, Any]:
         address = self._running_address()
         if address is None:
             raise PeerError(f"{self.title} has ended; run again: it is started anew")
@@ -206,7 +229,9 @@ class LocalService(Peer):
         return document
 
     def _ends(self) -> bool:
-        """Whether the service has gone, or goes now: one that is killed listens no longer some moments before its lock is free."""
+        """Whether the service has gone, or goes now: one that is killed listens no longer some moments before its
+        lock is free.
+        """
         until = time.monotonic() + _GOES_WITHIN
         while taken(self._cache):
             if time.monotonic() > until:
@@ -244,7 +269,9 @@ class LocalService(Peer):
                 return found
             _check(cancel)
             if time.monotonic() > until:
-                raise PeerError(f"{self.title} does not listen {_STARTS_WITHIN:g} s after its start; {self._last_words()}")
+                raise PeerError(
+                    f"{self.title} does not listen {_STARTS_WITHIN:g} s after its start; {self._last_words()}"
+                )
             time.sleep(_LOOK)
         self._child = None
         raise PeerError(f"{self.title} ended while it started, with status {child.returncode}; {self._last_words()}")
@@ -256,12 +283,20 @@ class LocalService(Peer):
             if self._log.exists():
                 self._log.replace(self._log.with_name(f"{self._log.name}.old"))
             with self._log.open("wb") as out:
-                # A session of its own: Ctrl-C in the terminal of this process is for this process, which then ends the service itself.
+                # A session of its own: Ctrl-C in the terminal of this process is for this process, which then ends the
+                # service itself.
                 child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=SAFE_FOLDER, start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    cwd=SAFE_FOLDER,
+                    start_new_session=True,
                 )
         except OSError as error:
-            raise PeerError(f"{self.title} cannot be started: {error.strerror}; start it with `onedesk serve`") from error
+            raise PeerError(
+                f"{self.title} cannot be started: {error.strerror}; start it with `onedesk serve`"
+            ) from error
         log.info("started %s as process %d", self.title, child.pid)
         atexit.register(self.close)
         return child
@@ -276,14 +311,16 @@ class LocalService(Peer):
             lines = []
         said = " / ".join(line.strip() for line in lines[-_LOG_LINES - 1 :] if line.strip())
         return (
-            f"its log in the tree's cache, {LOG_NAME}, ends with: {said}" if said else f"its log in the tree's cache, {LOG_NAME}, is empty"
+            f"its log in the tree's cache, {LOG_NAME}, ends with: {said}"
+            if said
+            else f"its log in the tree's cache, {LOG_NAME}, is empty"
         )
 
     def _check_version(self, note: Note) -> None:
         if note.version != self._version:
             raise PeerError(
-                f"{self.title} that runs is version {note.version}, and these nodes are {self._version}; end it (process {note.pid}), "
-                "then run again: it is started anew"
+                f"{self.title} that runs is version {note.version}, and these nodes are {self._version}; end it"
+                f" (process {note.pid}), then run again: it is started anew"
             )
 
 

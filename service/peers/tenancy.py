@@ -1,4 +1,5 @@
-"""This process as a tenant of the local service: it tells what it holds of the machine's memory, and gives back when it is asked to.
+"""This process as a tenant of the local service: it tells what it holds of the machine's memory, and gives back when it
+is asked to.
 
 A process that is killed says nothing any more, and the service gives its lease back after LATE seconds.
 """
@@ -21,7 +22,9 @@ BEAT, LATE, _ANSWER = 1.5, 5.0, 5.0
 
 
 class Tenancy:
-    """A lease of this process at the service. `held` tells the bytes that it holds, `free` is asked for bytes; both in a thread of ours."""
+    """A lease of this process at the service. `held` tells the bytes that it holds, `free` is asked for bytes; both
+    in a thread of ours.
+    """
 
     def __init__(self, owner: str, held: Callable[[], int], free: Callable[[int], object]) -> None:
         self._owner = owner
@@ -52,7 +55,8 @@ class Tenancy:
                     self._tell(address)
                 failed = False
             except BaseException as error:  # noqa: BLE001
-                # What `find`, `held` and `free` of a host may raise is not known here, and without a heartbeat the lease is lost.
+                # What `find`, `held` and `free` of a host may raise is not known here, and without a heartbeat the
+                # lease is lost.
                 log.log(logging.DEBUG if failed else logging.WARNING, "no heartbeat to the local service: %r", error)
                 failed = True
             self._ended.wait(BEAT)

@@ -1,4 +1,6 @@
-"""The token that a client must show: made once, kept in a file that only its owner can read, compared in constant time."""
+"""The token that a client must show: made once, kept in a file that only its owner can read, compared in constant
+time.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,23 @@ _RANDOM_BYTES = 32
 def load_token(path: Path) -> str:
     """The token in `path`; made, with a file of mode 0600, where there is none.
 
-    Raises FileError for a file that others can read, that is no regular file of ours, or that holds no token. The token itself never
-    stands in a message.
+    Raises FileError for a file that others can read, that is no regular file of ours, or that holds no token. The token
+    itself never stands in a message.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(path):
             _make(path)
     except OSError as error:
-        raise FileError(f"the token file {path.name} cannot be made: {error.strerror}; name another with --token-file") from error
+        raise FileError(
+            f"the token file {path.name} cannot be made: {error.strerror}; name another with --token-file"
+        ) from error
     return read_token(path)
 
 
 def _make(path: Path) -> None:
-    """Write a token, then give the file its name: a file of that name is whole, on a full disk, after a kill, and where two services start
+    """Write a token, then give the file its name: a file of that name is whole, on a full disk, after a kill, and where
+    two services start
     at once. Raises OSError."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -73,7 +78,9 @@ def read_token(path: Path, *, shortest: int = SHORTEST, advice: str = _ADVICE) -
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
         raise FileError(f"the token file {path.name} is no regular file of this user; {advice}")
     if found.st_mode & 0o077:
-        raise FileError(f"the token file {path.name} can be read by others (mode {found.st_mode & 0o777:o}); chmod 600 it")
+        raise FileError(
+            f"the token file {path.name} can be read by others (mode {found.st_mode & 0o777:o}); chmod 600 it"
+        )
     text = content.decode("latin-1").strip()
     if len(content) > FILE_LIMIT or len(text) < shortest or not text.isascii() or not text.isprintable() or " " in text:
         raise FileError(f"the token file {path.name} holds no token: {shortest} or more printable characters; {advice}")
@@ -82,4 +89,6 @@ def read_token(path: Path, *, shortest: int = SHORTEST, advice: str = _ADVICE) -
 
 def matches(shown: str, token: str) -> bool:
     """Whether two tokens are equal, in a time that depends on neither."""
-    return hmac.compare_digest(*(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (shown, token)))
+    return hmac.compare_digest(
+        *(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (shown, token))
+    )

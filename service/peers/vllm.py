@@ -1,7 +1,9 @@
 """vLLM as a child: its words from budgets.
 
-By vLLM's own description of its arguments (0.33). On a machine whose CPU and GPU share one memory its share of "GPU memory" is of all
-memory, and the file cache counts as used there; so the keys and values get their bytes by number, and the share only bounds the rest.
+By vLLM's own description of its arguments (0.33). On a machine whose CPU and GPU share one memory its share of "GPU
+memory" is of all memory, and the file cache counts as used there; so the keys and values get their bytes by number, and
+the share only
+bounds the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ HEALTH = "/health"
 MASTER_PORT = 29501
 # Of the bytes that it may hold: activations, graphs and what its libraries take beside weights, keys and values.
 SCRATCH_SHARE = 0.10
-# Host memory of each of its processes (the server, the core, a worker a GPU) beside weights and keys: 421, 389 and 424 MiB were measured
-# on a CPU with a model of 1 MB (0.32). On one pool it comes out of the same bytes.
+# Host memory of each of its processes (the server, the core, a worker a GPU) beside weights and keys: 421, 389 and 424
+# MiB were measured on a CPU with a model of 1 MB (0.32). On one pool it comes out of the same bytes.
 PROCESS_BYTES = 424 << 20
 OURS = (
     "--model",
@@ -48,33 +50,48 @@ OURS = (
 
 
 def launch(settings: PeerSettings, machine: Machine, place: Place) -> Launch:
-    """Its words on this machine, the first of `settings.nodes`. Raises PeerError for budgets that it cannot keep, FileError.
+    """Its words on this machine, the first of `settings.nodes`. Raises PeerError for budgets that it cannot keep,
+    FileError.
 
-    The memory of a machine is shared by its `gpus`. Sleep is refused on one pool: what is set aside to the host takes the same bytes.
+    The memory of a machine is shared by its `gpus`. Sleep is refused on one pool: what is set aside to the host takes
+    the same bytes.
     """
     title = f"[peers.{settings.name}]"
     check_options(title, settings.options, OURS)
     if settings.sleep and machine.one_pool:
         raise PeerError(
-            f"{title}: sleep = true helps a GPU with memory of its own; here it would move the weights within one memory and free nothing. "
-            "Take it out: the process then ends when it gives way"
+            f"{title}: sleep = true helps a GPU with memory of its own; here it would move the weights within one"
+            " memory and free nothing. Take it out: the process then ends when it gives way"
         )
     kv = kv_bytes(settings, machine, weight_bytes(title, Path(settings.model)))
-    words = [*(settings.command or COMMAND), "serve", settings.model, "--served-model-name", settings.name, "--host", "127.0.0.1"]
+    words = [
+        *(settings.command or COMMAND),
+        "serve",
+        settings.model,
+        "--served-model-name",
+        settings.name,
+        "--host",
+        "127.0.0.1",
+    ]
     words += ["--port", str(place.port), *budget_words(settings, machine.total, kv)]
     words += split_words(settings.gpus, settings.nodes, attention_heads(Path(settings.model)))
     words += node_words(settings.nodes, 0, settings.address) if settings.nodes > 1 else []
     words += ["--enable-sleep-mode"] if settings.sleep else []
-    # Its routes for sleeping are there in this mode only; they ask for no key, so whoever is on this machine can use them.
+    # Its routes for sleeping are there in this mode only; they ask for no key, so whoever is on this machine can use
+    # them.
     variables = {"VLLM_API_KEY": place.key} | ({"VLLM_SERVER_DEV_MODE": "1"} if settings.sleep else {})
     return Launch((*words, *settings.options), variables, sleeps=settings.sleep)
 
 
 def kv_bytes(settings: PeerSettings, machine: Machine, weights: int) -> int:
-    """Bytes of keys and values on each GPU: what its memory leaves beside its part of the weights and the scratch. Raises PeerError."""
+    """Bytes of keys and values on each GPU: what its memory leaves beside its part of the weights and the scratch.
+    Raises PeerError.
+    """
     if settings.memory // settings.gpus > machine.total:
         asked = show(settings.memory // settings.gpus)
-        raise PeerError(f"[peers.{settings.name}]: memory is {asked} a GPU, and there are {show(machine.total)}; use less")
+        raise PeerError(
+            f"[peers.{settings.name}]: memory is {asked} a GPU, and there are {show(machine.total)}; use less"
+        )
     aside = process_bytes(settings.gpus) if machine.one_pool else 0
     memory = max(0, settings.memory - aside) // settings.gpus
     part = math.ceil(weights / (settings.gpus * settings.nodes))
@@ -83,8 +100,9 @@ def kv_bytes(settings: PeerSettings, machine: Machine, weights: int) -> int:
     if kv <= 0:
         least = show(math.ceil(part / (1 - SCRATCH_SHARE)) * settings.gpus + aside)
         raise PeerError(
-            f"[peers.{settings.name}]: memory is {show(settings.memory)}; its processes take {show(aside)} of it, the weights {show(part)} "
-            f"a GPU, scratch {show(scratch)}, so nothing is left for keys and values; use more than {least}, or more machines"
+            f"[peers.{settings.name}]: memory is {show(settings.memory)}; its processes take {show(aside)} of it, the"
+            f" weights {show(part)} a GPU, scratch {show(scratch)}, so nothing is left for keys and values; use more"
+            f" than {least}, or more machines"
         )
     return kv
 
@@ -114,7 +132,9 @@ def attention_heads(folder: Path) -> int | None:
 
 
 def split_words(gpus: int, nodes: int, heads: int | None) -> list[str]:
-    """Each matrix is split over all GPUs where the heads divide by them: then all work at each token. Else layers between machines."""
+    """Each matrix is split over all GPUs where the heads divide by them: then all work at each token. Else layers
+    between machines.
+    """
     across = nodes == 1 or (heads is not None and heads % (gpus * nodes) == 0)
     words = ["--tensor-parallel-size", str(gpus * nodes if across else gpus)]
     return words if across else [*words, "--pipeline-parallel-size", str(nodes)]

@@ -1,7 +1,8 @@
-"""One question to a server over HTTP, its answer whole or as server-sent events, and what goes wrong in the words of our errors.
+"""One question to a server over HTTP, its answer whole or as server-sent events, and what goes wrong in the words of
+our errors.
 
-Every question has a connection of its own: closing it is how a server learns that an answer is no longer wanted. No error names an
-address or a key; redirects are not followed, so that no key goes to another server.
+Every question has a connection of its own: closing it is how a server learns that an answer is no longer wanted. No
+error names an address or a key; redirects are not followed, so that no key goes to another server.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _BY_CODE: Mapping[str, type[OnedeskError]] = {
 
 
 class _Plain(http.client.HTTPConnection):
-    """Sends a request whole: its headers and then its body are two packets, two wake-ups and a task of the server's that waits for more."""
+    """Sends a request whole: its headers and then its body are two packets, two wake-ups and a task of the server's
+    that waits for more.
+    """
 
     _parts: list[Any] | None = None
 
@@ -88,11 +91,18 @@ class _Unix(_Plain):
 class Exchange:
     """A question and its answer. `abort` may be called from any thread, everything else belongs to one.
 
-    `silence` is how many seconds may pass without a byte; None: what the address says. A context manager that ends the connection.
+    `silence` is how many seconds may pass without a byte; None: what the address says. A context manager that ends the
+    connection.
     """
 
     def __init__(
-        self, address: Address, method: str, route: str, body: Mapping[str, Any] | None = None, *, silence: float | None = None
+        self,
+        address: Address,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        silence: float | None = None,
     ) -> None:
         self._address = address
         self._method = method
@@ -116,7 +126,9 @@ class Exchange:
         with self._telling():
             raw = self._open().read(DOCUMENT_LIMIT + 1)
         if len(raw) > DOCUMENT_LIMIT:
-            raise PeerError(f"{self._address.title} answers with more than {DOCUMENT_LIMIT} bytes; is it another program?")
+            raise PeerError(
+                f"{self._address.title} answers with more than {DOCUMENT_LIMIT} bytes; is it another program?"
+            )
         return self._parsed(raw)
 
     def documents(self) -> Iterator[dict[str, Any]]:
@@ -126,7 +138,8 @@ class Exchange:
         kind = response.headers.get_content_type()
         if kind != "text/event-stream":
             raise PeerError(
-                f"{self._address.title} answers with {_shown(kind, self._address)} and not with a stream; does it speak OpenAI's API?"
+                f"{self._address.title} answers with {_shown(kind, self._address)} and not with a stream; does it speak"
+                " OpenAI's API?"
             )
         data: list[bytes] = []
         for line in self._lines(response):
@@ -138,11 +151,15 @@ class Exchange:
                     return
                 document = self._parsed(raw)
                 if not isinstance(document, dict):
-                    raise PeerError(f"{self._address.title} sends an event that is no object; does it speak OpenAI's API?")
+                    raise PeerError(
+                        f"{self._address.title} sends an event that is no object; does it speak OpenAI's API?"
+                    )
                 yield document
 
     def abort(self) -> None:
-        """End it at once, also under somebody who waits for the answer; they get Cancelled. The server frees its place."""
+        """End it at once, also under somebody who waits for the answer; they get Cancelled. The server frees its
+        place.
+        """
         with self._lock:
             self._aborted = True
             if self._socket is not None:
@@ -165,7 +182,9 @@ class Exchange:
         return here and len(self._body or b"") <= _PIECE
 
     def send(self) -> None:
-        """Connect, and send the question; whoever waits for the answer does it where it was not done. Raises PeerError, Cancelled."""
+        """Connect, and send the question; whoever waits for the answer does it where it was not done. Raises
+        PeerError, Cancelled.
+        """
         with self._telling():
             self._send()
 
@@ -178,7 +197,11 @@ class Exchange:
             if self._aborted:
                 _shut(connection.sock)
         connection.sock.settimeout(self._silence)
-        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", "Connection": "close"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json, text/event-stream",
+            "Connection": "close",
+        }
         if address.key is not None:
             headers["Authorization"] = f"Bearer {address.key}"
         connection.ask(self._method, self._route, self._body, headers)
@@ -192,7 +215,8 @@ class Exchange:
         return response
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """The lines that have come, without their ends: what is there is read at once, as the response's own readline asks for each line
+        """The lines that have come, without their ends: what is there is read at once, as the response's own readline
+        asks for each line
         and chunk several times. Of a line that the connection's end cuts off nothing is told."""
         rest = b""
         while True:
@@ -204,7 +228,9 @@ class Exchange:
             for line in lines:
                 yield line.removesuffix(b"\r")
             if len(rest) > LINE_LIMIT:
-                raise PeerError(f"{self._address.title} sends an event of more than {LINE_LIMIT} bytes; does it speak OpenAI's API?")
+                raise PeerError(
+                    f"{self._address.title} sends an event of more than {LINE_LIMIT} bytes; does it speak OpenAI's API?"
+                )
 
     def _parsed(self, raw: bytes) -> Any:
         try:
@@ -228,24 +254,36 @@ class Exchange:
 
     def _why(self, error: OSError | http.client.HTTPException) -> str:
         """What happened and what to do, without any address that the error may name."""
-        if isinstance(error, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError | http.client.IncompleteRead):
+        if isinstance(
+            error, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError | http.client.IncompleteRead
+        ):
             return "closed the connection in the middle; look at its log, then run again"
         if isinstance(error, http.client.HTTPException):
             return "answers what is no HTTP; is it another program?"
         if isinstance(error, TimeoutError):
-            return f"said nothing for {(self._silence if self._socket else CONNECT_SECONDS):g} s; look whether it works, then run again"
+            return (
+                f"said nothing for {(self._silence if self._socket else CONNECT_SECONDS):g} s; look whether it works,"
+                " then run again"
+            )
         if isinstance(error, ConnectionRefusedError | FileNotFoundError):
             return "does not answer: nobody listens there; start it, or correct its entry in onedesk.toml"
         if isinstance(error, socket.gaierror):
             return "cannot be found by its name; correct its url in onedesk.toml"
         if isinstance(error, ssl.SSLCertVerificationError):
-            return "shows a certificate that is not accepted; correct its url, or let this machine trust the certificate"
+            return (
+                "shows a certificate that is not accepted; correct its url, or let this machine trust the certificate"
+            )
         if isinstance(error, ssl.SSLError):
             return "does not speak TLS as its url says; correct its url in onedesk.toml"
-        return f"cannot be reached ({error.strerror or type(error).__name__}); look at the network and its entry in onedesk.toml"
+        return (
+            f"cannot be reached ({error.strerror or type(error).__name__}); look at the network and its entry in"
+            " onedesk.toml"
+        )
 
 
-def ask(address: Address, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = ANSWER_SECONDS) -> Any:
+def ask(
+    address: Address, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = ANSWER_SECONDS
+) -> Any:
     """The document of an answer, waiting `seconds` at most for each part of it. Raises as Exchange.document."""
     with Exchange(address, method, route, body, silence=seconds) as exchange:
         return exchange.document()
@@ -257,17 +295,25 @@ def failure(address: Address, status: int, raw: bytes | Mapping[str, Any]) -> On
     message, code = told.get("message"), told.get("code")
     said = _shown(message, address) if isinstance(message, str) and message.strip() else ""
     if status in (401, 403):
-        return PeerError(f"{address.title} refuses the key (status {status}); correct key_file in onedesk.toml, or the server's own")
+        return PeerError(
+            f"{address.title} refuses the key (status {status}); correct key_file in onedesk.toml, or the server's own"
+        )
     if address.dialect == "onedesk" and isinstance(code, str) and code in _BY_CODE:
         return _BY_CODE[code](said)
     if status == 200:
-        return PeerError(f"{address.title} failed in the middle of an answer: {said or 'it does not say why'}; look at its log")
+        return PeerError(
+            f"{address.title} failed in the middle of an answer: {said or 'it does not say why'}; look at its log"
+        )
     if 300 <= status < 400:
-        return PeerError(f"{address.title} sends elsewhere (status {status}), and keys are not sent on; write its final url")
+        return PeerError(
+            f"{address.title} sends elsewhere (status {status}), and keys are not sent on; write its final url"
+        )
     if status in (400, 404, 409, 413, 422):
         return RequestError(f"{address.title} refuses the request (status {status}): {said or 'it does not say why'}")
     if status in (429, 503):
-        return PeerError(f"{address.title} takes nothing now (status {status}): {said or 'it does not say why'}; run again later")
+        return PeerError(
+            f"{address.title} takes nothing now (status {status}): {said or 'it does not say why'}; run again later"
+        )
     return PeerError(f"{address.title} failed (status {status}): {said or 'it does not say why'}; look at its log")
 
 

@@ -77,7 +77,9 @@ def _group(fields: Fields, group: Fields) -> Packing:
     title = f"compressed-tensors {kind}"
     if kind == "nvfp4-pack-quantized":
         _exactly(weights, num_bits=4, type="float", group_size=NVFP4.group)
-        return Nvfp4(title, "weight_packed", "weight_global_scale", True, ("input_global_scale", "weight_shape", *CACHE_SCALES))
+        return Nvfp4(
+            title, "weight_packed", "weight_global_scale", True, ("input_global_scale", "weight_shape", *CACHE_SCALES)
+        )
     if kind == "mxfp8-quantized":
         _exactly(weights, num_bits=8, type="float", group_size=MXFP8.group)
         return Mxfp8(title)

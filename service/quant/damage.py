@@ -20,7 +20,10 @@ def refuse_negative(scales: torch.Tensor, first: int, name: str) -> None:
     if bool(below.any()):
         where = [int(at) for at in below.nonzero()[0]]
         where[0] += first
-        raise ModelError(f"{name} has a scale below zero at {where} ({scales[below][0].item():g}); the checkpoint is damaged: get it again")
+        raise ModelError(
+            f"{name} has a scale below zero at {where} ({scales[below][0].item():g}); the checkpoint is damaged: get it"
+            " again"
+        )
 
 
 def zero_scaled(weight: QuantizedWeight) -> tuple[int, int] | None:
@@ -62,4 +65,8 @@ def refuse_zero_scales(weight: QuantizedWeight, parts: Iterable[tuple[str, int]]
 def _any_numbers(data: torch.Tensor, weight: QuantizedWeight, groups: int) -> torch.Tensor:
     """Whether a group of the rows `data` has a number other than 0: bool [rows, groups]."""
     found = unpack_nibbles(data, weight.cols) & 7 if weight.format.bits == 4 else data & 127  # without the sign
-    return torch.nn.functional.pad(found, (0, groups * weight.group - weight.cols)).view(len(data), groups, weight.group).any(2)
+    return (
+        torch.nn.functional.pad(found, (0, groups * weight.group - weight.cols))
+        .view(len(data), groups, weight.group)
+        .any(2)
+    )

@@ -24,7 +24,9 @@ class Fields:
 
     def refuse(self, key: str, supported: str) -> NoReturn:
         found = brief(self._values.get(key))
-        raise ModelError(f"config.json has {self._path}.{key} = {found}, which is not supported; supported: {supported}")
+        raise ModelError(
+            f"config.json has {self._path}.{key} = {found}, which is not supported; supported: {supported}"
+        )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         """The value of `key`, or `default` if absent. It must be one of `allowed`."""

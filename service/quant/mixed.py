@@ -107,7 +107,9 @@ class Packings:
         first, packing = next(iter(found.items()))
         for module, other in found.items():
             if other != packing:
-                listed = ", ".join(f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other)))
+                listed = ", ".join(
+                    f"{name} {of.title if of else 'floats'}" for name, of in ((first, packing), (module, other))
+                )
                 raise ModelError(
                     f"config.json has different formats for tensors that are stored as one ({listed}); "
                     "get a checkpoint with one format for them"

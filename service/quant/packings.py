@@ -172,7 +172,9 @@ class Gptq:
             StoredPart("qweight", ("I32",), (-(-cols // word), rows), take=take, step=step),
             StoredPart("scales", FLOATS, (groups, rows), take=partial(_take_group_scales, stored=stored)),
             StoredPart("qzeros", ("I32",), (groups, -(-rows // word)), take=zeros),
-            StoredPart("g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True),
+            StoredPart(
+                "g_idx", ("I32",), (cols,), take=partial(_check_order, stored=stored, field="desc_act"), optional=True
+            ),
         )
         return PackedLayout(held, parts, None if self.symmetric else _offsets_of_zeros)
 
@@ -203,7 +205,10 @@ def _held(bits: int, group: int, symmetric: bool) -> Format:
     """
     own = next((size for size in (DEFAULT_GROUP, 64, BLOCK_COLUMNS) if group % size == 0), 0)
     if not own:
-        raise ModelError(f"config.json has quantization_config.group_size = {group}; supported are -1 and multiples of {BLOCK_COLUMNS}")
+        raise ModelError(
+            f"config.json has quantization_config.group_size = {group}; supported are -1 and multiples of"
+            f" {BLOCK_COLUMNS}"
+        )
     if bits == 8:
         return INT8 if group == 0 else Format("int8", 8, own, True)
     return int4(own, symmetric=symmetric)
@@ -292,7 +297,9 @@ def _take_row_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, n
     _offsets(target)[first * WORD : first * WORD + zeros.shape[0]] = zeros[:, _stored_groups(target, stored)].half()
 
 
-def _take_zeros(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, bias: int) -> None:
+def _take_zeros(
+    values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, bias: int
+) -> None:
     """GPTQ's: int32 [groups, rows / 8]. With `bias` 1, a stored 15 means zero point 0: the subtraction wrapped."""
     _set_zeros((word_nibbles(values) + bias) & 15, first, target, stored)
 
@@ -331,11 +338,14 @@ def _offsets_of_zeros(target: QuantizedWeight, name: str) -> None:
     offsets.copy_(-(offsets.float() * target.scales.float()))
     if not bool(torch.isfinite(offsets).all()):
         raise ModelError(
-            f"{name} has zero points whose offsets are beyond a 16-bit float's 65,504; the checkpoint is damaged: get it again"
+            f"{name} has zero points whose offsets are beyond a 16-bit float's 65,504; the checkpoint is damaged: get"
+            " it again"
         )
 
 
-def _check_order(values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, field: str) -> None:
+def _check_order(
+    values: torch.Tensor, first: int, target: QuantizedWeight, name: str, *, stored: int, field: str
+) -> None:
     """Columns must belong to the groups in order."""
     wanted = torch.arange(first, first + values.shape[0], device=values.device) // stored
     if not torch.equal(values.long(), wanted):

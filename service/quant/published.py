@@ -103,7 +103,9 @@ def _auto_round(fields: Fields) -> Packings:
             continue
         pattern, found = safe_pattern(text.removeprefix("re:")), packing(own.over(fields))
         if pattern is None and found is not None:
-            fields.refuse("extra_config", f"names, and expressions of names, points, alternatives and .*, not {brief(text)}")
+            fields.refuse(
+                "extra_config", f"names, and expressions of names, points, alternatives and .*, not {brief(text)}"
+            )
         if pattern is not None:
             patterned.append((pattern, found))
     return Packings(packing(fields), named, patterned=tuple(patterned))

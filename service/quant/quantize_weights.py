@@ -83,7 +83,11 @@ def _quantize_tiles(target: QuantizedWeight, values: torch.Tensor, work: torch.T
         torch.amax(grouped, 2, out=high[start:stop])
         torch.amin(grouped, 2, out=low[start:stop])
     inverse = _scales_of(target, high, low)
-    whole = torch.empty((step, target.cols), dtype=torch.int8, device=values.device) if target.format.bits == 4 else target.data
+    whole = (
+        torch.empty((step, target.cols), dtype=torch.int8, device=values.device)
+        if target.format.bits == 4
+        else target.data
+    )
     for start, stop in tiles:
         grouped = _widened(values[start:stop], wide[: stop - start], high.shape[1])
         if target.offsets is not None:

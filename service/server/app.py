@@ -66,13 +66,15 @@ def _around(service: Service, guard: Guard) -> Middleware:
             if guard.token is None or request.path not in OPEN_ROUTES:
                 trust(request)
             if service.requests > limit and request.path != "/health":
-                raise ApiError(429, f"more than {limit} requests at once; try again", code="too_many_requests", retry_after=SOON)
+                raise ApiError(
+                    429, f"more than {limit} requests at once; try again", code="too_many_requests", retry_after=SOON
+                )
             response = await handler(request)
             status = response.status
             return response
         except BaseException as error:
-            # The edge of the service: whatever it is (a panic of a Rust library is no Exception), the client gets one whole answer in
-            # OpenAI's shape, and the log what is not ours.
+            # The edge of the service: whatever it is (a panic of a Rust library is no Exception), the client gets one
+            # whole answer in OpenAI's shape, and the log what is not ours.
             if is_cancelled(request, error):
                 raise
             failed = _from_aiohttp(error) if isinstance(error, web.HTTPException) else None
@@ -85,7 +87,9 @@ def _around(service: Service, guard: Guard) -> Middleware:
             failed = failed or as_api_error(error)
             log.debug("%s %s: %s", request.method, _route(request), failed)
             status = failed.status
-            if request.writer.output_size > 0:  # a stream has begun, and its end could not be written: no second answer may follow
+            if (
+                request.writer.output_size > 0
+            ):  # a stream has begun, and its end could not be written: no second answer may follow
                 raise ConnectionResetError("the stream broke off") from error
             body = to_json(failed.document())
             return web.Response(body=body, status=status, headers=failed.headers(), content_type="application/json")
@@ -113,7 +117,8 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
 
 
 async def listen(app: web.Application, address: Address, cache: Path) -> tuple[web.AppRunner, Address]:
-    """Serve `app`; returns the runner, to be cleaned up, and the address with the port that it got. `cache` is the tree's.
+    """Serve `app`; returns the runner, to be cleaned up, and the address with the port that it got. `cache` is the
+    tree's.
 
     Raises RequestError for an address that cannot be had, FileError for a unix socket that cannot be made.
     """
@@ -135,7 +140,10 @@ async def listen(app: web.Application, address: Address, cache: Path) -> tuple[w
         await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        bound = f"cannot be bound: {error.strerror}; name an address of this machine with --host, and a port that you may take with --port"
+        bound = (
+            f"cannot be bound: {error.strerror}; name an address of this machine with --host, and a port that you may"
+            " take with --port"
+        )
         what = "is taken by another program; choose one with --port" if taken else bound
         raise RequestError(f"port {address.port} of {address.host} {what}") from error
     host, port = runner.addresses[0][:2]

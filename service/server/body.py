@@ -24,8 +24,8 @@ BODIES_LIMIT = 64 << 20
 async def read_json(service: Service, request: web.Request, schema: Schema, limit: int = BODY_LIMIT) -> dict[str, Any]:
     """The body of `request`, an object that follows `schema`.
 
-    Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 408 after BODY_SECONDS, 429 where other requests have bodies as large,
-    400 for anything else that is wrong.
+    Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 408 after BODY_SECONDS, 429 where other requests
+    have bodies as large, 400 for anything else that is wrong.
     """
     if request.content_type != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="wrong_content_type")
@@ -36,11 +36,19 @@ async def read_json(service: Service, request: web.Request, schema: Schema, limi
     try:
         # A body that came with its headers needs no task that waits for it.
         at_once = request.content.is_eof()
-        raw = request.content.read_nowait() if at_once else await asyncio.wait_for(_read(service, request, limit), BODY_SECONDS)
+        raw = (
+            request.content.read_nowait()
+            if at_once
+            else await asyncio.wait_for(_read(service, request, limit), BODY_SECONDS)
+        )
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body was not there after {BODY_SECONDS:g} s; send it at once", code="slow_body") from None
+        raise ApiError(
+            408, f"the body was not there after {BODY_SECONDS:g} s; send it at once", code="slow_body"
+        ) from None
     except web.RequestPayloadError as error:
-        raise ApiError(400, "the body cannot be read: it is cut short, or its chunks are malformed", code="broken_body") from error
+        raise ApiError(
+            400, "the body cannot be read: it is cut short, or its chunks are malformed", code="broken_body"
+        ) from error
     if len(raw) <= SMALL_BODY:
         return _checked(raw, schema)
     _count(service, request, len(raw))

@@ -1,4 +1,6 @@
-"""Checks a document against the JSON Schemas of schemas.py, which are also what the OpenAPI document shows: one truth for both."""
+"""Checks a document against the JSON Schemas of schemas.py, which are also what the OpenAPI document shows: one
+truth for both.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ _WHOLE = frozenset({"type", "minimum", "maximum"})
 def check(value: Any, schema: Schema, path: str = "") -> None:
     """Raise ApiError 400 that names the first field of `value` that is wrong, and what would be right.
 
-    Understands type, enum, minimum, maximum, minLength, maxLength, pattern, minItems, maxItems, items, properties, required,
-    propertyNames, maxProperties, additionalProperties (a schema, or false) and anyOf; fields that no schema names are left alone otherwise.
+    Understands type, enum, minimum, maximum, minLength, maxLength, pattern, minItems, maxItems, items, properties,
+    required, propertyNames, maxProperties, additionalProperties (a schema, or false) and anyOf; fields that no schema
+    names are
+    left alone otherwise.
     """
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], path)
@@ -44,7 +48,9 @@ def check(value: Any, schema: Schema, path: str = "") -> None:
 
 
 def _check_any(value: Any, choices: Sequence[Schema], path: str) -> None:
-    """One of `choices` must fit; where none does and one has the value's type, what that one says is the most helpful."""
+    """One of `choices` must fit; where none does and one has the value's type, what that one says is the most
+    helpful.
+    """
     failures: list[ApiError] = []
     for choice in choices:
         try:
@@ -74,7 +80,9 @@ def _check_list(value: list[Any], schema: Schema, path: str) -> None:
 
 
 def _all_whole(values: list[Any], schema: Schema) -> bool:
-    """Whether all are plain integers within the bounds: token ids come by the thousand, and each would take 10 us one by one."""
+    """Whether all are plain integers within the bounds: token ids come by the thousand, and each would take 10 us
+    one by one.
+    """
     low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
     return all(type(value) is int and low <= value <= high for value in values)
 
@@ -88,14 +96,18 @@ def _check_object(value: dict[str, Any], schema: Schema, path: str) -> None:
     for name in schema.get("required", ()):
         if name not in value:
             inner = _inner(path, name)
-            raise ApiError(400, f"{inner} is missing; give {describe(properties[name])}", code="missing_field", param=inner)
+            raise ApiError(
+                400, f"{inner} is missing; give {describe(properties[name])}", code="missing_field", param=inner
+            )
     for name, item in value.items():
         if "propertyNames" in schema:
             check(name, schema["propertyNames"], _inner(path, name))
         inside = properties.get(name, schema.get("additionalProperties"))
         if inside is False:
             inner = _inner(path, name)
-            raise ApiError(400, f"{inner} is not known; there are: {', '.join(properties)}", code="unknown_field", param=inner)
+            raise ApiError(
+                400, f"{inner} is not known; there are: {', '.join(properties)}", code="unknown_field", param=inner
+            )
         if isinstance(inside, Mapping):
             check(item, inside, _inner(path, name))
 
@@ -124,7 +136,9 @@ def _counted(schema: Schema, word: str, low: str, high: str, unit: str) -> str:
 
 def _text(schema: Schema) -> str:
     return (
-        f"a text like {schema['examples'][0]}" if "pattern" in schema else _counted(schema, "a text", "minLength", "maxLength", "character")
+        f"a text like {schema['examples'][0]}"
+        if "pattern" in schema
+        else _counted(schema, "a text", "minLength", "maxLength", "character")
     )
 
 
@@ -165,7 +179,9 @@ def _kinds(schema: Schema) -> Sequence[str]:
 
 
 def _wrong(value: Any, schema: Schema, path: str) -> ApiError:
-    return ApiError(400, f"{path or 'the body'} is {_shown(value)}; use {describe(schema)}", code="wrong_value", param=path or None)
+    return ApiError(
+        400, f"{path or 'the body'} is {_shown(value)}; use {describe(schema)}", code="wrong_value", param=path or None
+    )
 
 
 def _inner(path: str, name: str) -> str:

@@ -1,4 +1,6 @@
-"""How many rows of a model write at once: as many as are set, fewer where the machine is not faster with more, one while it is short."""
+"""How many rows of a model write at once: as many as are set, fewer where the machine is not faster with more, one
+while it is short.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ log = logging.getLogger(__name__)
 
 # A measurement: rows of so many tokens. 12 steps of an 8B model on two CPU cores take 5 s.
 _TOKENS = 12
-# Rows together must give this much more than one alone; less is noise, and each row then waits longer for its own tokens.
+# Rows together must give this much more than one alone; less is noise, and each row then waits longer for its own
+# tokens.
 _GAIN = 1.1
 
 
@@ -42,7 +45,9 @@ class Places:
         return self._measured.get(name, self.most)
 
     def measure(self, model: OpenModel, cancel: Callable[[], bool] | None = None) -> None:
-        """Find out whether several rows at once give more tokens a second than one after the other; once a model, in its thread."""
+        """Find out whether several rows at once give more tokens a second than one after the other; once a model, in
+        its thread.
+        """
         if self.most == 1 or model.name in self._measured:
             return
         one, together = _rate(model, 1, cancel), _rate(model, self.most, cancel)
@@ -50,7 +55,14 @@ class Places:
             return
         self._measured[model.name] = self.most if together >= _GAIN * one else 1
         words = "one after the other" if self._measured[model.name] == 1 else f"{self.most} at once"
-        log.info("%s: %.1f tokens a second alone, %.1f with %d rows: requests are written %s", model.name, one, together, self.most, words)
+        log.info(
+            "%s: %.1f tokens a second alone, %.1f with %d rows: requests are written %s",
+            model.name,
+            one,
+            together,
+            self.most,
+            words,
+        )
 
 
 def _rate(model: OpenModel, rows: int, cancel: Callable[[], bool] | None) -> float | None:

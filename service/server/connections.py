@@ -1,6 +1,7 @@
 """The connections of the service: how many there are, how long a stranger stays, and what a malformed request is told.
 
-aiohttp quotes the lines of a request that it cannot parse in its answer and its log, and the token may stand in them; here neither does.
+aiohttp quotes the lines of a request that it cannot parse in its answer and its log, and the token may stand in them;
+here neither does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ CONNECTIONS_LIMIT = 1024
 _OTHER_DESCRIPTORS = 128
 _MALFORMED = "the request is not valid HTTP/1.1; send the request line and the headers as RFC 9112 has them"
 _FULL = ApiError(
-    503, "the service has as many connections as it takes; close some, or try again", code="too_many_connections", retry_after=5
+    503,
+    "the service has as many connections as it takes; close some, or try again",
+    code="too_many_connections",
+    retry_after=5,
 )
 
 
@@ -43,7 +47,9 @@ def raise_descriptor_limit() -> int:
 
 
 class Connection(RequestHandler):
-    """One connection. Until `trust` was called it has STRANGER_SECONDS, and gives way to new ones where there are too many."""
+    """One connection. Until `trust` was called it has STRANGER_SECONDS, and gives way to new ones where there are
+    too many.
+    """
 
     __slots__ = ("_limit", "_server", "_stranger_timer", "trusted")
 
@@ -64,7 +70,9 @@ class Connection(RequestHandler):
         others = self._server.connections
         super().connection_made(transport)
         if len(others) >= self._limit:
-            strangers = (one for one in others if isinstance(one, Connection) and not one.trusted and one.transport is not None)
+            strangers = (
+                one for one in others if isinstance(one, Connection) and not one.trusted and one.transport is not None
+            )
             oldest = next(strangers, None)
             if oldest is None:
                 self._refuse()
@@ -80,7 +88,8 @@ class Connection(RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """What a client gets where no handler answered: OpenAI's shape, and nothing of what it sent. Raises ConnectionError where an answer
+        """What a client gets where no handler answered: OpenAI's shape, and nothing of what it sent. Raises
+        ConnectionError where an answer
         has begun: no second one may follow it."""
         if request.writer.output_size > 0:
             raise ConnectionResetError("an answer broke off")
@@ -121,7 +130,10 @@ class Server(web.Server):
 
     def __init__(self, made: web.Server, limit: int, options: dict[str, Any]) -> None:
         super().__init__(
-            made.request_handler, request_factory=made.request_factory, handler_cancellation=made.handler_cancellation, **options
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            **options,
         )
         self._options = options
         self._limit = limit
@@ -157,7 +169,9 @@ def is_gone(request: web.Request) -> bool:
 
 
 def is_cancelled(request: web.Request, error: BaseException) -> bool:
-    """Whether `error` is the cancellation of this request's task; else it was raised by mistake, and the client waits for an answer."""
+    """Whether `error` is the cancellation of this request's task; else it was raised by mistake, and the client
+    waits for an answer.
+    """
     if not isinstance(error, asyncio.CancelledError):
         return False
     cancelling = getattr(asyncio.current_task(), "cancelling", None)  # since Python 3.11

@@ -27,10 +27,15 @@ async def embeddings(service: Service, request: web.Request) -> web.StreamRespon
     body = await read_json(service, request, EMBEDDINGS)
     dimensions = whole(body.get("dimensions"))
     with service.models.using() as uses:
-        name, model, ids = await service.prepare(body.get("model"), lambda cancel: _begin(service, body, dimensions, uses, cancel))
+        name, model, ids = await service.prepare(
+            body.get("model"), lambda cancel: _begin(service, body, dimensions, uses, cancel)
+        )
         vectors = await service.work_out(name, model, _embed(ids, dimensions))
     as_base64 = body.get("encoding_format") == "base64"
-    data = [{"object": "embedding", "index": at, "embedding": _written(vector, as_base64)} for at, vector in enumerate(vectors)]
+    data = [
+        {"object": "embedding", "index": at, "embedding": _written(vector, as_base64)}
+        for at, vector in enumerate(vectors)
+    ]
     count = sum(map(len, ids))
     document = {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": count, "total_tokens": count}}
     return web.Response(body=to_json(document), content_type="application/json")

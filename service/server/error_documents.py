@@ -1,4 +1,6 @@
-"""What goes wrong, as OpenAI's API says it: {"error": {"message", "type", "param", "code"}} with a status, and when to come again."""
+"""What goes wrong, as OpenAI's API says it: {"error": {"message", "type", "param", "code"}} with a status, and when
+to come again.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ _FAMILY: tuple[tuple[type[OnedeskError], int, str], ...] = (
 
 
 class ApiError(OnedeskError):
-    """An answer other than success. `param` is the field that is wrong, `retry_after` seconds until another try may succeed."""
+    """An answer other than success. `param` is the field that is wrong, `retry_after` seconds until another try may
+    succeed.
+    """
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
@@ -57,7 +63,9 @@ class ApiError(OnedeskError):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """`error` for a client: our own family says what happened; anything else is logged, and the client hears that something did."""
+    """`error` for a client: our own family says what happened; anything else is logged, and the client hears that
+    something did.
+    """
     if isinstance(error, ApiError):
         return error
     for kind, status, code in _FAMILY:
@@ -72,10 +80,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def contained(work: Callable[..., T], *arguments: Any) -> T:
-    """The result of `work`, for a thread: whatever it raises outside our error family is logged and raised as an ApiError.
+    """The result of `work`, for a thread: whatever it raises outside our error family is logged and raised as an
+    ApiError.
 
-    A future or a coroutine cannot carry every exception on: StopIteration leaves who waits without an end, CancelledError looks as if the
-    client had gone, SystemExit ends the process, and a panic of a Rust library is no Exception at all.
+    A future or a coroutine cannot carry every exception on: StopIteration leaves who waits without an end,
+    CancelledError looks as if the client had gone, SystemExit ends the process, and a panic of a Rust library is no
+    Exception at all.
     """
     try:
         return work(*arguments)

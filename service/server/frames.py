@@ -1,4 +1,6 @@
-"""The usual event of a stream, a piece of text, as the bytes of a server-sent event: all but the piece is the same each time."""
+"""The usual event of a stream, a piece of text, as the bytes of a server-sent event: all but the piece is the same
+each time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _QUOTED, _NUMBER = json.dumps(_TEXT).encode(), str(_TOKEN).encode()
 
 
 class Frames:
-    """Writes what `writer` would write for events that only add to choices which have begun; 15 us less a token than by documents."""
+    """Writes what `writer` would write for events that only add to choices which have begun; 15 us less a token than
+    by documents.
+    """
 
     def __init__(self, writer: AnswerWriter) -> None:
         self._writer = writer
@@ -38,7 +42,8 @@ class Frames:
         return b"".join((*written, middle, str(event.token).encode() if tail else b"", tail))
 
     def _cut(self, index: int, channel: Channel) -> Pattern:
-        """What stands before each copy of the text (reasoning has two names), then up to the token, and the rest; without a place
+        """What stands before each copy of the text (reasoning has two names), then up to the token, and the rest;
+        without a place
         for the token the rest is empty."""
         text, reasoning = (_TEXT if channel == name else "" for name in ("text", "reasoning"))
         whole = as_events(self._writer.chunks([(index, Event(text, reasoning, _TOKEN))]))

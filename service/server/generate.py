@@ -57,13 +57,17 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
         writer = CompletionWriter(name, model.tokenizer if scored else None, with_logprobs=scored, echoes=echoes)
         writer.detail = ask.detail
         answering = Answering(name, calls, writer)
-        return await (_only_prompts(request, ask, answering) if ask.only_prompt else answer(service, request, ask, answering))
+        return await (
+            _only_prompts(request, ask, answering) if ask.only_prompt else answer(service, request, ask, answering)
+        )
 
 
 async def begin(
     service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask], uses: Uses
 ) -> tuple[str, list[Call], Ask]:
-    """The model, the calls (one per prompt), what is asked, all checked. One trip to a thread: each delays the first token."""
+    """The model, the calls (one per prompt), what is asked, all checked. One trip to a thread: each delays the first
+    token.
+    """
 
     def prepare(cancel: CancelCheck) -> tuple[str, OpenModel, Ask, list[Prepared]]:
         policy = policy_of(body)
@@ -85,7 +89,9 @@ async def _echoes(service: Service, name: str, calls: Sequence[Call], ask: Ask) 
     scored: Sequence[Sequence[tuple[int, Logprobs | None]]] = [()] * len(texts)
     if top is not None:
         prompts = [call.task.ids for call in calls if isinstance(call.task, Prepared)]
-        scored = await service.work_out(name, model, lambda model, stopping: [_scored(model, ids, top, stopping) for ids in prompts])
+        scored = await service.work_out(
+            name, model, lambda model, stopping: [_scored(model, ids, top, stopping) for ids in prompts]
+        )
     echoes = [Echo(text, rows) for text, rows in zip(texts, scored, strict=True)]
     return dict(enumerate(echo for echo, one in zip(echoes, ask.requests, strict=True) for _ in range(one.n)))
 
@@ -108,15 +114,21 @@ def _offer(sink: _Sink, first: int, event: Event) -> bool:
 
 @dataclass(slots=True)
 class Answering:
-    """An answer on its way: its model, the calls that it is made of (one a prompt), who writes it down, and the calls' results."""
+    """An answer on its way: its model, the calls that it is made of (one a prompt), who writes it down, and the
+    calls' results.
+    """
 
     name: str
     calls: Sequence[Call]
     writer: AnswerWriter
     results: list[list[Result]] = field(default_factory=list)
 
-    async def events(self, service: Service, sink: _Sink | None = None) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
-        """What comes, prompt by prompt, each event with the index of its choice in the whole answer; `sink` may take it before."""
+    async def events(
+        self, service: Service, sink: _Sink | None = None
+    ) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
+        """What comes, prompt by prompt, each event with the index of its choice in the whole answer; `sink` may take
+        it before.
+        """
         first = 0
         for call in self.calls:
             results: dict[int, Result] = {}
@@ -147,7 +159,11 @@ class Answering:
 
 
 async def answer(
-    service: Service, request: web.Request, ask: Ask, answering: Answering, stream: Callable[[web.Request], EventStream] = EventStream
+    service: Service,
+    request: web.Request,
+    ask: Ask,
+    answering: Answering,
+    stream: Callable[[web.Request], EventStream] = EventStream,
 ) -> web.StreamResponse:
     """Wait for the model and send what it writes, whole or as `stream` sends it."""
     async with service.waiting_for(answering.name, answering.calls):
@@ -162,8 +178,12 @@ async def _only_prompts(request: web.Request, ask: Ask, answering: Answering) ->
     """The answers of no tokens: each choice is its prompt."""
     for prepared in (call.task for call in answering.calls if isinstance(call.task, Prepared)):
         read = Usage(len(prepared.ids), 0, 0)
-        answering.results.append([Result("", "", (), "length", prepared.seed_of(at), read, {}, {}) for at in range(prepared.n)])
-    ends = [(index, Event(result=one)) for index, one in enumerate(one for results in answering.results for one in results)]
+        answering.results.append(
+            [Result("", "", (), "length", prepared.seed_of(at), read, {}, {}) for at in range(prepared.n)]
+        )
+    ends = [
+        (index, Event(result=one)) for index, one in enumerate(one for results in answering.results for one in results)
+    ]
     if not ask.stream:
         answering.collect(ends)
         return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
@@ -177,7 +197,9 @@ async def _only_prompts(request: web.Request, ask: Ask, answering: Answering) ->
 async def _stream(
     service: Service, stream: EventStream, request: web.Request, answering: Answering, *, include_usage: bool
 ) -> web.StreamResponse:
-    """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its own."""
+    """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its
+    own.
+    """
     with stream as out:
         try:
             await _send_all(service, answering, out)
@@ -206,7 +228,9 @@ async def _send_all(service: Service, answering: Answering, out: EventStream) ->
         place = service.place(answering.name, call) if call.entered is None else None
         if place is not None and (place, service.asleep) != told:
             told = place, service.asleep
-            await out.comment(f"waiting, place {place}" + (", asleep until POST /v1/memory/wake" if service.asleep else ""))
+            await out.comment(
+                f"waiting, place {place}" + (", asleep until POST /v1/memory/wake" if service.asleep else "")
+            )
             await out.send(writer.progress([(0, Event(progress=Progress("queue", place, 0)))]))
         elif not events and out.sent == sent and time.perf_counter() - since >= TICK / 2:
             await out.comment("working")

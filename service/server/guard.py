@@ -22,14 +22,17 @@ _LOCAL_NAMES = frozenset({"localhost"})
 class Guard:
     """What a request must show.
 
-    `token` None: none is asked for. `names` are the hosts that it may be addressed to, None on a unix socket, which no browser reaches.
+    `token` None: none is asked for. `names` are the hosts that it may be addressed to, None on a unix socket, which no
+    browser reaches.
     """
 
     token: str | None
     names: frozenset[str] | None
 
     def check(self, request: web.Request) -> None:
-        """Raise ApiError 403 for a Host or Origin that is not ours, 401 without the token (on every route but /health)."""
+        """Raise ApiError 403 for a Host or Origin that is not ours, 401 without the token (on every route but
+        /health).
+        """
         if self.names is not None:
             self._check_host(request.headers.getall("Host", []))
             _check_origin(request)
@@ -39,12 +42,17 @@ class Guard:
         if "Authorization" not in request.headers:  # as Anthropic's clients may send it
             scheme, shown = "bearer", request.headers.get("X-Api-Key", "")
         if scheme.lower() != "bearer" or not matches(shown.strip(), self.token):
-            message = "the token is missing or wrong; send Authorization: Bearer TOKEN, from the file that `onedesk serve` names"
+            message = (
+                "the token is missing or wrong; send Authorization: Bearer TOKEN, from the file that `onedesk serve`"
+                " names"
+            )
             raise ApiError(401, message, code="invalid_api_key")
 
     def _check_host(self, shown: Sequence[str]) -> None:
         if len(shown) != 1 or not self._is_ours(shown[0]):
-            raise ApiError(403, "the Host header names another machine; address the service by its own name", code="wrong_host")
+            raise ApiError(
+                403, "the Host header names another machine; address the service by its own name", code="wrong_host"
+            )
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -76,7 +84,9 @@ def is_loopback(host: str) -> bool:
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError) as error:
-        raise RequestError(f"the host {host!r} cannot be found; use 127.0.0.1, or an address of this machine") from error
+        raise RequestError(
+            f"the host {host!r} cannot be found; use 127.0.0.1, or an address of this machine"
+        ) from error
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
 

@@ -18,7 +18,13 @@ _DIGITS = 12  # more than any context has
 
 async def health(service: Service, request: web.Request) -> web.Response:
     """Whether the service lives, whether it takes work, and whether it is asleep and what wakes it; needs no token."""
-    document = {"live": True, "ready": service.ready, "version": service.version, "asleep": service.asleep, "wake": service.waking}
+    document = {
+        "live": True,
+        "ready": service.ready,
+        "version": service.version,
+        "asleep": service.asleep,
+        "wake": service.waking,
+    }
     return web.Response(body=to_json(document), status=200 if service.ready else 503, content_type="application/json")
 
 
@@ -32,14 +38,20 @@ async def model(service: Service, request: web.Request) -> web.Response:
     """One of them."""
     name = request.match_info["name"]
     form = _form(request)
-    found = await service.in_thread(lambda: [_document(service, entry, form) for entry in service.models.entries() if entry.name == name])
+    found = await service.in_thread(
+        lambda: [_document(service, entry, form) for entry in service.models.entries() if entry.name == name]
+    )
     if not found:
-        raise ApiError(404, "there is no model of that name; /v1/models lists them", code="model_not_found", param="model")
+        raise ApiError(
+            404, "there is no model of that name; /v1/models lists them", code="model_not_found", param="model"
+        )
     return web.Response(body=to_json(found[0]), content_type="application/json")
 
 
 def _form(request: web.Request) -> Form:
-    """The form in which it is asked for: ?context=N&quant=Q, both as in the `onedesk` object of a request. Raises ApiError 400."""
+    """The form in which it is asked for: ?context=N&quant=Q, both as in the `onedesk` object of a request. Raises
+    ApiError 400.
+    """
     asked: dict[str, Any] = dict(request.query)
     context = asked.get("context")
     if context is not None:

@@ -22,11 +22,15 @@ async def take_lease(service: Service, request: web.Request) -> web.Response:
     """Make room for another process, and count it as taken until it is given back or its heartbeat is late."""
     body = await read_json(service, request, LEASE)
     heartbeat = HEARTBEAT if body.get("heartbeat") is None else float(body["heartbeat"])
-    tenant = Tenant(body["owner"], int(body["bytes"]), whole(body.get("held")) or 0, heartbeat, bool(body.get("gives_way")))
+    tenant = Tenant(
+        body["owner"], int(body["bytes"]), whole(body.get("held")) or 0, heartbeat, bool(body.get("gives_way"))
+    )
     released = await service.giving_back(service.tenants.take, tenant)
     service.figures.returned(released)
     _watch(service, tenant)
-    rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in released]
+    rows = [
+        {"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in released
+    ]
     return _answer(tenant.document() | {"released": rows})
 
 

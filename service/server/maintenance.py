@@ -32,7 +32,9 @@ class Renewal:
         self._since: dict[OpenModel, float] = {}
 
     def due(self, model: OpenModel, idle: float) -> bool:
-        """Whether a model should be loaded anew now; `idle` is seconds since somebody used it. Ask for each model every LOOK_SECONDS."""
+        """Whether a model should be loaded anew now; `idle` is seconds since somebody used it. Ask for each model
+        every LOOK_SECONDS.
+        """
         if not model.loaded:
             self._since.pop(model, None)
             return False
@@ -43,7 +45,9 @@ class Renewal:
         return (hours > 0 and loaded >= hours * 3600) or (0 < pieces <= model.pool.fragmentation())
 
     def renew(self, model: OpenModel, unwanted: Callable[[], bool], cancel: CancelCheck | None = None) -> bool:
-        """Give its bytes back and load it again; nothing where `unwanted` by then. In the model's thread. Raises Cancelled."""
+        """Give its bytes back and load it again; nothing where `unwanted` by then. In the model's thread. Raises
+        Cancelled.
+        """
         if unwanted():
             return False
         released = model.give_way()
@@ -63,13 +67,17 @@ async def renew_when_idle(service: Service) -> None:
                 if model.name == worker.name and renewal.due(model, worker.idle_seconds):
                     try:
                         await worker.in_turn(lambda model=model, worker=worker: _renew(service, renewal, model, worker))
-                    except OnedeskError as error:  # a thread raises nothing else; the next look is for the other models too
+                    except (
+                        OnedeskError
+                    ) as error:  # a thread raises nothing else; the next look is for the other models too
                         log.warning("%s was not loaded anew: %s", model.name, error)
 
 
 def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker) -> None:
     try:
-        renewed = renewal.renew(model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting)
+        renewed = renewal.renew(
+            model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting
+        )
     except OnedeskError as error:  # its files are gone, or its room: whoever asks next is told
         log.warning("%s was not loaded anew: %s", model.name, error)
         return

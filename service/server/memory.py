@@ -28,7 +28,11 @@ async def show_memory(service: Service, request: web.Request) -> web.Response:
 
 def _report(service: Service) -> dict[str, Any]:
     report = memory_report(service.registry.config, device=service.models.choice.device, proc=None)
-    return report | {"leases": [*report["leases"], *service.tenants.rows()], "asleep": service.asleep, "wake": service.waking}
+    return report | {
+        "leases": [*report["leases"], *service.tenants.rows()],
+        "asleep": service.asleep,
+        "wake": service.waking,
+    }
 
 
 async def release(service: Service, request: web.Request) -> web.Response:
@@ -76,7 +80,8 @@ async def set_policy(service: Service, request: web.Request) -> web.Response:
 
 
 async def sleep(service: Service, request: web.Request) -> web.Response:
-    """Give everything back, after what is worked on has ended. With "wake": "request" the next request for a model wakes it; with "manual"
+    """Give everything back, after what is worked on has ended. With "wake": "request" the next request for a model
+    wakes it; with "manual"
     requests wait for their turn until `wake`."""
     body = await read_json(service, request, SLEEP)
     # A client that goes away meanwhile does not leave it half asleep.

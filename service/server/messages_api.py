@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ..engine.completion import Prepared
 from ..errors import OnedeskError
-from .body import read_json
+from .body import PICTURE_BODY_LIMIT, read_json
 from .error_documents import as_api_error, to_json
 from .generate import Answering, answer, begin
 from .messages_requests import COUNT_TOKENS, MESSAGES, chat_body
@@ -35,7 +35,7 @@ async def count_tokens(service: Service, request: web.Request) -> web.StreamResp
 
 
 async def _answered(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_json(service, request, MESSAGES)
+    body = await read_json(service, request, MESSAGES, PICTURE_BODY_LIMIT)
     with service.models.using() as uses:
         name, calls, ask = await begin(service, body, _ask, uses)
         writer = MessagesWriter(
@@ -46,7 +46,9 @@ async def _answered(service: Service, request: web.Request) -> web.StreamRespons
             prompt=sum(len(call.task.ids) for call in calls if isinstance(call.task, Prepared)),
             stop=body.get("stop_sequences") or (),
         )
-        return await answer(service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer))
+        return await answer(
+            service, request, ask, Answering(name, calls, writer), partial(TypedEventStream, writer=writer)
+        )
 
 
 async def _counted(service: Service, request: web.Request) -> web.StreamResponse:
@@ -57,7 +59,9 @@ async def _counted(service: Service, request: web.Request) -> web.StreamResponse
     return web.Response(body=to_json({"input_tokens": count}), content_type="application/json")
 
 
-async def _with_its_errors(request: web.Request, work: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+async def _with_its_errors(
+    request: web.Request, work: Callable[[], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     """The answer of `work`, or its error in the shape that this API's clients read."""
     try:
         return await work()

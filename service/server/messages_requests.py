@@ -55,11 +55,18 @@ MESSAGES: Mapping[str, Any] = {
             "items": {
                 "type": "object",
                 "required": ["role", "content"],
-                "properties": {"role": {"type": "string", "enum": ["user", "assistant", "system"]}, "content": _CONTENT},
+                "properties": {
+                    "role": {"type": "string", "enum": ["user", "assistant", "system"]},
+                    "content": _CONTENT,
+                },
             },
         },
         "system": {"anyOf": [{"type": "null"}, _CONTENT]},
-        "stop_sequences": {"type": ["array", "null"], "maxItems": STOPS_LIMIT, "items": {"type": "string", "minLength": 1}},
+        "stop_sequences": {
+            "type": ["array", "null"],
+            "maxItems": STOPS_LIMIT,
+            "items": {"type": "string", "minLength": 1},
+        },
         "thinking": {
             "type": ["object", "null"],
             "required": ["type"],
@@ -157,7 +164,9 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if choice is not None:
         if choice["type"] == "tool" and not choice.get("name"):
-            raise ApiError(400, "tool_choice.name is missing; give a tool's name", code="missing_field", param="tool_choice.name")
+            raise ApiError(
+                400, "tool_choice.name is missing; give a tool's name", code="missing_field", param="tool_choice.name"
+            )
         named = {"type": "function", "function": {"name": choice.get("name")}}
         made["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice["type"]]
         if choice.get("disable_parallel_tool_use"):
@@ -166,7 +175,9 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """The messages of a chat that say the same: results of tools are messages of their own, before what the user says."""
+    """The messages of a chat that say the same: results of tools are messages of their own, before what the user
+    says.
+    """
     content = message["content"]
     if isinstance(content, str):
         return [{"role": message["role"], "content": content}]

@@ -36,7 +36,8 @@ _ERROR_TYPES: Mapping[int, str] = {
 
 
 class MessagesWriter(TypedEventsWriter):
-    """Writes one answer. `prompt` are the prompt's tokens, `stop` the stop sequences that were asked for, `tools` and `one_call` as
+    """Writes one answer. `prompt` are the prompt's tokens, `stop` the stop sequences that were asked for, `tools` and
+    `one_call` as
     AnswerParts has them."""
 
     def __init__(
@@ -50,7 +51,12 @@ class MessagesWriter(TypedEventsWriter):
         stop: Sequence[str],
     ) -> None:
         super().__init__()
-        self._head: Document = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+        self._head: Document = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
         self._tokenizer = tokenizer
         self._tools = tools
         self._one_call = one_call
@@ -77,7 +83,12 @@ class MessagesWriter(TypedEventsWriter):
         out: list[Document] = []
         if not self._begun:
             self._begun = True
-            begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(Usage(self._prompt, 0, 0))}
+            begun = {
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": _usage(Usage(self._prompt, 0, 0)),
+            }
             out.append({"type": "message_start", "message": self._head | begun})
         for _, event in events:
             out += self._written(self._parts.push(event.text, event.reasoning))

@@ -24,7 +24,9 @@ async def metrics(service: Service, request: web.Request) -> web.Response:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
         raise ApiError(
-            501, "figures need the package prometheus_client; install it into the environment of Onedesk", code="not_installed"
+            501,
+            "figures need the package prometheus_client; install it into the environment of Onedesk",
+            code="not_installed",
         ) from error
 
     def gathered() -> bytes:
@@ -66,9 +68,20 @@ class _Gatherer:
         registry = self._service.registry
         models = registry.models()
         yield _counter("vm_events", "The kernel's memory events since boot", ("event",), _single(read_vmstat(PROC)))
-        yield _gauge("model_bytes", "Bytes that a model holds", ("model",), [((model.name,), model.held_bytes()) for model in models])
-        blocks = [((model.name, kind), count) for model in models for kind, count in zip(KV_KINDS, model.kv_blocks, strict=True)]
-        yield _gauge("kv_blocks", "KV blocks of 32 tokens: used or promised, kept for reuse, in all", ("model", "kind"), blocks)
+        yield _gauge(
+            "model_bytes",
+            "Bytes that a model holds",
+            ("model",),
+            [((model.name,), model.held_bytes()) for model in models],
+        )
+        blocks = [
+            ((model.name, kind), count)
+            for model in models
+            for kind, count in zip(KV_KINDS, model.kv_blocks, strict=True)
+        ]
+        yield _gauge(
+            "kv_blocks", "KV blocks of 32 tokens: used or promised, kept for reuse, in all", ("model", "kind"), blocks
+        )
         pools = list({id(model.pool): model.pool for model in models}.values())
         held: dict[tuple[str, ...], float] = {}
         for lease in (lease for pool in pools for lease in pool.leases()):
@@ -78,10 +91,19 @@ class _Gatherer:
             watch, device = registry.watch(pool.device), (pool.device,)
             yield _gauge("budget_bytes", "The most that may be leased", ("device",), [(device, pool.budget.spendable)])
             yield _gauge("available_bytes", "What is left", ("device",), [(device, pool.read_truth().available)])
-            yield _gauge("fragmentation", "Share of held bytes in pieces too small to use", ("device",), [(device, pool.fragmentation())])
-            yield _gauge("slow", "1 while short memory or heat slows admission", ("device",), [(device, float(watch.slow))])
+            yield _gauge(
+                "fragmentation",
+                "Share of held bytes in pieces too small to use",
+                ("device",),
+                [(device, pool.fragmentation())],
+            )
+            yield _gauge(
+                "slow", "1 while short memory or heat slows admission", ("device",), [(device, float(watch.slow))]
+            )
             if watch.thermal.celsius is not None:
-                yield _gauge("temperature_celsius", "The hottest sensor", ("device",), [(device, watch.thermal.celsius)])
+                yield _gauge(
+                    "temperature_celsius", "The hottest sensor", ("device",), [(device, watch.thermal.celsius)]
+                )
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], rows: Rows) -> Any:

@@ -64,7 +64,9 @@ class Models:
 
     @contextmanager
     def using(self) -> Iterator[Uses]:
-        """What a request finds stays open until the block ends, however many other contexts of the model are asked for meanwhile."""
+        """What a request finds stays open until the block ends, however many other contexts of the model are asked
+        for meanwhile.
+        """
         uses = Uses()
         try:
             yield uses
@@ -83,7 +85,9 @@ class Models:
         return not opened.loaded and not opened.busy and not self._uses[opened]
 
     def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The name and the handle for what a request asked for, which loads when it is first used. Raises as `name_of` and `open`."""
+        """The name and the handle for what a request asked for, which loads when it is first used. Raises as
+        `name_of` and `open`.
+        """
         key = self._key(asked or "", form or Form())
         opened = self._open.get(key)
         # The usual case, and one look at its files: each look is a dozen questions to the system before a first token.
@@ -97,7 +101,9 @@ class Models:
         return name, self.open(name, form, uses)
 
     def name_of(self, asked: str | None) -> str:
-        """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where one must be named."""
+        """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where
+        one must be named.
+        """
         if asked is None:
             default = self.choice.names[0] if self.choice.names else default_model(self._config)
             if default is None:
@@ -113,7 +119,9 @@ class Models:
         return asked
 
     def open(self, name: str, form: Form | None = None, uses: Uses | None = None) -> OpenModel:
-        """The handle of a served name, which loads when it is first used. Raises ModelError, FileError, RequestError."""
+        """The handle of a served name, which loads when it is first used. Raises ModelError, FileError,
+        RequestError.
+        """
         with self._lock:
             key = self._key(name, form or Form())
             opened = self._open.get(key)
@@ -145,7 +153,9 @@ class Models:
         )
 
     def _forget_stale(self, names: AbstractSet[str]) -> None:
-        """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later look finds it idle."""
+        """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later
+        look finds it idle.
+        """
         for key in [key for key, opened in self._open.items() if key.name in names and opened.stale]:
             opened = self._open[key]
             opened.give_way()
@@ -153,7 +163,9 @@ class Models:
                 self._registry.forget(self._open.pop(key))
 
     def _forget_forms(self, name: str) -> None:
-        """A client may ask for one context after the other: of forms that are neither loaded nor used only the latest few are kept."""
+        """A client may ask for one context after the other: of forms that are neither loaded nor used only the
+        latest few are kept.
+        """
         forms = [key for key in self._open if key.name == name and key.context is not None]
         for key in forms[:-FORMS_LIMIT]:
             if self._unused(self._open[key]):
@@ -161,10 +173,22 @@ class Models:
 
     def document(self, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
         """A model as /v1/models shows it; a broken one says why."""
-        more: dict[str, Any] = {"toy": is_toy(entry.name), "context": None, "loaded": False, "bytes": None, "held": 0, "reason": ""}
+        more: dict[str, Any] = {
+            "toy": is_toy(entry.name),
+            "context": None,
+            "loaded": False,
+            "bytes": None,
+            "held": 0,
+            "reason": "",
+        }
         try:
             opened = self.open(entry.name, form)
-            more |= {"context": opened.context, "loaded": opened.loaded, "bytes": opened.need.total, "held": opened.held_bytes()}
+            more |= {
+                "context": opened.context,
+                "loaded": opened.loaded,
+                "bytes": opened.need.total,
+                "held": opened.held_bytes(),
+            }
         except OnedeskError as error:
             more["reason"] = str(error)
         return {"id": entry.name, "object": "model", "created": _changed(entry), "owned_by": "onedesk", "onedesk": more}

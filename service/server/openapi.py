@@ -48,31 +48,51 @@ def document(version: str) -> dict[str, Any]:
         paths.setdefault(re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path), {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Onedesk", "version": version, "description": "OpenAI's API and a memory API over local models."},
+        "info": {
+            "title": "Onedesk",
+            "version": version,
+            "description": "OpenAI's API and a memory API over local models.",
+        },
         "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": {"Error": _ERROR},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
 def _operation(route: Route) -> dict[str, Any]:
     is_open = route.path in OPEN_ROUTES
-    operation: dict[str, Any] = {"summary": route.summary, "operationId": route.handler.__name__, "responses": _responses(route)}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": route.handler.__name__,
+        "responses": _responses(route),
+    }
     operation["security"] = [] if is_open else [{"token": []}]
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}
     names = re.findall(r"\{(\w+)", route.path)
     if names:
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return operation
 
 
 def _responses(route: Route) -> dict[str, Any]:
     is_open = route.path in OPEN_ROUTES
-    answer: dict[str, Any] = {route.answer: {"schema": {"type": "string" if route.answer == "text/plain" else "object"}}}
+    answer: dict[str, Any] = {
+        route.answer: {"schema": {"type": "string" if route.answer == "text/plain" else "object"}}
+    }
     if route.streams:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
-    failures = {*_ALWAYS, *route.failures, *(() if is_open else (401,)), *(_WITH_BODY if route.body is not None else ())}
+    failures = {
+        *_ALWAYS,
+        *route.failures,
+        *(() if is_open else (401,)),
+        *(_WITH_BODY if route.body is not None else ()),
+    }
     for status in sorted(failures):
         shape = {"type": "object"} if is_open and status == 503 else {"$ref": "#/components/schemas/Error"}
         responses[str(status)] = {"description": _WORDS[status], "content": {"application/json": {"schema": shape}}}

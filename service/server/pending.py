@@ -18,11 +18,13 @@ log = logging.getLogger(__name__)
 
 # What a call does that is no generation, such as an embedding: in the model's thread, told how to ask whether to stop.
 Work = Callable[[OpenModel, Callable[[], bool]], Any]
-# Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has a status.
+# Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has
+# a status.
 HESITATION = 0.25
 # A prompt with more tokens to read is told of when that begins, not at the end of somebody's patience.
 LONG = 256
-# What may take an event the moment it comes, in the thread that made it or on the loop; whether it has. It must not wait or fail.
+# What may take an event the moment it comes, in the thread that made it or on the loop; whether it has. It must not
+# wait or fail.
 Sink = Callable[[Event], bool]
 # When the reader should look: it need not, when the step is over, at once.
 Look: TypeAlias = Literal["", "soon", "now"]
@@ -71,19 +73,20 @@ class Call:
     # The model's thread
 
     def enter(self) -> None:
-        """The model begins with it. The loop is woken only where it may have told a place: what Python does there, the model's thread waits
+        """The model begins with it. The loop is woken only where it may have told a place: what Python does there, the
+        model's thread waits
         for, at the moment at which it is about to begin."""
         self.entered = time.perf_counter()
         if self._waited:
             self.wake()
 
     def put(self, event: Event, *, alone: bool) -> Look:
-        """Take what came; when its reader should look, see `hand_over`. `alone`: the reader's sink may take it here and now, while the
-        reader waits, and nobody is woken. Where a step writes for several that would hold it up: 8 sends take the thread 1.2 ms, and the
-        loop has time.
+        """Take what came; when its reader should look, see `hand_over`. `alone`: the reader's sink may take it here and
+        now, while the reader waits, and nobody is woken. Where a step writes for several that would hold it up: 8 sends
+        take the thread 1.2 ms, and the loop has time.
 
-        They may look at the end of their patience for the end of reading a prompt, which the first token follows, and for the beginning of
-        a short one.
+        They may look at the end of their patience for the end of reading a prompt, which the first token follows, and
+        for the beginning of a short one.
         """
         first = event.token is not None and self.first_token is None
         if first:
@@ -119,10 +122,11 @@ class Call:
     # The event loop
 
     async def take(self, seconds: float, sink: Sink | None = None) -> Sequence[Event] | None:
-        """What came since the last look, perhaps nothing where only a place has changed or `seconds` went by; None at the end.
+        """What came since the last look, perhaps nothing where only a place has changed or `seconds` went by; None at
+        the end.
 
-        While this waits, `sink` is lent to who has something: what it takes costs no turn of this task, or no wake-up of the loop at all.
-        Raises what the model failed with, once everything before it was taken.
+        While this waits, `sink` is lent to who has something: what it takes costs no turn of this task, or no wake-up
+        of the loop at all. Raises what the model failed with, once everything before it was taken.
         """
         if not self._news and not self._events and not self._ended:
             waiter = self.loop.create_future()
@@ -159,7 +163,8 @@ class Call:
         return came and not self._events and not self._ended
 
     def _sinks(self, event: Event) -> bool:
-        """Whether the sink, if one is lent, took the event. One that fails is not asked again: the reader meets the event next, and what
+        """Whether the sink, if one is lent, took the event. One that fails is not asked again: the reader meets the
+        event next, and what
         fails there ends its own answer, not those of the calls that are written together with it."""
         if self._sink is None:
             return False
@@ -171,7 +176,9 @@ class Call:
             return False
 
     def _release(self) -> None:
-        """Take the sink back, then let the reader go on: what it sends comes behind everything that the sink has sent."""
+        """Take the sink back, then let the reader go on: what it sends comes behind everything that the sink has
+        sent.
+        """
         with self._lock:
             self._sink = None
         if self._waiter is not None and not self._waiter.done():

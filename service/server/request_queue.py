@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class Line(Generic[T]):
-    """A queue between the event loop, which lets in and out, and a model's thread, which takes. Thread-safe; pure Python.
+    """A queue between the event loop, which lets in and out, and a model's thread, which takes. Thread-safe; pure
+    Python.
 
     `moved` is called, outside the lock, with those whose place has changed. While it is held nobody is taken.
     """
@@ -47,7 +48,9 @@ class Line(Generic[T]):
         return True
 
     def take(self, fits: Callable[[T], bool]) -> T | None:
-        """Whoever waits longest, if it `fits`: then it waits no longer. None while the line is held or empty: nobody overtakes."""
+        """Whoever waits longest, if it `fits`: then it waits no longer. None while the line is held or empty: nobody
+        overtakes.
+        """
         with self._lock:
             if self._held or not self._waiting or not fits(self._waiting[0]):
                 return None

@@ -50,7 +50,9 @@ def form_of(body: Mapping[str, Any]) -> Form:
 
 
 def policy_of(body: Mapping[str, Any]) -> Policy | None:
-    """When the model gives way from now on, None where the body does not say. Raises RequestError for a ttl without its seconds."""
+    """When the model gives way from now on, None where the body does not say. Raises RequestError for a ttl without
+    its seconds.
+    """
     own = _own(body)
     name = own.get("policy")
     return None if name is None else Policy(name, own.get("ttl") if name == "ttl" else None)
@@ -102,7 +104,9 @@ def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
-    """A body that follows schemas.COMPLETION: a request for each prompt. Raises ApiError 400 for one of no tokens that shows no prompt."""
+    """A body that follows schemas.COMPLETION: a request for each prompt. Raises ApiError 400 for one of no tokens
+    that shows no prompt.
+    """
     echo, only_prompt = bool(body.get("echo")), body.get("max_tokens") == 0
     if only_prompt and not echo:
         message = "max_tokens is 0; use a whole number from 1, or echo: true for the prompt alone"
@@ -111,7 +115,9 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
     shared = replace(shared, parse_special=body.get("parse_special") is not False)
     given = prompts(body["prompt"])
     _check_choices(len(given), max(shared.n, shared.best_of or 1))
-    requests = tuple(replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given)
+    requests = tuple(
+        replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given
+    )
     return Ask(requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail")))
 
 
@@ -165,7 +171,12 @@ def _thinking(body: Mapping[str, Any], options: dict[str, Any]) -> Thinking:
     """enable_thinking is taken out of `options`, the template's variables; reasoning_effort is put into them."""
     asked = options.pop("enable_thinking", None)
     if asked is not None and not isinstance(asked, bool):
-        raise ApiError(400, "enable_thinking is no truth value; use true or false", code="wrong_value", param="chat_template_kwargs")
+        raise ApiError(
+            400,
+            "enable_thinking is no truth value; use true or false",
+            code="wrong_value",
+            param="chat_template_kwargs",
+        )
     effort = body.get("reasoning_effort")
     if effort is not None:
         asked = False if effort == "none" and asked is None else asked
@@ -180,7 +191,9 @@ def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping
     name = None if choice == "required" else choice["function"]["name"]
     found = [tool for tool in tools if name in (None, tool["function"]["name"])]
     if not found:
-        raise ApiError(400, "tool_choice names no tool of tools; give it, or use auto", code="wrong_value", param="tool_choice")
+        raise ApiError(
+            400, "tool_choice names no tool of tools; give it, or use auto", code="wrong_value", param="tool_choice"
+        )
     return found
 
 
@@ -206,7 +219,9 @@ def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
 
 
 def _message(message: Mapping[str, Any], path: str) -> Message:
-    calls = tuple(_tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.get("tool_calls") or ()))
+    calls = tuple(
+        _tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.get("tool_calls") or ())
+    )
     parts = _content(message.get("content"), f"{path}.content")
     return Message(
         "system" if message["role"] == "developer" else message["role"],
@@ -232,7 +247,9 @@ def _part(part: Mapping[str, Any], path: str) -> str | Picture:
             raise ApiError(400, f"{path}.{kind} is missing; give a text", code="missing_field", param=path)
         return text
     if kind != "image_url":
-        raise ApiError(400, f"{path} has a type that is not known; use text or image_url", code="unsupported", param=path)
+        raise ApiError(
+            400, f"{path} has a type that is not known; use text or image_url", code="unsupported", param=path
+        )
     picture = part.get("image_url")
     url, detail = (picture.get("url"), picture.get("detail")) if isinstance(picture, dict) else (picture, None)
     if not isinstance(url, str):
@@ -254,12 +271,20 @@ def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
         try:
             arguments = parse(arguments.encode("utf-8", "surrogatepass"))
         except RecursionError as error:
-            raise ApiError(400, f"{path}.function.arguments is nested too deeply", code="wrong_value", param=path) from error
+            raise ApiError(
+                400, f"{path}.function.arguments is nested too deeply", code="wrong_value", param=path
+            ) from error
         except ValueError as error:
-            raise ApiError(400, f"{path}.function.arguments is not valid JSON: {error}", code="wrong_value", param=path) from error
+            raise ApiError(
+                400, f"{path}.function.arguments is not valid JSON: {error}", code="wrong_value", param=path
+            ) from error
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{path}.function.arguments is no object", code="wrong_value", param=path)
-    return {"id": call.get("id") or "", "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {
+        "id": call.get("id") or "",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _ids(numbers: Sequence[float]) -> tuple[int, ...]:

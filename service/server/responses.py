@@ -26,7 +26,13 @@ from ..text.tokenizer import Tokenizer
 from ..text.tool_call_stream import CallArguments, CallStart
 from ..text.tool_calls import split_calls
 
-FINISH: Mapping[Finish, str] = {"stop": "stop", "stop_string": "stop", "length": "length", "repetition": "length", "cancelled": "length"}
+FINISH: Mapping[Finish, str] = {
+    "stop": "stop",
+    "stop_string": "stop",
+    "length": "length",
+    "repetition": "length",
+    "cancelled": "length",
+}
 Document = dict[str, Any]
 Scored = Sequence[tuple[int, Logprobs]]
 
@@ -55,15 +61,27 @@ def added(usages: Iterable[Mapping[str, Any]]) -> Document:
 def told(result: Result, *, detail: bool = False) -> Document:
     """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
     stages = {name: _parts_of(stage) for name, stage in result.stages.items()}
-    document: Document = {"finish": result.finish, "seed": result.seed, "seconds": dict(result.seconds), "stages": stages}
+    document: Document = {
+        "finish": result.finish,
+        "seed": result.seed,
+        "seconds": dict(result.seconds),
+        "stages": stages,
+    }
     document["sampling"] = {name: _parts_of(one) for name, one in result.sampling.items()}
     if detail:
-        document |= {"text": result.text, "reasoning": result.reasoning, "ids": list(result.ids), "usage": _parts_of(result.usage)}
+        document |= {
+            "text": result.text,
+            "reasoning": result.reasoning,
+            "ids": list(result.ids),
+            "usage": _parts_of(result.usage),
+        }
     return document
 
 
 class CharacterCount:
-    """Counts the characters of a text that comes as bytes, a character perhaps in parts; `count` are those that are complete."""
+    """Counts the characters of a text that comes as bytes, a character perhaps in parts; `count` are those that are
+    complete.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -109,9 +127,20 @@ class Writer(ABC):
     prefix: str
 
     def __init__(
-        self, kind: str, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        kind: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        with_logprobs: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._tools = tools
@@ -155,11 +184,19 @@ class Writer(ABC):
 
     def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
         """A chunk for the latest progress of each stage among events that came together, where it is wanted."""
-        latest = {event.progress.stage: event.progress for _, event in events if event.progress is not None} if self.detail else {}
-        return [self._head | {"choices": [], "onedesk": {"progress": _parts_of(progress)}} for progress in latest.values()]
+        latest = (
+            {event.progress.stage: event.progress for _, event in events if event.progress is not None}
+            if self.detail
+            else {}
+        )
+        return [
+            self._head | {"choices": [], "onedesk": {"progress": _parts_of(progress)}} for progress in latest.values()
+        ]
 
     def only_adds(self, index: int) -> bool:
-        """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is looked for in it."""
+        """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is
+        looked for in it.
+        """
         choice = self._choices.get(index)
         return choice is not None and choice.begun and choice.parts.plain
 
@@ -182,7 +219,7 @@ class Writer(ABC):
     def _last(self, choice: Choice, result: Result) -> list[Document]: ...
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        r"""A token's text and bytes. Bytes of a part of a character stand in the text as \xf0, so that tokens can be told apart."""
+        r"""A token's text and bytes. Bytes of a partial character are \xf0 in the text, so that tokens differ."""
         raw = self._tokenizer.token_bytes(token) if self._tokenizer else b""
         return raw.decode("utf-8", "backslashreplace"), raw
 
@@ -193,7 +230,13 @@ class ChatWriter(Writer):
     prefix = "chatcmpl"
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer | None, *, stream: bool, with_logprobs: bool, tools: Sequence[Mapping[str, Any]]
+        self,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        stream: bool,
+        with_logprobs: bool,
+        tools: Sequence[Mapping[str, Any]],
     ) -> None:
         kind = "chat.completion.chunk" if stream else "chat.completion"
         super().__init__(kind, model, tokenizer, with_logprobs=with_logprobs, tools=tools)
@@ -244,7 +287,10 @@ class ChatWriter(Writer):
         return deltas
 
     def _logprobs(self, scored: Scored) -> Document:
-        content = [self._entry(token, one.token) | {"top_logprobs": [self._entry(*pair) for pair in one.top]} for token, one in scored]
+        content = [
+            self._entry(token, one.token) | {"top_logprobs": [self._entry(*pair) for pair in one.top]}
+            for token, one in scored
+        ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> Document:
@@ -254,7 +300,9 @@ class ChatWriter(Writer):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is shown before its choices, and its ids with their log-probabilities, where they were asked for."""
+    """A prompt that is shown before its choices, and its ids with their log-probabilities, where they were asked
+    for.
+    """
 
     text: str
     scored: Sequence[tuple[int, Logprobs | None]] = ()
@@ -265,7 +313,9 @@ class CompletionWriter(Writer):
 
     prefix = "cmpl"
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, echoes: Mapping[int, Echo]) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, *, with_logprobs: bool, echoes: Mapping[int, Echo]
+    ) -> None:
         super().__init__("text_completion", model, tokenizer, with_logprobs=with_logprobs)
         self._echoes = echoes
 
@@ -286,7 +336,9 @@ class CompletionWriter(Writer):
     def _last(self, choice: Choice, result: Result) -> list[Document]:
         return [self._part(choice, "", "", ()) | {"finish_reason": _finish(result)}]
 
-    def _part(self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
+    def _part(
+        self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]
+    ) -> Document:
         logprobs = self._logprobs(choice, scored) if scored else None
         part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return part | (_thought(reasoning) if reasoning else {})
@@ -299,7 +351,9 @@ class CompletionWriter(Writer):
         return {
             "tokens": [self._name(token) for token, _ in scored],
             "token_logprobs": [None if one is None else one.token for _, one in scored],
-            "top_logprobs": [None if one is None else {self._name(token): value for token, value in one.top} for _, one in scored],
+            "top_logprobs": [
+                None if one is None else {self._name(token): value for token, value in one.top} for _, one in scored
+            ],
             "text_offset": offsets,
         }
 

@@ -44,13 +44,28 @@ RESPONSES: Mapping[str, Any] = {
                         "type": "object",
                         "properties": {
                             "type": {"type": ["string", "null"], "description": f"One of {', '.join(_ITEM_TYPES)}."},
-                            "role": {"type": ["string", "null"], "enum": ["user", "assistant", "system", "developer", None]},
-                            "content": {"type": ["string", "array", "null"], "items": {"type": "object"}, "maxItems": PARTS_LIMIT},
-                            "summary": {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": PARTS_LIMIT},
+                            "role": {
+                                "type": ["string", "null"],
+                                "enum": ["user", "assistant", "system", "developer", None],
+                            },
+                            "content": {
+                                "type": ["string", "array", "null"],
+                                "items": {"type": "object"},
+                                "maxItems": PARTS_LIMIT,
+                            },
+                            "summary": {
+                                "type": ["array", "null"],
+                                "items": {"type": "object"},
+                                "maxItems": PARTS_LIMIT,
+                            },
                             "call_id": _OPTIONAL_TEXT,
                             "name": _OPTIONAL_TEXT,
                             "arguments": _OPTIONAL_TEXT,
-                            "output": {"type": ["string", "array", "null"], "items": {"type": "object"}, "maxItems": PARTS_LIMIT},
+                            "output": {
+                                "type": ["string", "array", "null"],
+                                "items": {"type": "object"},
+                                "maxItems": PARTS_LIMIT,
+                            },
                         },
                     },
                 },
@@ -90,7 +105,11 @@ RESPONSES: Mapping[str, Any] = {
         },
         "tool_choice": {"type": ["string", "object", "null"]},
         "metadata": {"type": ["object", "null"], "description": "Comes back as it is."},
-        "truncation": {"type": ["string", "null"], "enum": ["auto", "disabled", None], "description": "auto is not supported."},
+        "truncation": {
+            "type": ["string", "null"],
+            "enum": ["auto", "disabled", None],
+            "description": "auto is not supported.",
+        },
         "store": {"type": ["boolean", "null"], "description": "Ignored: nothing is kept."},
         "user": {"type": ["string", "null"], "maxLength": NAME_LIMIT},
         **{name: {"description": f"Not supported: {why}."} for name, why in _UNSUPPORTED.items()},
@@ -99,7 +118,9 @@ RESPONSES: Mapping[str, Any] = {
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of /v1/chat/completions for one of RESPONSES. Raises ApiError 400 for what is not supported, by its name."""
+    """The body of /v1/chat/completions for one of RESPONSES. Raises ApiError 400 for what is not supported, by its
+    name.
+    """
     for name, why in _UNSUPPORTED.items():
         if body.get(name) not in (None, False, 0, [], ""):
             raise ApiError(400, f"{name} is not supported: {why}", code="unsupported", param=name)
@@ -123,7 +144,10 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     form = (body.get("text") or {}).get("format")
     if form is not None:
         named = {key: form[key] for key in ("name", "schema") if form.get(key) is not None}
-        made["response_format"] = {"type": form["type"], **({"json_schema": named} if form["type"] == "json_schema" else {})}
+        made["response_format"] = {
+            "type": form["type"],
+            **({"json_schema": named} if form["type"] == "json_schema" else {}),
+        }
     return made
 
 
@@ -143,7 +167,9 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             else:
                 last["content"] = message["content"]
         elif kind == "reasoning":
-            _assistant_for(messages, ("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _joined(item.get("content"))
+            _assistant_for(messages, ("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _joined(
+                item.get("content")
+            )
         elif kind == "function_call":
             function = {"name": _given(item, "name", path), "arguments": item.get("arguments") or "{}"}
             call = {"id": item.get("call_id") or item.get("id") or "", "type": "function", "function": function}
@@ -192,7 +218,11 @@ def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     if kind == "refusal":
         return {"type": "refusal", "refusal": part.get("refusal") or ""}
     if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        detail = part.get("detail")
+        return {
+            "type": "image_url",
+            "image_url": {"url": part["image_url"], **({} if detail is None else {"detail": detail})},
+        }
     message = f"{path} has a type that is not supported; use input_text, or input_image with an image_url"
     raise ApiError(400, message, code="unsupported", param=path)
 
@@ -224,7 +254,11 @@ def _tools(given: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[s
 def _chosen(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Any]:
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):
         return tools, {"type": "function", "function": {"name": choice["name"]}}
-    if choice.get("type") == "allowed_tools" and choice.get("mode") in ("auto", "required") and isinstance(choice.get("tools"), list):
+    if (
+        choice.get("type") == "allowed_tools"
+        and choice.get("mode") in ("auto", "required")
+        and isinstance(choice.get("tools"), list)
+    ):
         names = {tool.get("name") for tool in choice["tools"] if isinstance(tool, Mapping)}
         return [tool for tool in tools if tool["function"]["name"] in names], choice["mode"]
     message = "tool_choice has a type that is not supported; use function with a name, or allowed_tools"

@@ -32,9 +32,13 @@ _ECHOED: Mapping[str, Any] = {
 
 
 class ResponsesWriter(TypedEventsWriter):
-    """Writes one answer to `body`, a checked request of /v1/responses. `tools` and `one_call` as AnswerParts has them."""
+    """Writes one answer to `body`, a checked request of /v1/responses. `tools` and `one_call` as AnswerParts has
+    them.
+    """
 
-    def __init__(self, model: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> None:
+    def __init__(
+        self, model: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, one_call: bool
+    ) -> None:
         super().__init__()
         echoed = {name: body[name] if body.get(name) is not None else default for name, default in _ECHOED.items()}
         self._head: Document = {
@@ -73,7 +77,10 @@ class ResponsesWriter(TypedEventsWriter):
         if not self._begun:
             self._begun = True
             begun = self._head | {"status": "in_progress", "output": [], "usage": None}
-            out += [{"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun}]
+            out += [
+                {"type": "response.created", "response": begun},
+                {"type": "response.in_progress", "response": begun},
+            ]
         for _, event in events:
             out += self._written(self._parts.push(event.text, event.reasoning))
             if event.result is not None:
@@ -85,7 +92,9 @@ class ResponsesWriter(TypedEventsWriter):
     def failure(self, error: ApiError) -> Document:
         """The event of an error in place of the rest."""
         said = error.document()["error"]
-        return self._numbered([{"type": "error", "code": said["code"], "message": said["message"], "param": said["param"]}])[0]
+        return self._numbered(
+            [{"type": "error", "code": said["code"], "message": said["message"], "param": said["param"]}]
+        )[0]
 
     def _numbered(self, events: Sequence[Document]) -> list[Document]:
         numbered = [event | {"sequence_number": self._count + at} for at, event in enumerate(events)]
@@ -94,7 +103,9 @@ class ResponsesWriter(TypedEventsWriter):
 
     def _document(self, result: Result, items: Sequence[Document]) -> Document:
         whole = FINISH[result.finish] == "stop"
-        items = [item if whole or at < len(items) - 1 else item | {"status": "incomplete"} for at, item in enumerate(items)]
+        items = [
+            item if whole or at < len(items) - 1 else item | {"status": "incomplete"} for at, item in enumerate(items)
+        ]
         count = result.usage
         usage = {
             "input_tokens": count.prompt,

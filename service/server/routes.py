@@ -43,11 +43,15 @@ _GENERATING = (404, 429, 500, 503)
 ROUTES = (
     Route("GET", "/health", health, "Whether the service lives and is ready.", failures=(503,)),
     Route("GET", "/v1/models", models, "The models that can be asked for."),
-    Route("GET", "/v1/models/{name:.+}", model, "One of the models; ?context=N&quant=Q: in that form.", failures=(404,)),
+    Route(
+        "GET", "/v1/models/{name:.+}", model, "One of the models; ?context=N&quant=Q: in that form.", failures=(404,)
+    ),
     Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", CHAT, _GENERATING, streams=True),
     Route("POST", "/v1/completions", completions, "Go on with a text.", COMPLETION, _GENERATING, streams=True),
     Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),
-    Route("POST", "/v1/responses", responses, "Answer as OpenAI's Responses API.", RESPONSES, _GENERATING, streams=True),
+    Route(
+        "POST", "/v1/responses", responses, "Answer as OpenAI's Responses API.", RESPONSES, _GENERATING, streams=True
+    ),
     Route("POST", "/v1/messages", messages, "Answer as Anthropic's Messages API.", MESSAGES, _GENERATING, streams=True),
     Route("POST", "/v1/messages/count_tokens", count_tokens, "Tokens of a conversation.", COUNT_TOKENS, _GENERATING),
     Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 
-# C0 but tab and newline, DEL and C1: what moves a terminal's cursor, changes its colours or answers for its user. And what reorders text.
+# C0 but tab and newline, DEL and C1: what moves a terminal's cursor, changes its colours or answers for its user. And
+# what reorders text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 

@@ -1,4 +1,6 @@
-"""What each route takes, as JSON Schema: `check` holds requests to it, and the OpenAPI document shows it. null counts as left out."""
+"""What each route takes, as JSON Schema: `check` holds requests to it, and the OpenAPI document shows it. null
+counts as left out.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def _optional(kind: str, **more: Any) -> dict[str, Any]:
 
 _TEXT = {"type": "string", "minLength": 1}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
-_MODEL = _optional("string", minLength=1, maxLength=NAME_LIMIT, description="A name of /v1/models; left out: the default.")
+_MODEL = _optional(
+    "string", minLength=1, maxLength=NAME_LIMIT, description="A name of /v1/models; left out: the default."
+)
 
 
 def _texts_or_ids(most: int) -> dict[str, Any]:
@@ -33,14 +37,21 @@ OWN = _optional(
     "object",
     properties={
         "context": _optional(
-            "integer", minimum=2, maximum=2**31 - 1, description="Tokens for prompt and answer; their memory is reserved."
+            "integer",
+            minimum=2,
+            maximum=2**31 - 1,
+            description="Tokens for prompt and answer; their memory is reserved.",
         ),
         "quant": _optional("string", enum=[*QUANTIZATIONS, None]),
-        "policy": _optional("string", enum=["stay", "ttl", "pinned", None], description="When the model gives way from now on."),
+        "policy": _optional(
+            "string", enum=["stay", "ttl", "pinned", None], description="When the model gives way from now on."
+        ),
         "ttl": _optional("number", minimum=0, maximum=7 * 86400, description="Seconds, for the policy ttl."),
         "answer_tokens": _optional("integer", minimum=1, description="Tokens of the answer, its thoughts not counted."),
         "repetition_stop": _optional("boolean"),
-        "detail": _optional("boolean", description="Streams also tell token ids, the progress of a load, and each choice's usage."),
+        "detail": _optional(
+            "boolean", description="Streams also tell token ids, the progress of a load, and each choice's usage."
+        ),
     },
     # Other servers' fields may stand in a body, but here only ours do: one that is not known was written wrongly.
     additionalProperties=False,
@@ -49,7 +60,9 @@ OWN = _optional(
 # What chat and plain completions share.
 _SAMPLING: dict[str, Any] = {
     "max_tokens": _optional("integer", minimum=1, description="Tokens of all that is generated, thoughts included."),
-    "temperature": _optional("number", minimum=0, description="0 is greedy; left out: the model's own default, as all of these."),
+    "temperature": _optional(
+        "number", minimum=0, description="0 is greedy; left out: the model's own default, as all of these."
+    ),
     "top_p": _optional("number", minimum=0, maximum=1),
     "top_k": _optional("integer", minimum=0),
     "min_p": _optional("number", minimum=0, maximum=1),
@@ -82,9 +95,11 @@ _PART = {
         "image_url": {
             "type": ["object", "string", "null"],
             "properties": {"url": _optional("string"), "detail": _optional("string")},
-            "description": "A picture as a data: URL in base64 (PNG, JPEG, WEBP, GIF, BMP, TIFF), for a model that sees; nothing is ever "
-            "fetched. At most 64 MiB and 67,108,864 pixels each, 64 of them in a request, in a body of 32 MiB. detail: low reads 262,144 "
-            "pixels, high 4,194,304, auto 1,048,576 on a GPU and 262,144 on a CPU.",
+            "description": (
+                "A picture as a data: URL in base64 (PNG, JPEG, WEBP, GIF, BMP, TIFF), for a model that sees; nothing"
+                " is ever fetched. At most 64 MiB and 67,108,864 pixels each, 64 of them in a request, in a body of 32"
+                " MiB. detail: low reads 262,144 pixels, high 4,194,304, auto 1,048,576 on a GPU and 262,144 on a CPU."
+            ),
         },
     },
 }
@@ -106,7 +121,9 @@ _MESSAGE = {
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART, "maxItems": PARTS_LIMIT}]},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART, "maxItems": PARTS_LIMIT}]
+        },
         "reasoning_content": _optional("string", description="What an assistant turn thought."),
         "reasoning": _optional("string", description="The same as reasoning_content."),
         "tool_calls": _optional("array", items=_TOOL_CALL, maxItems=TOOLS_LIMIT),
@@ -159,11 +176,17 @@ CHAT: Mapping[str, Any] = {
         "tools": _optional("array", items=_TOOL, maxItems=TOOLS_LIMIT),
         "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": _optional("boolean", description="false: at most one call."),
-        "add_generation_prompt": _optional("boolean", description="false: without the template's beginning of an answer."),
+        "add_generation_prompt": _optional(
+            "boolean", description="false: without the template's beginning of an answer."
+        ),
         "continue_final_message": _optional("boolean", description="true: the answer goes on in the last message."),
         "thinking_budget": _optional("integer", minimum=0, description="Tokens of reasoning, within max_tokens."),
-        "reasoning_effort": _optional("string", description="none turns thinking off; anything else goes to the template."),
-        "chat_template_kwargs": _optional("object", description="Further variables of the chat template, such as enable_thinking."),
+        "reasoning_effort": _optional(
+            "string", description="none turns thinking off; anything else goes to the template."
+        ),
+        "chat_template_kwargs": _optional(
+            "object", description="Further variables of the chat template, such as enable_thinking."
+        ),
     },
 }
 
@@ -174,7 +197,9 @@ COMPLETION: Mapping[str, Any] = {
         "model": _MODEL,
         "prompt": _texts_or_ids(CHOICES_LIMIT),
         **_SAMPLING,
-        "max_tokens": _optional("integer", minimum=0, description="Tokens of the answer; 0, with echo: only the prompt comes back."),
+        "max_tokens": _optional(
+            "integer", minimum=0, description="Tokens of the answer; 0, with echo: only the prompt comes back."
+        ),
         "logprobs": _optional("integer", minimum=0, maximum=LOGPROBS_LIMIT),
         "best_of": _optional("integer", minimum=1, maximum=CHOICES_LIMIT),
         "echo": _optional("boolean"),
@@ -190,8 +215,12 @@ EMBEDDINGS: Mapping[str, Any] = {
         "model": _MODEL,
         "input": _texts_or_ids(INPUTS_LIMIT),
         "encoding_format": _optional("string", enum=["float", "base64", None]),
-        "dimensions": _optional("integer", minimum=1, description="The first so many numbers, scaled to length 1 again."),
-        "instruction": _optional("string", description="The task, for the texts of queries: Instruct: TASK, then Query:TEXT."),
+        "dimensions": _optional(
+            "integer", minimum=1, description="The first so many numbers, scaled to length 1 again."
+        ),
+        "instruction": _optional(
+            "string", description="The task, for the texts of queries: Instruct: TASK, then Query:TEXT."
+        ),
         "user": _optional("string"),
     },
 }
@@ -199,8 +228,12 @@ EMBEDDINGS: Mapping[str, Any] = {
 RELEASE: Mapping[str, Any] = {
     "type": "object",
     "properties": {
-        "owner": _optional("string", minLength=1, maxLength=NAME_LIMIT, description="A name of the leases: let it give way."),
-        "context": OWN["properties"]["context"] | {"description": "With owner: only the model that was opened with so much."},
+        "owner": _optional(
+            "string", minLength=1, maxLength=NAME_LIMIT, description="A name of the leases: let it give way."
+        ),
+        "context": (
+            OWN["properties"]["context"] | {"description": "With owner: only the model that was opened with so much."}
+        ),
         "quant": OWN["properties"]["quant"] | {"description": "With owner: only the model in this form."},
         "bytes": _optional("integer", minimum=1, description="Let owners give way until so much more can be leased."),
     },
@@ -237,9 +270,14 @@ LEASE: Mapping[str, Any] = {
         "bytes": {"type": "integer", "minimum": 1, "maximum": 2**50, "description": "What it will take in all."},
         "held": _optional("integer", minimum=0, maximum=2**50, description="What it has taken already."),
         "heartbeat": _optional(
-            "number", minimum=0.2, maximum=3600, description="Seconds after which the lease ends without a sign of life."
+            "number",
+            minimum=0.2,
+            maximum=3600,
+            description="Seconds after which the lease ends without a sign of life.",
         ),
-        "gives_way": _optional("boolean", description="Whether it may be asked, in the answer to a heartbeat, to give bytes back."),
+        "gives_way": _optional(
+            "boolean", description="Whether it may be asked, in the answer to a heartbeat, to give bytes back."
+        ),
     },
 }
 

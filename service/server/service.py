@@ -31,12 +31,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Waking: TypeAlias = Literal["request", "manual"]
 
-# Threads that read files and gather figures, and those that give memory back, which may wait for other processes: release, sleep, leases.
+# Threads that read files and gather figures, and those that give memory back, which may wait for other processes:
+# release, sleep, leases.
 READERS, RELEASERS = 4, 4
-# For a request to be checked and its prompt to be tokenized, behind others of its model; the first also starts the template's process.
+# For a request to be checked and its prompt to be tokenized, behind others of its model; the first also starts the
+# template's process.
 PREPARE_SECONDS = 120.0
 PARSERS = 1  # the interpreter lock lets one at a time work anyway
-# Seconds after the grace until what is stopped has ended and its partial answer has gone out, and for the threads after that.
+# Seconds after the grace until what is stopped has ended and its partial answer has gone out, and for the threads after
+# that.
 _STOP_SECONDS, _END_SECONDS = 2.0, 1.0
 # Requests at once beside those that wait or are worked on: being read, refused, asked for memory or figures.
 BESIDE = 64
@@ -95,14 +98,17 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parsers, contained, work, *arguments)
 
     async def giving_back(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do what may wait until other owners gave memory back, in threads that nothing else needs. Raises OnedeskError."""
+        """Do what may wait until other owners gave memory back, in threads that nothing else needs. Raises
+        OnedeskError.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._releasers, contained, work, *arguments)
 
     async def prepare(self, asked: str | None, work: Callable[[CancelCheck], T]) -> T:
-        """Check a request for a model, named as the client did, in threads of that model; `work` is told how to ask whether to stop.
+        """Check a request for a model, named as the client did, in threads of that model; `work` is told how to ask
+        whether to stop.
 
-        Raises ApiError 404 for an unknown model, 429 where too many requests for it are being prepared, 503 where it takes longer than
-        PREPARE_SECONDS, and whatever `work` raises.
+        Raises ApiError 404 for an unknown model, 429 where too many requests for it are being prepared, 503 where it
+        takes longer than PREPARE_SECONDS, and whatever `work` raises.
         """
         name = asked if asked in self._workers else await self.in_thread(self.models.name_of, asked)
         worker, loop = self._worker(name), asyncio.get_running_loop()
@@ -117,14 +123,19 @@ class Service:
                 done = loop.run_in_executor(worker.preparers, contained, work, lambda: gone.is_set() or self.aborting)
                 return await asyncio.wait_for(done, PREPARE_SECONDS)
         except asyncio.TimeoutError:
-            message = f"the request was not prepared after {PREPARE_SECONDS:g} s: the model's template or tokenizer takes too long"
+            message = (
+                f"the request was not prepared after {PREPARE_SECONDS:g} s: the model's template or tokenizer takes too"
+                " long"
+            )
             raise ApiError(503, message, code="deadline", retry_after=SOON) from None
         finally:
             worker.preparing -= 1
             gone.set()
 
     def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a broken one."""
+        """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a
+        broken one.
+        """
         return self.models.find(asked, form, uses)
 
     @asynccontextmanager
@@ -177,7 +188,9 @@ class Service:
         free = not worker.working and not len(worker.line) and not worker.line.held
         if self.waiting + count - free > self.settings.queue:
             after = self._wait_seconds(worker)
-            message = f"{self.waiting} requests wait already, and {self.settings.queue} may; try again in about {after} s"
+            message = (
+                f"{self.waiting} requests wait already, and {self.settings.queue} may; try again in about {after} s"
+            )
             raise ApiError(429, message, code="queue_full", retry_after=after)
 
     def place(self, name: str, call: Call) -> int | None:
@@ -185,8 +198,8 @@ class Service:
         return self._workers[name].line.place(call)
 
     async def follow(self, name: str, call: Call, sink: Sink | None = None) -> AsyncIterator[Sequence[Event]]:
-        """What comes of a call, in parts; empty ones where its place has changed, after HESITATION, and every TICK seconds. What `sink`
-        takes does not come here.
+        """What comes of a call, in parts; empty ones where its place has changed, after HESITATION, and every TICK
+        seconds. What `sink` takes does not come here.
 
         Raises ApiError 503 where it waits for its turn longer than it may, and whatever its model fails with.
         """
@@ -197,7 +210,9 @@ class Service:
             patience = TICK
 
     async def work_out(self, name: str, model: OpenModel, work: Work) -> Any:
-        """What other work than writing finds, in its turn. Raises as `waiting_for` and `follow`, and ApiError 503 where it was stopped."""
+        """What other work than writing finds, in its turn. Raises as `waiting_for` and `follow`, and ApiError 503
+        where it was stopped.
+        """
         call = Call(model, work)
         async with self.waiting_for(name, [call]):
             try:
@@ -219,7 +234,9 @@ class Service:
         limit = self.settings.deadline
         if limit and call.entered is None and not call.ended and time.perf_counter() - call.made >= limit:
             after = self._wait_seconds(self._workers[name])
-            raise ApiError(503, f"the request waited for {limit:g} s without its turn coming", code="deadline", retry_after=after)
+            raise ApiError(
+                503, f"the request waited for {limit:g} s without its turn coming", code="deadline", retry_after=after
+            )
 
     def _wait_seconds(self, worker: Worker) -> int:
         return self.figures.wait_seconds(worker.name, len(worker.line) + 1, self.settings.concurrency)
@@ -252,7 +269,9 @@ class Service:
         await worker.in_turn(prepare)
 
     async def stop(self, seconds: float) -> None:
-        """Send everybody away who waits, let what is worked on end within `seconds`, then stop it; its partial answers still go out."""
+        """Send everybody away who waits, let what is worked on end within `seconds`, then stop it; its partial
+        answers still go out.
+        """
         self.ready, self.stopping = False, True
         self.tenants.stop()
         error = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)

@@ -27,13 +27,15 @@ def as_events(documents: Iterable[Any]) -> bytes:
 
 
 class _Response(web.StreamResponse):
-    """Its headers go out with the first part, in one packet: aiohttp leaves that to who asks for it, and sends them before otherwise."""
+    """Sends its headers in one packet with the first part; aiohttp's own response sends them before."""
 
     _send_headers_immediately = False
 
 
 class EventStream:
-    """An answer in parts. The first part sends the headers; after that an error can only be a part too. A context manager: to be ended."""
+    """An answer in parts. The first part sends the headers; after that an error can only be a part too. A context
+    manager: to be ended.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -41,7 +43,8 @@ class EventStream:
         self.response: web.StreamResponse | None = None
         self.sent = 0  # parts so far
         self._chunked = False
-        # The connection by a number of its own, for `send_now`: the transport's may already be another client's when this one is gone.
+        # The connection by a number of its own, for `send_now`: the transport's may already be another client's when
+        # this one is gone.
         self._socket: socket.socket | None = None
         self._clear = False  # whether all that was sent before is with the system
 
@@ -63,11 +66,11 @@ class EventStream:
             await self._write(data)
 
     def send_now(self, frames: bytes) -> bool:
-        """Send events that are written down already, without waiting, in any thread while no other sends; False where the client has not
-        taken all that was sent before.
+        """Send events that are written down already, without waiting, in any thread while no other sends; False where
+        the client has not taken all that was sent before.
 
-        Past the response's own writer, which would make four coroutines of it, and from the model's thread past the loop: a wake-up and a
-        hand-over of Python were 0.1 to 0.3 ms a token.
+        Past the response's own writer, which would make four coroutines of it, and from the model's thread past the
+        loop: a wake-up and a hand-over of Python were 0.1 to 0.3 ms a token.
         """
         made, transport = self._socket, self._request.transport
         if not self._clear or made is None or transport is None or transport.is_closing():

@@ -13,7 +13,26 @@ from ..core import Result
 from ..memory.pool import Released
 
 # Upper bounds in seconds: a token of a fast GPU takes 1 ms, a long answer of a CPU minutes.
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, math.inf)
+BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    180.0,
+    600.0,
+    math.inf,
+)
 RETRY_LIMIT = 600  # seconds
 _LATEST = 0.2  # weight of the latest call in the running mean
 
@@ -33,7 +52,9 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """(bound, how many were at most that), as Prometheus has it."""
         sums = [float(sum(self.counts[: at + 1])) for at in range(len(BOUNDS))]
-        return [("+Inf" if math.isinf(bound) else f"{bound:g}", count) for bound, count in zip(BOUNDS, sums, strict=True)]
+        return [
+            ("+Inf" if math.isinf(bound) else f"{bound:g}", count) for bound, count in zip(BOUNDS, sums, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +130,8 @@ class Figures:
             self.renewals += 1
 
     def wait_seconds(self, model: str, ahead: int, places: int) -> int:
-        """About how long `ahead` calls of a model take with `places` at a time, in whole seconds from 1, for Retry-After."""
+        """About how long `ahead` calls of a model take with `places` at a time, in whole seconds from 1, for
+        Retry-After.
+        """
         each = self._mean_seconds.get(model, 1.0)
         return max(1, min(RETRY_LIMIT, math.ceil(each * ahead / max(1, places))))

@@ -15,7 +15,8 @@ REST_SECONDS = 1.0
 
 
 async def kept_up(title: str, work: Callable[[], Awaitable[object]]) -> None:
-    """Run `work` until it returns or this task is cancelled. Whatever it raises is logged, and after REST_SECONDS it begins again: a task
+    """Run `work` until it returns or this task is cancelled. Whatever it raises is logged, and after REST_SECONDS it
+    begins again: a task
     that died for good would leave the requests behind it without an answer, or the service without its upkeep."""
     while True:
         try:

@@ -17,14 +17,17 @@ from .error_documents import ApiError
 
 HEARTBEAT = 10.0  # seconds, where none is given
 TENANTS_LIMIT = 64
-# How often somebody who waits for a tenant's bytes looks, and for how long at most: a load or a release waits behind it.
+# How often somebody who waits for a tenant's bytes looks, and for how long at most: a load or a release waits behind
+# it.
 _LOOK_SECONDS = 0.05
 WAIT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class Tenant:
-    """A lease of another process: `nbytes` in all, of which it says that it has taken `held`. `asked` is what it should give back."""
+    """A lease of another process: `nbytes` in all, of which it says that it has taken `held`. `asked` is what it
+    should give back.
+    """
 
     owner: str
     nbytes: int
@@ -55,7 +58,9 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one pool, which counts what they were promised as taken and asks those who give way. Thread-safe."""
+    """The tenants of one pool, which counts what they were promised as taken and asks those who give way.
+    Thread-safe.
+    """
 
     def __init__(self, pool: Callable[[], Pool]) -> None:
         """`pool` is called when the first tenant comes."""
@@ -82,7 +87,8 @@ class Tenants:
     def take(self, tenant: Tenant) -> list[Released]:
         """Make room for a new tenant, by letting our own owners give way if need be; returns what they gave back.
 
-        Raises MemoryFull with the figures where the machine has not so much, ApiError 429 where there are too many tenants.
+        Raises MemoryFull with the figures where the machine has not so much, ApiError 429 where there are too many
+        tenants.
         """
         with self._taking:
             return self._take(tenant)
@@ -95,28 +101,34 @@ class Tenants:
                 pool.arbiter.add_promise(self._promised)
                 pool.arbiter.add_neighbour(self)
             if len(self._tenants) >= TENANTS_LIMIT:
-                raise ApiError(429, f"{TENANTS_LIMIT} leases of other processes are open already; give one back", code="too_many_leases")
+                raise ApiError(
+                    429,
+                    f"{TENANTS_LIMIT} leases of other processes are open already; give one back",
+                    code="too_many_leases",
+                )
         room = pool.room()
         most = max(0, room.machine + room.yielding + room.neighbours)
         if tenant.promised > most:  # nobody gives way in vain
             raise MemoryFull(
-                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine would have {show(most)} above the floor if "
-                "everybody gave way who can; ask for less, or close other programs"
+                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine would have {show(most)} above the"
+                " floor if everybody gave way who can; ask for less, or close other programs"
             )
         lacking = tenant.promised - room.machine
         released = pool.make_room(lacking) if lacking > 0 else []
         left = pool.room().machine
         if tenant.promised > left:
             raise MemoryFull(
-                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine has {show(max(0, left))} above the floor, now that "
-                "everybody gave way who could; ask for less, or close other programs"
+                f"{tenant.owner} asks for {show(tenant.promised)}, and the machine has {show(max(0, left))} above the"
+                " floor, now that everybody gave way who could; ask for less, or close other programs"
             )
         with self._lock:
             self._tenants[tenant.key] = tenant
         return released
 
     def tell(self, key: str, held: int | None, nbytes: int | None) -> Tenant:
-        """A heartbeat: what it holds now, and how much it wants in all where that has changed. Raises ApiError 404 for one that is gone."""
+        """A heartbeat: what it holds now, and how much it wants in all where that has changed. Raises ApiError 404
+        for one that is gone.
+        """
         with self._lock:
             tenant = self._of(key)
             tenant.beat, tenant.silent = time.monotonic(), False
@@ -157,7 +169,8 @@ class Tenants:
         return freed
 
     def ask(self, tenant: Tenant, nbytes: int) -> int:
-        """Ask one tenant, and wait until it has told that it gave back, for two heartbeats and WAIT_SECONDS at most; returns what it gave
+        """Ask one tenant, and wait until it has told that it gave back, for two heartbeats and WAIT_SECONDS at most;
+        returns what it gave
         back. One that was silent then is asked but not waited for until its next sign of life."""
         with self._lock:
             before, asked_at, waits = tenant.held, time.monotonic(), not tenant.silent
@@ -204,5 +217,7 @@ class Tenants:
 
     def _of(self, key: str) -> Tenant:
         if key not in self._tenants:
-            raise ApiError(404, "there is no such lease; its heartbeat was late, or it was given back", code="unknown_lease")
+            raise ApiError(
+                404, "there is no such lease; its heartbeat was late, or it was given back", code="unknown_lease"
+            )
         return self._tenants[key]

@@ -15,7 +15,9 @@ from .sse import EventStream
 
 
 class TypedEventsWriter(ABC):
-    """What writers of such APIs share: one choice, no progress, and no event that could be written without looking at it."""
+    """What writers of such APIs share: one choice, no progress, and no event that could be written without looking
+    at it.
+    """
 
     def __init__(self) -> None:
         self._result: Result | None = None

@@ -22,12 +22,17 @@ def make_socket(path: Path, cache: Path) -> socket.socket:
     try:
         remove_socket(cache, path)
         if os.path.lexists(path):
-            raise FileError(f"{path.name} is there already, and no service of this tree has left it; remove it, or name another with --uds")
+            raise FileError(
+                f"{path.name} is there already, and no service of this tree has left it; remove it, or name another"
+                " with --uds"
+            )
         made.bind(str(path))
         _write_record(path, cache)
     except OSError as error:
         made.close()
-        raise FileError(f"the socket {path.name} cannot be made: {error.strerror or error}; name another with --uds") from error
+        raise FileError(
+            f"the socket {path.name} cannot be made: {error.strerror or error}; name another with --uds"
+        ) from error
     except FileError:
         made.close()
         raise
@@ -37,7 +42,8 @@ def make_socket(path: Path, cache: Path) -> socket.socket:
 
 
 def remove_socket(cache: Path, path: Path | None = None) -> None:
-    """Remove the socket that this tree's record is for (`path`: only if it is that one), unless another file or another socket has its
+    """Remove the socket that this tree's record is for (`path`: only if it is that one), unless another file or another
+    socket has its
     place by now. One service of a tree runs at a time, so nobody listens on it."""
     record = cache / RECORD_NAME
     try:

@@ -16,7 +16,8 @@ LOOK_SECONDS = 5.0
 async def end_when_unused(service: Service, stopped: asyncio.Event) -> None:
     """Set `stopped` when no process has had a lease and nobody has asked for `linger` seconds.
 
-    Whoever started it ends it by its process id; this is for one that was killed. Another one that comes meanwhile takes it over.
+    Whoever started it ends it by its process id; this is for one that was killed. Another one that comes meanwhile
+    takes it over.
     """
     used = time.monotonic()
     while not stopped.is_set():
@@ -24,5 +25,7 @@ async def end_when_unused(service: Service, stopped: asyncio.Event) -> None:
         if len(service.tenants) or service.requests:
             used = time.monotonic()
         elif time.monotonic() - max(used, service.last_request) >= service.settings.linger:
-            log.warning("nobody has used the service for %g s; it ends, as it was started on demand", service.settings.linger)
+            log.warning(
+                "nobody has used the service for %g s; it ends, as it was started on demand", service.settings.linger
+            )
             stopped.set()

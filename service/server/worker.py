@@ -22,8 +22,8 @@ from .tasks import ended, kept_up
 
 END_SECONDS = 60.0
 PREPARERS = 2  # one renders while the other tokenizes
-# Seconds for which a model that has nothing to do waits for requests that are just being prepared: what comes together is read in one pass,
-# and each pass more takes 13 ms of a GPU and 200 of two CPU cores. One is prepared in 1 to 2 ms.
+# Seconds for which a model that has nothing to do waits for requests that are just being prepared: what comes together
+# is read in one pass, and each pass more takes 13 ms of a GPU and 200 of two CPU cores. One is prepared in 1 to 2 ms.
 GATHERING = 0.02
 
 
@@ -57,12 +57,15 @@ class Coming:
 
 
 class Worker:
-    """Serves the line of one model. Made and closed on the event loop. `places` says how many rows may write at once now."""
+    """Serves the line of one model. Made and closed on the event loop. `places` says how many rows may write at once
+    now.
+    """
 
     def __init__(self, name: str, places: Callable[[OpenModel], int], figures: Figures, coming: Coming) -> None:
         self.name = name
         self.coming = coming
-        # Threads that check its requests and render its template. They are its own: one whose template never ends delays no other model.
+        # Threads that check its requests and render its template. They are its own: one whose template never ends
+        # delays no other model.
         self.preparing = 0
         self.preparers = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
         self.line: Line[Call] = Line(hand_over)
@@ -125,7 +128,8 @@ class Worker:
             done = loop.run_in_executor(self._thread, contained, self._work)
             self._called.clear()
             await asyncio.wait([done])
-            # Whatever the thread failed with belongs to the calls that it was at, and is raised to those who wait for them.
+            # Whatever the thread failed with belongs to the calls that it was at, and is raised to those who wait for
+            # them.
             error = done.exception()
             for call in list(self.working):
                 self._finish(call, error)
@@ -174,7 +178,9 @@ class Worker:
                 first.put(Event(progress=progress), alone=False)
                 first.wake()
 
-        with closing(model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report)) as events:
+        with closing(
+            model.serve(arrivals, cancel=lambda: self.aborting, cancel_request=unwanted, progress=report)
+        ) as events:
             for event in events:
                 call = numbered.get(event.request)
                 if call is None:
@@ -199,7 +205,9 @@ class Worker:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Let all who have got something look. Tokens of one step go together: the engine asks for arrivals before the next."""
+        """Let all who have got something look. Tokens of one step go together: the engine asks for arrivals before
+        the next.
+        """
         came, self._came = self._came, []
         hand_over(came)
 
@@ -209,7 +217,9 @@ class Worker:
             return None
         taken = sum(call.places for call in self.working)
         most = self._places(model)
-        call = self.line.take(lambda call: isinstance(call.task, Prepared) and call.model is model and taken + call.places <= most)
+        call = self.line.take(
+            lambda call: isinstance(call.task, Prepared) and call.model is model and taken + call.places <= most
+        )
         if call is not None:
             self.working.append(call)
         return call

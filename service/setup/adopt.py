@@ -1,4 +1,6 @@
-"""The record of an installation, also of one that an earlier install.sh made, which kept none. Standard library only."""
+"""The record of an installation, also of one that an earlier install.sh made, which kept none. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def is_installation(tree: Tree) -> bool:
 
 
 def find_record(tree: Tree) -> Record | None:
-    """The record of the installation in `tree`; one is made from what an earlier install.sh left. None if there is no installation.
+    """The record of the installation in `tree`; one is made from what an earlier install.sh left. None if there is no
+    installation.
 
     Call it with the installation locked. Raises SetupError for a record that is damaged.
     """
@@ -41,7 +44,11 @@ def _made_earlier(tree: Tree) -> bool:
 def _adopted(tree: Tree) -> Record:
     """A record of what stands there and is surely ours. It is saved with the marks that belong to it."""
     record = Record(tree.prefix)
-    made = [folder for folder in (*tree.folders(), *tree.image_models.glob("*")) if folder.is_dir() and not folder.is_symlink()]
+    made = [
+        folder
+        for folder in (*tree.folders(), *tree.image_models.glob("*"))
+        if folder.is_dir() and not folder.is_symlink()
+    ]
     record.folders = [str(folder.relative_to(tree.prefix)) for folder in made]
     record.folders.append(".")
     ours = {
@@ -57,15 +64,22 @@ def _adopted(tree: Tree) -> Record:
             record.trees.append(str(folder.relative_to(tree.prefix)))
             record.mark(folder)
     for file in (tree.script, tree.record, tree.model_paths, tree.settings):
-        changed = file == tree.settings and file.is_file() and file.read_text(encoding="utf-8", errors="replace") != SETTINGS
+        changed = (
+            file == tree.settings and file.is_file() and file.read_text(encoding="utf-8", errors="replace") != SETTINGS
+        )
         if file.is_file() and not file.is_symlink() and not changed:
             record.files[str(file.relative_to(tree.prefix))] = digest(file.read_bytes())
     for place in (*tree.models.glob(f"{PREFIX_OF_DEMO}*"), *tree.image_models.glob(f"*/{PREFIX_OF_DEMO}*")):
         if place.is_symlink() and place.readlink().name == place.name and "models" in place.readlink().parts:
             record.links[str(place.relative_to(tree.prefix))] = str(place.readlink())
     desk = tree.load_desk()
-    for link in (tree.comfyui / "custom_nodes" / "onedesk", Path(desk.link) if desk and desk.link else tree.comfyui / "none"):
-        if link.is_symlink() and (link.readlink() in (tree.prefix, tree.pack / "onedesk") or link.is_relative_to(tree.prefix)):
+    for link in (
+        tree.comfyui / "custom_nodes" / "onedesk",
+        Path(desk.link) if desk and desk.link else tree.comfyui / "none",
+    ):
+        if link.is_symlink() and (
+            link.readlink() in (tree.prefix, tree.pack / "onedesk") or link.is_relative_to(tree.prefix)
+        ):
             name = link.relative_to(tree.prefix) if link.is_relative_to(tree.prefix) else link
             record.links[str(name)] = str(link.readlink())
     if is_unit_of(unit_path(), record):

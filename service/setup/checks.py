@@ -1,4 +1,6 @@
-"""What ./install.sh --test runs after installing: style, types, shell, tests. All of them run, whatever the first ones say."""
+"""What ./install.sh --test runs after installing: style, types, shell, tests. All of them run, whatever the first
+ones say.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .steps import Steps
 
 LOG = logging.getLogger(__name__)
 SCRIPTS = ("install.sh", ".ci/run")
-# Its interpreter runs the CUDA kernels on a CPU. Not on the list of pins: a CUDA build of torch brings the version that it needs.
+# Its interpreter runs the CUDA kernels on a CPU. Not on the list of pins: a CUDA build of torch brings the version that
+# it needs.
 TRITON = "triton==3.6.0"
 
 
@@ -44,7 +47,11 @@ def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Seq
     # Not in the tree's cache: links from model folders may lead into it, and tests make links that may not.
     temporary = steps.tree.envs / "tmp"
     temporary.mkdir(exist_ok=True)
-    variables = steps.environment() | {name: str(steps.tree.cache / folder) for name, folder in caches.items()} | {"TMPDIR": str(temporary)}
+    variables = (
+        steps.environment()
+        | {name: str(steps.tree.cache / folder) for name, folder in caches.items()}
+        | {"TMPDIR": str(temporary)}
+    )
     failed = []
     for name, argv in commands(environment, more).items():
         LOG.info("checks    %s", name)

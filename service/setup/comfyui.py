@@ -33,7 +33,9 @@ def operators_missing(python: Path) -> bool:
 
 
 def command(python: Path, comfyui: Path) -> list[str]:
-    """The command line that runs main.py of the folder `comfyui`, without arguments; through our launcher only if it must be."""
+    """The command line that runs main.py of the folder `comfyui`, without arguments; through our launcher only if it
+    must be.
+    """
     if operators_missing(python):
         return [str(python), str(LAUNCHER), str(comfyui)]
     return [str(python), str(comfyui / "main.py")]
@@ -53,9 +55,13 @@ class Client:
     port: int
 
     def ask(self, route: str, body: Mapping[str, Any] | None = None, *, timeout: float = ANSWER_SECONDS) -> Any:
-        """GET `route`, or POST `body` to it as JSON; returns the decoded answer, None for an empty one. PeerError if it is refused."""
+        """GET `route`, or POST `body` to it as JSON; returns the decoded answer, None for an empty one. PeerError if
+        it is refused.
+        """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{route}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{route}", data, {"Content-Type": "application/json"}
+        )
         try:
             with OUTSIDE_PROXY.open(request, timeout=timeout) as answer:
                 text = answer.read()
@@ -79,7 +85,9 @@ class Client:
         end = time.monotonic() + timeout
         while (entry := self.history(prompt_id)) is None:
             if time.monotonic() > end:
-                raise PeerError(f"ComfyUI did not finish the workflow within {timeout:g} s; its log says what it is doing")
+                raise PeerError(
+                    f"ComfyUI did not finish the workflow within {timeout:g} s; its log says what it is doing"
+                )
             time.sleep(POLL_SECONDS)
         return entry
 
@@ -91,7 +99,14 @@ class ComfyProcess:
     """
 
     def __init__(
-        self, python: Path, comfyui: Path, arguments: Sequence[str], *, log: Path, port: int | None = None, environment: Mapping[str, str]
+        self,
+        python: Path,
+        comfyui: Path,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        port: int | None = None,
+        environment: Mapping[str, str],
     ) -> None:
         self.client = Client(port or free_port())
         self.log = log
@@ -101,7 +116,9 @@ class ComfyProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def start(self, *, timeout: float = 240.0) -> Client:
-        """Start it and return once it answers; PeerError with the end of its log if it ends or does not answer in `timeout` seconds."""
+        """Start it and return once it answers; PeerError with the end of its log if it ends or does not answer in
+        `timeout` seconds.
+        """
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, cwd=self.folder
@@ -150,5 +167,7 @@ class ComfyProcess:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()

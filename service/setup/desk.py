@@ -27,7 +27,8 @@ from .tree import Desk, Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 PORT = 8188
-# An interrupt ends ComfyUI and what it started, as Ctrl-C does; a background job of a shell may heed none, and is told to end.
+# An interrupt ends ComfyUI and what it started, as Ctrl-C does; a background job of a shell may heed none, and is told
+# to end.
 INTERRUPT_SECONDS, PATIENCE_SECONDS = 10.0, 20.0
 POLL_SECONDS = 0.1
 # A process is the one that we started if it began at the same moment; the clock of /proc has steps of 10 ms.
@@ -51,7 +52,9 @@ def pid_file(tree: Tree) -> Path:
 
 
 def find_running(tree: Tree) -> Running | None:
-    """The ComfyUI that was started from `tree` and still runs. A note about another process that got the same id counts for nothing."""
+    """The ComfyUI that was started from `tree` and still runs. A note about another process that got the same id
+    counts for nothing.
+    """
     try:
         running = Running(**json.loads(pid_file(tree).read_text(encoding="utf-8")))
         alive = abs(psutil.Process(running.pid).create_time() - running.started) < SAME_START_SECONDS
@@ -86,7 +89,9 @@ def device_arguments(python: Path) -> list[str]:
 
 
 def folder_arguments(tree: Tree, desk: Desk, *, own_folders: bool) -> list[str]:
-    """Where ComfyUI finds models and keeps files. `own_folders` puts input, output, user and temp files into the tree."""
+    """Where ComfyUI finds models and keeps files. `own_folders` puts input, output, user and temp files into the
+    tree.
+    """
     arguments = ["--extra-model-paths-config", str(tree.model_paths)]
     arguments += ["--models-directory", str(tree.image_models)] if desk.made else []
     if own_folders:
@@ -97,9 +102,13 @@ def folder_arguments(tree: Tree, desk: Desk, *, own_folders: bool) -> list[str]:
 
 
 def start(tree: Tree, port: int, more: Sequence[str]) -> None:
-    """Become ComfyUI, in the foreground, on a port of 127.0.0.1. Does not return; raises an OnedeskError if it cannot begin."""
+    """Become ComfyUI, in the foreground, on a port of 127.0.0.1. Does not return; raises an OnedeskError if it
+    cannot begin.
+    """
     if running := find_running(tree):
-        raise PeerError(f"it runs already: http://127.0.0.1:{running.port} (process {running.pid}); run.sh stop ends it")
+        raise PeerError(
+            f"it runs already: http://127.0.0.1:{running.port} (process {running.pid}); run.sh stop ends it"
+        )
     desk = need_desk(tree)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,7 +122,16 @@ def start(tree: Tree, port: int, more: Sequence[str]) -> None:
     argv = command(python, Path(desk.comfyui)) + folder_arguments(tree, desk, own_folders=desk.made)
     if desk.made:
         argv += ["--database-url", f"sqlite:///{tree.data / 'user' / 'comfyui.db'}"]
-    argv += [*device_arguments(python), "--disable-auto-launch", "--disable-api-nodes", "--listen", "127.0.0.1", "--port", str(port), *more]
+    argv += [
+        *device_arguments(python),
+        "--disable-auto-launch",
+        "--disable-api-nodes",
+        "--listen",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *more,
+    ]
     LOG.info("ComfyUI starts at http://127.0.0.1:%d; Ctrl-C or run.sh stop ends it", port)
     sys.stdout.flush()
     os.chdir(desk.comfyui)
@@ -129,7 +147,9 @@ def stop(tree: Tree) -> bool:
         if not _ended(process, INTERRUPT_SECONDS):
             process.send_signal(signal.SIGTERM)
             if not _ended(process, PATIENCE_SECONDS):
-                LOG.warning("process %d did not end within %g s; killing it", running.pid, INTERRUPT_SECONDS + PATIENCE_SECONDS)
+                LOG.warning(
+                    "process %d did not end within %g s; killing it", running.pid, INTERRUPT_SECONDS + PATIENCE_SECONDS
+                )
                 process.kill()
                 process.wait(PATIENCE_SECONDS)
     pid_file(tree).unlink(missing_ok=True)
@@ -150,7 +170,10 @@ def status(tree: Tree) -> tuple[str, bool]:
     running = find_running(tree)
     if running is None:
         return "ComfyUI does not run", False
-    where = f"http://127.0.0.1:{running.port} (process {running.pid}, since {time.strftime('%F %T', time.localtime(running.started))})"
+    where = (
+        f"http://127.0.0.1:{running.port} (process {running.pid}, since"
+        f" {time.strftime('%F %T', time.localtime(running.started))})"
+    )
     try:
         Client(running.port).ask("/system_stats", timeout=5.0)
     except PeerError:
@@ -164,7 +187,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     more = words[words.index("--") + 1 :] if "--" in words else []
     parser = argparse.ArgumentParser(prog="run.sh", description="Start, stop and ask the ComfyUI of this folder.")
     parser.add_argument("prefix", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("action", nargs="?", choices=("start", "stop", "status", "demo"), default="start", help="default: start")
+    parser.add_argument(
+        "action", nargs="?", choices=("start", "stop", "status", "demo"), default="start", help="default: start"
+    )
     parser.add_argument("idea", nargs="?", default=DEMO_IDEA, help="for demo: what to draw")
     parser.add_argument("--port", type=int, default=PORT, help="port of 127.0.0.1, default %(default)s")
     parser.usage = "run.sh [start|stop|status|demo [IDEA]] [--port N] [-- ARGUMENTS FOR COMFYUI]"

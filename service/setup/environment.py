@@ -22,7 +22,9 @@ TEST_PINS = HERE / "pins-test.txt"
 TORCH = "torch==2.13.0"
 COMPILED = ("torchvision", "torchaudio")
 
-VERSIONS = "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
+VERSIONS = (
+    "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
+)
 TRY_TORCH = "import torch; print(torch.ones(2).sum().item(), torch.__version__)"
 TRY_OPERATORS = "import torch, torchaudio, torchvision; torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)"
 TRY_LAUNCHER = (
@@ -54,7 +56,10 @@ class Environment:
         """Make it with `python` unless it stands and works."""
         if self.python.exists() and self.steps.ask(self.python, "import pip") is not None:
             return
-        advice = "install Python's venv module (Debian, Ubuntu: apt install python3-venv) or name another Python with --python"
+        advice = (
+            "install Python's venv module (Debian, Ubuntu: apt install python3-venv) or name another Python with"
+            " --python"
+        )
         with self.steps.step("python", f"making {self.folder.name} with {python}"):
             record.empty_tree(self.folder)
             self.steps.run("python", isolated_command("-m", "venv", self.folder, python=python), advice)
@@ -68,7 +73,10 @@ class Environment:
 
     def pip(self, step: str, *arguments: str | Path, advice: str = "") -> None:
         """Run pip in it; SetupError with the end of its output."""
-        advice = advice or "check that pip can reach its package index (pip config list; PIP_INDEX_URL), then run install.sh again"
+        advice = (
+            advice
+            or "check that pip can reach its package index (pip config list; PIP_INDEX_URL), then run install.sh again"
+        )
         self.steps.run(step, isolated_command("-m", "pip", "install", *arguments, python=self.python), advice)
 
     def add_torch(self, spec: str) -> None:
@@ -78,7 +86,10 @@ class Environment:
             LOG.info("torch     %s is there and stays as it is", there)
             self.steps.mark("torch", there)
             return
-        advice = "choose another build with --torch SPEC (docs/install.md), or check the package index that pip uses (pip config list)"
+        advice = (
+            "choose another build with --torch SPEC (docs/install.md), or check the package index that pip uses (pip"
+            " config list)"
+        )
         with self.steps.step("torch", f"installing {spec} (the largest download; minutes)"):
             again = ["--force-reinstall"] if there else []
             self.pip("torch", "--constraint", PINS, *again, *spec.split(), advice=advice)
@@ -87,7 +98,9 @@ class Environment:
         self.steps.mark("torch", self.versions()["torch"])
 
     def add_pins(self, step: str, pins: Path) -> None:
-        """Install exactly the packages of the list `pins`, without their dependencies: nothing that is not on the list changes."""
+        """Install exactly the packages of the list `pins`, without their dependencies: nothing that is not on the
+        list changes.
+        """
         key = f"{hashlib.sha256(pins.read_bytes()).hexdigest()} {self.packages.parent.name} {self.folder.name}"
         if self.steps.done(step, key):
             return
@@ -113,14 +126,17 @@ class Environment:
             return
         with self.steps.step("operators", "trying torchvision and torchaudio beside this torch"):
             if operators_missing(self.python):
-                self.pip("operators", "--no-deps", "--force-reinstall", *(f"{name}=={versions[name]}" for name in COMPILED))
+                self.pip(
+                    "operators", "--no-deps", "--force-reinstall", *(f"{name}=={versions[name]}" for name in COMPILED)
+                )
             if self.steps.ask(self.python, TRY_OPERATORS) is None:
                 LOG.info("operators they are built for another torch: their compiled parts are left out")
                 for file in [file for name in COMPILED for file in (self.packages / name).rglob("*.so*")]:
                     file.unlink()
                 if self.steps.ask(self.python, TRY_LAUNCHER) is None:
                     raise SetupError(
-                        f"step operators failed: {key} do not load together\n  what to do: choose the torch that matches with --torch"
+                        f"step operators failed: {key} do not load together\n  what to do: choose the torch that"
+                        " matches with --torch"
                     )
         self.steps.mark("operators", key)
 
@@ -133,7 +149,8 @@ class Environment:
         LOG.info("torch     before: %s, now: %s", before or "none", after or "none")
         if before and after != before:
             raise SetupError(
-                f"torch was {before} and is {after or 'gone'}; this must never happen: please report it with {self.steps.tree.logs}"
+                f"torch was {before} and is {after or 'gone'}; this must never happen: please report it with"
+                f" {self.steps.tree.logs}"
             )
 
 

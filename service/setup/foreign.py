@@ -19,12 +19,29 @@ from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 # Where people keep the environment of a ComfyUI, from its folder.
-PYTHONS = (".venv/bin/python", "venv/bin/python", "env/bin/python", "../.venv/bin/python", "../venv/bin/python", "../env/bin/python")
+PYTHONS = (
+    ".venv/bin/python",
+    "venv/bin/python",
+    "env/bin/python",
+    "../.venv/bin/python",
+    "../venv/bin/python",
+    "../env/bin/python",
+)
 PATH_FILE = "comfyui-environment.pth"
 FOLDERS = "import json, sys; print(json.dumps([p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]))"
 # Kinds of image models; each is a folder of models/comfyui.
 KINDS = (
-    *("checkpoints", "clip_vision", "configs", "controlnet", "diffusers", "diffusion_models", "embeddings", "gligen", "hypernetworks"),
+    *(
+        "checkpoints",
+        "clip_vision",
+        "configs",
+        "controlnet",
+        "diffusers",
+        "diffusion_models",
+        "embeddings",
+        "gligen",
+        "hypernetworks",
+    ),
     *(
         "latent_upscale_models",
         "loras",
@@ -51,7 +68,9 @@ class Foreign:
         """The packages of its environment."""
         answer = self.steps.ask(self.python, VERSIONS)
         if answer is None:
-            raise SetupError(f"{self.python} does not run; name the Python that starts this ComfyUI with --comfyui-python")
+            raise SetupError(
+                f"{self.python} does not run; name the Python that starts this ComfyUI with --comfyui-python"
+            )
         return json.loads(answer)
 
     @contextmanager
@@ -60,13 +79,17 @@ class Foreign:
         before = self.versions()
         if "torch" not in before:
             raise SetupError(
-                f"{self.python} has no torch, so it cannot be what starts {self.folder}; name the right one with --comfyui-python"
+                f"{self.python} has no torch, so it cannot be what starts {self.folder}; name the right one with"
+                " --comfyui-python"
             )
         yield
         after = self.versions()
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
-            raise SetupError(f"the environment of {self.folder} has changed while we worked: {', '.join(changed)}; this must never happen")
+            raise SetupError(
+                f"the environment of {self.folder} has changed while we worked: {', '.join(changed)}; this must never"
+                " happen"
+            )
         LOG.info("comfyui   its environment is as it was: %d packages, torch %s", len(after), after["torch"])
 
     def share_packages(self, service: Environment, project: Project) -> None:
@@ -86,9 +109,11 @@ class Foreign:
             self.steps.mark("service", " ".join(wanted))
 
     def add_pack(self, checkout: Path, tree: Tree, record: Record) -> tuple[str, Path]:
-        """Link the pack into its custom_nodes, through the tree's own link to it: so it finds its tree (see config.installed_file).
+        """Link the pack into its custom_nodes, through the tree's own link to it: so it finds its tree (see
+        config.installed_file).
 
-        If the checkout itself stands there, the link leads from it to the tree. Returns the pack's name there and the link.
+        If the checkout itself stands there, the link leads from it to the tree. Returns the pack's name there and the
+        link.
         """
         nodes = self.folder / "custom_nodes"
         if nodes.is_dir() and checkout.parent.samefile(nodes):
@@ -117,11 +142,14 @@ def find_foreign(folder: Path, python: Path | None, steps: Steps) -> Foreign:
         if choice.exists():
             return Foreign(folder, choice.absolute(), steps)
     looked = ", ".join(str(choice) for choice in choices)
-    raise SetupError(f"no Python found for {folder} (looked at {looked}); name the one that starts it with --comfyui-python")
+    raise SetupError(
+        f"no Python found for {folder} (looked at {looked}); name the one that starts it with --comfyui-python"
+    )
 
 
 def model_paths(tree: Tree, kinds: Sequence[str] = KINDS) -> str:
-    """A model path file that makes ComfyUI look into the tree as well: language models, and these kinds of image models.
+    """A model path file that makes ComfyUI look into the tree as well: language models, and these kinds of image
+    models.
 
     JSON texts are valid YAML, so any path can stand in it.
     """

@@ -1,4 +1,6 @@
-"""install.sh, as far as it can be Python: makes the tree, fills it step by step, and takes it away again. Standard library only."""
+"""install.sh, as far as it can be Python: makes the tree, fills it step by step, and takes it away again. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ MACHINES = ("x86_64", "aarch64")
 PYTHONS = ((3, 10), (3, 13))
 TEST_PYTHON = (3, 11)
 GIB = 1 << 30
-# A fresh installation was 2.0 GB with the CPU build of torch and 5.7 GB with the CUDA build; pip unpacks one wheel at a time beside it.
+# A fresh installation was 2.0 GB with the CPU build of torch and 5.7 GB with the CUDA build; pip unpacks one wheel at a
+# time beside it.
 ROOM = 3 * GIB
 ROOM_CUDA = 8 * GIB
 ROOM_SERVICE = GIB // 4
@@ -86,7 +89,11 @@ def bad_prefix(prefix: Path) -> str | None:
     if prefix.exists() and not prefix.is_dir():
         return "it is a file"
     script = prefix / "run.sh"
-    ours = script.is_file() and not script.is_symlink() and "Onedesk" in script.read_text(encoding="utf-8", errors="replace")
+    ours = (
+        script.is_file()
+        and not script.is_symlink()
+        and "Onedesk" in script.read_text(encoding="utf-8", errors="replace")
+    )
     if os.path.lexists(script) and not ours:
         return "it holds a run.sh that is not ours; name another folder"
     return None
@@ -103,23 +110,33 @@ def check_prefix(tree: Tree) -> None:
     for folder in (tree.envs, tree.cache):
         if folder.is_symlink():
             raise SetupError(
-                f"{folder} is a link, and no installation of ours has made it; name another --prefix. To have that folder on another disk, "
-                "move it there after installing, and leave a link in its place"
+                f"{folder} is a link, and no installation of ours has made it; name another --prefix. To have that"
+                " folder on another disk, move it there after installing, and leave a link in its place"
             )
         if folder.is_dir() and any(folder.iterdir()):
-            raise SetupError(f"{folder} is there and no installation of ours has made it (conda has an envs/ too); name another --prefix")
+            raise SetupError(
+                f"{folder} is there and no installation of ours has made it (conda has an envs/ too); name another"
+                " --prefix"
+            )
 
 
 def check_machine(options: argparse.Namespace) -> None:
     """Refuse a machine that cannot run it: system, processor, Python, room on the disk. SetupError says what to do."""
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
-        raise SetupError(f"this is {platform.system()} on {platform.machine()}; Onedesk installs on Linux, {' and '.join(MACHINES)}")
+        raise SetupError(
+            f"this is {platform.system()} on {platform.machine()}; Onedesk installs on Linux, {' and '.join(MACHINES)}"
+        )
     low, high = PYTHONS
     version = ".".join(map(str, sys.version_info[:3]))
     if not low <= sys.version_info[:2] <= high:
-        raise SetupError(f"Python {version} does not fit; name one from {low[0]}.{low[1]} to {high[0]}.{high[1]} with --python")
+        raise SetupError(
+            f"Python {version} does not fit; name one from {low[0]}.{low[1]} to {high[0]}.{high[1]} with --python"
+        )
     if options.test and sys.version_info[:2] < TEST_PYTHON:
-        raise SetupError(f"the tests compare with transformers 5.24, which Python {version} cannot have; name 3.11 to 3.13 with --python")
+        raise SetupError(
+            f"the tests compare with transformers 5.24, which Python {version} cannot have; name 3.11 to 3.13 with"
+            " --python"
+        )
     place = next(folder for folder in (options.prefix, *options.prefix.parents) if folder.exists())
     if not os.access(place, os.W_OK):
         raise SetupError(f"{place} cannot be written to; name a folder of yours with --prefix")
@@ -127,9 +144,15 @@ def check_machine(options: argparse.Namespace) -> None:
     fresh = not (options.prefix / "envs" / "desk.json").exists()
     need = ROOM if fresh and not options.comfyui else ROOM_SERVICE
     if free < need:
-        raise SetupError(f"{place} has {free / GIB:.1f} GiB free and {need / GIB:.1f} GiB are needed; free some, or name another --prefix")
+        raise SetupError(
+            f"{place} has {free / GIB:.1f} GiB free and {need / GIB:.1f} GiB are needed; free some, or name another"
+            " --prefix"
+        )
     if fresh and not options.comfyui and free < ROOM_CUDA:
-        LOG.info("room      %.1f GiB free: enough for torch without CUDA, which is 2 GB in all; with CUDA it takes 6 GB", free / GIB)
+        LOG.info(
+            "room      %.1f GiB free: enough for torch without CUDA, which is 2 GB in all; with CUDA it takes 6 GB",
+            free / GIB,
+        )
 
 
 def install_all(tree: Tree, options: argparse.Namespace, record: Record) -> Environment:
@@ -165,7 +188,9 @@ def install_beside(tree: Tree, options: argparse.Namespace, record: Record) -> E
         pack, place = foreign.add_pack(CHECKOUT, tree, record)
         if previous and previous.link and Path(previous.link) != place:
             record.forget_link(Path(previous.link))
-        record.write_file(tree.record, Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)).text())
+        record.write_file(
+            tree.record, Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)).text()
+        )
     return service
 
 
@@ -207,7 +232,9 @@ def prepare(tree: Tree, record: Record) -> None:
     """Make the folders of the tree that are missing, and its files."""
     record.save()
     for folder in tree.folders():
-        if folder != tree.logs or not record.behind_link(tree.cache):  # what is made behind that link is left to its owner
+        if folder != tree.logs or not record.behind_link(
+            tree.cache
+        ):  # what is made behind that link is left to its owner
             record.make_folder(folder)
     for folder in (tree.pack, Steps(tree).stamps):
         record.make_tree(folder)
@@ -227,7 +254,9 @@ def run_demo(environment: Environment) -> list[str]:
 
 
 def noted_process(tree: Tree) -> int | None:
-    """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see desk.find_running."""
+    """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see
+    desk.find_running.
+    """
     try:
         pid = int(json.loads((tree.cache / "comfyui.json").read_text(encoding="utf-8"))["pid"])
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -238,11 +267,15 @@ def noted_process(tree: Tree) -> int | None:
 
 
 def uninstall(tree: Tree) -> int:
-    """Take away what this installation has made, by its record; models, data, changed settings and what people added stay."""
+    """Take away what this installation has made, by its record; models, data, changed settings and what people added
+    stay.
+    """
     if not is_installation(tree):
         raise SetupError(f"there is no installation in {tree.prefix}; name the right folder with --prefix")
     if running := noted_process(tree):
-        raise SetupError(f"ComfyUI still runs from {tree.prefix} (process {running}); end it first with {tree.script} stop")
+        raise SetupError(
+            f"ComfyUI still runs from {tree.prefix} (process {running}); end it first with {tree.script} stop"
+        )
     with locked(tree):
         record = find_record(tree)
         if record is None:
@@ -250,7 +283,8 @@ def uninstall(tree: Tree) -> int:
         remove_unit(record)
         if service := running_service(tree.cache):
             raise SetupError(
-                f"a service still runs from {tree.prefix} (process {service.pid}); end it first, with Ctrl-C or kill {service.pid}"
+                f"a service still runs from {tree.prefix} (process {service.pid}); end it first, with Ctrl-C or kill"
+                f" {service.pid}"
             )
         for name in list(record.links):
             record.forget_link(tree.prefix / name)
@@ -261,7 +295,9 @@ def uninstall(tree: Tree) -> int:
         record.files[LOCK] = digest(b"")
         record.remove()
     if tree.prefix.exists():
-        LOG.info("kept      your models, data and settings in %s; delete that folder if you do not need them", tree.prefix)
+        LOG.info(
+            "kept      your models, data and settings in %s; delete that folder if you do not need them", tree.prefix
+        )
     return 0
 
 
@@ -291,7 +327,9 @@ def main(arguments: Sequence[str]) -> int:
     except OnedeskError as error:
         sys.stderr.write(f"install.sh: {error}\n")
     except OSError as error:
-        sys.stderr.write(f"install.sh: {error.strerror}: {error.filename}; check the rights and the room there, then run it again\n")
+        sys.stderr.write(
+            f"install.sh: {error.strerror}: {error.filename}; check the rights and the room there, then run it again\n"
+        )
     except KeyboardInterrupt:
         sys.stderr.write("install.sh: interrupted; run it again to go on from here\n")
         return 130

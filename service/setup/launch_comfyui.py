@@ -1,7 +1,8 @@
 """Start ComfyUI's main.py beside a torch for which PyPI's torchvision has no compiled operators.
 
-torchvision and torchaudio on PyPI are compiled against PyPI's torch and do not load beside another build of it. All that ComfyUI
-imports of them is plain Python, except that torchvision describes its operators to torch at import; they are declared just before.
+torchvision and torchaudio on PyPI are compiled against PyPI's torch and do not load beside another build of it. All
+that ComfyUI imports of them is plain Python, except that torchvision describes its operators to torch at import; they
+are declared just before.
 
     python launch_comfyui.py COMFYUI_FOLDER [arguments of main.py ...]
 """

@@ -1,4 +1,6 @@
-"""What of the checkout goes into the tree: the links to it, the command `onedesk`, the demo models. Nothing is written into it."""
+"""What of the checkout goes into the tree: the links to it, the command `onedesk`, the demo models. Nothing is
+written into it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PREFIX_OF_DEMO = "onedesk-demo-"
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What the installer must know of pyproject.toml; `service` is that extra. Read without a TOML parser: Python 3.10 has none."""
+    """What the installer must know of pyproject.toml; `service` is that extra. Read without a TOML parser: Python
+    3.10 has none.
+    """
 
     version: str
     requires_python: str
@@ -37,7 +41,12 @@ class Project:
 def read_project(checkout: Path) -> Project:
     """Read version and dependencies from the checkout's pyproject.toml; SetupError if it is not ours."""
     text = (checkout / "pyproject.toml").read_text(encoding="utf-8")
-    patterns = (r'^version = (".+")', r'^requires-python = (".+")', r"^dependencies = (\[.*?\])", r"^service = (\[.*?\])")
+    patterns = (
+        r'^version = (".+")',
+        r'^requires-python = (".+")',
+        r"^dependencies = (\[.*?\])",
+        r"^service = (\[.*?\])",
+    )
     found = [re.search(pattern, text, re.M) for pattern in patterns]
     if f'name = "{NAME}"' not in text or None in found:
         raise SetupError(f"{checkout} is no checkout of Onedesk: its pyproject.toml does not say so")
@@ -54,7 +63,8 @@ def is_onedesk(folder: Path) -> bool:
 def link(place: Path, target: Path) -> bool:
     """Make `place` a link to `target`, the checkout or a link to it; returns whether anything had to be done.
 
-    A link to another checkout of this project, or to nothing, is replaced. Anything else there is somebody's: SetupError.
+    A link to another checkout of this project, or to nothing, is replaced. Anything else there is somebody's:
+    SetupError.
     """
     if place.readlink() == target if place.is_symlink() else place.exists() and place.samefile(target):
         return False
@@ -62,7 +72,10 @@ def link(place: Path, target: Path) -> bool:
         place.unlink()
     elif place.is_symlink() or place.exists():
         if is_onedesk(place):
-            raise SetupError(f"{place} is a copy of Onedesk already: run the install.sh in it, or move it away and run this one again")
+            raise SetupError(
+                f"{place} is a copy of Onedesk already: run the install.sh in it, or move it away and run this one"
+                " again"
+            )
         raise SetupError(f"{place} is there already and is not ours; move it away, then run install.sh again")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(target, target_is_directory=True)
@@ -77,7 +90,8 @@ def recorded_link(record: Record, place: Path, target: Path) -> None:
 
 
 def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
-    """Make `import onedesk` and the command `onedesk` work in `environment`: a path file, the package's record, a script.
+    """Make `import onedesk` and the command `onedesk` work in `environment`: a path file, the package's record, a
+    script.
 
     The package is the checkout itself, by the link in tree.pack; pip lists it and can uninstall it.
     """
@@ -89,7 +103,12 @@ def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
         if old != record:
             shutil.rmtree(old)
     record.mkdir(exist_ok=True)
-    lines = ["Metadata-Version: 2.1", f"Name: {NAME}", f"Version: {project.version}", f"Requires-Python: {project.requires_python}"]
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {NAME}",
+        f"Version: {project.version}",
+        f"Requires-Python: {project.requires_python}",
+    ]
     lines += [f"Requires-Dist: {dependency}" for dependency in project.dependencies]
     files = {
         packages / f"{NAME}.pth": f"{tree.pack}\n",
@@ -108,8 +127,8 @@ def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
 def link_demo_models(tree: Tree, checkout: Path, record: Record) -> list[Path]:
     """Link the demo models that the checkout ships into the tree's models; returns the links that had to be made.
 
-    A writer is a folder, the image models are files in the folders of their kinds. What is there already stays, unless it is a link
-    that this installation made, or one that leads nowhere.
+    A writer is a folder, the image models are files in the folders of their kinds. What is there already stays, unless
+    it is a link that this installation made, or one that leads nowhere.
     """
     shipped = checkout / "models"
     made = []

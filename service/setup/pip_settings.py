@@ -1,7 +1,8 @@
 """What the installer's pip may see of the user's pip settings: how to reach an index. Standard library only.
 
-PIP_TARGET, PIP_PYTHON, `target` or `python` in a pip.conf and their like would install into another environment than ours. So pip reads no
-configuration file here, and gets the settings below, from the user's files and variables, as variables.
+PIP_TARGET, PIP_PYTHON, `target` or `python` in a pip.conf and their like would install into another environment than
+ours. So pip reads no configuration file here, and gets the settings below, from the user's files and variables, as
+variables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""What an installation has made, and which installation made it: uninstall acts by this record alone. Standard library only.
+"""What an installation has made, and which installation made it: uninstall acts by this record alone. Standard library
+only.
 
-The record is PREFIX/.installation.json. Paths under the prefix are relative there, others absolute. Each folder that goes with all of
-its content also holds a mark with the installation's id: a folder that somebody else made under the same name has none, and stays.
+The record is PREFIX/.installation.json. Paths under the prefix are relative there, others absolute. Each folder that
+goes with all of its content also holds a mark with the installation's id: a folder that somebody else made under the
+same name has none,
+and stays.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _FORMAT = 1
 class Record:
     """The things that the installation at `prefix` has made; each method that makes something records it first.
 
-    `folders` go when they are empty, `trees` with all of their content, `files` if their content still has the recorded SHA-256,
+    `folders` go when they are empty, `trees` with all of their content, `files` if their content still has the recorded
+    SHA-256,
     `links` if they still lead to the recorded target.
     """
 
@@ -57,12 +61,15 @@ class Record:
                 continue
             if os.path.lexists(folder):
                 raise SetupError(f"{folder} is there already and is no folder; move it away, then run install.sh again")
-            # Behind a link it is recorded by where it really is: another folder that the link leads to later is not ours.
+            # Behind a link it is recorded by where it really is: another folder that the link leads to later is not
+            # ours.
             self._note(self.folders, folder.resolve() if self.behind_link(folder) else folder)
             folder.mkdir(exist_ok=True)
 
     def make_tree(self, path: Path) -> None:
-        """Make a folder that is ours with all of its content. SetupError if there is one that this installation did not make."""
+        """Make a folder that is ours with all of its content. SetupError if there is one that this installation did
+        not make.
+        """
         if self.owns_tree(path):
             return
         self.check_free(path)
@@ -116,7 +123,9 @@ class Record:
         return write_if_changed(path, text, executable=executable)
 
     def note_link(self, path: Path, target: Path) -> None:
-        """Record a link that is about to be made. One that stands there already, and that is not recorded, is somebody's own."""
+        """Record a link that is about to be made. One that stands there already, and that is not recorded, is
+        somebody's own.
+        """
         if not (path.is_symlink() and path.readlink() == target):
             self._note_value(self.links, path, str(target))
 
@@ -140,7 +149,9 @@ class Record:
         self.save()
 
     def remove(self) -> None:
-        """Take away all that is recorded and still ours, the record last. What is not ours, or is a link now, stays and is named."""
+        """Take away all that is recorded and still ours, the record last. What is not ours, or is a link now, stays
+        and is named.
+        """
         for name in list(self.links):
             self.forget_link(self._path(name))
         for name in self.trees:
@@ -163,10 +174,14 @@ class Record:
             LOG.info("kept      %s, %s", path, why)
 
     def behind_link(self, path: Path) -> bool:
-        """Whether `path`, or a folder between it and the prefix, is a link; outside the prefix only `path` itself counts."""
+        """Whether `path`, or a folder between it and the prefix, is a link; outside the prefix only `path` itself
+        counts.
+        """
         folders = [path]
         if path.is_relative_to(self.prefix):
-            folders += [parent for parent in path.parents if parent.is_relative_to(self.prefix) and parent != self.prefix]
+            folders += [
+                parent for parent in path.parents if parent.is_relative_to(self.prefix) and parent != self.prefix
+            ]
         return any(folder.is_symlink() for folder in folders)
 
     def _name(self, path: Path) -> str:
@@ -190,7 +205,8 @@ class Record:
 def load_record(prefix: Path) -> Record | None:
     """The record of the installation at `prefix`, None if there is none. SetupError if it cannot be read as one.
 
-    A prefix that was moved keeps its record; a copy of an installation becomes one of its own, to which nothing outside its prefix belongs.
+    A prefix that was moved keeps its record; a copy of an installation becomes one of its own, to which nothing outside
+    its prefix belongs.
     """
     file = prefix / FILE
     if file.is_symlink() or not file.exists():

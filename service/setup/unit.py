@@ -1,4 +1,6 @@
-"""The systemd user unit of `onedesk serve`: written only when asked for, removed by uninstall. Standard library only."""
+"""The systemd user unit of `onedesk serve`: written only when asked for, removed by uninstall. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,14 @@ def add_unit(tree: Tree, command: Path, checkout: Path, record: Record) -> None:
     reason = _systemctl("daemon-reload") or _systemctl("enable", "--now", NAME)
     if reason:
         LOG.info("service   %s is written; %s", path, reason)
-        LOG.info("          run this where systemd runs: systemctl --user daemon-reload && systemctl --user enable --now %s", NAME)
+        LOG.info(
+            "          run this where systemd runs: systemctl --user daemon-reload && systemctl --user enable --now %s",
+            NAME,
+        )
         return
-    LOG.info("service   %s %s; it listens as [service] in %s says", NAME, "runs" if new else "runs as before", tree.settings)
+    LOG.info(
+        "service   %s %s; it listens as [service] in %s says", NAME, "runs" if new else "runs as before", tree.settings
+    )
     LOG.info("          to have it without being logged in: loginctl enable-linger")
 
 
@@ -104,12 +111,17 @@ def _check_ours(path: Path, record: Record) -> None:
         return
     first = _head(path)[0]
     if first.startswith(_HEAD):
-        raise SetupError(f"{path} is of the installation in {first.removeprefix(_HEAD)}; take --service out, or uninstall that one first")
+        raise SetupError(
+            f"{path} is of the installation in {first.removeprefix(_HEAD)}; take --service out, or uninstall that one"
+            " first"
+        )
     raise SetupError(f"{path} is there already and is not ours; move it away, then run install.sh again")
 
 
 def is_unit_of(path: Path, record: Record) -> bool:
-    """Whether this installation wrote the unit: by its id; one of an earlier version, which had no id, by the prefix in it."""
+    """Whether this installation wrote the unit: by its id; one of an earlier version, which had no id, by the prefix
+    in it.
+    """
     first, second = _head(path)
     if second.startswith(_ID):
         return first.startswith(_HEAD) and second.removeprefix(_ID) == record.id
@@ -142,7 +154,11 @@ def _systemctl(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"systemctl does not answer: {error}"
     said = answer.stderr.strip().splitlines()
-    return "" if answer.returncode == 0 else f"systemctl --user {words[0]} failed: {said[-1] if said else f'status {answer.returncode}'}"
+    return (
+        ""
+        if answer.returncode == 0
+        else f"systemctl --user {words[0]} failed: {said[-1] if said else f'status {answer.returncode}'}"
+    )
 
 
 def _escaped(text: str) -> str:

@@ -33,7 +33,9 @@ class FramePair:
 
 
 def sampled_frames(total: int, rate: float, wanted: float = RATE) -> tuple[int, ...]:
-    """Indices of the frames of a clip of `total` frames at `rate` per second that are read, `wanted` per second. RequestError."""
+    """Indices of the frames of a clip of `total` frames at `rate` per second that are read, `wanted` per second.
+    RequestError.
+    """
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1000:
         raise RequestError(Field("fps"), f" is {rate!r}; use a number above 0 and at most 1000")
     if total < 1:
@@ -45,7 +47,8 @@ def sampled_frames(total: int, rate: float, wanted: float = RATE) -> tuple[int, 
 def clip_pairs(
     frames: Sequence[Picture], rate: float, preprocessor: Preprocessor, name: str = "the clip"
 ) -> tuple[FramePair, ...]:
-    """The pairs of a clip whose `frames` come at `rate` per second; `preprocessor` is that of clips. Raises RequestError.
+    """The pairs of a clip whose `frames` come at `rate` per second; `preprocessor` is that of clips. Raises
+    RequestError.
 
     All frames become one size. The last frame stands twice where their count is odd.
     """
@@ -54,7 +57,8 @@ def clip_pairs(
     other = next((frame for frame in frames if (frame.height, frame.width) != (height, width)), None)
     if other is not None:
         raise RequestError(
-            f"{name} has frames of {width} x {height} and of {other.width} x {other.height} pixels; all must have one size"
+            f"{name} has frames of {width} x {height} and of {other.width} x {other.height} pixels; all must have one"
+            " size"
         )
     size = preprocessor.clip_size(
         max(len(chosen), preprocessor.frames), height, width, frame_tokens=FRAME_TOKENS, name=name

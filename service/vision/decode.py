@@ -43,7 +43,9 @@ class DecodeLimits:
 
 
 def read_picture(path: Path, limits: DecodeLimits | None = None) -> Picture:
-    """Decode the file at `path`. Raises FileError if it cannot be read, RequestError if it is no picture or too large."""
+    """Decode the file at `path`. Raises FileError if it cannot be read, RequestError if it is no picture or too
+    large.
+    """
     limits = limits or DecodeLimits()
     try:
         with path.open("rb") as file:
@@ -56,8 +58,8 @@ def read_picture(path: Path, limits: DecodeLimits | None = None) -> Picture:
 def decode_picture(data: bytes, name: str, limits: DecodeLimits | None = None) -> Picture:
     """The upright first frame of a picture file as RGB; `name` is what errors call it. Raises RequestError.
 
-    The content decides the format, not the name. The EXIF orientation is applied. Transparent pixels are laid on white. Of
-    16 bits per value the upper 8 are kept, as Pillow does for colour.
+    The content decides the format, not the name. The EXIF orientation is applied. Transparent pixels are laid on white.
+    Of 16 bits per value the upper 8 are kept, as Pillow does for colour.
     """
     limits = limits or DecodeLimits()
     if not data:

@@ -18,12 +18,15 @@ _DATA = re.compile(r"data:(image/[a-z0-9.+-]+)?((?:;[a-z0-9=.+-]+)*?)(;base64)?,
 
 
 def picture_of_uri(uri: str, name: str, limits: DecodeLimits | None = None) -> Picture:
-    """Decode a data: URI of a picture in base64. Nothing is fetched: any other URL is a RequestError, and so is damage."""
+    """Decode a data: URI of a picture in base64. Nothing is fetched: any other URL is a RequestError, and so is
+    damage.
+    """
     limits = limits or DecodeLimits()
     head = _DATA.match(uri)
     if head is None or not head.group(3):
         raise RequestError(
-            f"{name} is no data: URL in base64; pictures are never fetched, send data:image/png;base64,... (or jpeg, webp)"
+            f"{name} is no data: URL in base64; pictures are never fetched, send data:image/png;base64,... (or jpeg,"
+            " webp)"
         )
     if head.group(1) is None:
         raise RequestError(f"{name} does not say that it is a picture; send data:image/png;base64,... (or jpeg, webp)")

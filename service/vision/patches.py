@@ -1,7 +1,7 @@
 """Pixels resized as the checkpoint's preprocessor says, and cut into the vectors that a vision tower reads.
 
-Resizing is bicubic with antialiasing on 8-bit levels, always on the CPU by torch: bit-equal to torchvision, which the published
-processors use. Pillow differs by one level, and by up to 10 where the height shrinks and the width grows.
+Resizing is bicubic with antialiasing on 8-bit levels, always on the CPU by torch: bit-equal to torchvision, which the
+published processors use. Pillow differs by one level, and by up to 10 where the height shrinks and the width grows.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ class ResizedPicture:
         return 3 * self.preprocessor.frames * self.preprocessor.patch**2
 
     def patches(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Patch vectors fp32 [rows, patch_width] of the block rows `first`..`last` - 1 (a block row is `merge` rows of patches).
+        """Patch vectors fp32 [rows, patch_width] of the block rows `first`..`last` - 1 (a block row is `merge` rows of
+        patches).
 
-        Order: block column, row in the block, column in the block; a vector is [channel][frame][row][column]. A still stands for
-        all frames of its patch.
+        Order: block column, row in the block, column in the block; a vector is [channel][frame][row][column]. A still
+        stands for all frames of its patch.
         """
         prep, (rows, columns) = self.preprocessor, self.grid
         merge, patch = prep.merge, prep.patch
@@ -87,7 +88,8 @@ def levels_of(picture: Picture) -> torch.Tensor:
     """uint8 [1, 3, height, width] of decoded pixels. Raises RequestError where their count does not match the size."""
     if picture.width < 1 or picture.height < 1 or len(picture.rgb) != 3 * picture.width * picture.height:
         raise RequestError(
-            f"{picture.name} has {len(picture.rgb)} bytes for {picture.width} x {picture.height} pixels of 3 bytes; decode it again"
+            f"{picture.name} has {len(picture.rgb)} bytes for {picture.width} x {picture.height} pixels of 3 bytes;"
+            " decode it again"
         )
     flat = torch.frombuffer(bytearray(picture.rgb), dtype=torch.uint8)
     return flat.view(1, picture.height, picture.width, 3).permute(0, 3, 1, 2).contiguous()

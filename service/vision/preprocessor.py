@@ -1,4 +1,6 @@
-"""What a checkpoint's preprocessor_config.json says: how large a picture becomes, how it is cut, how its values are scaled."""
+"""What a checkpoint's preprocessor_config.json says: how large a picture becomes, how it is cut, how its values are
+scaled.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ Triple = tuple[float, float, float]
 class Preprocessor:
     """`patch` pixels per side of a patch, `merge` x `merge` patches per token, `frames` frames per patch.
 
-    A picture becomes at least `min_pixels` and at most `max_pixels` large (areas). Values 0..255 become (x - mean) / std with
-    mean and std in units of 1 / `rescale`.
+    A picture becomes at least `min_pixels` and at most `max_pixels` large (areas). Values 0..255 become (x - mean) /
+    std with mean and std in units of 1 / `rescale`.
     """
 
     patch: int
@@ -54,9 +56,11 @@ class Preprocessor:
     def clip_size(
         self, frames: int, height: int, width: int, *, frame_tokens: int | None, name: str = "the clip"
     ) -> tuple[int, int]:
-        """As `target_size` for every frame of a clip: `min_pixels` and `max_pixels` bound the area of all frames together.
+        """As `target_size` for every frame of a clip: `min_pixels` and `max_pixels` bound the area of all frames
+        together.
 
-        `frame_tokens` bounds the tokens of one frame as well, as qwen-vl-utils does; None: no such bound. Raises RequestError.
+        `frame_tokens` bounds the tokens of one frame as well, as qwen-vl-utils does; None: no such bound. Raises
+        RequestError.
         """
         if frames < self.frames:
             raise RequestError(f"{name} has {frames} frame; at least {self.frames} are needed")
@@ -100,7 +104,8 @@ def _check_ratio(height: int, width: int, name: str) -> None:
 def read_preprocessor(document: Mapping[str, Any], which: str = "image_processor", file: str = FILE) -> Preprocessor:
     """The preprocessor of pictures ("image_processor") or clips ("video_processor") from the content of `file`.
 
-    Where the document holds both, the one named is read. Raises ModelError for what is missing and for steps that are not done.
+    Where the document holds both, the one named is read. Raises ModelError for what is missing and for steps that are
+    not done.
     """
     inner = document.get(which)
     if isinstance(inner, Mapping):
@@ -124,7 +129,8 @@ def read_preprocessor(document: Mapping[str, Any], which: str = "image_processor
         raise ModelError(f"{file} has rescale_factor = {rescale!r}; a number above 0 and at most 1 is needed")
     if least > most:
         raise ModelError(
-            f"{file} has a least area of {least} and a greatest of {most} pixels; the first must not be above the second"
+            f"{file} has a least area of {least} and a greatest of {most} pixels; the first must not be above the"
+            " second"
         )
     mean, std = (_triple(document.get(key), key, file) for key in ("image_mean", "image_std"))
     if min(std) <= 0:

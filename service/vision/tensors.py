@@ -11,8 +11,8 @@ from ..errors import RequestError
 def pictures_of(images: torch.Tensor, name: str = "image") -> tuple[Picture, ...]:
     """One picture per item of IMAGE, float [batch, height, width, channels] from 0 to 1 with 1, 3 or 4 channels.
 
-    Values are rounded to 8 bits and clamped; one channel stands for all three, a fourth is dropped. Raises RequestError for
-    another shape and for values that are not finite.
+    Values are rounded to 8 bits and clamped; one channel stands for all three, a fourth is dropped. Raises RequestError
+    for another shape and for values that are not finite.
     """
     shape = tuple(images.shape)
     if len(shape) != 4 or shape[-1] not in (1, 3, 4) or 0 in shape:

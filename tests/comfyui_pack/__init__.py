@@ -15,7 +15,13 @@ from . import machine
 from .probe import TestFailure, TestList, TestMemory, TestRandomStates, TestRoom
 
 # The same sizes as ENCODER in tests/tiny_models.py.
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 class TestTextEncoder(io.ComfyNode):

@@ -1,4 +1,6 @@
-"""Other machines for the real ComfyUI: a pool whose truth is given by a test, a replayed integrated GPU, a large model of ComfyUI's."""
+"""Other machines for the real ComfyUI: a pool whose truth is given by a test, a replayed integrated GPU, a large
+model of ComfyUI's.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ async def available(request: web.Request) -> web.Response:
 async def correction(request: web.Request) -> web.Response:
     """Correct the real comfy.model_management for a replayed machine, ask it, undo it; the body says what is special.
 
-    machine: a folder of MACHINES; integrated; version; foreign: another pack's function stands there; parameters: another signature.
+    machine: a folder of MACHINES; integrated; version; foreign: another pack's function stands there; parameters:
+    another signature.
     """
     asked = {"machine": "spark", "integrated": True, "version": comfyui_version.__version__, **await request.json()}
     manager, truth = comfy.model_management, module_of("service.memory.truth")
@@ -66,7 +69,10 @@ async def correction(request: web.Request) -> web.Response:
         figures: dict[str, Any] = {"applied": applied, "replaced": manager.get_free_memory is not before}
         if applied:
             place = torch.device("cuda", 0)
-            figures |= {"free": manager.get_free_memory(place), "both": manager.get_free_memory(place, torch_free_too=True)}
+            figures |= {
+                "free": manager.get_free_memory(place),
+                "both": manager.get_free_memory(place, torch_free_too=True),
+            }
             figures["default is cpu"] = [len(manager.get_free_memory(None, True)), manager.get_free_memory() > 0]
             again = module_of("nodes.correction").FreeMemoryCorrection(manager, asked["version"], probe=probe, **roots)
             figures["again"] = again.apply("cuda:0")
@@ -117,7 +123,9 @@ class TestUseModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.Model.Input("model"), io.AnyType.Input("value", optional=True)]
-        return io.Schema(node_id="TestUseModel", category="test", is_output_node=True, inputs=inputs, outputs=[io.String.Output()])
+        return io.Schema(
+            node_id="TestUseModel", category="test", is_output_node=True, inputs=inputs, outputs=[io.String.Output()]
+        )
 
     @classmethod
     def execute(cls, model: ModelPatcher, value: object = None) -> io.NodeOutput:
@@ -126,7 +134,9 @@ class TestUseModel(io.ComfyNode):
 
 
 class TestNeighbour(io.ComfyNode):
-    """Asks ComfyUI, as our pool does, what it could free, then to free so many bytes; shows both, and whether a thread beside it may."""
+    """Asks ComfyUI, as our pool does, what it could free, then to free so many bytes; shows both, and whether a
+    thread beside it may.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -21,9 +21,13 @@ from server import PromptServer
 
 
 def module_of(tail: str) -> Any:
-    """A module of the pack that ComfyUI loaded, such as nodes.correction, which is not the one of an installed onedesk."""
+    """A module of the pack that ComfyUI loaded, such as nodes.correction, which is not the one of an installed
+    onedesk.
+    """
     modules: dict[str, ModuleType] = dict(sys.modules)
-    return next(module for name, module in modules.items() if "custom_nodes" in name and name.endswith(f"onedesk.{tail}"))
+    return next(
+        module for name, module in modules.items() if "custom_nodes" in name and name.endswith(f"onedesk.{tail}")
+    )
 
 
 def registry() -> Any:
@@ -74,7 +78,11 @@ def memory() -> dict[str, Any]:
     device = comfy.model_management.get_torch_device()
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        figures |= {"used": total - free, "allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+        figures |= {
+            "used": total - free,
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
     return figures
 
 
@@ -97,7 +105,9 @@ class TestList(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.String.Input("texts", default="[]")]
-        return io.Schema(node_id="TestList", category="test", inputs=inputs, outputs=[io.String.Output(is_output_list=True)])
+        return io.Schema(
+            node_id="TestList", category="test", inputs=inputs, outputs=[io.String.Output(is_output_list=True)]
+        )
 
     @classmethod
     def execute(cls, texts: str) -> io.NodeOutput:
@@ -110,7 +120,13 @@ class TestRandomStates(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.AnyType.Input("value"), io.Int.Input("turn", default=0)]
-        return io.Schema(node_id="TestRandomStates", category="test", is_output_node=True, inputs=inputs, outputs=[io.AnyType.Output()])
+        return io.Schema(
+            node_id="TestRandomStates",
+            category="test",
+            is_output_node=True,
+            inputs=inputs,
+            outputs=[io.AnyType.Output()],
+        )
 
     @classmethod
     def execute(cls, value: object, turn: int) -> io.NodeOutput:
@@ -123,7 +139,9 @@ class TestMemory(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [io.AnyType.Input("value")]
-        return io.Schema(node_id="TestMemory", category="test", is_output_node=True, inputs=inputs, outputs=[io.AnyType.Output()])
+        return io.Schema(
+            node_id="TestMemory", category="test", is_output_node=True, inputs=inputs, outputs=[io.AnyType.Output()]
+        )
 
     @classmethod
     def execute(cls, value: object) -> io.NodeOutput:
@@ -135,7 +153,9 @@ class TestFailure(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(node_id="TestFailure", category="test", is_output_node=True, inputs=[io.AnyType.Input("value")], outputs=[])
+        return io.Schema(
+            node_id="TestFailure", category="test", is_output_node=True, inputs=[io.AnyType.Input("value")], outputs=[]
+        )
 
     @classmethod
     def execute(cls, value: object) -> io.NodeOutput:
@@ -143,14 +163,20 @@ class TestFailure(io.ComfyNode):
 
 
 class TestRoom(io.ComfyNode):
-    """Lets ComfyUI's memory manager free bytes as if none were free, as for a large image model, and shows what it did to our models.
+    """Lets ComfyUI's memory manager free bytes as if none were free, as for a large image model, and shows what it did
+    to our models.
 
     With `busy` it first waits until one of them works.
     """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = [io.AnyType.Input("value"), io.Int.Input("bytes", min=1, max=2**60), io.Boolean.Input("busy"), io.Int.Input("turn")]
+        inputs = [
+            io.AnyType.Input("value"),
+            io.Int.Input("bytes", min=1, max=2**60),
+            io.Boolean.Input("busy"),
+            io.Int.Input("turn"),
+        ]
         return io.Schema(node_id="TestRoom", category="test", is_output_node=True, inputs=inputs, outputs=[])
 
     @classmethod

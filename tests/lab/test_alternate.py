@@ -1,4 +1,6 @@
-"""Writing and drawing in turn: what counts as a promise kept, against a ComfyUI that is played and (on its CPU) a real one."""
+"""Writing and drawing in turn: what counts as a promise kept, against a ComfyUI that is played and (on its CPU) a
+real one.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,30 @@ from onedesk.lab.alternate import (
 from onedesk.service.errors import RequestError
 
 GIB = 1 << 30
-CHOICE = WorkflowChoice("tiny-writer", "tiny_painter_16.safetensors", "tiny_encoder.safetensors", "tiny_coder.safetensors", tokens=4)
+CHOICE = WorkflowChoice(
+    "tiny-writer", "tiny_painter_16.safetensors", "tiny_encoder.safetensors", "tiny_coder.safetensors", tokens=4
+)
 GIVEN = {"owner": "w", "asked": 2 * GIB, "measured": 2 * GIB, "seconds": 0.25}
 
 
 def report(*, painter: int, ours: int, evictions: int, **changes: Any) -> dict[str, Any]:
     core = [{"name": "Flux", "size": 3 * GIB, "loaded": painter, "dynamic": False}]
     core += [{"name": "OnedeskModel", "size": 2 * GIB, "loaded": ours, "dynamic": False}] if ours else []
-    return {"time": 1000.0, "core": core, "ours": ours, "evictions": evictions, "given": [GIVEN], "used": painter + ours} | changes
+    return {
+        "time": 1000.0,
+        "core": core,
+        "ours": ours,
+        "evictions": evictions,
+        "given": [GIVEN],
+        "used": painter + ours,
+    } | changes
 
 
 def kept(cycle: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """A cycle as it should be: writing shrinks the painter, drawing takes all that the writer has."""
-    return report(painter=GIB, ours=2 * GIB, evictions=cycle), report(painter=3 * GIB, ours=0, evictions=cycle + 1, time=1000.5)
+    return report(painter=GIB, ours=2 * GIB, evictions=cycle), report(
+        painter=3 * GIB, ours=0, evictions=cycle + 1, time=1000.5
+    )
 
 
 class Played:
@@ -74,8 +87,18 @@ class Played:
     def asked(self, path: str, cycles: Sequence[tuple[dict[str, Any], dict[str, Any]] | str], absent: str) -> Any:
         kind, _, name = path[1:].partition("/")
         if kind == "system_stats":
-            card = {"name": "a card", "type": "cuda", "vram_total": 8 * GIB, "vram_free": 3 * GIB, "torch_vram_free": GIB}
-            system = {"comfyui_version": "0", "pytorch_version": "0", "argv": ["/secret/main.py", "--reserve-vram", "2", "/secret/base"]}
+            card = {
+                "name": "a card",
+                "type": "cuda",
+                "vram_total": 8 * GIB,
+                "vram_free": 3 * GIB,
+                "torch_vram_free": GIB,
+            }
+            system = {
+                "comfyui_version": "0",
+                "pytorch_version": "0",
+                "argv": ["/secret/main.py", "--reserve-vram", "2", "/secret/base"],
+            }
             return {"system": system, "devices": [card]}
         if kind == "object_info":
             return {} if name == absent else {name: {}}
@@ -162,12 +185,16 @@ def test_a_comfyui_without_the_nodes_of_the_tests_is_told_what_it_lacks(play, ca
 
 
 def test_what_stays_in_use_is_counted_from_the_first_third_on():
-    rows = [{"step": DRAWN, "used": GIB + used} for used in (0, 50, 60, 61, 62, 65)] + [{"step": WRITTEN, "used": 9 * GIB}]
+    rows = [{"step": DRAWN, "used": GIB + used} for used in (0, 50, 60, 61, 62, 65)] + [
+        {"step": WRITTEN, "used": 9 * GIB}
+    ]
     assert drift(rows) == 5
     assert drift([{"step": DRAWN}]) is None
 
 
-@pytest.mark.parametrize("url", ["http://example.org:8188", "https://127.0.0.1:8188", "http://127.0.0.1", "http://127.0.0.1:99999", "x"])
+@pytest.mark.parametrize(
+    "url", ["http://example.org:8188", "https://127.0.0.1:8188", "http://127.0.0.1", "http://127.0.0.1:99999", "x"]
+)
 def test_only_a_comfyui_of_this_machine_is_asked(url, capsys):
     with pytest.raises(RequestError, match=r"give a ComfyUI of this machine, such as http://127\.0\.0\.1:8188"):
         port_of(url)

@@ -1,4 +1,6 @@
-"""The folder that conversions are measured with: many shards, hardly anything on the disk, and a checkpoint that opens."""
+"""The folder that conversions are measured with: many shards, hardly anything on the disk, and a checkpoint that
+opens.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,15 @@ from onedesk.service.bench.shapes import write_random
 from onedesk.service.memory.pool import Released
 
 EQUAL = {"tokens": 64, "same": 64, "distinct": 9, "score_difference": 1e-6}
-ROW = {"held": 1000, "asked": 1000, "measured": 1000, "driver": 990, "same": True, "same_once_there": True, "weights_same": True}
+ROW = {
+    "held": 1000,
+    "asked": 1000,
+    "measured": 1000,
+    "driver": 990,
+    "same": True,
+    "same_once_there": True,
+    "weights_same": True,
+}
 
 
 MIB = 1 << 20
@@ -97,7 +105,14 @@ def test_every_step_of_the_check_runs_and_finds_the_same_text(tmp_path: Path, mo
         assert (row["same"], row["same_once_there"], row["weights_same"]) == (True, True, True)
         assert row["score_difference"] < 1e-5
         assert row["measured"] == row["asked"] > 0
-    document = {"device": "d", "torch": "t", "seconds": 1.0, "same_as_cpu": equal, "give_way": found, "managed": MISSING}
+    document = {
+        "device": "d",
+        "torch": "t",
+        "seconds": 1.0,
+        "same_as_cpu": equal,
+        "give_way": found,
+        "managed": MISSING,
+    }
     document["families"] = [{"family": "qwen3_5", "graph": True}, {"family": "qwen4_exp", "graph": False}]
     document["failures"] = broken(equal, found, MISSING)
     assert document["failures"] == ["a give-way returned 0.0% of the bytes held, by the figure driver"]

@@ -1,4 +1,6 @@
-"""Every Triton kernel is launched by a published shape, and what a decode step launches compiles for a DGX Spark, without a GPU."""
+"""Every Triton kernel is launched by a published shape, and what a decode step launches compiles for a DGX Spark,
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_launches_are_those_of_the_device(launches: list[KernelVariant]):
     small = launches_of(86, DEVICES[86], {"Qwen3-4B": ("bf16",)})
     assert not any(launch.options["launch_pdl"] for launch in small)
     steps = [launch for launch in launches if launch.first == "Qwen3-4B bf16, a step of 1" and launch.part == "gemv"]
-    assert len(steps) == 4  # queries with keys and values, output, gate with up, down; the head has the columns of the first
+    assert (
+        len(steps) == 4
+    )  # queries with keys and values, output, gate with up, down; the head has the columns of the first
     assert all(launch.options["launch_pdl"] and "FORMAT=float" in launch.form for launch in steps)
 
 
@@ -51,7 +55,10 @@ def test_what_a_step_launches_compiles_for_a_spark_and_fits(launches: list[Kerne
     hot = {"attend_step", "attend_positions", "step_states", "join_splits"}
     chosen = [launch for launch in launches if launch.name in hot and launch.first.endswith("a step of 1")]
     several = ("float", "int4")
-    chosen += [next(launch for launch in launches if launch.name == "gemv" and f"FORMAT={form} " in launch.form) for form in several]
+    chosen += [
+        next(launch for launch in launches if launch.name == "gemv" and f"FORMAT={form} " in launch.form)
+        for form in several
+    ]
     chosen.append(next(launch for launch in launches if launch.name == "skinny"))
     assert hot <= {launch.name for launch in chosen}
     for launch in chosen:
@@ -78,9 +85,17 @@ def test_what_does_not_fit_fails_the_command(
     assert cuda_compile.main(["--shape", "Qwen3-4B", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["archs"][0] | {"seconds": 0} == {
-        "arch": SPARK, "kernels": 1, "forms": 1, "compiled": 1, "fit": 0, "shared": document["rows"][0]["shared"], "limit": 4096,
-        "spilling": 0, "spilled": 0, "seconds": 0,
-    }  # fmt: skip
+        "arch": SPARK,
+        "kernels": 1,
+        "forms": 1,
+        "compiled": 1,
+        "fit": 0,
+        "shared": document["rows"][0]["shared"],
+        "limit": 4096,
+        "spilling": 0,
+        "spilled": 0,
+        "seconds": 0,
+    }
     assert "of 4 KiB shared" in document["failures"][0]
     assert cuda_compile.main(["--shape", "Qwen3-4B", "--part", "gemv"]) == 0
     assert "0 of 0 forms" in capsys.readouterr().out
@@ -107,6 +122,8 @@ def test_shapes_and_forms_are_known_ones():
 
 def test_registers_are_limited_only_where_tensor_cores_read_shared_memory(launches: list[KernelVariant]):
     found = {arch: launches_of(arch, DEVICES[arch], {"Qwen3.5-4B": ("bf16",)}) for arch in (80, 90)} | {SPARK: launches}
-    limits = {arch: {one.options["maxnreg"] for one in every if one.name == "solve_piece"} for arch, every in found.items()}
+    limits = {
+        arch: {one.options["maxnreg"] for one in every if one.name == "solve_piece"} for arch, every in found.items()
+    }
     assert limits[80] == limits[SPARK] == {None}
     assert None not in limits[90]

@@ -34,7 +34,12 @@ def test_a_layer_that_drafts_is_measured_at_the_rate_of_published_ones(tmp_path,
         "head_dim": 32,
         "num_attention_heads": 2,
     }
-    few = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    few = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
     write_random(model, {**SHAPES["qwen3.5-toy"], **small, **few, "full_attention_interval": 2})
     config.write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")

@@ -20,7 +20,12 @@ def test_a_long_random_walk_keeps_the_invariants_and_wastes_little():
 
 def test_the_walk_is_the_same_for_one_seed():
     first, second = random_walk(5_000, seed=3), random_walk(5_000, seed=3)
-    assert (first.held, first.used, first.fragmentation, first.blocks) == (second.held, second.used, second.fragmentation, second.blocks)
+    assert (first.held, first.used, first.fragmentation, first.blocks) == (
+        second.held,
+        second.used,
+        second.fragmentation,
+        second.blocks,
+    )
 
 
 def test_a_steady_loop_gives_everything_back(monkeypatch: pytest.MonkeyPatch):

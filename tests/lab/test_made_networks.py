@@ -13,7 +13,9 @@ from onedesk.service.engine import session, speculate
 
 
 @pytest.mark.parametrize("model", ["Qwen3.8-Flash-Next", "qwen3.5-4b"])
-def test_a_small_shape_is_made_and_every_figure_is_there(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_small_shape_is_made_and_every_figure_is_there(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     arguments = ["--device", "cpu", "--tiny", "--prompt", "96", "--tokens", "3", "--batch", "1,2", "--experts", "nvfp4"]
     assert flash_next.main([*arguments, "--model", model, "--folder", str(tmp_path), "--json"]) == 0
     written = capsys.readouterr()
@@ -25,10 +27,24 @@ def test_a_small_shape_is_made_and_every_figure_is_there(model: str, tmp_path: P
     assert len(written.err.splitlines()) >= 8  # told as it went
 
 
-def test_texts_with_guesses_are_those_without(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_texts_with_guesses_are_those_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(session, "PassCosts", lambda draft_share: Told())
     monkeypatch.setattr(speculate, "MAX_LOSS", 1e9)
-    arguments = ["--device", "cpu", "--tiny", "--prompt", "32", "--tokens", "40", "--experts", "bf16", "--drafts", "100,0"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--prompt",
+        "32",
+        "--tokens",
+        "40",
+        "--experts",
+        "bf16",
+        "--drafts",
+        "100,0",
+    ]
     assert flash_next.main([*arguments, "--folder", str(tmp_path), "--json"]) == 0
     right, wrong = json.loads(capsys.readouterr().out)["drafts"]
     assert (right["right"], wrong["right"]) == (100, 0)
@@ -37,7 +53,10 @@ def test_texts_with_guesses_are_those_without(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_no_part_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]):
-    assert flash_next.main(["--device", "cpu", "--tiny", "--prompt", "32", "--tokens", "2", "--seconds", "0", "--json"]) == 0
+    assert (
+        flash_next.main(["--device", "cpu", "--tiny", "--prompt", "32", "--tokens", "2", "--seconds", "0", "--json"])
+        == 0
+    )
     document = json.loads(capsys.readouterr().out)
     assert document["decode"] == []
     assert document["prefill"]["seconds"] == []
@@ -58,7 +77,14 @@ def test_small_families_are_checked_one_by_one(capsys: pytest.CaptureFixture[str
 
 
 def test_what_a_family_breaks_has_words():
-    row = {"family": "qwen3_5", "device": "cuda", "kernels": "k", "graph": True, "score_difference": 0.01, "other_texts": 0}
+    row = {
+        "family": "qwen3_5",
+        "device": "cuda",
+        "kernels": "k",
+        "graph": True,
+        "score_difference": 0.01,
+        "other_texts": 0,
+    }
     assert broken_rows([row]) == []
     assert "no graph (k)" in broken_rows([row | {"graph": False}])[0]
     assert "0.200 from the CPU's in the median" in broken_rows([row | {"score_difference": 0.2}])[0]

@@ -17,7 +17,20 @@ def test_every_figure_is_there_and_releases_give_everything_back(tmp_path, capsy
     config = tmp_path / "onedesk.toml"
     config.write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
-    options = ["--model", str(model), "--quant", "none", "--device", "cpu", "--tokens", "6", "--cycles", "1", "--streams", "2"]
+    options = [
+        "--model",
+        str(model),
+        "--quant",
+        "none",
+        "--device",
+        "cpu",
+        "--tokens",
+        "6",
+        "--cycles",
+        "1",
+        "--streams",
+        "2",
+    ]
     assert serving.main([*options, "--config", str(config), "--json"]) == 0
     shown = capsys.readouterr()
     document = json.loads(shown.out)

@@ -1,4 +1,6 @@
-"""The soak in a short form: a real service, a crowd of clients, releases in between. And that it would find what it looks for."""
+"""The soak in a short form: a real service, a crowd of clients, releases in between. And that it would find what it
+looks for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_crowd_leaves_nothing_behind(tree: Path) -> None:
     told: list[str] = []
-    document = soak(Load((MODEL, THINKER), seconds=6.0, clients=6, tokens=5), load_config(tree / "onedesk.toml"), say=told.append)
+    document = soak(
+        Load((MODEL, THINKER), seconds=6.0, clients=6, tokens=5), load_config(tree / "onedesk.toml"), say=told.append
+    )
     assert document["examples"] == []
     assert (document["ok"], document["mixed"], document["failed"]) == (True, 0, 0)
     assert set(document["requests"]) == set(ACTS)
@@ -39,7 +43,9 @@ def test_texts_that_are_mixed_up_would_be_found() -> None:
     assert crowd.seen.mixed == ["writer with seed 1: 'yours', alone 'mine'"]
 
 
-def test_it_needs_a_service_of_its_own_and_tells_one_that_does_not_start(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_needs_a_service_of_its_own_and_tells_one_that_does_not_start(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(PeerError, match=r"there is no onedesk.toml; name one with --config"):
         soak(Load((MODEL,), 1.0), Config(tree=tree))
     server = Server(tree).start()

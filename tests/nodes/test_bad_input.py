@@ -42,7 +42,9 @@ def broken(llm: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name", ["../llm/tiny-writer", "..", "/etc", "/etc/passwd", "a/../../b", "", ".", "x\0y", "tiny-writer/"])
+@pytest.mark.parametrize(
+    "name", ["../llm/tiny-writer", "..", "/etc", "/etc/passwd", "a/../../b", "", ".", "x\0y", "tiny-writer/"]
+)
 def test_a_name_that_is_a_path_is_refused_before_queueing(comfyui: Comfy, name: str):
     answer = refusal(comfyui, writing(model=name))
     assert "is not allowed; use a name as `onedesk models` lists it, not a path" in answer
@@ -53,7 +55,9 @@ def test_an_absolute_path_into_the_model_folders_is_refused_too(comfyui: Comfy, 
     assert "is not allowed" in refusal(comfyui, writing(model=str(llm / "tiny-writer")))
 
 
-def test_a_symlink_that_leaves_the_model_folders_is_neither_offered_nor_opened(comfyui: Comfy, llm: Path, tiny_writer: Path):
+def test_a_symlink_that_leaves_the_model_folders_is_neither_offered_nor_opened(
+    comfyui: Comfy, llm: Path, tiny_writer: Path
+):
     link = llm / "elsewhere"
     link.symlink_to(tiny_writer, target_is_directory=True)
     try:
@@ -144,7 +148,9 @@ def test_a_wrong_option_is_named_with_what_is_allowed(comfyui: Comfy, options: d
     assert words in failure(comfyui, graph)
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("max_tokens", -5), ("seed", -1), ("seed", 2**64), ("max_tokens", "many")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 0), ("max_tokens", -5), ("seed", -1), ("seed", 2**64), ("max_tokens", "many")]
+)
 def test_numbers_out_of_range_are_refused_before_queueing(comfyui: Comfy, name: str, value: object):
     graph = writing("out of range")
     graph["write"]["inputs"][name] = value
@@ -168,14 +174,20 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(comfyui: 
     message = failure(comfyui, writing("y" * 200, context=100))
     assert "and the context is 100" in message
     assert "the prompt has 2" in message
-    assert not any(entry["loaded"] for entry in state(comfyui)["models"] if entry["name"] == "tiny-writer" and entry["held"] == 0)
+    assert not any(
+        entry["loaded"] for entry in state(comfyui)["models"] if entry["name"] == "tiny-writer" and entry["held"] == 0
+    )
 
 
-def test_a_context_left_as_it_comes_fits_a_shorter_model_and_one_that_was_asked_for_is_refused(comfyui: Comfy, broken: Path):
+def test_a_context_left_as_it_comes_fits_a_shorter_model_and_one_that_was_asked_for_is_refused(
+    comfyui: Comfy, broken: Path
+):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
     assert comfyui.run(writing("short", model=broken.name, context=4096, max_tokens=4)).ok
-    assert "context is 4095, but the model's config allows 300" in failure(comfyui, writing("short", model=broken.name, context=4095))
+    assert "context is 4095, but the model's config allows 300" in failure(
+        comfyui, writing("short", model=broken.name, context=4095)
+    )
 
 
 def test_a_megabyte_of_prompt_is_refused_in_the_same_way(comfyui: Comfy):
@@ -215,7 +227,9 @@ def test_the_users_presets_are_offered_and_an_edited_one_is_a_new_prompt(comfyui
 
 def test_layers_are_checked(comfyui: Comfy):
     def encoded(layers: str) -> Graph:
-        encoder = node("OnedeskTextEncoder", model=["load", 0], text="a", layers=layers, template="raw text", min_tokens=0)
+        encoder = node(
+            "OnedeskTextEncoder", model=["load", 0], text="a", layers=layers, template="raw text", min_tokens=0
+        )
         return {"load": load(), "encode": encoder, "show": show("encode")}
 
     assert "layers is 'x'" in failure(comfyui, encoded("x"))

@@ -1,4 +1,6 @@
-"""ComfyUI's memory manager and our models, in the real ComfyUI: sizes, eviction as a whole, and never in the middle of an answer."""
+"""ComfyUI's memory manager and our models, in the real ComfyUI: sizes, eviction as a whole, and never in the middle
+of an answer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def room(outcome: Outcome) -> dict[str, Any]:
 
 
 def asked_for_room_while_writing(seed: int, **answer: Any) -> Graph:
-    """A chain up to the prompt, so that nothing else is left to run once the answer has begun but a node that asks for room."""
+    """A chain up to the prompt, so that nothing else is left to run once the answer has begun but a node that asks
+    for room.
+    """
     graph = writing(["options shown", 0], seed=seed, **answer)
     graph["load shown"] = show("load")
     graph["options"] = sampling(stop=["load shown", 0])

@@ -1,4 +1,6 @@
-"""A checkout that somebody cloned into custom_nodes, in the real ComfyUI: without install.sh, a tree or an environment of its own."""
+"""A checkout that somebody cloned into custom_nodes, in the real ComfyUI: without install.sh, a tree or an
+environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tiny_models import write_language_model
 
 # The same pack once more, as if it had been installed twice.
 SECOND = "my second desk"
-# Inputs of the first release. A workflow in API form that has these alone must go on working, so every later one is optional.
+# Inputs of the first release. A workflow in API form that has these alone must go on working, so every later one is
+# optional.
 FIRST_INPUTS = {
     "OnedeskLoadModel": {"model", "weights", "context", "policy"},
     "OnedeskPrompt": {"preset", "system", "text", "dynamic", "seed"},
@@ -48,7 +51,9 @@ def pack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (repository / name).is_file():
             (pack / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(repository / name, pack / name)
-    (pack / "onedesk.toml").write_text('[models]\nroots = ["../../more"]\n[peers.far]\nkind = "openai"\nurl = "http://127.0.0.1:9/v1"\n')
+    (pack / "onedesk.toml").write_text(
+        '[models]\nroots = ["../../more"]\n[peers.far]\nkind = "openai"\nurl = "http://127.0.0.1:9/v1"\n'
+    )
     keep_kernels(pack / ".cache")
     write_language_model(base / "more" / "elsewhere")
     write_language_model(base / "models" / "llm" / "in-comfyui")
@@ -59,7 +64,9 @@ def pack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cloned(comfyui_folder: Path, pack: Path) -> Iterator[Comfy]:
     base = pack.parents[1]
-    words = "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
+    words = (
+        "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
+    )
     arguments = ["--base-directory", str(base), *words.split(), "--whitelist-custom-nodes", pack.name, SECOND]
     process = BoundComfy(Path(sys.executable), comfyui_folder, arguments, log=base / "comfyui.log", environment={})
     process.start()

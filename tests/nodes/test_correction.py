@@ -1,4 +1,6 @@
-"""ComfyUI's reading of free memory on an integrated GPU, with its real comfy.model_management and a replayed machine."""
+"""ComfyUI's reading of free memory on an integrated GPU, with its real comfy.model_management and a replayed
+machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_the_corrected_figure_is_the_truths_and_undo_brings_the_very_function_ba
     figures = ask(comfyui)
     assert figures["applied"]
     assert figures["replaced"]
-    assert figures["truth"] == 54525952 * 1024  # MemAvailable of the replayed machine, where the driver calls 3 GiB free
+    assert (
+        figures["truth"] == 54525952 * 1024
+    )  # MemAvailable of the replayed machine, where the driver calls 3 GiB free
     assert figures["free"] == figures["truth"] + CACHED
     assert figures["both"] == [figures["truth"] + CACHED, CACHED]
     assert figures["free"] > DRIVER_FREE

@@ -1,8 +1,11 @@
 """What people reported of other packs, by number; each must be right here, in the real ComfyUI.
 
-Others of the same list stand where they belong: 3 (nothing loads by itself), 5 (a cached loader after "free memory") and 9 (ten times
-away and back) in test_policies.py, 4 (a list of prompts), 20, 21, 24 and 25 in test_write.py and test_stop.py, 10, 12, 13, 19 and 32 in
-test_bad_input.py, 14 and 17 in test_policies.py, 31 in test_nodes.py; of text (15, 18) and installing (27 to 30) without ComfyUI.
+Others of the same list stand where they belong: 3 (nothing loads by itself), 5 (a cached loader after "free memory")
+and 9 (ten times away and back) in test_policies.py, 4 (a list of prompts), 20, 21, 24 and 25 in test_write.py and
+test_stop.py, 10, 12, 13, 19 and 32 in test_bad_input.py, 14 and 17 in test_policies.py, 31 in test_nodes.py; of text
+(15, 18) and installing
+(27 to 30)
+without ComfyUI.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def test_1_give_way_returns_every_byte_and_the_process_really_has_less(comfyui: 
     assert state(comfyui)["used"] == held(comfyui, MODEL) == 0
     comfyui.run(writing("one", seed=2, context=1024))
     free(comfyui)
-    given = memory(comfyui, {"text": node("PreviewAny", source="x"), "write": node("TestList", texts='["x"]')}, "write")["given"]
+    given = memory(
+        comfyui, {"text": node("PreviewAny", source="x"), "write": node("TestList", texts='["x"]')}, "write"
+    )["given"]
     assert sum(item["asked"] for item in given) > 0
     assert sum(item["measured"] for item in given) >= 0.98 * sum(item["asked"] for item in given)
 

@@ -21,7 +21,11 @@ def memory(**inputs: Any) -> dict[str, Any]:
 
 
 def looking(**inputs: Any) -> Graph:
-    graph = {"memory": memory(**inputs), "report": show("memory", 1), "picture": node("PreviewImage", images=["memory", 2])}
+    graph = {
+        "memory": memory(**inputs),
+        "report": show("memory", 1),
+        "picture": node("PreviewImage", images=["memory", 2]),
+    }
     return graph | ({"load": load(policy=STAY)} if "model" in inputs else {})
 
 
@@ -61,7 +65,9 @@ def test_it_shows_truth_budget_leases_and_passes_the_value_on(comfyui: Comfy):
     outcome = comfyui.run(graph)
     text = shown(outcome, "report")
     assert shown(outcome, "passed") == shown(outcome, "text")
-    assert [word for word in ("TRUTH", "available", "BUDGET", "limit", "floor", "kept back", "used") if word not in text] == []
+    assert [
+        word for word in ("TRUTH", "available", "BUDGET", "limit", "floor", "kept back", "used") if word not in text
+    ] == []
     rows = [row.split() for row in text.splitlines() if row.startswith(f"{MODEL} ")]
     assert [row[1] for row in rows] == ["weights", "kv", "scratch"]
     assert all("host" in row and "stay" in row for row in rows)
@@ -81,7 +87,8 @@ def test_the_picture_is_drawn_for_the_page_and_as_an_image(comfyui: Comfy):
         (entry,) = outcome.outputs[name]["images"]
         with Image.open(comfyui.base / entry["type"] / entry["subfolder"] / entry["filename"]) as image:
             assert image.width == 640
-            # Weights, KV and scratch of the writer are too small for a pixel of the limit, but each has its own bar and words.
+            # Weights, KV and scratch of the writer are too small for a pixel of the limit, but each has its own bar and
+            # words.
             assert image.height == 2 * 16 + 5 * (2 * 20 + 22 + 16)
 
 

@@ -58,7 +58,13 @@ CHOICES = {
     ("OnedeskLoadModel", "weights"): ["as stored", "int8", "int4"],
     ("OnedeskLoadModel", "policy"): ["stay", "give way after the prompt", "give way when idle", "pinned"],
     ("OnedeskLoadModel", "where"): ["in this process", "local service"],
-    ("OnedeskMemory", "policy"): ["as their loaders say", "stay", "give way after the prompt", "give way when idle", "pinned"],
+    ("OnedeskMemory", "policy"): [
+        "as their loaders say",
+        "stay",
+        "give way after the prompt",
+        "give way when idle",
+        "pinned",
+    ],
     ("OnedeskSampling", "thinking"): ["auto", "on", "off"],
     ("OnedeskDescribeImage", "task"): [
         "my question",

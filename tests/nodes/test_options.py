@@ -65,7 +65,8 @@ def test_user_presets_come_beside_and_before_those_of_the_pack(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"\xff\xfe", r"is not UTF-8 \(byte 0\)"), (b"x" * (MAX_BYTES + 1), "has more than 1048576 bytes")]
+    ("content", "words"),
+    [(b"\xff\xfe", r"is not UTF-8 \(byte 0\)"), (b"x" * (MAX_BYTES + 1), "has more than 1048576 bytes")],
 )
 def test_a_preset_that_is_no_text_is_named(tmp_path: Path, content: bytes, words: str):
     (tmp_path / "bad.txt").write_bytes(content)

@@ -68,7 +68,9 @@ def test_another_model_does_not_matter_and_a_computed_choice_might():
 
 
 def test_a_model_that_passes_through_other_nodes_is_found():
-    through = two_writers(reroute=node("Reroute", x=["load", 0]), b=node("OnedeskGenerate", model=["reroute", 0], seed=2))
+    through = two_writers(
+        reroute=node("Reroute", x=["load", 0]), b=node("OnedeskGenerate", model=["reroute", 0], seed=2)
+    )
     assert may_use(through, "b", "m")
     assert not may_use(through, "b", "other")
     assert not may_use(two_writers(b=node("OnedeskGenerate", model=["absent", 0])), "b", "m")
@@ -86,13 +88,19 @@ def test_a_signature_follows_the_inputs_of_all_ancestors_and_their_fingerprints(
     assert base == signature(two_writers(b=node("OnedeskGenerate", model=["load", 0], seed=9)), "a")
     assert base != signature(two_writers(a=node("OnedeskGenerate", model=["load", 0], seed=9)), "a")
     assert base != signature(two_writers(load=node("OnedeskLoadModel", model="m", context=1)), "a")
-    assert base != signature(two_writers(load=node("OnedeskLoadModel", model="m", context=4096) | {"is_changed": ["t1"]}), "a")
-    assert signature(two_writers(load=node("OnedeskLoadModel", model="m") | {"is_changed": [float("nan")]}), "a") is None
+    assert base != signature(
+        two_writers(load=node("OnedeskLoadModel", model="m", context=4096) | {"is_changed": ["t1"]}), "a"
+    )
+    assert (
+        signature(two_writers(load=node("OnedeskLoadModel", model="m") | {"is_changed": [float("nan")]}), "a") is None
+    )
 
 
 def test_a_link_is_not_taken_for_a_list_of_the_same_look():
     linked = two_writers(a=node("OnedeskGenerate", model=["load", 0], seed=["a1", 0]), a1=node("Int"))
-    assert signature(linked, "a") != signature(two_writers(a=node("OnedeskGenerate", model=["load", 0], seed=["x1", 0])), "a")
+    assert signature(linked, "a") != signature(
+        two_writers(a=node("OnedeskGenerate", model=["load", 0], seed=["x1", 0])), "a"
+    )
 
 
 def test_the_tracker_knows_answers_for_as_long_as_somebody_keeps_them():

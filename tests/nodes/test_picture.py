@@ -29,12 +29,20 @@ def pixels(image: torch.Tensor, number: int, colour: tuple[int, int, int]) -> in
 
 
 def test_bars_are_as_long_as_their_bytes():
-    bars = [Bar("a", 1000, [Part("x", 500, RED), Part("y", 250, GREEN)], "rest"), Bar("b", 1000, [Part("z", 1000, BLUE)], "rest")]
+    bars = [
+        Bar("a", 1000, [Part("x", 500, RED), Part("y", 250, GREEN)], "rest"),
+        Bar("b", 1000, [Part("z", 1000, BLUE)], "rest"),
+    ]
     image = draw(bars)
     assert image.shape[0] == 1
     assert image.shape[2:] == (WIDTH, 3)
     assert image.dtype == torch.float32
-    assert [pixels(image, 0, colour) for colour in (RED, GREEN, BLUE, EMPTY)] == [LENGTH // 2, LENGTH // 4, 0, LENGTH // 4]
+    assert [pixels(image, 0, colour) for colour in (RED, GREEN, BLUE, EMPTY)] == [
+        LENGTH // 2,
+        LENGTH // 4,
+        0,
+        LENGTH // 4,
+    ]
     assert [pixels(image, 1, colour) for colour in (RED, BLUE, EMPTY)] == [0, LENGTH, 0]
 
 

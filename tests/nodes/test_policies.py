@@ -1,4 +1,6 @@
-"""When a model gives its memory back in the real ComfyUI: after the last text node, on request, by POST /free, on errors."""
+"""When a model gives its memory back in the real ComfyUI: after the last text node, on request, by POST /free, on
+errors.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_release_lets_one_model_or_all_give_way_and_passes_the_value_on(comfyui:
 
 @pytest.fixture
 def thinker(comfyui: Comfy) -> Iterator[str]:
-    """A copy of the tiny writer, dropped in while ComfyUI runs, whose template begins every answer inside of a thought."""
+    """A copy of the tiny writer, dropped in while ComfyUI runs, whose template begins every answer inside of a
+    thought.
+    """
     folder = comfyui.models / "llm" / "tiny-thinker"
     shutil.copytree(comfyui.models / "llm" / MODEL, folder)
     template = "{% for message in messages %}{{ message.content }}\n{% endfor %}<think>\n"

@@ -1,4 +1,6 @@
-"""The real ComfyUI drives the real service, and a server of somebody else: the same nodes, the same texts, and one of them dies."""
+"""The real ComfyUI drives the real service, and a server of somebody else: the same nodes, the same texts, and one
+of them dies.
+"""
 
 from __future__ import annotations
 
@@ -101,13 +103,17 @@ def tree(base: Path, port: int) -> Path:
     for name in ("models", "custom_nodes", "input", "output", "user", "temp"):
         (base / name).mkdir()
     (base / "custom_nodes" / "onedesk").symlink_to(REPOSITORY, target_is_directory=True)
-    (base / "custom_nodes" / "onedesk_tests").symlink_to(REPOSITORY / "tests" / "comfyui_pack", target_is_directory=True)
+    (base / "custom_nodes" / "onedesk_tests").symlink_to(
+        REPOSITORY / "tests" / "comfyui_pack", target_is_directory=True
+    )
     write_language_model(base / "models" / "llm" / MODEL)
     keep_kernels(base / "cache")
     (base / "key").write_text(KEY)
     (base / "key").chmod(0o600)
     peer = f'kind = "openai"\nkey_file = "key"\nmodel = "far-away"\nurl = "http://127.0.0.1:{port}/v1"'
-    (base / "onedesk.toml").write_text(f'[models]\nroots = ["models/llm"]\n[service]\nlinger = 1\n[peers.far]\n{peer}\n')
+    (base / "onedesk.toml").write_text(
+        f'[models]\nroots = ["models/llm"]\n[service]\nlinger = 1\n[peers.far]\n{peer}\n'
+    )
     venv.create(base / "envs" / "onedesk", symlinks=True)
     (packages,) = (base / "envs" / "onedesk").glob("lib/python3*/site-packages")
     (ours,) = Path(sys.prefix).glob("lib/python3*/site-packages")
@@ -120,9 +126,13 @@ def tree(base: Path, port: int) -> Path:
 def desk(comfyui_folder: Path, tmp_path_factory: pytest.TempPathFactory, far: int) -> Iterator[Desk]:
     base = tmp_path_factory.mktemp("desk")
     python = tree(base, far)
-    words = "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
+    words = (
+        "--database-url sqlite:///:memory: --disable-auto-launch --disable-api-nodes --disable-all-custom-nodes --cpu"
+    )
     arguments = ["--base-directory", str(base), *words.split(), "--whitelist-custom-nodes", "onedesk", "onedesk_tests"]
-    process = BoundComfy(python, comfyui_folder, arguments, log=base / "comfyui.log", environment=Tree(base).environment())
+    process = BoundComfy(
+        python, comfyui_folder, arguments, log=base / "comfyui.log", environment=Tree(base).environment()
+    )
     process.start()
     made = Desk(process, base)
     made.port = far
@@ -169,7 +179,9 @@ def test_a_place_in_the_services_queue_is_shown(desk: Desk) -> None:
     assert found is not None
     ask(found.address, "POST", "/memory/sleep", {"wake": "manual"})
     run = desk.start(writing("a cat", where=SERVICE, seed=21))
-    run.wait_until(lambda message: message.kind == "text" and "its turn at the service, place 1" in message.data["text"])
+    run.wait_until(
+        lambda message: message.kind == "text" and "its turn at the service, place 1" in message.data["text"]
+    )
     ask(found.address, "POST", "/memory/wake", {})
     assert run.result().ok
 
@@ -236,7 +248,11 @@ def wait_until(true: Callable[[], bool], seconds: float = 15.0) -> None:
 
 def test_the_service_knows_what_comfyuis_models_hold_and_asks_them_for_room(desk: Desk) -> None:
     large = 32 << 20
-    graph = {"model": node("TestLargeModel", bytes=large), "use": node("TestUseModel", model=["model", 0]), "show": show("use")}
+    graph = {
+        "model": node("TestLargeModel", bytes=large),
+        "use": node("TestUseModel", model=["model", 0]),
+        "show": show("use"),
+    }
     assert desk.run(graph).ok
     wait_until(lambda: (tenant(desk) or 0) >= large)
     found = find_service(desk.cache)
@@ -247,7 +263,10 @@ def test_the_service_knows_what_comfyuis_models_hold_and_asks_them_for_room(desk
 
 
 def test_hidden_states_stay_in_the_process(desk: Desk) -> None:
-    graph: Graph = {"load": load(where=SERVICE), "encode": node("OnedeskTextEncoder", model=["load", 0], text="a cat", layers="-2")}
+    graph: Graph = {
+        "load": load(where=SERVICE),
+        "encode": node("OnedeskTextEncoder", model=["load", 0], text="a cat", layers="-2"),
+    }
     graph["encode"]["inputs"] |= {"template": "chat", "min_tokens": 0}
     graph["show"] = show("encode")
     outcome = desk.run(graph)
@@ -293,7 +312,9 @@ def test_another_server_by_its_entry_and_nothing_of_its_address_and_key_anywhere
 
 
 def test_a_place_that_is_not_there_is_refused_when_it_is_queued(desk: Desk) -> None:
-    with pytest.raises(Exception, match=r"no place is called 'other server: gone'; there are: in this process, local service"):
+    with pytest.raises(
+        Exception, match=r"no place is called 'other server: gone'; there are: in this process, local service"
+    ):
         desk.run(writing("x", where="other server: gone"))
 
 

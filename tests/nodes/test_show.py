@@ -45,7 +45,9 @@ def test_statistics_are_one_line_with_every_figure():
         "m: 10 tokens read, 5 written (2 of them thinking), 2.0 tokens/s; first token 0.50 s, total 2.50 s; "
         "seed 18446744073709551615; finished by itself"
     )
-    assert "load 1.25 s, first token" in statistics("m", result(seconds={"load": 1.25, "first_token": 1.5, "total": 2.0}))
+    assert "load 1.25 s, first token" in statistics(
+        "m", result(seconds={"load": 1.25, "first_token": 1.5, "total": 2.0})
+    )
     assert "1 written; " in statistics("m", result(usage=Usage(1, 1, 0)))
 
 

@@ -1,4 +1,6 @@
-"""Stop in the real ComfyUI: while a model loads, reads its prompt, writes, and in a list; and what is left afterwards."""
+"""Stop in the real ComfyUI: while a model loads, reads its prompt, writes, and in a list; and what is left
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STOPPED = re.compile(r"\[stopped after (\d+) tokens\]$")
 
 
 def limit_of(message: Message) -> float:
-    """Where the progress of node "write" ends, if the message tells that: bytes while loading, tokens while reading and writing; else 0."""
+    """Where the progress of node "write" ends, if the message tells that: bytes while loading, tokens while reading
+    and writing; else 0.
+    """
     return message.data["nodes"].get("write", {}).get("max", 0) if message.kind == "progress_state" else 0
 
 

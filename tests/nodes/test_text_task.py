@@ -22,14 +22,16 @@ def test_text_is_streamed_into_the_node_and_grows(comfyui: Comfy):
 
 def test_streaming_is_at_most_ten_times_a_second(comfyui: Comfy):
     outcome = comfyui.run(writing("stream slowly", max_tokens=60))
-    # By the time of the whole run: messages that wait on their way arrive together. The last two come as soon as they are there: the whole
-    # text, then the text with its statistics.
+    # By the time of the whole run: messages that wait on their way arrive together. The last two come as soon as they
+    # are there: the whole text, then the text with its statistics.
     assert 2 <= len(outcome.texts("write")) <= 10 * outcome.messages[-1].at + 3
 
 
 def test_progress_counts_tokens_up_to_the_limit(comfyui: Comfy):
     outcome = comfyui.run(writing("count tokens", max_tokens=40))
-    seen = [m.data["nodes"]["write"] for m in outcome.messages if m.kind == "progress_state" and "write" in m.data["nodes"]]
+    seen = [
+        m.data["nodes"]["write"] for m in outcome.messages if m.kind == "progress_state" and "write" in m.data["nodes"]
+    ]
     decoding = [entry["value"] for entry in seen if entry["max"] == 40]
     assert decoding
     assert decoding == sorted(decoding)
@@ -80,7 +82,12 @@ def test_two_equal_loaders_share_one_model(comfyui: Comfy):
     comfyui.run(writing("one loader"))
     before = state(comfyui)["models"]
     graph = writing("first loader")
-    graph |= {"load2": load(), "prompt2": prompt("second loader"), "write2": generate("load2", "prompt2"), "text2": show("write2")}
+    graph |= {
+        "load2": load(),
+        "prompt2": prompt("second loader"),
+        "write2": generate("load2", "prompt2"),
+        "text2": show("write2"),
+    }
     assert comfyui.run(graph).ok
     assert state(comfyui)["models"] == before
 
@@ -92,7 +99,9 @@ def test_one_workflow_many_times_does_not_grow(comfyui: Comfy):
         assert comfyui.run(writing("grow", seed=seed)).ok
     after = state(comfyui)
     assert held(comfyui, "tiny-writer") == before
-    assert sum(entry["name"] == "OnedeskModel" and entry["loaded"] > 0 for entry in after["comfyui"]) <= len(after["models"])
+    assert sum(entry["name"] == "OnedeskModel" and entry["loaded"] > 0 for entry in after["comfyui"]) <= len(
+        after["models"]
+    )
 
 
 def test_a_list_of_prompts_is_one_execution_that_loads_once_and_gives_way_once(comfyui: Comfy):
@@ -175,7 +184,10 @@ def test_a_bias_of_a_quoted_token_decides(comfyui: Comfy):
 
 def test_dynamic_prompts_are_drawn_by_their_own_seed(comfyui: Comfy):
     def messages(seed: int) -> str:
-        graph = {"prompt": prompt("a {red|green|blue|white|black} {cat|dog}", dynamic=True, seed=seed), "show": show("prompt")}
+        graph = {
+            "prompt": prompt("a {red|green|blue|white|black} {cat|dog}", dynamic=True, seed=seed),
+            "show": show("prompt"),
+        }
         return shown(comfyui.run(graph), "show")
 
     drawn = {seed: messages(seed) for seed in (1, 2, 3, 4)}

@@ -37,7 +37,9 @@ def test_every_choice_is_drawn_and_nothing_else():
 
 
 def test_groups_may_be_nested():
-    assert {expand("{a|{b|c}} {d|e{f|g}}", seed) for seed in range(200)} == {f"{x} {y}" for x in "abc" for y in ("d", "ef", "eg")}
+    assert {expand("{a|{b|c}} {d|e{f|g}}", seed) for seed in range(200)} == {
+        f"{x} {y}" for x in "abc" for y in ("d", "ef", "eg")
+    }
 
 
 def test_a_choice_may_hold_escaped_signs():

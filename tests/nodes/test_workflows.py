@@ -122,12 +122,21 @@ def test_text_to_image_draws_through_the_stock_encoder_and_sampler(comfyui: Comf
 @pytest.mark.parametrize(("template", "min_tokens"), [("raw text", 0), ("chat", 0), ("chat without thinking", 300)])
 def test_states_of_any_model_are_conditioning(comfyui: Comfy, template: str, min_tokens: int):
     graph = with_tiny_models(queued("demo"))
-    graph[the_node(graph, "UNETLoader")]["inputs"]["unet_name"] = "tiny_painter_64.safetensors"  # as wide as the tiny writer's states
-    graph[the_node(graph, "OnedeskTextEncoder")]["inputs"] |= {"layers": "-2", "template": template, "min_tokens": min_tokens}
+    graph[the_node(graph, "UNETLoader")]["inputs"]["unet_name"] = (
+        "tiny_painter_64.safetensors"  # as wide as the tiny writer's states
+    )
+    graph[the_node(graph, "OnedeskTextEncoder")]["inputs"] |= {
+        "layers": "-2",
+        "template": template,
+        "min_tokens": min_tokens,
+    }
     check_picture(comfyui, comfyui.run(graph), 64)
 
 
 def test_no_workflow_holds_a_path_or_a_secret(repository: Path):
     for file in [*(repository / "workflows").glob("*.json"), *API.glob("*.json")]:
         text = file.read_text(encoding="utf-8").lower()
-        assert not any(word in text for word in ("/home", "/root", "/work", "c:\\\\", "token_file", "api_key", "secret", "password"))
+        assert not any(
+            word in text
+            for word in ("/home", "/root", "/work", "c:\\\\", "token_file", "api_key", "secret", "password")
+        )

@@ -238,7 +238,10 @@ def test_other_engines_are_read(tmp_path):
 
 
 def test_an_engine_of_several_models_is_an_entry_for_each(tmp_path):
-    table = '[peers.many]\nkind = "llama-server"\nmodels = ["a.gguf", "big/b-00001-of-00003.gguf", "folder"]\nmemory = 9\nloaded = 2\n'
+    table = (
+        '[peers.many]\nkind = "llama-server"\nmodels = ["a.gguf", "big/b-00001-of-00003.gguf", "folder"]\nmemory ='
+        " 9\nloaded = 2\n"
+    )
     peers = load_config(write(tmp_path, table)).peers
     assert {name: (entry.name, entry.asked) for name, entry in peers.items()} == {
         f"many/{name}": ("many", name) for name in ("a", "b", "folder")
@@ -305,7 +308,10 @@ def test_a_wrong_peer_names_itself(tmp_path, text, wanted):
 
 
 def test_the_hub_settings_are_read_and_held_to_their_ranges(tmp_path):
-    text = '[hub]\nendpoints = ["https://mirror.example"]\norder = ["modelscope"]\nconnections = 2\nlimit_mb_per_s = 12.5\n'
+    text = (
+        '[hub]\nendpoints = ["https://mirror.example"]\norder = ["modelscope"]\nconnections = 2\nlimit_mb_per_s ='
+        " 12.5\n"
+    )
     hub = load_config(write(tmp_path, text)).hub
     assert (hub.endpoints, hub.order, hub.connections, hub.limit_mb_per_s) == (
         ("https://mirror.example",),

@@ -1,4 +1,6 @@
-"""Every number of a request, in the type in which it is used: what is let through never fails a sampler or leaves what is allowed."""
+"""Every number of a request, in the type in which it is used: what is let through never fails a sampler or leaves
+what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,34 @@ from onedesk.service.errors import RequestError
 
 NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-WHOLES = ("max_tokens", "thinking_budget", "n", "best_of", "beams", "logprobs")
+WHOLES = ("max_tokens", "total_tokens", "thinking_budget", "n", "best_of", "beams", "logprobs", "pixels")
 EDGES: list[Any] = [
-    0, -0.0, 1, -1, 2, 0.5, 1e-5, 1e-44, 5e-324, 1e-300, FP32_SMALLEST, FP32_MAX, 2 * FP32_MAX, 1e300, 1e308, -1e308, 2**63, 2**64,
-    10**307, 10**400, -(10**400), 10**5000, math.nan, math.inf, -math.inf,
-]  # fmt: skip
+    0,
+    -0.0,
+    1,
+    -1,
+    2,
+    0.5,
+    1e-5,
+    1e-44,
+    5e-324,
+    1e-300,
+    FP32_SMALLEST,
+    FP32_MAX,
+    2 * FP32_MAX,
+    1e300,
+    1e308,
+    -1e308,
+    2**63,
+    2**64,
+    10**307,
+    10**400,
+    -(10**400),
+    10**5000,
+    math.nan,
+    math.inf,
+    -math.inf,
+]
 NO_NUMBERS: list[Any] = [True, False, "1", "", b"1", [], {}, 1j, "9" * 5000]
 
 
@@ -39,7 +64,9 @@ def sampled(name: str, value: Any) -> Request:
 
 
 @pytest.mark.parametrize("name", [*FLOATS, "top_k", "seed"])
-@pytest.mark.parametrize("value", [*NO_NUMBERS, math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**5000], ids=lambda v: repr(type(v)))
+@pytest.mark.parametrize(
+    "value", [*NO_NUMBERS, math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**5000], ids=lambda v: repr(type(v))
+)
 def test_what_is_no_number_of_the_type_is_refused_by_its_name(name: str, value: Any) -> None:
     refusal = check(sampled(name, value))
     assert refusal.startswith(f"{name} is ")
@@ -54,7 +81,9 @@ def test_a_count_is_a_whole_number_of_63_bits(name: str, value: Any) -> None:
     assert len(refusal) < 200
 
 
-@pytest.mark.parametrize("value", [*NO_NUMBERS, None, 1e300, -1e300, 10**400, math.inf, math.nan], ids=lambda v: repr(type(v)))
+@pytest.mark.parametrize(
+    "value", [*NO_NUMBERS, None, 1e300, -1e300, 10**400, math.inf, math.nan], ids=lambda v: repr(type(v))
+)
 def test_a_bias_is_a_number_of_fp32(value: Any) -> None:
     assert check(sampled("logit_bias", {3: value})).startswith("logit_bias has 3: ")
 
@@ -79,8 +108,20 @@ def test_fp32_is_what_numpy_makes_of_normal_numbers() -> None:
 
 def test_every_numeric_field_is_covered_here() -> None:
     """A number that is added to a request is added to these tests."""
-    plain = {"messages", "prompt", "ids", "sampling", "stop", "thinking", "repetition_stop", "prefix_reuse", "speculation"}
-    plain |= {"json_schema", "json_frame", "tools", "template_options"}
+    plain = {
+        "messages",
+        "prompt",
+        "ids",
+        "sampling",
+        "stop",
+        "thinking",
+        "repetition_stop",
+        "prefix_reuse",
+        "speculation",
+    }
+    plain |= {"json_schema", "json_frame", "tools", "template_options", "images"}
+    # `calls` is counted by the service from tools that are given, the others are switches.
+    plain |= {"calls", "add_generation_prompt", "continue_final_message", "parse_special"}
     assert {f.name for f in fields(Sampling)} == {*FLOATS, "top_k", "seed", "logit_bias"}
     missing = {f.name for f in fields(Request)} - plain - {*WHOLES}
     assert not missing
@@ -91,7 +132,9 @@ def test_every_numeric_field_is_covered_here() -> None:
 def test_whatever_the_numbers_an_allowed_token_is_chosen(data: st.DataObject) -> None:
     numbers = st.one_of(st.none(), st.sampled_from(EDGES), st.floats(allow_nan=False), st.integers(-3, 60))
     values: dict[str, Any] = {name: data.draw(numbers, label=name) for name in (*FLOATS, "top_k")}
-    bias = data.draw(st.dictionaries(st.integers(0, 39), numbers.filter(lambda value: value is not None), max_size=6), label="bias")
+    bias = data.draw(
+        st.dictionaries(st.integers(0, 39), numbers.filter(lambda value: value is not None), max_size=6), label="bias"
+    )
     values = {name: value for name, value in values.items() if not check(sampled(name, value))}
     bias = {token: value for token, value in bias.items() if not check(sampled("logit_bias", {token: value}))}
     sampling = Sampling(**values, logit_bias=bias).validated().with_defaults(NEUTRAL)

@@ -1,4 +1,6 @@
-"""Every Python that we start, in a folder full of modules under the names of those that it needs: it imports none of them."""
+"""Every Python that we start, in a folder full of modules under the names of those that it needs: it imports none of
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,50 @@ from onedesk.service.text.jinja_process import JinjaProcess, RenderLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 SHADOWS = (
-    *("torch", "json", "numpy", "psutil", "safetensors", "tokenizers", "aiohttp", "jinja2", "markupsafe", "pip", "venv", "runpy"),
-    *("sitecustomize", "usercustomize", "typing", "signal", "pathlib", "logging", "argparse", "onedesk", "service", "nodes", "comfy"),
+    *(
+        "torch",
+        "json",
+        "numpy",
+        "psutil",
+        "safetensors",
+        "tokenizers",
+        "aiohttp",
+        "jinja2",
+        "markupsafe",
+        "pip",
+        "venv",
+        "runpy",
+    ),
+    *(
+        "sitecustomize",
+        "usercustomize",
+        "typing",
+        "signal",
+        "pathlib",
+        "logging",
+        "argparse",
+        "onedesk",
+        "service",
+        "nodes",
+        "comfy",
+    ),
     *("linecache", "contextlib", "subprocess", "tomllib", "tomli", "yaml", "PIL", "ruff", "_distutils_hack"),
 )
 
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, PYTHONPATH and the user's home, full of modules that leave a word when they are imported."""
+    """The working directory, PYTHONPATH and the user's home, full of modules that leave a word when they are
+    imported.
+    """
     folder, home, ran = tmp_path / "folder", tmp_path / "home", tmp_path / "ran"
     user_site = home / ".local" / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
     for place in (folder, user_site):
         place.mkdir(parents=True)
         for name in SHADOWS:
-            (place / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write(__file__ + '\\n')\nraise SystemExit('RAN ' + __file__)\n")
+            (place / f"{name}.py").write_text(
+                f"open({str(ran)!r}, 'a').write(__file__ + '\\n')\nraise SystemExit('RAN ' + __file__)\n"
+            )
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}{os.pathsep}{folder}")
     monkeypatch.chdir(folder)
@@ -89,7 +120,11 @@ def test_the_installer(hostile: Path) -> None:
 
 @pytest.mark.parametrize("form", ["folder", "file", "module"])
 def test_the_command_by_its_path_and_as_a_module(hostile: Path, form: str) -> None:
-    words = {"folder": [ROOT / "service"], "file": [ROOT / "service" / "__main__.py"], "module": ["-m", "onedesk.service"]}[form]
+    words = {
+        "folder": [ROOT / "service"],
+        "file": [ROOT / "service" / "__main__.py"],
+        "module": ["-m", "onedesk.service"],
+    }[form]
     assert run(*isolated_command(*words), "--version").startswith("onedesk ")
 
 
@@ -104,10 +139,14 @@ def test_a_pack_under_any_name_runs_by_its_path(hostile: Path, tmp_path: Path) -
 def test_modules_of_this_package_and_probes(hostile: Path, tmp_path: Path) -> None:
     assert run(*package_command("onedesk.service", "--version")).startswith("onedesk ")
     steps = Steps(Tree(tmp_path / "desk"))
-    assert steps.ask(Path(sys.executable), "import json, runpy; print(json.dumps(runpy.__file__))") == json.dumps(run_py())
+    assert steps.ask(Path(sys.executable), "import json, runpy; print(json.dumps(runpy.__file__))") == json.dumps(
+        run_py()
+    )
     assert device_arguments(Path(sys.executable)) in ([], ["--cpu"])
     words = probe_command(sys.executable, "import json; print(json.__name__)")
-    answer = subprocess.run(words, capture_output=True, text=True, env=python_environment(), cwd=SAFE_FOLDER, check=True)
+    answer = subprocess.run(
+        words, capture_output=True, text=True, env=python_environment(), cwd=SAFE_FOLDER, check=True
+    )
     assert answer.stdout.strip() == "json"
 
 
@@ -126,12 +165,15 @@ def test_the_process_of_templates(hostile: Path) -> None:
 
 
 def test_a_comfyui(hostile: Path, tmp_path: Path) -> None:
-    """A stand-in for main.py that imports what it can and ends: what is imported, and where from, is all that counts."""
+    """A stand-in for main.py that imports what it can and ends: what is imported, and where from, is all that
+    counts.
+    """
     comfyui = tmp_path / "ComfyUI"
     comfyui.mkdir()
     (comfyui / "comfy.py").write_text("")
     (comfyui / "main.py").write_text(
-        "import sys, comfy, json, torch, numpy\nprint(json.dumps([comfy.__file__, [p for p in sys.path if not p or p == '.']]))\n"
+        "import sys, comfy, json, torch, numpy\nprint(json.dumps([comfy.__file__, [p for p in sys.path if not p or p =="
+        " '.']]))\n"
     )
     process = ComfyProcess(Path(sys.executable), comfyui, [], log=tmp_path / "log", environment={})
     with pytest.raises(Exception, match="ended while starting, with exit status 0"):
@@ -151,7 +193,9 @@ HELPER = "service/python_process.py"
 
 
 def test_every_python_is_started_through_the_helper() -> None:
-    """sys.executable and the options -m, -c and -I of a Python stand nowhere else, and no process is started in other ways."""
+    """sys.executable and the options -m, -c and -I of a Python stand nowhere else, and no process is started in
+    other ways.
+    """
     found = []
     for path in [*(ROOT / "service").rglob("*.py"), *(ROOT / "nodes").rglob("*.py")]:
         name = str(path.relative_to(ROOT))

@@ -1,4 +1,6 @@
-"""The plain checks themselves: they must accept the truth and refuse what is wrong, or no figure of the demo models means anything."""
+"""The plain checks themselves: they must accept the truth and refuse what is wrong, or no figure of the demo models
+means anything.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,22 @@ def test_the_picture_check_bears_blur_and_noise(drawn: list[tuple[scenes.Scene, 
     generator = torch.Generator().manual_seed(1)
     right = 0
     for scene, picture in drawn:
-        soft = torch.nn.functional.avg_pool2d(torch.from_numpy(picture).permute(2, 0, 1)[None].float(), 3, 1, 1, count_include_pad=False)
-        noisy = (soft + 4 * torch.randn(soft.shape, generator=generator)).clamp(0, 255).byte()[0].permute(1, 2, 0).numpy()
+        soft = torch.nn.functional.avg_pool2d(
+            torch.from_numpy(picture).permute(2, 0, 1)[None].float(), 3, 1, 1, count_include_pad=False
+        )
+        noisy = (
+            (soft + 4 * torch.randn(soft.shape, generator=generator)).clamp(0, 255).byte()[0].permute(1, 2, 0).numpy()
+        )
         right += check.judge(scene, noisy).shapes
     assert right >= 0.97 * COUNT
 
 
 def test_the_picture_check_refuses_another_scene(drawn: list[tuple[scenes.Scene, np.ndarray]]) -> None:
-    accepted = [1 for (scene, _), (_, picture) in zip(drawn, drawn[1:] + drawn[:1], strict=True) if check.judge(scene, picture).all]
+    accepted = [
+        1
+        for (scene, _), (_, picture) in zip(drawn, drawn[1:] + drawn[:1], strict=True)
+        if check.judge(scene, picture).all
+    ]
     assert len(accepted) <= 0.03 * COUNT
 
 
@@ -45,7 +55,10 @@ def test_the_picture_check_refuses_another_scene(drawn: list[tuple[scenes.Scene,
 def test_each_kind_is_told_from_the_others(kind: str) -> None:
     asked = scenes.Scene((scenes.Shape(kind, "red"),), "white")
     picture = evaluate.to_pixels(shapes.render(torch.tensor([scenes.layout(asked, random.Random(3))])))[0]
-    seen = {other: check.judge(scenes.Scene((scenes.Shape(other, "red"),), "white"), picture).shapes for other in scenes.KINDS}
+    seen = {
+        other: check.judge(scenes.Scene((scenes.Shape(other, "red"),), "white"), picture).shapes
+        for other in scenes.KINDS
+    }
     assert seen == {other: other == kind for other in scenes.KINDS}
 
 
@@ -67,9 +80,18 @@ def test_words_of_an_idea() -> None:
 
 
 def test_attributes_repeats_and_objects() -> None:
-    assert check.added_attributes("a fox in candle light", "an etching of a fox in candle light, 35mm lens") == ["35mm lens", "etching"]
+    assert check.added_attributes("a fox in candle light", "an etching of a fox in candle light, 35mm lens") == [
+        "35mm lens",
+        "etching",
+    ]
     assert check.repeats_four("one two three four, one two three four")
     assert not check.repeats_four("one two three four, one two three five")
     assert check.as_object('{"prompt": "a", "negative": "b"}') == {"prompt": "a", "negative": "b"}
-    for broken in ('{"prompt": "a"}', '{"prompt": "a", "negative": 1}', "[]", "a fox", '{"prompt": "a", "negative": ""}'):
+    for broken in (
+        '{"prompt": "a"}',
+        '{"prompt": "a", "negative": 1}',
+        "[]",
+        "a fox",
+        '{"prompt": "a", "negative": ""}',
+    ):
         assert check.as_object(broken) is None

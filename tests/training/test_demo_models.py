@@ -27,7 +27,10 @@ def folder(repository: Path) -> Path:
 @pytest.fixture(scope="module")
 def painter(repository: Path) -> tuple[Path, Path]:
     image = repository / "models" / "comfyui"
-    return image / "diffusion_models" / "onedesk-demo-painter.safetensors", image / "vae" / "onedesk-demo-painter-vae.safetensors"
+    return (
+        image / "diffusion_models" / "onedesk-demo-painter.safetensors",
+        image / "vae" / "onedesk-demo-painter-vae.safetensors",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,9 @@ def test_transformers_computes_the_same(folder: Path, writer: evaluate.EngineWri
 def test_the_template_is_what_training_saw(folder: Path) -> None:
     template = load_template(folder)
     turns = [Message("system", "S"), Message("user", "a cat")]
-    assert template.render(turns, thinking="off") == examples.chat("S", "a cat") == template.render(turns, thinking="on")
+    assert (
+        template.render(turns, thinking="off") == examples.chat("S", "a cat") == template.render(turns, thinking="on")
+    )
     assert template.render(turns[1:]) == examples.chat(None, "a cat")
 
 
@@ -70,10 +75,14 @@ def test_the_writer_keeps_its_promises(writer: evaluate.EngineWriter) -> None:
     assert figures["valid_json"] >= 0.95
 
 
-def test_the_painter_draws_what_the_writer_wrote(writer: evaluate.EngineWriter, painter: tuple[Path, Path], comfyui_folder: Path) -> None:
+def test_the_painter_draws_what_the_writer_wrote(
+    writer: evaluate.EngineWriter, painter: tuple[Path, Path], comfyui_folder: Path
+) -> None:
     made = writer.answers(evaluate.asked_for(evaluate.held_out_ideas(PICTURES, SEED + 1, "shape")), SEED + 1)
     prompts = [evaluate.prompt_of(a) for a in made] + ["a red circle on blue"] * 3
-    pictures = evaluate.draw_with_comfyui(writer, *painter, prompts, [*range(PICTURES), 7, 7, 8], comfyui_folder, timeout=170)
+    pictures = evaluate.draw_with_comfyui(
+        writer, *painter, prompts, [*range(PICTURES), 7, 7, 8], comfyui_folder, timeout=170
+    )
     figures = evaluate.picture_figures([(a.idea, p) for a, p in zip(made, pictures, strict=False)])
     assert figures["pictures"] == PICTURES
     assert figures["right_shapes"] >= 0.8  # 20 pictures of a model that is right nine times in ten

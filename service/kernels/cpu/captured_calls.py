@@ -147,14 +147,18 @@ class CallCache:
         known = [stored for stored in found if stored is not None]
         return known if len(known) == len(found) else None
 
-    def product(self, mode: int, x: torch.Tensor, stored: WeightStruct, out: torch.Tensor, scratch: tuple[int, int]) -> ProductStruct:
+    def product(
+        self, mode: int, x: torch.Tensor, stored: WeightStruct, out: torch.Tensor, scratch: tuple[int, int]
+    ) -> ProductStruct:
         """A product without a norm. Raises ValueError for shapes that do not fit."""
         count, cols = x.shape
         outputs = stored.rows // 2 if mode == GATE else stored.rows
         if cols != stored.cols or out.numel() != count * outputs:
             weight = f"({stored.rows}, {stored.cols})"
             raise ValueError(f"{tuple(x.shape)} times a weight {weight} does not give {tuple(out.shape)}")
-        product = ProductStruct(w=stored, mode=mode, x=x.data_ptr(), out=out.data_ptr(), tokens=count, threads=self.threads)
+        product = ProductStruct(
+            w=stored, mode=mode, x=x.data_ptr(), out=out.data_ptr(), tokens=count, threads=self.threads
+        )
         product.scratch, product.stride = scratch
         return product
 

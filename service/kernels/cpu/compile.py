@@ -109,7 +109,8 @@ def _lacking(cache: Path) -> str:
     if free >= BUILD_ROOM:
         return ""
     return (
-        f"building them takes {show(BUILD_ROOM)} in the cache folder, but its disk has {show(free)}; free {show(BUILD_ROOM - free)} there"
+        f"building them takes {show(BUILD_ROOM)} in the cache folder, but its disk has {show(free)}; free"
+        f" {show(BUILD_ROOM - free)} there"
     )
 
 
@@ -134,7 +135,9 @@ def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
     try:
         with work_folder(target.parent, "kernels") as folder, ThreadPoolExecutor() as pool:
             linked = folder / "kernels.so"
-            commands = [[compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()]
+            commands = [
+                [compiler, *FLAGS, "-c", str(path), "-o", str(folder / f"{path.stem}.o")] for path in _sources()
+            ]
             failed = next(filter(None, pool.map(lambda command: _run(command, folder, cancel), commands)), "")
             link = [compiler, "-shared", *(command[-1] for command in commands), "-o", str(linked), *openmp]
             failed = failed or _run(link, folder, cancel)
@@ -146,7 +149,10 @@ def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
     except OSError as error:
         if error.filename == compiler:
             return f"the C compiler does not run: {error.strerror}; install cc, gcc or clang for the fast kernels"
-        return f"the kernels could not be compiled: {error.strerror} in the cache folder; make it writable, with free space"
+        return (
+            f"the kernels could not be compiled: {error.strerror} in the cache folder; make it writable, with free"
+            " space"
+        )
     except subprocess.TimeoutExpired as error:
         return f"the kernels could not be compiled: the compiler took more than {error.timeout:g} s"
     return ""
@@ -157,7 +163,9 @@ def _run(command: Sequence[str], folder: Path, cancel: CancelCheck | None) -> st
     if status == 0:
         return ""
     lines = said.replace(f"{folder}/", "").replace(f"{FOLDER}/", "").strip().splitlines()
-    reason = next((line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}")
+    reason = next(
+        (line for line in lines if "error:" in line), lines[-1] if lines else f"it ended with status {status}"
+    )
     return f"the C compiler refused the kernels: {reason}"
 
 

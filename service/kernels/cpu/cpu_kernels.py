@@ -78,13 +78,21 @@ class CpuKernels(ReferenceKernels):
         return self._calls.plain
 
     @classmethod
-    def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+    def workspace_spec(
+        cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    ) -> tuple[Buffer, ...]:
         """Space for x of a product and for each thread; if attention.c does not support the heads, also the reference's
         keys and values.
         """
         threads = torch.get_num_threads()
-        workspace: tuple[Buffer, ...] = (((shared_bytes(columns) + threads * thread_bytes(columns, heads) + ALIGNMENT,), torch.uint8),)
-        return workspace if fits(heads, HEAD_STEP) else (*workspace, *super().workspace_spec(heads, positions, activation, columns))
+        workspace: tuple[Buffer, ...] = (
+            ((shared_bytes(columns) + threads * thread_bytes(columns, heads) + ALIGNMENT,), torch.uint8),
+        )
+        return (
+            workspace
+            if fits(heads, HEAD_STEP)
+            else (*workspace, *super().workspace_spec(heads, positions, activation, columns))
+        )
 
     def reserve(self, buffers: Sequence[torch.Tensor]) -> None:
         workspace, *rest = buffers
@@ -125,11 +133,17 @@ class CpuKernels(ReferenceKernels):
     def linear(self, x: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
         return out if self._product(STORE, x, None, weight, out) else super().linear(x, weight, out)
 
-    def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    def norm_linear(
+        self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
         return out if self._product(STORE, x, norm, weight, out) else super().norm_linear(x, norm, weight, out, normed)
 
     def linear_add(self, x: torch.Tensor, weight: Weight, residual: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-        return residual if self._product(ADD, x, None, weight, residual) else super().linear_add(x, weight, residual, spare)
+        return (
+            residual
+            if self._product(ADD, x, None, weight, residual)
+            else super().linear_add(x, weight, residual, spare)
+        )
 
     def norm_gate_up(
         self,
@@ -140,7 +154,11 @@ class CpuKernels(ReferenceKernels):
         normed: torch.Tensor,
         both: torch.Tensor,
     ) -> torch.Tensor:
-        return out if self._product(GATE, x, norm, gate_up, out) else super().norm_gate_up(x, norm, gate_up, out, normed, both)
+        return (
+            out
+            if self._product(GATE, x, norm, gate_up, out)
+            else super().norm_gate_up(x, norm, gate_up, out, normed, both)
+        )
 
     def gate_up(self, x: torch.Tensor, gate_up: Weight, out: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
         return out if self._product(GATE, x, None, gate_up, out) else super().gate_up(x, gate_up, out, both)
@@ -149,11 +167,17 @@ class CpuKernels(ReferenceKernels):
         def build() -> NativeCall | None:
             a = cpu_operands.attention(self._calls, heads, at)
             few = not at.batch.one_sequence or at.qkv.shape[0] <= FEW_ROWS
-            return None if a is None else NativeCall.of(self._native.attend_rows if few else self._native.attend_chunk, a, heads, at)
+            return (
+                None
+                if a is None
+                else NativeCall.of(self._native.attend_rows if few else self._native.attend_chunk, a, heads, at)
+            )
 
         return at.out if self._calls.make(_step_key(heads, at), build) else super().attend(heads, at)
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> bool:
+    def attend_indexed(
+        self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+    ) -> bool:
         key = _step_key(heads, at, indexer, keyed.indexed, keyed.tails, keyed.pooled)
         return self._calls.make(key, lambda: cpu_operands.indexed(self._calls, heads, at, indexer, keyed))
 
@@ -202,12 +226,16 @@ class CpuKernels(ReferenceKernels):
         )
 
     def inject(self, at: ConnectionOperands) -> None:
-        if not self._calls.make(_few_key(at.found, at.streams, at.weights), lambda: cpu_operands.injection(self._calls, at)):
+        if not self._calls.make(
+            _few_key(at.found, at.streams, at.weights), lambda: cpu_operands.injection(self._calls, at)
+        ):
             super().inject(at)
 
     def run_experts(self, experts: ExpertWeights, at: ExpertOperands) -> bool:
         key = (id(experts), id(at.x), id(at.out), id(at.scores), id(at.routed))
-        return at.x.shape[0] <= FEW_ROWS and self._at_once(key, experts, lambda: cpu_operands.experts(self._calls, experts, at))
+        return at.x.shape[0] <= FEW_ROWS and self._at_once(
+            key, experts, lambda: cpu_operands.experts(self._calls, experts, at)
+        )
 
     def _at_once(self, key: tuple[int, ...], part: object, build: Callable[[], NativeCall | None]) -> bool:
         """Whether the call under `key` was made. A part without a compiled form is remembered; the first of its type is
@@ -229,14 +257,20 @@ class CpuKernels(ReferenceKernels):
 
     def rms_norm(self, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> torch.Tensor:
         # Not kept: normed rows may not be buffers of a pass.
-        return out if self._calls.make(None, lambda: cpu_operands.norm(self._calls, x, norm, out)) else super().rms_norm(x, norm, out)
+        return (
+            out
+            if self._calls.make(None, lambda: cpu_operands.norm(self._calls, x, norm, out))
+            else super().rms_norm(x, norm, out)
+        )
 
     def _product(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> bool:
         """Whether the product was done. Otherwise plain torch must do it."""
         key = (mode, id(x), id(norm), id(weight), id(out)) if x.shape[0] <= FEW_ROWS else None
         return self._calls.make(key, lambda: self._product_call(mode, x, norm, weight, out))
 
-    def _product_call(self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> NativeCall | None:
+    def _product_call(
+        self, mode: int, x: torch.Tensor, norm: NormWeight | None, weight: Weight, out: torch.Tensor
+    ) -> NativeCall | None:
         calls = self._calls
         stored = calls.stored(weight)
         if stored is None or not (plain_rows(x) and plain_rows(out)):

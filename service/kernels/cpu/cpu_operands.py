@@ -65,7 +65,9 @@ def attention(calls: CallCache, heads: AttentionHeads, at: AttentionOperands) ->
     return a
 
 
-def indexed(calls: CallCache, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> NativeCall | None:
+def indexed(
+    calls: CallCache, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+) -> NativeCall | None:
     """Attention to selected key blocks."""
     attends, slots = attention(calls, heads, at), at.batch.slots
     weights = indexer.q_norm.weight, indexer.k_norm.weight
@@ -76,7 +78,9 @@ def indexed(calls: CallCache, heads: AttentionHeads, at: AttentionOperands, inde
     chosen = torch.empty((keyed.indexed.shape[0], most), dtype=torch.int64)
     queue = heads.rotary.cos.shape[0] // indexer.ratio + 1
     queues = torch.empty((calls.threads, queue * SCORED_BYTES), dtype=torch.uint8)
-    x = IndexerStruct(a=attends, heads=indexer.heads, dim=indexer.dim, queue=queue, q_eps=indexer.q_norm.eps, k_eps=indexer.k_norm.eps)
+    x = IndexerStruct(
+        a=attends, heads=indexer.heads, dim=indexer.dim, queue=queue, q_eps=indexer.q_norm.eps, k_eps=indexer.k_norm.eps
+    )
     x.verify = isinstance(at.batch, VerifyPass)
     x.a.chosen, x.a.most, x.a.ratio = chosen.data_ptr(), most, indexer.ratio
     x.indexed, x.q_norm, x.k_norm, x.tails, x.pooled = (tensor.data_ptr() for tensor in held)
@@ -101,13 +105,17 @@ def delta(calls: CallCache, heads: DeltaHeads, step: DeltaOperands) -> NativeCal
     d = DeltaStruct(rows=step.out.shape[0], taps_count=heads.taps.shape[0], eps=heads.norm.eps, threads=calls.threads)
     d.key_heads, d.group, d.key_dim, d.value_dim = heads.key_heads, heads.group, heads.key_dim, heads.value_dim
     d.fused, d.sigmoid, d.verify = heads.fused, heads.gate == "sigmoid", step.verify
-    d.projected, d.rates, d.windows, d.states, d.taps, d.decay, d.bias, d.norm, d.out = (tensor.data_ptr() for tensor in held)
+    d.projected, d.rates, d.windows, d.states, d.taps, d.decay, d.bias, d.norm, d.out = (
+        tensor.data_ptr() for tensor in held
+    )
     d.sources, d.targets = step.slots.source.data_ptr(), step.slots.target.data_ptr()
     return NativeCall.of(calls.native.delta_rows, d, *held, heads, step.slots)
 
 
 def connection(calls: CallCache, connection: HyperConnection, at: ConnectionOperands) -> NativeCall | None:
-    stored = calls.all_stored(connection.down, connection.up, *([connection.inject] if connection.inject is not None else []))
+    stored = calls.all_stored(
+        connection.down, connection.up, *([connection.inject] if connection.inject is not None else [])
+    )
     held = (at.streams, connection.norm.weight, at.normed, at.low, at.mixed, at.read, at.weights, at.found)
     rows, hidden = at.read.shape
     if stored is None or hidden % STREAM_STEP or not all(map(plain_rows, held)):
@@ -147,7 +155,9 @@ def ngram(calls: CallCache, weights: NgramWeights, at: NgramOperands) -> NativeC
     if stored is None or hidden % STREAM_STEP or not all(map(plain_rows, held)):
         return None
     scratch = calls.scratch_of(stored)
-    n = NgramStruct(rows=at.streams.shape[0], count=count, hidden=hidden, taps_count=weights.taps.shape[0], apart=weights.apart)
+    n = NgramStruct(
+        rows=at.streams.shape[0], count=count, hidden=hidden, taps_count=weights.taps.shape[0], apart=weights.apart
+    )
     n.key_eps, n.query_eps, n.conv_eps = weights.key_norm.eps, weights.query_norm.eps, weights.conv_norm.eps
     n.key_norm, n.query_norm, n.conv_norm, n.streams, n.windows, n.taps = (tensor.data_ptr() for tensor in held[:6])
     n.sources, n.targets = at.slots.source.data_ptr(), at.slots.target.data_ptr()
@@ -181,7 +191,11 @@ def experts(calls: CallCache, experts: ExpertWeights, at: ExpertOperands) -> Nat
 
 def norm(calls: CallCache, x: torch.Tensor, norm: NormWeight, out: torch.Tensor) -> NativeCall | None:
     weight = norm.weight
-    if not (plain_rows(x) and plain_rows(out) and plain_rows(weight)) or x.shape != out.shape or x.shape[-weight.dim() :] != weight.shape:
+    if (
+        not (plain_rows(x) and plain_rows(out) and plain_rows(weight))
+        or x.shape != out.shape
+        or x.shape[-weight.dim() :] != weight.shape
+    ):
         return None
     cols = x.shape[-1]
     n = NormStruct(
@@ -201,4 +215,6 @@ def gates(heads: HeadShape, projected: torch.Tensor, qkv: torch.Tensor, mixed: t
     if heads.head_dim % HEAD_STEP or not (plain_rows(projected) and plain_rows(qkv) and plain_rows(mixed)):
         return None
     kv_width = 2 * heads.kv_heads * heads.head_dim
-    return GatesStruct(projected.data_ptr(), qkv.data_ptr(), mixed.data_ptr(), mixed.shape[0], heads.heads, heads.head_dim, kv_width)
+    return GatesStruct(
+        projected.data_ptr(), qkv.data_ptr(), mixed.data_ptr(), mixed.shape[0], heads.heads, heads.head_dim, kv_width
+    )

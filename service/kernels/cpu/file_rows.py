@@ -33,7 +33,9 @@ class FileRowReader:
         """Announce that `width` bytes at each offset will be read soon."""
         self._run(files, offsets, 0, width, announce=True)
 
-    def read(self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], width: int, buffer: npt.NDArray[np.uint8]) -> int:
+    def read(
+        self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], width: int, buffer: npt.NDArray[np.uint8]
+    ) -> int:
         """Read `width` bytes at each offset into `buffer`, one row after the other. Returns the first row that was not
         read completely, or the number of rows.
         """
@@ -41,7 +43,9 @@ class FileRowReader:
             raise ValueError(f"{len(offsets)} rows of {width} bytes do not fit {buffer.nbytes}")
         return self._run(files, offsets, buffer.ctypes.data, width, announce=False)
 
-    def _run(self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], buffer: int, width: int, *, announce: bool) -> int:
+    def _run(
+        self, files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], buffer: int, width: int, *, announce: bool
+    ) -> int:
         files, offsets = np.ascontiguousarray(files, np.int32), np.ascontiguousarray(offsets, np.int64)
         wanted = _FileRows(files.ctypes.data, offsets.ctypes.data, buffer, len(offsets), width, THREADS, announce, 0, 0)
         return self._visit(ctypes.addressof(wanted))

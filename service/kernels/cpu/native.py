@@ -92,7 +92,10 @@ class ExpertsStruct(ctypes.Structure):
     """struct experts of experts.c."""
 
     _fields_ = [
-        *((name, ProductStruct) for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")),
+        *(
+            (name, ProductStruct)
+            for name in ("router", "shared_gate", "shared_gate_up", "shared_down", "gate_up", "down")
+        ),
         *structure(
             "gate_ups downs x out scores routed gated rows count active hidden width shared normalized",
             pointers="gate_ups downs x out scores routed gated",
@@ -139,7 +142,9 @@ class NormStruct(ctypes.Structure):
 class GatesStruct(ctypes.Structure):
     """struct gates of step.c."""
 
-    _fields_ = structure("projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim kv_width")
+    _fields_ = structure(
+        "projected qkv mixed rows heads dim kv_width", "projected qkv mixed", "rows heads dim kv_width"
+    )
 
 
 class InjectionStruct(ctypes.Structure):
@@ -173,7 +178,9 @@ class Native:
         self.apply_gates = bind(library, "apply_gates", address)
         self.run_calls = bind(library, "run_calls", address, whole)
         self.expert_rows = bind(library, "expert_rows", address)
-        self.norm_rows = bind(library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole)
+        self.norm_rows = bind(
+            library, "norm_rows", address, address, address, whole, whole, whole, ctypes.c_double, whole
+        )
         self.pack_rows = bind(library, "pack_rows", address, ctypes.c_int64, address, address, result=whole)
         self.embed_rows = bind(library, "embed_rows", address, address, whole, address, result=whole)
         self.read_all = bind(library, "read_all", address, whole, whole, result=whole)

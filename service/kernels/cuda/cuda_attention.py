@@ -63,10 +63,14 @@ class AttentionKernels(FusedProducts):
             )  # fmt: skip
             return self._join(batch.positions, at.out, forms, splits, 0)
         padded = power(shape.heads + 2 * shape.kv_heads)
-        on_grid(store_heads, (count,))(*parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8)
+        on_grid(store_heads, (count,))(
+            *parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8
+        )
         return self._attend_chunk(at, forms, batch.start)
 
-    def attend_indexed(self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands) -> bool:
+    def attend_indexed(
+        self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
+    ) -> bool:
         qkv, batch, rotary = at.qkv, at.batch, heads.rotary
         if not self.fuses_attention(heads.shape) or batch.slots is None:
             return False
@@ -148,7 +152,9 @@ class AttentionKernels(FusedProducts):
             "BLOCK": 1024,
             "PDL": self.device.early,
         }
-        on_grid(apply_gates, (qkv.shape[0], -(-heads.queries // 1024)))(projected, mixed, num_warps=4, **sizes, **self.launch)
+        on_grid(apply_gates, (qkv.shape[0], -(-heads.queries // 1024)))(
+            projected, mixed, num_warps=4, **sizes, **self.launch
+        )
 
     def fuses_attention(self, heads: HeadShape) -> bool:
         """Whether fused kernels support it. What they do not support is logged once."""
@@ -160,7 +166,9 @@ class AttentionKernels(FusedProducts):
 
     def _buffer(self, name: str, dtype: torch.dtype, like: torch.Tensor, held: bool, size: int) -> torch.Tensor:
         """A buffer between two kernels. In a pass that a graph may hold (`held`) it has the same address every time."""
-        return self.static_buffer(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
+        return (
+            self.static_buffer(name, dtype, like, size) if held else torch.empty(size, dtype=dtype, device=like.device)
+        )
 
     def _store(self, heads: AttentionHeads, at: AttentionOperands) -> None:
         shape = heads.shape

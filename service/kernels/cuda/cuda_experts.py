@@ -60,8 +60,12 @@ class ExpertKernels(FusedProducts):
         else:
             rows = 16 if count <= TILE_ROWS else pick_rows(count * active, len(experts.gate_up))
             tiles = buffers.picks.view(1, -1) if count <= TILE_ROWS else self._sort(buffers, len(experts.gate_up), rows)
-            self._grouped(at.x, experts.gate_up[0], gate_up, buffers.gated, tiles, buffers.order, active, rows, gated=True)
-            self._grouped(buffers.gated, experts.down[0], down, buffers.found, tiles, buffers.order, 1, rows, gated=False)
+            self._grouped(
+                at.x, experts.gate_up[0], gate_up, buffers.gated, tiles, buffers.order, active, rows, gated=True
+            )
+            self._grouped(
+                buffers.gated, experts.down[0], down, buffers.found, tiles, buffers.order, 1, rows, gated=False
+            )
         on_grid(combine, (count, -(-down.rows // 1024)))(
             buffers.found, buffers.weights, routed, buffers.shares, at.out, COLS=down.rows, ACTIVE=active,
             SHARED=shared is not None, BLOCK=1024, PDL=self.device.early, num_warps=4, **self.launch,

@@ -49,7 +49,9 @@ class FusedCudaKernels(AttentionKernels, DeltaKernels, ExpertKernels, NgramKerne
         return not isinstance(self.shape(part), str)
 
     @classmethod
-    def workspace_spec(cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int) -> tuple[Buffer, ...]:
+    def workspace_spec(
+        cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int
+    ) -> tuple[Buffer, ...]:
         group = -(-heads.heads // heads.kv_heads)
         units = UNITS * heads.kv_heads * power(group)
         return (

@@ -111,7 +111,9 @@ class FusedProducts(CudaKernels):
             return self._product(x, weight, shape, out)
         return self.few_rows(x, weight, shape, out)
 
-    def norm_linear(self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    def norm_linear(
+        self, x: torch.Tensor, norm: NormWeight, weight: Weight, out: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
         shape = self.shape(weight)
         if isinstance(shape, str) or not self._norms(x.shape[0], shape):
             return self.linear(self.rms_norm(x, norm, normed), weight, out)

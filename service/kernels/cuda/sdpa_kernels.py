@@ -27,7 +27,9 @@ class CudaKernels(ReferenceKernels):
         """Kernels for this process's CUDA device."""
         return cls(activation)
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, out: torch.Tensor
+    ) -> torch.Tensor:
         tokens, length = q.shape[0], k.shape[1]
         mask = causal_mask(tokens, length, q.device) if tokens > 1 and start > 0 else None
         with sdpa_kernel(BACKENDS):

@@ -88,7 +88,9 @@ def convolve_rows(
         seen = ()
         for i in tl.static_range(K - 1):
             row = b + i - (K - 1)
-            seen = seen + (held[i] + tl.load(projected + row * WIDTH + offset, mask=live & (row >= 0), other=0.0).to(tl.float32),)
+            seen = seen + (
+                held[i] + tl.load(projected + row * WIDTH + offset, mask=live & (row >= 0), other=0.0).to(tl.float32),
+            )
         held = seen
     for i in tl.static_range(K - 1):
         y += held[i] * tl.load(taps + i * CHANNELS + c, mask=live, other=0.0)
@@ -202,7 +204,9 @@ def convolve_piece(
         new = windows + tl.load(target) * ((K - 1) * CHANNELS) + c
         for i in tl.static_range(K - 1):
             last = count - (K - 1) + i + c * 0
-            z = tl.load(projected + last.to(tl.int64) * WIDTH + offset, mask=(c < CHANNELS) & (last >= 0), other=0.0).to(tl.float32)
+            z = tl.load(
+                projected + last.to(tl.int64) * WIDTH + offset, mask=(c < CHANNELS) & (last >= 0), other=0.0
+            ).to(tl.float32)
             z += tl.load(old + (last + K - 1) * CHANNELS, mask=(c < CHANNELS) & (last < 0), other=0.0)
             tl.store(new + i * CHANNELS, z, c < CHANNELS)
 
@@ -212,7 +216,9 @@ def rows_of(p, first, count, STRIDE: tl.constexpr, D, DP: tl.constexpr, N: tl.co
     """N rows [N, DP] from `first` on; 0 from row `count` and from column D on."""
     d = tl.arange(0, DP)[None, :]
     n = tl.arange(0, N)[:, None]
-    return tl.load(p + tl.cast(first, tl.int64) * STRIDE + n * STRIDE + d, mask=(n < count - first) & (d < D), other=0.0)
+    return tl.load(
+        p + tl.cast(first, tl.int64) * STRIDE + n * STRIDE + d, mask=(n < count - first) & (d < D), other=0.0
+    )
 
 
 @triton.jit
@@ -365,7 +371,9 @@ def answer_piece(
     y *= tl.rsqrt(tl.sum(y * y, 1) / E + eps)[:, None] * tl.load(norm + e, mask=e < E, other=0.0)[None, :]
     inside = live[:, None] & (e < E)[None, :]
     row = t.to(tl.int64)[:, None]
-    z = tl.load(projected + row * WIDTH + gate_offset(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(projected + row * WIDTH + gate_offset(j, H, R, D, E, FUSED) + e[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     gate = tl.sigmoid(z)
     if not SIGMOID:
         gate = gate * z

@@ -227,7 +227,9 @@ def grouped(
             gate, up = tl.split(acc.reshape(BW // 16, 2, 8, BM).permute(0, 2, 3, 1))
             acc = (gate * tl.sigmoid(gate) * up).reshape(BN, BM)
             r = tl.program_id(0) * BN + tl.arange(0, BN)
-        tl.store(out + pick[None, :] * rows + r[:, None], acc.to(out.dtype.element_ty), live[None, :] & (r < rows)[:, None])
+        tl.store(
+            out + pick[None, :] * rows + r[:, None], acc.to(out.dtype.element_ty), live[None, :] & (r < rows)[:, None]
+        )
 
 
 @triton.jit
@@ -244,7 +246,9 @@ def combine(
     early(PDL)
     y = tl.load(out + row * COLS + c, mask=live, other=0.0).to(tl.float32)
     for i in tl.static_range(ACTIVE):
-        y += tl.load(weights + row * ACTIVE + i) * tl.load(found + (row * ACTIVE + i) * COLS + c, mask=live, other=0.0).to(tl.float32)
+        y += tl.load(weights + row * ACTIVE + i) * tl.load(
+            found + (row * ACTIVE + i) * COLS + c, mask=live, other=0.0
+        ).to(tl.float32)
     if SHARED:
         y += tl.load(shares + row) * tl.load(shared + row * COLS + c, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * COLS + c, y.to(out.dtype.element_ty), live)

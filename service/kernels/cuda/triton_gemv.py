@@ -44,7 +44,9 @@ def stack(t, N: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit
-def group_words(w, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr):
+def group_words(
+    w, row, rows, BR: tl.constexpr, RL: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, UNITS: tl.constexpr
+):
     """Words [RL, NB, 4] of rows row.., BR * T of them; zeros outside the weight."""
     unit = tl.arange(0, NB)[None, :, None]
     at = unit * 4 + tl.arange(0, 4)[None, None, :]
@@ -107,7 +109,9 @@ def unit_floats(
             if BITS == 8:
                 xs = weighted(xs, 0, n)
             else:
-                m = two(tl.load(norm + 2 * at + 8, mask=live, other=0)) + two(tl.load(norm + 2 * at + 9, mask=live, other=0))
+                m = two(tl.load(norm + 2 * at + 8, mask=live, other=0)) + two(
+                    tl.load(norm + 2 * at + 9, mask=live, other=0)
+                )
                 xs = weighted(xs, 0, n) + weighted(xs, 4, m)
     return xs, squares
 
@@ -219,7 +223,9 @@ def products(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                 else:
                     zero = x[5] * 0 if OFFSETS else x[5] * -128
                     words = w[j * T + k]
-                    q = dot_int4(words, x, tl.broadcast_to(zero[:, :, None], words.shape), RL, NB, ASM).to(tl.float32) * (x[4] * 0.0625)
+                    q = dot_int4(words, x, tl.broadcast_to(zero[:, :, None], words.shape), RL, NB, ASM).to(
+                        tl.float32
+                    ) * (x[4] * 0.0625)
                 if SHARE:
                     q *= s[j * T + k].to(tl.float32)
                 if OFFSETS:
@@ -316,12 +322,21 @@ def gemv(
     for at in range(row, rows, tl.num_programs(0) * STEP):
         then = at + tl.num_programs(0) * STEP
         a_next = load_group(w, scales, offsets, then, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS)
-        b_next = load_group(up, up_scales, up_offsets, then, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS) if GATED else a_next
+        b_next = (
+            load_group(up, up_scales, up_offsets, then, rows, BR, RL, NB, T, UNITS, GROUPS, SHARE, OFFSETS)
+            if GATED
+            else a_next
+        )
         r = at + tl.arange(0, BR)[None, :] * RL + tl.arange(0, RL)[:, None]
         ok = r < rows
         before = tl.load(out + r, ok, 0.0).to(tl.float32) if ADD else 0.0
         by = tl.load(row_scales + r, ok, 0.0) * (root * ROW_UNIT) if ROW_SCALE else root
-        y = tl.sum(stack(products(a[0], a[1], a[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1) * by
+        y = (
+            tl.sum(
+                stack(products(a[0], a[1], a[2], xs, BR, T, RL, NB, FORMAT, HALF, SHARE, OFFSETS, ASM), BR, RL, NB), 1
+            )
+            * by
+        )
         if GATED:
             by = tl.load(up_row_scales + r, ok, 0.0) * (root * ROW_UNIT) if ROW_SCALE else root
             z = (

@@ -12,7 +12,9 @@ from .triton_primitives import early
 
 
 @triton.jit
-def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def split_gates(
+    projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """qkv [T, (HEADS + 2 KV) D] = projected [T, (2 HEADS + 2 KV) D] without the gates after the queries of each head.
     Grid (T, blocks).
     """
@@ -26,13 +28,17 @@ def split_gates(projected, qkv, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def apply_gates(projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def apply_gates(
+    projected, mixed, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """mixed [T, HEADS D] *= the sigmoid of the gates in `projected`, see `split_gates`. Grid (T, blocks)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < HEADS * D
     early(PDL)
-    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(projected + t * (2 * (HEADS + KV) * D) + c // D * (2 * D) + D + c % D, mask=live, other=0.0).to(
+        tl.float32
+    )
     p = mixed + t * (HEADS * D) + c
     y = tl.load(p, mask=live, other=0.0).to(tl.float32) * tl.sigmoid(z)
     tl.store(p, y.to(mixed.dtype.element_ty), live)
@@ -109,7 +115,9 @@ def attend_positions(
     size = split_size(count, SPLITS)
     active = tl.maximum(tl.cdiv(count, size), 1)
     if split < active:
-        q = tl.load(qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0)
+        q = tl.load(
+            qkv + b * ((HEADS + 2 * KV) * D) + (kv * G + i)[:, None] * D + d[None, :], mask=(i < G)[:, None], other=0.0
+        )
         q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(keys.dtype.element_ty)
         m = tl.full([16], -1e30, tl.float32)
         weight_sum = tl.zeros([16], tl.float32)

@@ -213,7 +213,9 @@ def dot_int4(w, x, zero, RL: tl.constexpr, NB: tl.constexpr, ASM: tl.constexpr):
         sums = w * 0
         for i in tl.static_range(4):
             b = byte(w, i)
-            sums += (b & 15) * (256 * signed_byte(x[0], i) + byte(x[1], i)) + (b >> 4) * (256 * signed_byte(x[2], i) + byte(x[3], i))
+            sums += (b & 15) * (256 * signed_byte(x[0], i) + byte(x[1], i)) + (b >> 4) * (
+                256 * signed_byte(x[2], i) + byte(x[3], i)
+            )
         total = tl.sum(sums, 2) * 16 + first(zero, RL, NB)
     return total
 

@@ -206,7 +206,9 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
         hit = tl.min(tl.where((until > aim) & (kept > 0), j, PADDED))
         at = tl.where(hit < PADDED, hit, tl.max(tl.where(kept > 0, j, -1)))
         mine = j == at
-        inside = (aim - tl.sum(tl.where(mine, until - part, 0.0))) / tl.maximum(tl.sum(tl.where(mine, share, 0.0)), 1e-300)
+        inside = (aim - tl.sum(tl.where(mine, until - part, 0.0))) / tl.maximum(
+            tl.sum(tl.where(mine, share, 0.0)), 1e-300
+        )
         n_kept = tl.sum(tl.where(mine, kept, 0))
         if at >= 0:
             rank = top - done - at
@@ -243,7 +245,9 @@ def decide(
     mode = planned(plan, MODE, b, batch)
     if (mode > 0) & (bad == 0):
         t = planned_float(plan, TEMPERATURE, b, batch)
-        u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(tl.float64)
+        u = planned_float(plan, UNIFORM, b, batch).to(tl.float64) + planned_float(plan, UNIFORM + 1, b, batch).to(
+            tl.float64
+        )
         mass = tl.load(masses + b * BLOCKS + i, mask=i < BLOCKS, other=0.0).to(tl.float64)
         mass = tl.where(i < BLOCKS, mass * tl.exp((peak - best) / t).to(tl.float64), 0.0)
         whole = tl.sum(mass)
@@ -297,7 +301,9 @@ def find(
             i = rank * BLOCK + j
             t = planned_float(plan, TEMPERATURE, b, batch)
             x = floats_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32), HALF)
-            e = tl.where(i < limit, tl.exp((x - tl.load(peaks + b * BLOCKS + rank, mask=rank >= 0, other=0.0)) / t), 0.0).to(tl.float64)
+            e = tl.where(
+                i < limit, tl.exp((x - tl.load(peaks + b * BLOCKS + rank, mask=rank >= 0, other=0.0)) / t), 0.0
+            ).to(tl.float64)
             hit = tl.min(tl.where((tl.cumsum(e, 0) > tl.load(rests + b)) & (e > 0), j, BLOCK))
             token = rank * BLOCK + tl.where(hit < BLOCK, hit, tl.max(tl.where(e > 0, j, 0)))
         else:

@@ -190,7 +190,9 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                 unit = at // 32 + tl.arange(0, BK // 32)[None, :]
                 both = tl.load(scales + held[:, None] * GROUPS + unit, mask=unit < GROUPS, other=0)
                 low_scale, high_scale = nvfp4_scales(both.to(tl.int32), HALF, ASM)
-                low, high = nvfp4_halves(q, spread(low_scale, BN, BK // 32), spread(high_scale, BN, BK // 32), HALF, ASM)
+                low, high = nvfp4_halves(
+                    q, spread(low_scale, BN, BK // 32), spread(high_scale, BN, BK // 32), HALF, ASM
+                )
                 acc = tl.dot(low_x, low.T, acc)
                 acc = tl.dot(high_x, high.T, acc)
             else:
@@ -200,7 +202,10 @@ def tile_sum(  # noqa: C901 - a kernel's forms, of which each compilation keeps 
                 d = tl.dot(high_x, high.T, d)
                 acc += d * s[None, :]
                 if OFFSETS:
-                    o = tl.load(offsets + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32) + 8.0 * s
+                    o = (
+                        tl.load(offsets + held * GROUPS + at // GROUP, mask=at < COLS, other=0.0).to(tl.float32)
+                        + 8.0 * s
+                    )
                     total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
                     acc += total[:, None] * o[None, :]
         if FORMAT == "nvfp4":

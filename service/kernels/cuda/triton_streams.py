@@ -79,7 +79,9 @@ def mix_streams(
 
 
 @triton.jit
-def inject_found(streams, weights, found, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def inject_found(
+    streams, weights, found, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """streams [T, STREAMS, HIDDEN] += weights [T, STREAMS] * found [T, HIDDEN]. Grid (T, blocks of HIDDEN)."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

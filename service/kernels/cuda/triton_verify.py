@@ -37,7 +37,9 @@ def verify_states(
     for _row in range(count):
         more = b + 1 < count
         next_slot = tl.load(target + b + 1, mask=more, other=0)
-        next_g, next_beta, next_q, next_k, next_v = row_of(seen, rates, decay, bias, b + 1, j, e, more, H, R, D, E, DP, FUSED)
+        next_g, next_beta, next_q, next_k, next_v = row_of(
+            seen, rates, decay, bias, b + 1, j, e, more, H, R, D, E, DP, FUSED
+        )
         s, y = advanced(s, g, beta, q, k, v, D)
         tl.store(states + slot * (H * R * D * E) + at, s, inside)
         tl.store(answers + b * (H * R * E) + j * E + e, y, e < E)

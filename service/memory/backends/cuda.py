@@ -87,7 +87,9 @@ class CudaSlab(DeviceSlab):
             super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError as error:
             first = str(error).splitlines()[0]
-            raise MemoryFull(f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less") from error
+            raise MemoryFull(
+                f"{device} refused a block of {nbytes} bytes: {first}; release a model or choose less"
+            ) from error
         self._device = device
         self._integrated = integrated
 
@@ -130,7 +132,9 @@ class CudaBackend:
         self._device = torch.device(device)
 
     def open(self, nbytes: int, *, whole: bool) -> CudaSlab:
-        return CudaSlab(nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0)))
+        return CudaSlab(
+            nbytes, self._device, bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", 0))
+        )
 
     def capabilities(self) -> Mapping[str, bool]:
         available = torch.cuda.is_available()

@@ -193,7 +193,9 @@ class ManagedBackend:
         self._oversubscribe = oversubscribe
         self._slabs: list[weakref.ref[ManagedSlab]] = []
         if not self._runtime.attribute("ConcurrentManagedAccess"):
-            raise RequestError(f"{device} or its driver cannot move managed memory on advice; take managed = true out of [memory]")
+            raise RequestError(
+                f"{device} or its driver cannot move managed memory on advice; take managed = true out of [memory]"
+            )
 
     @property
     def movable(self) -> int:
@@ -207,13 +209,18 @@ class ManagedBackend:
             self._set_aside(lacking)
             lacking = nbytes - self._runtime.free_bytes()
         if lacking > 0:
-            raise MemoryFull(f"{nbytes} bytes of managed memory are {lacking} more than the card has free; release a model or choose less")
+            raise MemoryFull(
+                f"{nbytes} bytes of managed memory are {lacking} more than the card has free; release a model or choose"
+                " less"
+            )
         slab = ManagedSlab(nbytes, self._runtime)
         self._slabs = [*(ref for ref in self._slabs if ref() is not None), weakref.ref(slab)]
         return slab
 
     def capabilities(self) -> Mapping[str, bool]:
-        return {name: bool(self._runtime.attribute(name)) for name in ATTRIBUTES} | {"oversubscribe": self._oversubscribe}
+        return {name: bool(self._runtime.attribute(name)) for name in ATTRIBUTES} | {
+            "oversubscribe": self._oversubscribe
+        }
 
     def _open_slabs(self) -> list[ManagedSlab]:
         return [slab for ref in self._slabs if (slab := ref()) is not None]
@@ -242,7 +249,9 @@ class CudaRuntime:
         self._index = device.index or 0
 
     def attribute(self, name: str) -> int:
-        return int(self._ask("cudaDeviceGetAttribute", getattr(self._cuda.cudaDeviceAttr, f"cudaDevAttr{name}"), self._index))
+        return int(
+            self._ask("cudaDeviceGetAttribute", getattr(self._cuda.cudaDeviceAttr, f"cudaDevAttr{name}"), self._index)
+        )
 
     def free_bytes(self) -> int:
         empty_caches(self._device)

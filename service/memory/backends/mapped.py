@@ -56,7 +56,10 @@ def resident_bytes(address: int, nbytes: int) -> int:
     for start in range(first, address + nbytes, _SLICE):
         pages = -(-min(_SLICE, address + nbytes - start) // PAGE)
         vector = np.empty(pages, dtype=np.uint8)
-        if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), ctypes.c_void_p(vector.ctypes.data)) == 0:
+        if (
+            _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), ctypes.c_void_p(vector.ctypes.data))
+            == 0
+        ):
             found += int(np.count_nonzero(vector & 1)) * PAGE
     return min(nbytes, found)
 
@@ -80,10 +83,14 @@ class MappedSlab:
         self.nbytes = nbytes
         slack = HUGE_PAGE if huge else 0
         try:
-            mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mapping = mmap.mmap(
+                -1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         except (OSError, OverflowError, ValueError) as error:
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            raise MemoryFull(f"the system refused to map {nbytes} bytes of memory: {reason}; release a model or choose less") from error
+            raise MemoryFull(
+                f"the system refused to map {nbytes} bytes of memory: {reason}; release a model or choose less"
+            ) from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         shift = -start % HUGE_PAGE if huge else 0
         self._address = start + shift

@@ -1,4 +1,6 @@
-"""What a whole model makes of conversations, schemas and calls: models whose text is known, so that the rules around it are seen."""
+"""What a whole model makes of conversations, schemas and calls: models whose text is known, so that the rules around
+it are seen.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from onedesk.service.registry import Registry
 from onedesk.service.text.tool_calls import FRAME, call_schema, split_calls
 from script_models import write_script_model
 
-LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"$ref": "#/$defs/P", "$defs": {"P": {"type": "object"}}}}}
+LOOK: Any = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"$ref": "#/$defs/P", "$defs": {"P": {"type": "object"}}}},
+}
 ANSWER = '{"type":"object","properties":{"answer":{"enum":["17"]}},"required":["answer"],"additionalProperties":false}'
 CALL = ("<tool_call>", "\n<function=look>\n<parameter=what>\n", "cat", "\n</parameter>\n</function>\n", "</tool_call>")
 
@@ -24,14 +29,18 @@ CALL = ("<tool_call>", "\n<function=look>\n<parameter=what>\n", "cat", "\n</para
 @pytest.fixture
 def script(tmp_path: Path, registry: Registry) -> Callable[..., OpenModel]:
     """Opens a model that writes the texts of a chain."""
-    return lambda *chain, **options: registry.open(write_script_model(tmp_path / "script", chain, **options), context=2048)
+    return lambda *chain, **options: registry.open(
+        write_script_model(tmp_path / "script", chain, **options), context=2048
+    )
 
 
 def said(model: OpenModel, **changes: Any) -> Any:
     return run(model, ask("x", **{"max_tokens": 400, "sampling": Sampling(temperature=0.0), **changes}))[1]
 
 
-def test_a_model_that_ends_its_turn_inside_its_thoughts_still_answers_by_the_schema(script: Callable[..., OpenModel]) -> None:
+def test_a_model_that_ends_its_turn_inside_its_thoughts_still_answers_by_the_schema(
+    script: Callable[..., OpenModel],
+) -> None:
     model = script("I think, and then nothing.")
     free = said(model)
     assert (free.text, free.reasoning, free.finish) == ("", "I think, and then nothing.", "stop")
@@ -43,8 +52,16 @@ def test_a_model_that_ends_its_turn_inside_its_thoughts_still_answers_by_the_sch
 
 def test_a_forced_call_holds_after_thoughts_and_resolves_references(script: Callable[..., OpenModel]) -> None:
     model = script("I think, and then nothing.")
-    parameters = {"type": "object", "properties": {"e": {"$ref": "#/$defs/E"}}, "required": ["e"], "$defs": {"E": {"enum": ["x"]}}}
-    tool: Any = {"type": "function", "function": {"name": "classify", "parameters": parameters | {"additionalProperties": False}}}
+    parameters = {
+        "type": "object",
+        "properties": {"e": {"$ref": "#/$defs/E"}},
+        "required": ["e"],
+        "$defs": {"E": {"enum": ["x"]}},
+    }
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "classify", "parameters": parameters | {"additionalProperties": False}},
+    }
     answer = said(model, json_schema=call_schema([tool]), json_frame=FRAME, tools=(tool,))
     calls = split_calls(answer.text, answer.reasoning, [tool])[2]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("classify", {"e": "x"})]

@@ -64,7 +64,12 @@ def run(kind: str, model: Path, tmp_path: Path, **changes) -> dict:
 def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
     """Batches decode together, each row behind a prompt of its own."""
     document = run("decode", model, tmp_path, against="transformers", batches=(1, 3, 8))
-    assert (document["kind"], document["model"], document["quant"], document["device"]) == ("decode", "tiny", "none", "cpu")
+    assert (document["kind"], document["model"], document["quant"], document["device"]) == (
+        "decode",
+        "tiny",
+        "none",
+        "cpu",
+    )
     found = [(row["engine"], row["batch"], row["prompt"], row["tokens"]) for row in document["rows"]]
     assert found == [(engine, batch, 20, 6) for batch in (1, 3, 8) for engine in ("onedesk", "transformers")]
     for row in document["rows"]:
@@ -79,13 +84,17 @@ def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
 
 def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
     wanted = json.loads(_generate(model))["ids"]
-    ending = write_tiny_qwen3(tmp_path / "ending", context=256, tokenizer=False, generation={"eos_token_id": sorted(set(wanted))})
+    ending = write_tiny_qwen3(
+        tmp_path / "ending", context=256, tokenizer=False, generation={"eos_token_id": sorted(set(wanted))}
+    )
     assert run("decode", ending, tmp_path)["rows"][0]["tokens"] == 6
 
 
 def _generate(model: Path) -> str:
     command = [sys.executable, "-m", "onedesk.service", "generate", "--ids", "1,2", "--greedy", "--max-tokens", "6"]
-    return subprocess.run([*command, "--model", str(model), "--json"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [*command, "--model", str(model), "--json"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_prefill_reads_the_whole_prompt(model, tmp_path):
@@ -106,9 +115,15 @@ def test_load_has_cold_and_warm_rows_beside_the_raw_read(model, tmp_path):
 
 
 def test_a_load_of_a_converted_model_is_held_against_what_was_made_of_it(tmp_path):
-    """Evicting the checkpoint would leave its other form in the page cache, and the raw read would be of twice the bytes."""
+    """Evicting the checkpoint would leave its other form in the page cache, and the raw read would be of twice the
+    bytes.
+    """
     model = write_tiny_qwen3(tmp_path / "tiny", dtype="bfloat16", tokenizer=False)
-    config, plan, checkpoint = Config(tree=tmp_path), BenchPlan("load", str(model), quant="int8", device="cpu"), open_checkpoint(model)
+    config, plan, checkpoint = (
+        Config(tree=tmp_path),
+        BenchPlan("load", str(model), quant="int8", device="cpu"),
+        open_checkpoint(model),
+    )
     assert files_of_load(plan, checkpoint, config.cache) == dict.fromkeys(checkpoint.files, checkpoint.weight_bytes)
     keep_kernels(config.cache)
     made = quantize_model(str(model), "int8", None, True, config)
@@ -119,10 +134,14 @@ def test_a_load_of_a_converted_model_is_held_against_what_was_made_of_it(tmp_pat
 
 def test_a_measurement_that_cannot_fit_the_context_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="takes 272 tokens of context and tiny allows 256"):
-        measure(BenchPlan("decode", str(model), device="cpu", tokens=256, prompt=16), Config(tree=tmp_path), ModelRoots([]))
+        measure(
+            BenchPlan("decode", str(model), device="cpu", tokens=256, prompt=16), Config(tree=tmp_path), ModelRoots([])
+        )
 
 
-@pytest.mark.parametrize("options", [["decode", "--batch", "9"], ["decode", "--batch", "0"], ["prefill", "--batch", "2"]])
+@pytest.mark.parametrize(
+    "options", [["decode", "--batch", "9"], ["decode", "--batch", "0"], ["prefill", "--batch", "2"]]
+)
 def test_other_batches_are_wrong_usage(model, options, capsys):
     assert cli.main(["bench", *options, "--model", str(model), "--json"]) == 2
     assert "batch" in json.loads(capsys.readouterr().out)["error"]["message"]
@@ -149,7 +168,10 @@ def task(model: Path, tmp_path: Path) -> SubjectSpec:
 
 
 def test_a_worker_raises_the_childs_own_error(tmp_path):
-    with MeasuringChild("onedesk", task(tmp_path / "lost", tmp_path)) as worker, pytest.raises(FileError, match="does not exist"):
+    with (
+        MeasuringChild("onedesk", task(tmp_path / "lost", tmp_path)) as worker,
+        pytest.raises(FileError, match="does not exist"),
+    ):
         worker.ask("load")
 
 
@@ -175,7 +197,9 @@ def test_a_random_checkpoint_is_written_once_and_can_be_opened(tmp_path, monkeyp
     assert shapes.random_checkpoint("qwen3-small", tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.weight_bytes == 2 * (512 * 64 + 2 * (64 * (128 + 64 + 64 + 128) + 3 * 64 * 128 + 2 * 64 + 2 * 32) + 64)
+    assert checkpoint.weight_bytes == 2 * (
+        512 * 64 + 2 * (64 * (128 + 64 + 64 + 128) + 3 * 64 * 128 + 2 * 64 + 2 * 32) + 64
+    )
     with safe_open(folder / "model.safetensors", "pt") as file:
         embedding, norm = file.get_tensor("model.embed_tokens.weight"), file.get_tensor("model.norm.weight")
     assert embedding.dtype == torch.bfloat16
@@ -188,7 +212,9 @@ def test_a_random_checkpoint_is_written_once_and_can_be_opened(tmp_path, monkeyp
 def test_the_published_shapes_have_their_sizes():
     def parameters(name: str) -> int:
         family = family_of(shapes.SHAPES[name])
-        return sum(math.prod(s.shape) for d in family.destinations(family.read_config(shapes.SHAPES[name])) for s in d.sources)
+        return sum(
+            math.prod(s.shape) for d in family.destinations(family.read_config(shapes.SHAPES[name])) for s in d.sources
+        )
 
     assert {name: round(parameters(name) / 1e9, 2) for name in shapes.SHAPES} == {
         "qwen3-toy": 0.04,
@@ -241,7 +267,17 @@ def test_the_peak_counts_what_was_held_in_between(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_ended_bench_leaves_no_child(tmp_path, number):
     endless = write_tiny_qwen3(tmp_path / "endless", context=200_000, layers=12, tokenizer=False)
-    command = [sys.executable, "-m", "onedesk.service", "bench", "decode", "--model", str(endless), "--tokens", "190000"]
+    command = [
+        sys.executable,
+        "-m",
+        "onedesk.service",
+        "bench",
+        "decode",
+        "--model",
+        str(endless),
+        "--tokens",
+        "190000",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
         children = psutil.Process(bench.pid).children()
         while not children:

@@ -68,7 +68,9 @@ def size(shape: tuple[int, ...], blocks: Blocks) -> int:
     return shape[0] * (shape[1] if len(shape) > 1 else 1) // blocks.count * blocks.nbytes
 
 
-@pytest.mark.parametrize(("quant", "weights", "table"), [("none", BF16, BF16), ("int8", Q8_0, Q8_0), ("int4", Q4_0, Q6_K)])
+@pytest.mark.parametrize(
+    ("quant", "weights", "table"), [("none", BF16, BF16), ("int8", Q8_0, Q8_0), ("int4", Q4_0, Q6_K)]
+)
 def test_a_file_is_what_its_header_says(tmp_path: Path, quant: str, weights: Blocks, table: Blocks) -> None:
     path = random_gguf(SMALL, "small", quant, tmp_path)
     header = read_header(path)

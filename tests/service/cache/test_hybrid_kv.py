@@ -78,7 +78,9 @@ class HybridMachine(RuleBasedStateMachine):
             pieces = states.read(layer, slots[:, 0])
             for row, (past, new) in enumerate(zip(pasts, ids, strict=True)):
                 for number, piece in enumerate(pieces):
-                    assert piece[row].unique().tolist() == [state_of(past) + layer + number if past else 0], "another's state"
+                    assert piece[row].unique().tolist() == [state_of(past) + layer + number if past else 0], (
+                        "another's state"
+                    )
                     piece[row] = state_of(past + new) + layer + number
             states.write(layer, slots[:, 1], pieces)
 
@@ -197,7 +199,9 @@ class HybridMachine(RuleBasedStateMachine):
         except MemoryFull:
             return
         assert reached <= wanted
-        assert reached >= max((snapshot.length for snapshot, _ in text.snapshots if snapshot.length <= wanted), default=0)
+        assert reached >= max(
+            (snapshot.length for snapshot, _ in text.snapshots if snapshot.length <= wanted), default=0
+        )
         text.ids = text.ids[:reached]
         self.drop_snapshots(text)
 

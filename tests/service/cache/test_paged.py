@@ -261,7 +261,9 @@ def test_reservations_hold(pages: PagedKV) -> None:
     first = pages.open(CONTEXT)
     others = [pages.open(CONTEXT) for _ in range(SEQUENCES - 1)]
     assert (pages.available, pages.fits(1)) == (0, False)
-    with pytest.raises(MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 are available"):
+    with pytest.raises(
+        MemoryFull, match=r"needs 1 more KV blocks of 32 tokens, but 0 of the session's 9 are available"
+    ):
         pages.open(1)
     with pytest.raises(MemoryFull, match="a fork needs 3 more"):
         first.fork()

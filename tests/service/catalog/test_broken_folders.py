@@ -1,4 +1,6 @@
-"""Whatever the JSON files of a model folder hold, it is a row with its reason: nothing else is raised, and little memory is taken."""
+"""Whatever the JSON files of a model folder hold, it is a row with its reason: nothing else is raised, and little
+memory is taken.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,11 @@ def survives(bad: Path, pool: Pool) -> dict[str, Any]:
         model_table([row]).encode()
         default_model(config)
         _tried(lambda: plan_model("bad", config, memory=64 << 30))
-        _tried(lambda: open_model("bad", pool=pool, roots=roots, device="cpu", load=False, kernel_cache=bad.parent / "cache").close())
+        _tried(
+            lambda: open_model(
+                "bad", pool=pool, roots=roots, device="cpu", load=False, kernel_cache=bad.parent / "cache"
+            ).close()
+        )
         assert tracemalloc.get_traced_memory()[1] < MOST
     finally:
         tracemalloc.stop()
@@ -90,7 +96,9 @@ def _tried(action: Callable[[], object]) -> None:
 @given(draw=st.randoms(use_true_random=False))
 def test_any_value_anywhere_in_a_file_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, draw: random.Random):
     source = whole[draw.choice(sorted(whole))]
-    name = draw.choice((faults.CONFIG, faults.CONFIG, faults.GENERATION, faults.INDEX, faults.HF_QUANT, faults.PREPROCESSOR))
+    name = draw.choice(
+        (faults.CONFIG, faults.CONFIG, faults.GENERATION, faults.INDEX, faults.HF_QUANT, faults.PREPROCESSOR)
+    )
     document = faults.document_of(source, name)
     if name == faults.CONFIG and draw.random() < 0.5:
         document = document | {"quantization_config": draw.choice(faults.QUANTIZATIONS)}
@@ -100,7 +108,9 @@ def test_any_value_anywhere_in_a_file_is_a_row(whole: dict[str, Path], bad: Path
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen4_exp"])
 def test_every_field_with_a_value_of_each_kind_is_a_row(whole: dict[str, Path], bad: Path, pool: Pool, family: str):
-    """Each field with two values, which go round from field to field, so that each value is met and each field has other ones."""
+    """Each field with two values, which go round from field to field, so that each value is met and each field has
+    other ones.
+    """
     document = faults.document_of(whole[family], faults.CONFIG)
     values = [*faults.NUMBERS, *faults.OTHERS]
     for place, key in enumerate((*document, *faults.ADDED)):
@@ -145,9 +155,13 @@ def test_a_broken_folder_leaves_the_others_listed(whole: dict[str, Path], bad: P
     put(whole["qwen3"], bad, {faults.CONFIG: text.replace(json.dumps(faults.MARK), "1" + "0" * 400).encode()})
     shutil.copytree(whole["qwen3"], bad.parent / "good")
     try:
-        rows = {row["name"]: row for row in model_rows(Config(model_roots=(bad.parent,)), None, device="cpu", context=None)}
+        rows = {
+            row["name"]: row for row in model_rows(Config(model_roots=(bad.parent,)), None, device="cpu", context=None)
+        }
     finally:
         shutil.rmtree(bad.parent / "good")
     assert rows["good"]["opens"]
     assert not rows["bad"]["opens"]
-    assert rows["bad"]["reason"] == "config.json has a whole number of 401 digits at 'rms_norm_eps'; at most 64 are read"
+    assert (
+        rows["bad"]["reason"] == "config.json has a whole number of 401 digits at 'rms_norm_eps'; at most 64 are read"
+    )

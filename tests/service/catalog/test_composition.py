@@ -64,7 +64,9 @@ def counted(network: Composition) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("family", "vision"), [(f, False) for f in FAMILIES] + [(f, True) for f in WITH_VISION])
-def test_every_tensor_that_transformers_writes_is_counted_and_no_other(tmp_path: Path, family: str, vision: bool) -> None:
+def test_every_tensor_that_transformers_writes_is_counted_and_no_other(
+    tmp_path: Path, family: str, vision: bool
+) -> None:
     checkpoint = open_checkpoint(write_family(tmp_path / "tiny", family, vision=vision))
     network = compose(checkpoint.config)
     assert network.family == family
@@ -119,7 +121,10 @@ def test_flash_next_is_counted_to_the_byte_of_its_published_index():
     assert routed / 1e9 == pytest.approx(2.36, abs=0.005)
     assert sum(tensors.count for tensors in network.tensors if tensors.part == "vision") == 333
     # 31 with all experts of a layer in two tensors
-    assert sum(tensors.count for tensors in network.tensors if tensors.part == "mtp" and tensors.kind != "experts") + 2 == 31
+    assert (
+        sum(tensors.count for tensors in network.tensors if tensors.part == "mtp" and tensors.kind != "experts") + 2
+        == 31
+    )
     shape = sketch(network.module, network.config, torch.device("cuda")).kv_shape
     assert shape.token_bytes == (24 << 10) + 1536  # keys and values, and the indexer's pooled keys in fp32
 

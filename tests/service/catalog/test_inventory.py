@@ -19,7 +19,9 @@ from tiny_vision import write_seeing
 GIB = 1 << 30
 
 
-def rows_of(root: Path, memory: dict[str, Any] | None = None, *, context: int | None = None) -> dict[str, dict[str, Any]]:
+def rows_of(
+    root: Path, memory: dict[str, Any] | None = None, *, context: int | None = None
+) -> dict[str, dict[str, Any]]:
     rows = model_rows(Config(model_roots=(root,), memory=memory or {}), None, device="cpu", context=context)
     return {row["name"]: row for row in rows}
 

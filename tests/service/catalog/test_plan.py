@@ -34,7 +34,9 @@ FLASH_NEXT = "Qwen3.8-Flash-Next"
 
 
 def hollow(folder: Path, name: str, layers: int) -> Checkpoint:
-    """The published model `name` in BF16, so many layers of it, with its true header and, instead of weights, a hole in the file."""
+    """The published model `name` in BF16, so many layers of it, with its true header and, instead of weights, a hole
+    in the file.
+    """
     folder.mkdir()
     config = dict(text_config(PUBLISHED[name])) | {"num_hidden_layers": layers}
     family = family_of(config)
@@ -60,9 +62,18 @@ def rows_of(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("Qwen3-0.6B", 28), ("Qwen3-8B", 36), ("Qwen3-30B-A3B", 8), ("Qwen3.5-4B", 8), ("Qwen3.5-35B-A3B", 8), (FLASH_NEXT, 8)],
+    [
+        ("Qwen3-0.6B", 28),
+        ("Qwen3-8B", 36),
+        ("Qwen3-30B-A3B", 8),
+        ("Qwen3.5-4B", 8),
+        ("Qwen3.5-35B-A3B", 8),
+        (FLASH_NEXT, 8),
+    ],
 )
-@pytest.mark.parametrize(("title", "quant"), [("BF16", "none"), ("INT8, made on load", "int8"), ("INT4, made on load", "int4")])
+@pytest.mark.parametrize(
+    ("title", "quant"), [("BF16", "none"), ("INT8, made on load", "int8"), ("INT4, made on load", "int4")]
+)
 def test_a_plan_is_what_an_opening_states(tmp_path: Path, name: str, layers: int, title: str, quant: str):
     checkpoint = hollow(tmp_path / name, name, layers)
     need: Need = draw_blueprint(checkpoint, torch.device("cpu"), 4096, quant).need
@@ -88,7 +99,12 @@ def test_a_plan_for_a_gpu_counts_the_layer_that_drafts_as_an_opening_does(tmp_pa
 
 def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the_file():
     document = plan_model(FLASH_NEXT, Config(), memory=SPARK, images=24 * GIB)
-    assert (document["model"], document["family"], document["memory"], document["images"]) == (FLASH_NEXT, "qwen4_exp", SPARK, 24 * GIB)
+    assert (document["model"], document["family"], document["memory"], document["images"]) == (
+        FLASH_NEXT,
+        "qwen4_exp",
+        SPARK,
+        24 * GIB,
+    )
     assert document["parameters"] == 179_999_981_424
     rows = rows_of(document)
     assert len(rows) == 2 * len(WITH_TABLE) + 2 * 7
@@ -100,12 +116,20 @@ def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the
         assert row["context"] >= 131_072
         assert row["needs"] + 24 * GIB <= SPARK
         assert "set [memory] limit = 0." in row["why"]
-    assert rows["NVFP4 experts, 4-bit table; table in memory"]["bytes"]["table"] == pytest.approx(26.82 * GIB, rel=0.001)
+    assert rows["NVFP4 experts, 4-bit table; table in memory"]["bytes"]["table"] == pytest.approx(
+        26.82 * GIB, rel=0.001
+    )
     assert all(not row["fits"] for title, row in rows.items() if title.startswith(("BF16", "FP8")))
-    assert all(row["engine"] == ("llama-server" if title.startswith("GGUF") else row["engine"]) for title, row in rows.items())
+    assert all(
+        row["engine"] == ("llama-server" if title.startswith("GGUF") else row["engine"]) for title, row in rows.items()
+    )
     small, large = (rows[f"INT4, made {how}; table in its file"] for how in ("once of the FP8 files", "on load"))
     assert small["bytes"]["weights"] == large["bytes"]["weights"]
-    assert small["bytes"]["file"] == rows["FP8 experts and table; table in its file"]["bytes"]["file"] < large["bytes"]["file"] * 0.52
+    assert (
+        small["bytes"]["file"]
+        == rows["FP8 experts and table; table in its file"]["bytes"]["file"]
+        < large["bytes"]["file"] * 0.52
+    )
     lacking = rows["FP8 experts and table; table in its file"]["why"]
     assert lacking.startswith("needs 153")
     assert "96.5 GiB can be had: 57 GiB lacking" in lacking
@@ -183,7 +207,9 @@ def test_a_folder_that_is_quantized_is_planned_as_what_it_is(tmp_path: Path):
 
 
 def test_what_cannot_be_planned_is_told_with_the_figures(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"known are Qwen3-0\.6B, .*Qwen3\.8-Flash-Next; a folder with the model's config.json"):
+    with pytest.raises(
+        ModelError, match=r"known are Qwen3-0\.6B, .*Qwen3\.8-Flash-Next; a folder with the model's config.json"
+    ):
         plan_model("nope", Config())
     with pytest.raises(ModelError, match="the name of a model is empty"):
         plan_model("", Config())

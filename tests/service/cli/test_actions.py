@@ -64,7 +64,12 @@ def test_score_of_ids_and_of_a_text_in_windows(run, tree, tmp_path):
     status, by_text = run("score", "--text-file", str(text), "--model", "tiny")
     assert (status, by_text["tokens"], len(by_text["logprobs"])) == (0, 400, 399)
     assert by_text["windows"] == 3
-    assert run("score", "--ids", "7", "--model", "tiny")[1] == {"tokens": 1, "logprobs": [], "perplexity": None, "windows": 1}
+    assert run("score", "--ids", "7", "--model", "tiny")[1] == {
+        "tokens": 1,
+        "logprobs": [],
+        "perplexity": None,
+        "windows": 1,
+    }
 
 
 def test_models_are_rows_and_broken_ones_say_why(run, tmp_path):
@@ -182,7 +187,22 @@ def test_help_tells_of_every_option_and_of_the_default_of_each_that_has_a_value(
     options = [(name, action) for name, parser in commands.choices.items() for action in parser._actions]
     told = {(name, action.dest): action.help or "" for name, action in options}
     assert [key for key, text in told.items() if not text] == []
-    free = {"model", "prompt", "ids", "best_of", "beams", "system", "stop", "text_file", "kind", "idea", "config", "proc", "check", "plan"}
+    free = {
+        "model",
+        "prompt",
+        "ids",
+        "best_of",
+        "beams",
+        "system",
+        "stop",
+        "text_file",
+        "kind",
+        "idea",
+        "config",
+        "proc",
+        "check",
+        "plan",
+    }
     free |= {"memory", "images", "against", "uds", "roots", "name", "local", "files"}
     valued = {(name, action.dest) for name, action in options if action.nargs != 0 and action.dest not in free}
     assert [key for key in valued if "default" not in told[key]] == []

@@ -1,4 +1,6 @@
-"""Operators are counted where they compute: `meta` stands for an accelerator, since torch dispatches to it on every machine."""
+"""Operators are counted where they compute: `meta` stands for an accelerator, since torch dispatches to it on every
+machine.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def test_a_run_that_stays_on_its_device_is_proved() -> None:
 
 def test_what_fell_back_is_named_and_counted() -> None:
     check = check_operators("meta", on_both)
-    assert (check.status, "2 operators of torch ran on the CPU and 1 on meta: mul_ (2 times)" in check.detail) == ("failure", True)
+    assert (check.status, "2 operators of torch ran on the CPU and 1 on meta: mul_ (2 times)" in check.detail) == (
+        "failure",
+        True,
+    )
     assert check.fix
 
 

@@ -32,7 +32,18 @@ def test_generate_prints_one_document_with_every_key(run):
 
 
 def test_the_same_seed_writes_the_same_and_choices_count_on_from_it(run):
-    options = ("generate", "a cat", "--model", "tiny", "--max-tokens", "6", "--temperature", "1.5", "--seed", str(2**64 - 1))
+    options = (
+        "generate",
+        "a cat",
+        "--model",
+        "tiny",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        "1.5",
+        "--seed",
+        str(2**64 - 1),
+    )
     single = run(*options)[1]
     choices = run(*options, "--n", "3")[1]["choices"]
     assert [choice["seed"] for choice in choices] == [2**64 - 1, 0, 1]
@@ -166,8 +177,14 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate", "a", "cat"], "unrecognized arguments: cat; put a text of several words in quotes; see onedesk generate --help"),
-        (["generate", "a cat", "--context", "9" * 30], "is no whole number from 2, of at most 19 digits; see onedesk generate --help"),
+        (
+            ["generate", "a", "cat"],
+            "unrecognized arguments: cat; put a text of several words in quotes; see onedesk generate --help",
+        ),
+        (
+            ["generate", "a cat", "--context", "9" * 30],
+            "is no whole number from 2, of at most 19 digits; see onedesk generate --help",
+        ),
         (["frobnicate"], "invalid choice: 'frobnicate' (choose from"),
     ],
 )
@@ -186,7 +203,10 @@ def test_no_command_names_two_to_begin_with(capsys):
 def test_another_file_of_a_model_is_not_called_damaged(run, tree, name):
     status, document = run("generate", "a cat", "--model", str(tree / "models" / "tiny" / name))
     assert (status, document["error"]["type"]) == (1, "FileError")
-    assert document["error"]["message"] == f"{name} is not a safetensors file; name the model's folder, or a file that ends in .safetensors"
+    assert (
+        document["error"]["message"]
+        == f"{name} is not a safetensors file; name the model's folder, or a file that ends in .safetensors"
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +221,10 @@ def test_another_file_of_a_model_is_not_called_damaged(run, tree, name):
         (["--thinking-budget", "-1"], "--thinking-budget is -1; use a whole number from 0"),
         (["--stop", ""], "a --stop string is empty; leave it out or write at least one character"),
         (["--n", "200"], "--n is 200; use a whole number from 1 to 128"),
-        (["--best-of", "2", "--beams", "2"], "--best-of and --beams exclude each other: one draws, the other searches; give one of them"),
+        (
+            ["--best-of", "2", "--beams", "2"],
+            "--best-of and --beams exclude each other: one draws, the other searches; give one of them",
+        ),
         (
             ["--beams", "2", "--stop", "x"],
             "a search with --beams ends at the model's own end or --max-tokens and does not know --stop; leave it out",
@@ -236,7 +259,11 @@ def test_an_unknown_option_points_to_the_help_of_its_command(run, words):
             "RequestError",
             "--context is 257, but the model's config allows 256",
         ),
-        (["score", "--ids", ",".join(["1"] * 257), "--model", "tiny"], "RequestError", "longer than the --context of 256"),
+        (
+            ["score", "--ids", ",".join(["1"] * 257), "--model", "tiny"],
+            "RequestError",
+            "longer than the --context of 256",
+        ),
         (["score", "--text-file", "lost.txt", "--model", "tiny"], "FileError", "cannot read the text file lost.txt"),
         (["generate", "a cat", "--model", ""], "FileError", "'' is neither a model name nor a path"),
         (["models", "--model", "lost"], "ModelError", "there is no model 'lost'"),
@@ -302,12 +329,24 @@ def thinker(tmp_path: Path) -> Path:
     """A model whose turn opens with <think>, and which ends after some tokens of it."""
     folder = write_tiny_qwen3(tmp_path / "thinker", context=256)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8").replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"), encoding="utf-8")
+    template.write_text(
+        template.read_text(encoding="utf-8").replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"), encoding="utf-8"
+    )
     return folder
 
 
 def test_an_answer_of_reasoning_only_is_printed_and_fails(run, thinker):
-    options = ("generate", "a cat", "--model", str(thinker), "--greedy", "--repetition-stop", "off", "--max-tokens", "8")
+    options = (
+        "generate",
+        "a cat",
+        "--model",
+        str(thinker),
+        "--greedy",
+        "--repetition-stop",
+        "off",
+        "--max-tokens",
+        "8",
+    )
     ids = run(*options)[1]["ids"]
     end = next(token for token in ids[3:] if token not in ids[:3])
     generation = {"eos_token_id": [end]}

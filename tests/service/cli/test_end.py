@@ -101,7 +101,17 @@ def test_any_console_encoding_is_safe(tree):
 
 
 def test_a_closed_stderr_puts_nothing_on_stdout(tree):
-    arguments = ["generate", "a cat", "--model", "tiny", "--max-tokens", "2", "--config", str(tree / "onedesk.toml"), "--json"]
+    arguments = [
+        "generate",
+        "a cat",
+        "--model",
+        "tiny",
+        "--max-tokens",
+        "2",
+        "--config",
+        str(tree / "onedesk.toml"),
+        "--json",
+    ]
     shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *COMMAND, *arguments]
     done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, timeout=ENDS_WITHIN)
     assert (done.returncode, json.loads(done.stdout)["finish"]) == (0, "length")
@@ -109,10 +119,25 @@ def test_a_closed_stderr_puts_nothing_on_stdout(tree):
 
 @pytest.mark.parametrize("form", [("--json",), ()])
 def test_a_full_disk_behind_stdout_is_told_without_a_traceback(tree, form):
-    arguments = ["generate", "a cat", "--model", "tiny", "--max-tokens", "2", "--config", str(tree / "onedesk.toml"), *form]
+    arguments = [
+        "generate",
+        "a cat",
+        "--model",
+        "tiny",
+        "--max-tokens",
+        "2",
+        "--config",
+        str(tree / "onedesk.toml"),
+        *form,
+    ]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [*COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, check=False, timeout=ENDS_WITHIN
+            [*COMMAND, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=ENDS_WITHIN,
         )
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr
@@ -145,7 +170,19 @@ def test_bytes_that_are_no_text_are_refused(tree):
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tree, capsys, run):
     wanted = run("generate", "a cat", "--model", "tiny", "--greedy", "--max-tokens", "6")[1]["text"]
-    status = cli.main(["generate", "a cat", "--model", "tiny", "--greedy", "--max-tokens", "6", "--config", str(tree / "onedesk.toml")])
+    status = cli.main(
+        [
+            "generate",
+            "a cat",
+            "--model",
+            "tiny",
+            "--greedy",
+            "--max-tokens",
+            "6",
+            "--config",
+            str(tree / "onedesk.toml"),
+        ]
+    )
     out, err = capsys.readouterr()
     assert (status, out) == (0, wanted + "\n")
     assert err.startswith("[length: ")

@@ -206,7 +206,9 @@ def test_no_compiler_is_a_warning(tree, monkeypatch):
     found = checks(tree)["kernels"]
     assert (found.status, found.detail) == ("warning", plain.reason)
     assert "gcc" in found.fix
-    plain.reason = "plain torch: the kernels could not be compiled: Permission denied in the cache folder; make it writable"
+    plain.reason = (
+        "plain torch: the kernels could not be compiled: Permission denied in the cache folder; make it writable"
+    )
     assert checks(tree)["kernels"].fix == "correct what the line names; until then decode is slow"
 
 

@@ -1,4 +1,6 @@
-"""Answers bound to a schema, log-probabilities, tools, vectors, requests that come meanwhile: what the door gives beyond plain text."""
+"""Answers bound to a schema, log-probabilities, tools, vectors, requests that come meanwhile: what the door gives
+beyond plain text.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def run(model: OpenModel, request: Request) -> tuple[list[Event], Result]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("thinking", ["on", "off", "auto"])
 def test_an_answer_follows_its_schema_and_reasoning_is_free(model: OpenModel, seed: int, thinking: Any) -> None:
-    request = ask(json_schema=PERSON, sampling=Sampling(seed=seed, temperature=2.0), thinking=thinking, thinking_budget=20)
+    request = ask(
+        json_schema=PERSON, sampling=Sampling(seed=seed, temperature=2.0), thinking=thinking, thinking_budget=20
+    )
     _, result = run(model, request)
     assert result.finish == "stop"
     assert set(json.loads(result.text)) == {"name", "sex"}
@@ -72,7 +76,9 @@ def test_an_answer_follows_its_schema_and_reasoning_is_free(model: OpenModel, se
 def test_a_model_that_thinks_first_is_bound_afterwards(model: OpenModel) -> None:
     opener = model.tokenizer.id_of("<think>")
     assert opener is not None
-    _, result = run(model, ask(json_schema=PERSON, sampling=Sampling(seed=1, logit_bias={opener: 1e4}), thinking_budget=12))
+    _, result = run(
+        model, ask(json_schema=PERSON, sampling=Sampling(seed=1, logit_bias={opener: 1e4}), thinking_budget=12)
+    )
     assert result.usage.reasoning > 0
     assert set(json.loads(result.text)) == {"name", "sex"}
 
@@ -107,7 +113,9 @@ def test_each_token_of_the_answer_comes_with_its_log_probability(model: OpenMode
 def test_reasoning_has_no_log_probabilities(model: OpenModel) -> None:
     opener = model.tokenizer.id_of("<think>")
     assert opener is not None
-    events, result = run(model, ask(logprobs=0, sampling=Sampling(seed=1, logit_bias={opener: 1e4}), thinking_budget=6, max_tokens=5))
+    events, result = run(
+        model, ask(logprobs=0, sampling=Sampling(seed=1, logit_bias={opener: 1e4}), thinking_budget=6, max_tokens=5)
+    )
     told = [event.logprobs for event in events if event.token is not None]
     assert told.count(None) == result.usage.reasoning > 0
     assert all(logprobs.top == () and math.isfinite(logprobs.token) for logprobs in told if logprobs)
@@ -128,7 +136,11 @@ def test_tools_and_options_reach_the_template(model: OpenModel) -> None:
 
 def test_tool_turns_reach_the_template(model: OpenModel) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "draw", "arguments": {"what": "cat"}}}
-    turns = (Message("user", "draw"), Message("assistant", "", tool_calls=(call,)), Message("tool", "done", tool_call_id="1"))
+    turns = (
+        Message("user", "draw"),
+        Message("assistant", "", tool_calls=(call,)),
+        Message("tool", "done", tool_call_id="1"),
+    )
     assert "<|im_start|>tool\ndone<|im_end|>" in model.render(turns)
     assert run(model, ask(messages=turns, max_tokens=1))[1].usage.completion == 1
 

@@ -179,7 +179,9 @@ def test_a_terminal_has_one_line_of_progress_that_is_cleared(tree: Path, hub: Hu
     assert shown.count(b"\x1b[K") >= 2
 
 
-def test_the_doctor_asks_each_hub_once(tree: Path, hub: Hub, writer_files: dict[str, bytes], capsys: pytest.CaptureFixture[str]):
+def test_the_doctor_asks_each_hub_once(
+    tree: Path, hub: Hub, writer_files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+):
     toml = tree / "onedesk.toml"
     toml.write_text(f'[hub]\nendpoints = ["{hub.address}"]\nmodelscope = "http://127.0.0.1:9"\n')
     hub.repositories["Qwen/Qwen3-0.6B"] = Repository(writer_files)

@@ -44,7 +44,17 @@ def run(tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 def test_the_document_says_what_was_made_and_where(run: Run, tree: Path) -> None:
     status, document = run("quantize", "--quant", "int4", "--group", "32", "--asymmetric")
     assert status == 0
-    assert document.keys() == {"model", "quant", "format", "path", "source_bytes", "bytes", "content", "written", "seconds"}
+    assert document.keys() == {
+        "model",
+        "quant",
+        "format",
+        "path",
+        "source_bytes",
+        "bytes",
+        "content",
+        "written",
+        "seconds",
+    }
     assert (document["model"], document["quant"], document["written"]) == ("tiny", "int4", True)
     assert set(document["format"].split("+")) == {"int4-g32-asym", "int8"}
     place = Path(document["path"])
@@ -64,7 +74,11 @@ def test_later_commands_find_it(run: Run, tree: Path) -> None:
     row = run("models", "--quant", "int4")[1][0]
     assert set(row["format"].split("+")) == {"int4-g32", "int8"}
     assert row["quant"] == "int4"
-    assert row["bytes"]["weights"] < run("models", "--quant", "int8")[1][0]["bytes"]["weights"] < run("models")[1][0]["bytes"]["weights"]
+    assert (
+        row["bytes"]["weights"]
+        < run("models", "--quant", "int8")[1][0]["bytes"]["weights"]
+        < run("models")[1][0]["bytes"]["weights"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,9 @@ def test_what_is_stored_quantized_is_converted_only_as_far_as_it_is_not(run: Run
     change_tensors(folder, quantize_embedding)
     status, document = run("quantize", "--model", "whole", "--quant", "int4")
     assert (status, document["error"]["type"]) == (1, "RequestError")
-    assert "whole is stored quantized already (int8); open it as it is, with --quant none" in document["error"]["message"]
+    assert (
+        "whole is stored quantized already (int8); open it as it is, with --quant none" in document["error"]["message"]
+    )
 
 
 def test_without_room_in_memory_nothing_is_begun(run: Run, tree: Path) -> None:

@@ -115,15 +115,26 @@ def model(folder: Path) -> Iterator[OpenModel]:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("prompt", [(5, 6, 7), tuple(range(3, 43))])
-def test_the_search_is_that_of_transformers(folder: Path, model: OpenModel, width: int, prompt: tuple[int, ...]) -> None:
+def test_the_search_is_that_of_transformers(
+    folder: Path, model: OpenModel, width: int, prompt: tuple[int, ...]
+) -> None:
     """Length penalty 1, early stopping off; the end token is made likely, so that texts of many lengths compete."""
     request = Request(ids=prompt, beams=width, n=width, max_tokens=12, sampling=Sampling(logit_bias={2: BIAS}))
     found = [event.result for event in model.generate(request) if event.result]
     with torch.no_grad():
         wanted = load_model(folder).generate(
-            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, num_beams=width, num_return_sequences=width, length_penalty=1.0,
-            early_stopping=False, logits_processor=[Biased()], renormalize_logits=True, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=1.0,
+            early_stopping=False,
+            logits_processor=[Biased()],
+            renormalize_logits=True,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
     texts = [row[row >= 0].tolist() for row in wanted.sequences[:, len(prompt) :]]
     ids = [[*result.ids, *([2] if result.finish == "stop" else [])] for result in found]
     assert {"stop", "length"} >= {result.finish for result in found}

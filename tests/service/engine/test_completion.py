@@ -21,13 +21,24 @@ CLOSED = tuple(TOKENIZER.encode(CLOSING))
 WORD, OTHER = TOKENIZER.encode("red fox")
 
 
-def prepared(answer: int = 10, reasoning: int = 5, room: int = 100, *, in_reasoning: bool = False, stop: str = "") -> Prepared:
+def prepared(
+    answer: int = 10, reasoning: int = 5, room: int = 100, *, in_reasoning: bool = False, stop: str = ""
+) -> Prepared:
     """A request whose prompt has two tokens and, `in_reasoning`, has opened the reasoning."""
     return Prepared(
-        ids=(1, 2), sampling=NEUTRAL, seed=0, limits=Limits(answer, reasoning, room, frozenset({EOS})), reserve=answer,
-        stop=StopStrings((stop,) if stop else ()), in_reasoning=in_reasoning, repetition_stop=False, tokenizer=TOKENIZER,
-        choosable=TOKENIZER.size, adjustments=Adjustments(NEUTRAL, (), 0), closing=CLOSED,
-    )  # fmt: skip
+        ids=(1, 2),
+        sampling=NEUTRAL,
+        seed=0,
+        limits=Limits(answer, reasoning, room, frozenset({EOS})),
+        reserve=answer,
+        stop=StopStrings((stop,) if stop else ()),
+        in_reasoning=in_reasoning,
+        repetition_stop=False,
+        tokenizer=TOKENIZER,
+        choosable=TOKENIZER.size,
+        adjustments=Adjustments(NEUTRAL, (), 0),
+        closing=CLOSED,
+    )
 
 
 def test_eos_ends_and_counts_but_is_no_id() -> None:

@@ -29,7 +29,14 @@ def test_counts_are_left_clean_and_broken_scores_are_no_token(found: dict[str, A
 
 
 def sampler(**changes: Any) -> Sampler:
-    values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    values = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
     return Sampler(Sampling(**(values | {"repetition_penalty": 1.0} | changes)), 3, [], 500)
 
 

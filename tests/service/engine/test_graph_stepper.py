@@ -1,4 +1,6 @@
-"""Steps launched ahead, with what the device chose fed back to it: the same texts as step by step. The CPU stands in for the device."""
+"""Steps launched ahead, with what the device chose fed back to it: the same texts as step by step. The CPU stands in
+for the device.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def stepper(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnThe
 
 
 def ask(text: str, **changes: Any) -> Request:
-    return replace(Request(messages=(Message("user", text),), sampling=Sampling(seed=5), max_tokens=20, prefix_reuse=False), **changes)
+    return replace(
+        Request(messages=(Message("user", text),), sampling=Sampling(seed=5), max_tokens=20, prefix_reuse=False),
+        **changes,
+    )
 
 
 def run(model: OpenModel, *requests: Request) -> dict[tuple[int, int], Result]:
@@ -48,8 +53,15 @@ REQUESTS = {
     "greedy": (ask("a red cat", sampling=Sampling(temperature=0.0)),),
     "drawn": (ask("a red cat", sampling=Sampling(0.9, 20, 0.9, 0.02, seed=3)),),
     "drawn from all": (ask("a dog", sampling=Sampling(1.2, 0, 1.0, 0.0, seed=4)),),
-    "several": (ask("a cat", n=3), ask("a blue house by the sea", max_tokens=5), ask("x", sampling=Sampling(temperature=0.0))),
-    "what only the host can choose": (ask("a cat", sampling=Sampling(0.8, 20, 0.9, 0.0, presence_penalty=1.5, seed=9)), ask("a dog")),
+    "several": (
+        ask("a cat", n=3),
+        ask("a blue house by the sea", max_tokens=5),
+        ask("x", sampling=Sampling(temperature=0.0)),
+    ),
+    "what only the host can choose": (
+        ask("a cat", sampling=Sampling(0.8, 20, 0.9, 0.0, presence_penalty=1.5, seed=9)),
+        ask("a dog"),
+    ),
     "reasoning cut short": (ask("think", thinking="on", thinking_budget=4, max_tokens=12),),
 }
 
@@ -73,7 +85,9 @@ def test_a_batch_is_filled_up_to_a_size_that_has_a_graph(model: OpenModel, stepp
         assert max(stepper.steps) == size
 
 
-def test_scores_that_are_no_numbers_end_the_answer(model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch):
+def test_scores_that_are_no_numbers_end_the_answer(
+    model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch
+):
     session = model._session
     assert session is not None
     step = session.runner.buffers.step

@@ -1,4 +1,6 @@
-"""Prompts with pictures through the engine: what is written, how often the tower runs, what is kept, and what is refused."""
+"""Prompts with pictures through the engine: what is written, how often the tower runs, what is kept, and what is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ from transformers.generation.logits_process import (
 NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
 
 
-def sampler(seed: int = 0, *, vocab: int = 50, prompt: tuple[int, ...] = (), **changes: float | int | dict[int, float]) -> Sampler:
+def sampler(
+    seed: int = 0, *, vocab: int = 50, prompt: tuple[int, ...] = (), **changes: float | int | dict[int, float]
+) -> Sampler:
     return Sampler(Sampling(**changes).with_defaults(NEUTRAL), seed, prompt, vocab)  # type: ignore[arg-type]
 
 
@@ -51,7 +53,9 @@ def possible(chooser: Sampler, logits: torch.Tensor, draws: int = 400) -> set[in
     temperature=st.floats(0.2, 2.0),
     vocab=st.sampled_from([50, 3000]),
 )
-def test_only_what_transformers_keeps_is_chosen(seed: int, top_k: int, top_p: float, min_p: float, temperature: float, vocab: int) -> None:
+def test_only_what_transformers_keeps_is_chosen(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float, vocab: int
+) -> None:
     logits = scores(seed, vocab)
     kept = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
     if top_k:
@@ -61,7 +65,9 @@ def test_only_what_transformers_keeps_is_chosen(seed: int, top_k: int, top_p: fl
     if min_p:
         kept = MinPLogitsWarper(min_p)(None, kept)
     allowed = set(torch.nonzero(torch.isfinite(kept[0]))[:, 0].tolist())
-    chosen = possible(sampler(seed, vocab=vocab, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature), logits, 60)
+    chosen = possible(
+        sampler(seed, vocab=vocab, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature), logits, 60
+    )
     # A token whose cumulative chance lies within rounding of top_p may fall on either side.
     assert len(chosen - allowed) <= 1
     chances = logits.div(temperature).softmax(0)
@@ -155,7 +161,8 @@ def test_a_forced_token_takes_no_draw() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"temperature": 0}, {"temperature": 0.3, "top_k": 3, "logit_bias": {4: 5.0}, "presence_penalty": 1.0}]
+    "changes",
+    [{}, {"temperature": 0}, {"temperature": 0.3, "top_k": 3, "logit_bias": {4: 5.0}, "presence_penalty": 1.0}],
 )
 def test_the_log_probability_is_the_raw_models(changes: dict[str, Any]) -> None:
     chooser = Sampler(Sampling(**changes).with_defaults(NEUTRAL), 3, (), 40, top=2)
@@ -209,7 +216,11 @@ def test_seeds_of_32_bits_keep_their_draws() -> None:
 
 
 def test_draws_of_large_seeds_are_the_same_everywhere() -> None:
-    assert [round(sampler(2**63 + 5).uniform(place), 9) for place in range(3)] == [0.447436391, 0.357947341, 0.149155487]
+    assert [round(sampler(2**63 + 5).uniform(place), 9) for place in range(3)] == [
+        0.447436391,
+        0.357947341,
+        0.149155487,
+    ]
 
 
 def test_large_seeds_draw_evenly() -> None:

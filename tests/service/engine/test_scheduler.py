@@ -12,7 +12,9 @@ SLOTS = 8
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A scheduler and a stock of blocks: tickets take some when they are admitted, more while they decode, and return all."""
+    """A scheduler and a stock of blocks: tickets take some when they are admitted, more while they decode, and
+    return all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +95,9 @@ TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadl
     slots=st.integers(1, SLOTS),
 )
 def test_every_ticket_ends(needs: list[tuple[int, int]], blocks: int, slots: int) -> None:
-    """A ticket asks for `first` blocks and turns out to need `more`; the newest is preempted for an older one that lacks blocks."""
+    """A ticket asks for `first` blocks and turns out to need `more`; the newest is preempted for an older one that
+    lacks blocks.
+    """
     scheduler, free, held, steps = Scheduler(slots), blocks, {}, 0
     tickets = {Ticket(i, 0): need for i, need in enumerate(needs)}
     for ticket in tickets:

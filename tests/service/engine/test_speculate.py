@@ -41,7 +41,9 @@ def test_a_cycle_is_continued() -> None:
 
 
 def run(text: list[int], seconds: dict[int, float], prompt: int, most: int = 7) -> tuple[float, float, Speculator]:
-    """Decode `text` after its first `prompt` tokens with passes of these costs: (seconds taken, seconds of single steps, speculator)."""
+    """Decode `text` after its first `prompt` tokens with passes of these costs: (seconds taken, seconds of single
+    steps, speculator).
+    """
     speculator = Speculator(text[:prompt], PassCosts())
     taken, at, worst = 0.0, prompt, 0.0
     while at < len(text):

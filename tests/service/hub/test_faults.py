@@ -46,7 +46,9 @@ def test_a_plain_pull_has_every_chosen_file_and_no_other(either: Desk):
     assert done["event"] == "done"
     assert done["fetched"] == done["bytes"]
     manifest = json.loads((either.models / "model" / "onedesk.json").read_text())
-    assert {file["path"]: file["sha256"] for file in manifest["files"]} == {file["path"]: file["sha256"] for file in done["files"]}
+    assert {file["path"]: file["sha256"] for file in manifest["files"]} == {
+        file["path"]: file["sha256"] for file in done["files"]
+    }
     assert leftovers(either) == []
 
 
@@ -254,7 +256,9 @@ def test_a_renamed_repository_is_followed_and_told(desk: Desk):
         (Fault("status", status=418), PeerError, "answers 418"),
     ],
 )
-def test_a_refusal_of_the_list_is_one_line_with_what_to_do(desk: Desk, fault: Fault, error: type[OnedeskError], words: str):
+def test_a_refusal_of_the_list_is_one_line_with_what_to_do(
+    desk: Desk, fault: Fault, error: type[OnedeskError], words: str
+):
     desk.hub.fault("/api/models/tiny/model/revision/main", fault, place="hub")
     with pytest.raises(error, match=words) as found:
         desk.pull()
@@ -336,7 +340,9 @@ def test_the_token_goes_to_the_hub_and_to_nobody_else(desk: Desk):
     desk.hub.fault(SHARD, Fault("cut", 1000), Fault("status", status=429, headers={"Retry-After": "0"}))
     desk.pull()
     assert desk.same_files()
-    assert all(asked.headers.get("Authorization") == f"Bearer {TOKEN}" for asked in desk.hub.asked if asked.place == "hub")
+    assert all(
+        asked.headers.get("Authorization") == f"Bearer {TOKEN}" for asked in desk.hub.asked if asked.place == "hub"
+    )
     for asked in desk.hub.asked:
         if asked.place == "storage":
             assert TOKEN not in json.dumps(asked.headers)

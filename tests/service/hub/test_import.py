@@ -26,7 +26,9 @@ def test_a_plain_folder_gives_every_file_and_stays_as_it_was(desk: Desk, tmp_pat
     assert desk.pull(local=source)["fetched"] == 0
     assert desk.same_files()
     assert {event["state"] for event in desk.told("file")} == {"imported"}
-    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.rglob("*") if path.is_file()}
+    assert before == {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.rglob("*") if path.is_file()
+    }
 
 
 def test_files_are_found_by_their_hashes_under_any_name(desk: Desk, tmp_path: Path):
@@ -50,7 +52,9 @@ def test_what_the_folder_lacks_or_has_wrong_is_fetched(desk: Desk, tmp_path: Pat
     assert (source / SHARD).read_bytes() == damaged
 
 
-def test_a_large_file_takes_no_second_place_on_the_same_disk(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_file_takes_no_second_place_on_the_same_disk(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from onedesk.service.hub import local_files
 
     monkeypatch.setattr(local_files, "LINKED_FROM", 100_000)

@@ -112,7 +112,9 @@ def test_the_manifest_is_there_before_the_first_file(desk: Desk):
 
 
 def test_no_fetched_byte_stays_in_the_page_cache_on_purpose(desk: Desk, monkeypatch: pytest.MonkeyPatch):
-    """Every byte of a shard is given up after it was synced: on unified memory a download must not displace running models."""
+    """Every byte of a shard is given up after it was synced: on unified memory a download must not displace running
+    models.
+    """
     dropped: dict[str, set[int]] = {}
     real = os.posix_fadvise
 

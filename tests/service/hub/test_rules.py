@@ -68,7 +68,9 @@ def test_hubs_are_asked_in_the_configured_order_and_variables_are_honoured(tmp_p
         ("hf", "https://mirror.example"),
         ("modelscope", "https://modelscope.ai"),
     ]
-    (tmp_path / "onedesk.toml").write_text('[hub]\nendpoints = ["https://one.example", "https://two.example"]\norder = ["hf"]\n')
+    (tmp_path / "onedesk.toml").write_text(
+        '[hub]\nendpoints = ["https://one.example", "https://two.example"]\norder = ["hf"]\n'
+    )
     config = load_config(tmp_path / "onedesk.toml")
     asked = endpoints(config, parse_name("a/b"), None, {"HF_ENDPOINT": "https://mirror.example"})
     assert [one.title for one in asked] == ["one.example", "two.example"]

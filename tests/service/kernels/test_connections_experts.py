@@ -65,7 +65,9 @@ def rows_of(streams: torch.Tensor, connection: HyperConnection) -> ConnectionOpe
     count, hidden = len(streams), streams.shape[1] // connection.count
     wide = (count, streams.shape[1])
     widths = (wide, (count, connection.down.shape[0]), wide, (count, hidden), (count, connection.count))
-    return ConnectionOperands(streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden))
+    return ConnectionOperands(
+        streams.clone(), *(torch.full(shape, float("nan")) for shape in widths), torch.ones(count, hidden)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -93,14 +95,18 @@ def test_a_joint_at_once_is_its_operations(library: ctypes.CDLL, name: str, inje
             assert found.found.eq(1).all()
 
 
-def test_uncompiled_connection_falls_back_and_is_logged_once(library: ctypes.CDLL, caplog: pytest.LogCaptureFixture) -> None:
+def test_uncompiled_connection_falls_back_and_is_logged_once(
+    library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
     kernels, reference = CpuKernels(library), ReferenceKernels()
     connections = [connection_of("float32", 40, inject=True), connection_of("float32", 24, inject=True)]
     with caplog.at_level("INFO"):
         for connection in connections * 2:
             streams = numbers(2, 3 * connection.norm.weight.shape[1])
             assert not kernels.read_connection(connection, rows_of(streams, connection))
-            found, wanted = (GatedResidual(connection).read(rows_of(streams, connection), which) for which in (kernels, reference))
+            found, wanted = (
+                GatedResidual(connection).read(rows_of(streams, connection), which) for which in (kernels, reference)
+            )
             torch.testing.assert_close(found.read, wanted.read)
             for at, which in ((found, kernels), (wanted, reference)):
                 at.found.fill_(0.5)
@@ -108,7 +114,9 @@ def test_uncompiled_connection_falls_back_and_is_logged_once(library: ctypes.CDL
             torch.testing.assert_close(found.streams, wanted.streams)
     assert len([record for record in caplog.records if "HyperConnection" in record.getMessage()]) == 1
     connection = connection_of("float32", 48, inject=True)
-    assert not kernels.read_connection(connection, rows_of(numbers(FEW_ROWS + 1, 144), connection)), "more rows than a product of few"
+    assert not kernels.read_connection(connection, rows_of(numbers(FEW_ROWS + 1, 144), connection)), (
+        "more rows than a product of few"
+    )
 
 
 HIDDEN, WIDTH = 64, 32
@@ -116,9 +124,13 @@ HIDDEN, WIDTH = 64, 32
 
 def experts_of(name: str, count: int, active: int, *, normalized: bool = True, shared: bool = True) -> ExpertWeights:
     parts = [(weight(name, 2 * WIDTH, HIDDEN, seed=i), weight(name, HIDDEN, WIDTH, seed=i)) for i in range(count)]
-    beside = SharedWeights(weight("float32", 1, HIDDEN), weight(name, 96, HIDDEN, seed=70), weight(name, HIDDEN, 48, seed=71))
+    beside = SharedWeights(
+        weight("float32", 1, HIDDEN), weight(name, 96, HIDDEN, seed=70), weight(name, HIDDEN, 48, seed=71)
+    )
     router = weight("bfloat16", count, HIDDEN, seed=72)
-    return ExpertWeights(active, normalized, router, [up for up, _ in parts], [down for _, down in parts], beside if shared else None)
+    return ExpertWeights(
+        active, normalized, router, [up for up, _ in parts], [down for _, down in parts], beside if shared else None
+    )
 
 
 @pytest.fixture
@@ -153,7 +165,9 @@ def test_experts_at_once_are_their_operations(
     assert (kernels.compiled, kernels.plain) == (1, 0)
     for row in (x[:1], x[3:4], x[2:7]):
         first = int(torch.nonzero((x == row[0]).all(1))[0])
-        assert torch.equal(through(experts, row, kernels, scratch), whole[first : first + len(row)]), "not the bits of the batch"
+        assert torch.equal(through(experts, row, kernels, scratch), whole[first : first + len(row)]), (
+            "not the bits of the batch"
+        )
 
 
 def test_nan_scores_select_an_expert_and_propagate(library: ctypes.CDLL, scratch: Scratch) -> None:
@@ -177,12 +191,18 @@ def test_equal_experts_are_selected_in_order(library: ctypes.CDLL, scratch: Scra
     torch.testing.assert_close(through(experts, x, kernels, scratch), out)
 
 
-def test_uncompiled_expert_format_falls_back(library: ctypes.CDLL, scratch: Scratch, caplog: pytest.LogCaptureFixture) -> None:
+def test_uncompiled_expert_format_falls_back(
+    library: ctypes.CDLL, scratch: Scratch, caplog: pytest.LogCaptureFixture
+) -> None:
     experts, x, kernels = experts_of("float32", 8, 3), numbers(2, HIDDEN), CpuKernels(library)
     experts.gate_up = [weight("int8-g16", 2 * WIDTH, HIDDEN, seed=i) for i in range(8)]
     with caplog.at_level("INFO"):
         for _ in range(2):
-            torch.testing.assert_close(through(experts, x, kernels, scratch), through(experts, x, ReferenceKernels(), scratch))
+            torch.testing.assert_close(
+                through(experts, x, kernels, scratch), through(experts, x, ReferenceKernels(), scratch)
+            )
     assert len([record for record in caplog.records if "ExpertWeights" in record.getMessage()]) == 1
     many = numbers(FEW_ROWS + 1, HIDDEN)
-    torch.testing.assert_close(through(experts, many, kernels, scratch), through(experts, many, ReferenceKernels(), scratch))
+    torch.testing.assert_close(
+        through(experts, many, kernels, scratch), through(experts, many, ReferenceKernels(), scratch)
+    )

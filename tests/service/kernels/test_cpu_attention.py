@@ -60,13 +60,17 @@ def layer(heads: HeadShape, pasts: list[int], *, chunk: int = 0, seed: int = 0) 
     ends = [pasts[0] + chunk] if chunk else [past + 1 for past in pasts]
     longest, count = max(ends), chunk or len(pasts)
     blocks = -(-longest // BLOCK)
-    tables = torch.randperm(len(ends) * blocks + 2, generator=generator)[: len(ends) * blocks].view(len(ends), blocks).int()
+    tables = (
+        torch.randperm(len(ends) * blocks + 2, generator=generator)[: len(ends) * blocks].view(len(ends), blocks).int()
+    )
     size = (len(ends) * blocks + 2, heads.kv_heads, BLOCK, heads.head_dim)
     cache = [torch.full(size, float("nan")) for _ in range(2)]
     for table, past in zip(tables, pasts, strict=False):
         for position in range(past):
             for part in cache:
-                part[table[position // BLOCK], :, position % BLOCK] = torch.randn(heads.kv_heads, heads.head_dim, generator=generator)
+                part[table[position // BLOCK], :, position % BLOCK] = torch.randn(
+                    heads.kv_heads, heads.head_dim, generator=generator
+                )
     positions = torch.arange(pasts[0], pasts[0] + chunk) if chunk else torch.tensor(pasts)
     angles = torch.outer(torch.arange(longest).float(), 1e4 ** (-torch.arange(0, heads.head_dim, 2) / heads.head_dim))
     norms = [NormWeight(torch.rand(heads.head_dim, generator=generator) + 0.5, 1e-6) for _ in range(2)]
@@ -91,7 +95,9 @@ def test_a_chunk_agrees(library: ctypes.CDLL, heads: HeadShape, past: int, chunk
 
 
 @settings(max_examples=40, deadline=None)
-@given(heads=st.sampled_from(SHAPES), pasts=st.lists(st.integers(0, 150), min_size=1, max_size=8), seed=st.integers(0, 99))
+@given(
+    heads=st.sampled_from(SHAPES), pasts=st.lists(st.integers(0, 150), min_size=1, max_size=8), seed=st.integers(0, 99)
+)
 def test_a_decode_step_agrees(library: ctypes.CDLL, heads: HeadShape, pasts: list[int], seed: int) -> None:
     agrees(library, layer(heads, pasts, seed=seed))
 
@@ -143,5 +149,7 @@ def test_other_norms_over_the_same_cache_are_seen(library: ctypes.CDLL) -> None:
     for heads in (made.heads, other):
         out, wanted = torch.empty(1, 64), torch.empty(1, 64)
         kernels.attend(heads, AttentionOperands(made.qkv.clone(), made.keys, made.values, made.batch, out))
-        ReferenceKernels().attend(heads, AttentionOperands(made.qkv.clone(), made.keys, made.values, made.batch, wanted))
+        ReferenceKernels().attend(
+            heads, AttentionOperands(made.qkv.clone(), made.keys, made.values, made.batch, wanted)
+        )
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)

@@ -162,7 +162,9 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert built_in(tmp_path / "cache").suffix == ".so"
 
 
-def test_without_compiler_runs_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_compiler_runs_plain_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     with caplog.at_level(logging.WARNING):
         kernels = choose_kernels(torch.device("cpu"), torch.float32, tmp_path)
@@ -171,7 +173,9 @@ def test_without_compiler_runs_plain_torch(tmp_path: Path, monkeypatch: pytest.M
     assert "no C compiler" in caplog.text
 
 
-def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_a_compiler_the_instructions_are_named(
+    library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("onedesk.service.kernels.choose.compile_library", lambda *_: (library, ""))
     kernels = choose_kernels(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert isinstance(kernels, CpuKernels)
@@ -180,7 +184,9 @@ def test_with_a_compiler_the_instructions_are_named(library: object, monkeypatch
 
 
 @pytest.mark.parametrize("quoted", [b"/tmp", b"/M\xfcll", "/内存".encode()], ids=["ASCII", "Latin-1", "UTF-8"])
-def test_compiler_error_is_quoted_in_any_encoding(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quoted: bytes) -> None:
+def test_compiler_error_is_quoted_in_any_encoding(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quoted: bytes
+) -> None:
     broken = tmp_path / "cc"
     broken.write_bytes(b"#!/bin/sh\necho 'cc: " + quoted + b": no space left for objects' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -198,7 +204,9 @@ def test_compiler_error_is_quoted_in_any_encoding(small: Path, tmp_path: Path, m
         ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9"),
     ],
 )
-def test_a_compiler_that_does_not_run_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str) -> None:
+def test_a_compiler_that_does_not_run_is_told(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, why: str
+) -> None:
     broken = tmp_path / "cc"
     broken.write_text(content)
     broken.chmod(0o755)

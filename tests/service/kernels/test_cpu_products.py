@@ -63,7 +63,9 @@ def random_weight(name: str, rows: int, cols: int, generator: torch.Generator) -
         bits = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
         bits[(bits & 127) == 127] = 0  # the two NaNs
         return QuantizedWeight(held, rows, cols, bits.view(torch.float8_e4m3fn), scales)
-    return QuantizedWeight(held, rows, cols, torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8), scales)
+    return QuantizedWeight(
+        held, rows, cols, torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8), scales
+    )
 
 
 def random_rows(kind: str, count: int, cols: int, generator: torch.Generator) -> torch.Tensor:
@@ -108,7 +110,11 @@ def exact(x: torch.Tensor, weight: Weight) -> Exact:
         )
         for from_ in range(0, weight.cols, span):
             largest = wide[:, from_ : from_ + span].abs().amax(1, keepdim=True)
-            bound += largest / (65278 if weight.format.name == "nvfp4" else 65534) * stored[:, from_ : from_ + span].abs().sum(1)
+            bound += (
+                largest
+                / (65278 if weight.format.name == "nvfp4" else 65534)
+                * stored[:, from_ : from_ + span].abs().sum(1)
+            )
     return Exact(wide @ stored.t(), bound)
 
 
@@ -135,7 +141,9 @@ def extreme(kind: str, rows: int, cols: int) -> tuple[QuantizedWeight, torch.Ten
         bits[:, 1::2] = 1  # 2^-9
         bits[:, 2::4] = 0
         data.view(rows, -1, 16)[:, :, :] = 0x71
-    return QuantizedWeight(NVFP4, rows, cols, data, bits.view(torch.float8_e4m3fn), None, torch.full((rows, 1), 0.25)), x
+    return QuantizedWeight(
+        NVFP4, rows, cols, data, bits.view(torch.float8_e4m3fn), None, torch.full((rows, 1), 0.25)
+    ), x
 
 
 @pytest.mark.parametrize("cols", [16, 40, 256, 608])
@@ -161,7 +169,9 @@ def test_nvfp4_at_its_extremes_lies_within_its_bound(library: ctypes.CDLL, kind:
     kind=st.sampled_from(["normal", "zeros", "one huge value", "wide range", "tiny"]),
     seed=st.integers(0, 999),
 )
-def test_products_lie_within_their_bound(library: ctypes.CDLL, name: str, count: int, rows: int, cols: int, kind: str, seed: int) -> None:
+def test_products_lie_within_their_bound(
+    library: ctypes.CDLL, name: str, count: int, rows: int, cols: int, kind: str, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, x = random_weight(name, 2 * rows, cols, generator), random_rows(kind, count, cols, generator)
     norm, residual = (
@@ -184,13 +194,24 @@ def test_products_lie_within_their_bound(library: ctypes.CDLL, name: str, count:
     linear, norm_linear, added, gated = found[0]
     product, after_norm = exact(x, weight), exact(normed(x, norm).float(), weight)
     assert bool(((linear - product.values).abs() <= product.bound).all())
-    assert bool(((norm_linear - after_norm.values).abs() <= after_norm.bound * 1.01 + 1e-6 * after_norm.values.abs()).all())
-    assert bool(((added - residual - product.values).abs() <= product.bound + 2e-7 * (residual.abs() + product.values.abs())).all())
+    assert bool(
+        ((norm_linear - after_norm.values).abs() <= after_norm.bound * 1.01 + 1e-6 * after_norm.values.abs()).all()
+    )
+    assert bool(
+        (
+            (added - residual - product.values).abs() <= product.bound + 2e-7 * (residual.abs() + product.values.abs())
+        ).all()
+    )
     gate, up = after_norm.values.chunk(2, -1)
     gate_bound, up_bound = after_norm.bound.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
     # silu's slope is at most 1.1, and |silu(g)| <= |g|
-    bound = 1.2 * (gate_bound * (up.abs() + up_bound) + gate.abs() * up_bound) + 2e-6 * wanted.abs() + 1e-6 * (gate * up).abs() + 1e-37
+    bound = (
+        1.2 * (gate_bound * (up.abs() + up_bound) + gate.abs() * up_bound)
+        + 2e-6 * wanted.abs()
+        + 1e-6 * (gate * up).abs()
+        + 1e-37
+    )
     assert bool(((gated - wanted).abs() <= bound).all())
 
 

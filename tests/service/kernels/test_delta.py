@@ -145,7 +145,9 @@ def test_verify_rows_continue_from_previous_row(library: ctypes.CDLL, rows: int,
     places = Slots(torch.tensor(order[:rows]), torch.tensor(order[1 : rows + 1]))
     projected, rates = numbers(rows, 768, seed=3), numbers(rows, 8, seed=4)
     copied, out = [part.clone() for part in (windows, states)], torch.empty(rows, 320)
-    assert CpuKernels(library, threads=2).delta_step(heads, DeltaOperands(projected, rates, *copied, places, out, verify=True))
+    assert CpuKernels(library, threads=2).delta_step(
+        heads, DeltaOperands(projected, rates, *copied, places, out, verify=True)
+    )
     for row in range(rows):
         one = slice(row, row + 1)
         step = DeltaOperands(projected[one], rates[one], windows, states, places.part(one), torch.empty(1, 320))
@@ -155,9 +157,13 @@ def test_verify_rows_continue_from_previous_row(library: ctypes.CDLL, rows: int,
 
 
 def test_unsupported_delta_heads_fall_back(library: ctypes.CDLL) -> None:
-    heads = DeltaHeads(1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS))
+    heads = DeltaHeads(
+        1, 1, 8, 16, False, "silu", numbers(4, 32), -numbers(1, 1).exp(), numbers(1, 1), NormWeight(numbers(16), EPS)
+    )
     places = Slots(torch.tensor([0]), torch.tensor([0]))
-    step = DeltaOperands(numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16))
+    step = DeltaOperands(
+        numbers(1, 48), numbers(1, 2), numbers(1, 3, 32), numbers(1, 1, 1, 8, 16), places, numbers(1, 16)
+    )
     assert not CpuKernels(library).delta_step(heads, step)
     assert not ReferenceKernels().delta_step(heads, step)
 

@@ -35,7 +35,9 @@ def test_every_kernel_of_a_layer_is_within_its_bound():
 
 def test_all_kernels_and_formats_were_compared(found: dict[str, Any]):
     kinds = [("linear", "fp8")]
-    kinds += [(k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")]
+    kinds += [
+        (k, h) for k in ("linear", "linear_add", "norm_linear", "norm_gate_up") for h in ("float", "int8", "int4")
+    ]
     for kernel, held in kinds:
         for rows in (1, 3, 20):
             assert any(form.startswith(f"{kernel} {held} ") and form.endswith(f"rows {rows}") for form in found)

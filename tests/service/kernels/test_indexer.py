@@ -39,7 +39,9 @@ def pool() -> Pool:
 class Sequences:
     """A layer and the cache of up to three sequences, run by kernels of either kind over the same numbers."""
 
-    def __init__(self, lease: Lease, kernels: ReferenceKernels, ratio: int, budget: int, seed: int, coarse: bool) -> None:
+    def __init__(
+        self, lease: Lease, kernels: ReferenceKernels, ratio: int, budget: int, seed: int, coarse: bool
+    ) -> None:
         self.kernels, self.generator = kernels, torch.Generator().manual_seed(seed)
         self.coarse = coarse
         size = (BLOCKS, HEADS.kv_heads, BLOCK, HEADS.head_dim)
@@ -72,7 +74,11 @@ class Sequences:
         """One token of each of `sequences`, or `chunk` of the first; `aside`: their states go to other slots."""
         count = chunk or len(sequences)
         chosen = sequences[:1] if chunk else sequences
-        places = [self.lengths[sequences[0]] + i for i in range(chunk)] if chunk else [self.lengths[which] for which in sequences]
+        places = (
+            [self.lengths[sequences[0]] + i for i in range(chunk)]
+            if chunk
+            else [self.lengths[which] for which in sequences]
+        )
         targets = [self.slots[which] + (3 if aside and self.slots[which] < 4 else 0) for which in chosen]
         slots = Slots(torch.tensor([self.slots[which] for which in chosen]), torch.tensor(targets))
         where = torch.tensor(places).int(), self.tables[chosen], max(places) + 1, slots
@@ -119,7 +125,9 @@ def test_indexed_attention_matches_reference(
 ) -> None:
     compiled = CpuKernels(library, threads=1 + seed % 2)
     lease = pool.lease("test", "scratch", 1 << 20)
-    ours, plain = (Sequences(lease, which, ratio, ratio * key_blocks, seed, coarse) for which in (compiled, ReferenceKernels()))
+    ours, plain = (
+        Sequences(lease, which, ratio, ratio * key_blocks, seed, coarse) for which in (compiled, ReferenceKernels())
+    )
     for order, count, chunk, aside in [([0, 1, 2], 1, 61, False), *steps]:
         if max(ours.lengths) + chunk >= 8 * BLOCK:
             continue
@@ -147,7 +155,9 @@ def selected(library: ctypes.CDLL, scores: torch.Tensor, k: int) -> list[int]:
     seed=st.integers(0, 999),
     fault=st.booleans(),
 )
-def test_equal_scores_are_chosen_as_torch_does(library: ctypes.CDLL, count: int, part: float, kinds: int, seed: int, fault: bool) -> None:
+def test_equal_scores_are_chosen_as_torch_does(
+    library: ctypes.CDLL, count: int, part: float, kinds: int, seed: int, fault: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, kinds, (count,), generator=generator).float()
     if seed % 3 == 0:

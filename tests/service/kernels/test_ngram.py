@@ -34,7 +34,8 @@ def by_parts(w: NgramWeights, at: NgramOperands) -> torch.Tensor:
     assert isinstance(w.value, torch.Tensor)
     keys, values = (at.embedded @ w.key.t()).view(heads), at.embedded @ w.value.t()
     keys, queries = (
-        kernels.rms_norm(x, norm, torch.empty_like(x)) for x, norm in ((keys, w.key_norm), (at.streams.view(heads), w.query_norm))
+        kernels.rms_norm(x, norm, torch.empty_like(x))
+        for x, norm in ((keys, w.key_norm), (at.streams.view(heads), w.query_norm))
     )
     scores = (keys * queries).sum(-1) * heads[-1] ** -0.5
     added = (scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).sigmoid()[..., None] * values[:, None]
@@ -70,7 +71,9 @@ def test_the_block_at_once_is_its_operations(library: ctypes.CDLL, count: int, a
 def test_uncompiled_ngram_widths_fall_back(library: ctypes.CDLL) -> None:
     w, kernels = weights(40), CpuKernels(library)
     slots = Slots(torch.zeros(1).long(), torch.zeros(1).long())
-    at = NgramOperands(numbers(1, WIDTH), numbers(1, 120), torch.empty(1, 120), torch.empty(1, 40), torch.zeros(1, 9, 120), slots)
+    at = NgramOperands(
+        numbers(1, WIDTH), numbers(1, 120), torch.empty(1, 120), torch.empty(1, 40), torch.zeros(1, 9, 120), slots
+    )
     assert not kernels.add_ngrams(w, at)
 
 
@@ -99,7 +102,9 @@ def test_sequence_is_captured_once_and_replayed(library: ctypes.CDLL) -> None:
     for turn in range(4):
         x.copy_(numbers(2, 64, seed=turn))
         kernels.run_captured(owner, 0, work)
-        torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), eps=1e-6) @ weight.t(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            out, torch.nn.functional.rms_norm(x, (64,), eps=1e-6) @ weight.t(), rtol=1e-4, atol=1e-4
+        )
     # The workspace of products grew during the first capture, so it was recorded again.
     assert len(runs) == 2
     assert (kernels.compiled, kernels.plain) == (8, 0)

@@ -35,7 +35,9 @@ def random_weight(held: Format | None, rows: int, cols: int, generator: torch.Ge
     scales = torch.rand(rows, held.groups(cols), generator=generator) / 8 + 0.01
     if held.bits == 8:
         q = torch.randint(-127, 128, (rows, cols), generator=generator, dtype=torch.int8)
-        return QuantizedWeight(held, rows, cols, q if held.name == "int8" else q.float().to(torch.float8_e4m3fn), scales)
+        return QuantizedWeight(
+            held, rows, cols, q if held.name == "int8" else q.float().to(torch.float8_e4m3fn), scales
+        )
     data = pack_nibbles(torch.randint(0, 16, (rows, cols), generator=generator, dtype=torch.uint8))
     offsets = None if held.symmetric else (-8 * scales).half()
     return QuantizedWeight(held, rows, cols, data, scales.half(), offsets)
@@ -49,7 +51,9 @@ def normed(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
     return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
 
 
-@pytest.mark.parametrize("held", [None, *FORMATS], ids=lambda held: "bf16" if held is None else f"{held.name}-{held.group}")
+@pytest.mark.parametrize(
+    "held", [None, *FORMATS], ids=lambda held: "bf16" if held is None else f"{held.name}-{held.group}"
+)
 @pytest.mark.parametrize(("rows", "cols"), [(6, 32), (10, 200), (34, 129), (TILE_ELEMENTS // 300 + 5, 300)])
 def test_products_match_dequantized_weight(held: Format | None, rows: int, cols: int) -> None:
     generator = torch.Generator().manual_seed(rows + cols)
@@ -102,9 +106,13 @@ class Scene:
         self.pasts = pasts
         width = max(pasts) // BLOCK + count // BLOCK + 2
         total = len(pasts) * width + 1
-        self.tables = torch.randperm(total, generator=self.generator)[: len(pasts) * width].view(len(pasts), width).int()
+        self.tables = (
+            torch.randperm(total, generator=self.generator)[: len(pasts) * width].view(len(pasts), width).int()
+        )
         # Unwritten slots may hold anything and must not be read.
-        self.keys, self.values = (torch.full((total, shape.kv_heads, BLOCK, shape.head_dim), float("nan")) for _ in range(2))
+        self.keys, self.values = (
+            torch.full((total, shape.kv_heads, BLOCK, shape.head_dim), float("nan")) for _ in range(2)
+        )
         angles = torch.rand(width * BLOCK, shape.head_dim // 2, generator=self.generator) * 6
         self.rotary = RotaryTable(angles.cos(), angles.sin())
         self.norms = [NormWeight(torch.rand(shape.head_dim, generator=self.generator) + 0.5, EPS) for _ in range(2)]
@@ -153,7 +161,9 @@ class Scene:
         torch.testing.assert_close(out.double(), torch.stack(expected), rtol=1e-4, atol=1e-5)
         for sequence, position in zip(sequences, positions, strict=True):
             block, slot = int(self.tables[sequence, position // BLOCK]), position % BLOCK
-            torch.testing.assert_close(self.keys[block, :, slot].double(), self.past[sequence][0][position], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                self.keys[block, :, slot].double(), self.past[sequence][0][position], rtol=1e-4, atol=1e-5
+            )
             torch.testing.assert_close(self.values[block, :, slot].double(), self.past[sequence][1][position])
 
 

@@ -56,7 +56,9 @@ def test_yarn_turns_as_in_transformers(parameters: dict[str, Any], dim: int):
         (40960, {"rope_type": "default"}, 40960),
     ],
 )
-def test_a_context_reaches_as_far_as_the_positions_are_stretched(key: str, stated: int, rope: dict[str, Any], reach: int):
+def test_a_context_reaches_as_far_as_the_positions_are_stretched(
+    key: str, stated: int, rope: dict[str, Any], reach: int
+):
     text = {
         "model_type": "qwen3",
         "hidden_size": 64,
@@ -75,7 +77,9 @@ def test_a_context_reaches_as_far_as_the_positions_are_stretched(key: str, state
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), 1e39, True, "4"])
-@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "original_max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key", ["factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "original_max_position_embeddings"]
+)
 def test_yarn_takes_no_parameter_that_is_no_number_above_0(key: str, value: Any):
     with pytest.raises(ModelError, match=f"config.json has {key} = "):
         ConfigReader({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, key: value}}).yarn()

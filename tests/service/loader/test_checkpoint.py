@@ -67,7 +67,9 @@ def test_a_folder_with_one_file_is_opened(folder: Path) -> None:
     found = open_checkpoint(folder)
     assert (found.name, found.folder) == ("Qwen3-Tiny", folder)
     assert (found.config, found.generation) == (CONFIG, {"top_k": 20})
-    assert {name: info.shape for name, info in found.tensors.items()} == {name: tuple(t.shape) for name, t in tensors.items()}
+    assert {name: info.shape for name, info in found.tensors.items()} == {
+        name: tuple(t.shape) for name, t in tensors.items()
+    }
     assert found.weight_bytes == 160 + 8 + 2
     assert all(info.file == folder / "model.safetensors" for info in found.tensors.values())
 
@@ -75,7 +77,12 @@ def test_a_folder_with_one_file_is_opened(folder: Path) -> None:
 def test_the_census_counts_numbers_and_bytes(folder: Path) -> None:
     write_tensors(
         folder / "model.safetensors",
-        {"a": ("BF16", [3, 2], bytes(12)), "b": ("F32", [5], bytes(20)), "c": ("F4", [4], bytes(2)), "d": ("F32", [1], bytes(4))},
+        {
+            "a": ("BF16", [3, 2], bytes(12)),
+            "b": ("F32", [5], bytes(20)),
+            "c": ("F4", [4], bytes(2)),
+            "d": ("F32", [1], bytes(4)),
+        },
     )
     census = open_checkpoint(folder).census()
     assert census.parameters == 6 + 5 + 4 + 1
@@ -120,7 +127,9 @@ def test_a_lone_file_without_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lone_file_is_what_its_header_says(folder: Path) -> None:
-    """An honest header opens whatever the name says and however its length begins; another format is named, with or without config."""
+    """An honest header opens whatever the name says and however its length begins; another format is named, with or
+    without config.
+    """
     path = write_tensors(folder / "weights.bin", {"w": ("F16", [1], b"ab")}, header_bytes=0x0480)
     assert list(open_checkpoint(path).tensors) == ["w"]
     (folder / "x.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(20))
@@ -198,7 +207,10 @@ def test_a_download_that_was_not_finished_is_said(folder: Path) -> None:
 def test_a_partial_file_never_counts_as_the_model(folder: Path) -> None:
     write_model(folder / "model.safetensors").rename(folder / "model.safetensors.part")
     message = refusal(folder, FileError)
-    assert "there is no safetensors file in 'Qwen3-Tiny'; a download was not finished ('model.safetensors.part')" in message
+    assert (
+        "there is no safetensors file in 'Qwen3-Tiny'; a download was not finished ('model.safetensors.part')"
+        in message
+    )
 
 
 def test_the_parts_of_the_hubs_own_client_are_seen(folder: Path) -> None:
@@ -253,7 +265,21 @@ def test_a_broken_index_is_refused(folder: Path, content: str, wanted: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "..", ".", "", "a\\x.safetensors", "a\0b", "a//b", None, 3, ["a"]]
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/passwd",
+        "a/../../x.safetensors",
+        "..",
+        ".",
+        "",
+        "a\\x.safetensors",
+        "a\0b",
+        "a//b",
+        None,
+        3,
+        ["a"],
+    ],
 )
 def test_an_index_may_not_name_files_outside_the_folder(folder: Path, name: Any) -> None:
     write_model(folder.parent / "x.safetensors", "stolen")
@@ -267,7 +293,9 @@ def test_an_index_may_not_name_files_outside_the_folder(folder: Path, name: Any)
 def test_a_tensor_that_no_file_holds_is_named(folder: Path) -> None:
     weight_map = write_shards(folder, 2)
     write_index(folder, {**weight_map, "ghost": shard(2, 2)})
-    assert f"names 1 tensors that their files do not hold: 'ghost' (first in {shard(2, 2)})" in refusal(folder, ModelError)
+    assert f"names 1 tensors that their files do not hold: 'ghost' (first in {shard(2, 2)})" in refusal(
+        folder, ModelError
+    )
 
 
 def test_a_tensor_in_another_file_than_the_index_says_is_found(folder: Path) -> None:
@@ -286,7 +314,10 @@ def test_a_tensor_that_the_index_does_not_name_counts_where_it_is_needed(folder:
     assert not checkpoint.tensors["layers.1.up.weight"].named
     assert all(info.named for name, info in checkpoint.tensors.items() if name != "layers.1.up.weight")
     (note,) = checkpoint.notes
-    assert note == f"1 tensors are not in {INDEX} and are left out where the network does not need them: 'layers.1.up.weight'"
+    assert (
+        note
+        == f"1 tensors are not in {INDEX} and are left out where the network does not need them: 'layers.1.up.weight'"
+    )
 
 
 def test_of_two_copies_the_one_counts_that_the_index_names(folder: Path) -> None:
@@ -298,7 +329,9 @@ def test_of_two_copies_the_one_counts_that_the_index_names(folder: Path) -> None
         write_index(folder, {"twice": file, "own1": shard(1, 2), "own2": shard(2, 2)})
         checkpoint = open_checkpoint(folder)
         assert checkpoint.tensors["twice"].source.shown == file
-        assert checkpoint.notes == (f"1 tensors are in several files, of which the one counts that {INDEX} names: 'twice'",)
+        assert checkpoint.notes == (
+            f"1 tensors are in several files, of which the one counts that {INDEX} names: 'twice'",
+        )
     write_index(folder, {"own1": shard(1, 2), "own2": shard(2, 2)})
     assert set(open_checkpoint(folder).tensors) == {"own1", "own2"}
 
@@ -360,14 +393,32 @@ def test_shards_of_two_checkpoints_are_refused(folder: Path) -> None:
         (b'{"model_type": "\\ud800"}', ModelError, "config.json does not say the model_type"),
         (b'{"a": [' + b"[]," * 200_000 + b"[]]}", ModelError, "config.json holds 200,003 lists and objects; a file of"),
         (b"{" + b'"a":0,' * 1_000_001 + b'"a":0}', ModelError, "config.json holds 2,000,004 quotation marks"),
-        (b'{"model_type": "qwen3", "n": [' + b"1.5," * 600_000 + b"1]}", ModelError, "config.json holds 600,001 commas"),
-        (b'{"model_type": "qwen3", "n": ' + b"9" * 65 + b"}", ModelError, "config.json has a whole number of 65 digits at 'n'"),
-        (b'{"model_type": "qwen3", "n": [-' + b"9" * 5000 + b"]}", ModelError, "config.json has a whole number of 5001 digits at 'n'"),
-        (b'{"model_type": "qwen3", "n": ' + b"[" * 64 + b"]" * 64 + b"}", ModelError, "nested more than 64 levels deep"),
+        (
+            b'{"model_type": "qwen3", "n": [' + b"1.5," * 600_000 + b"1]}",
+            ModelError,
+            "config.json holds 600,001 commas",
+        ),
+        (
+            b'{"model_type": "qwen3", "n": ' + b"9" * 65 + b"}",
+            ModelError,
+            "config.json has a whole number of 65 digits at 'n'",
+        ),
+        (
+            b'{"model_type": "qwen3", "n": [-' + b"9" * 5000 + b"]}",
+            ModelError,
+            "config.json has a whole number of 5001 digits at 'n'",
+        ),
+        (
+            b'{"model_type": "qwen3", "n": ' + b"[" * 64 + b"]" * 64 + b"}",
+            ModelError,
+            "nested more than 64 levels deep",
+        ),
         (b"version https://git-lfs.github.com/spec/v1", ModelError, "config.json is only a Git LFS pointer"),
     ],
 )
-def test_a_broken_configuration_is_refused(folder: Path, content: bytes | None, kind: type[OnedeskError], wanted: str) -> None:
+def test_a_broken_configuration_is_refused(
+    folder: Path, content: bytes | None, kind: type[OnedeskError], wanted: str
+) -> None:
     write_model(folder / "model.safetensors")
     (folder / "config.json").unlink()
     if content is not None:
@@ -400,7 +451,10 @@ def test_a_broken_generation_config_is_not_ignored(folder: Path) -> None:
     ("file", "wanted"),
     [
         ("x-Q4_K_M.gguf", "holds GGUF files, no safetensors: 'x-Q4_K_M.gguf'; get the safetensors form"),
-        ("pytorch_model.bin", "holds pickle files (which can run code and is never read), no safetensors: 'pytorch_model.bin'"),
+        (
+            "pytorch_model.bin",
+            "holds pickle files (which can run code and is never read), no safetensors: 'pytorch_model.bin'",
+        ),
         ("model.PTH", "holds pickle files"),
         ("model.onnx", "holds ONNX files"),
     ],
@@ -444,7 +498,9 @@ def test_a_shard_may_be_a_link_within_the_roots_only(folder: Path) -> None:
     assert "is a symlink that leaves the model folders" in refusal(folder, FileError)
     assert open_checkpoint(folder, roots=[folder.parent]).tensors.keys() == weight_map.keys()
     (blobs / "b1").unlink()
-    assert f"'{shard(1, 2)}' is a symlink to a file that does not exist" in refusal(folder, FileError, roots=[folder.parent])
+    assert f"'{shard(1, 2)}' is a symlink to a file that does not exist" in refusal(
+        folder, FileError, roots=[folder.parent]
+    )
 
 
 def test_a_loop_of_symlinks_is_refused(folder: Path) -> None:

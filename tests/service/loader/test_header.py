@@ -1,4 +1,6 @@
-"""Headers: what is honest is read as the safetensors library reads it, what lies is refused with a message that says where."""
+"""Headers: what is honest is read as the safetensors library reads it, what lies is refused with a message that says
+where.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def refusal(path: Path) -> str:
         (b"", "has 0 bytes; a safetensors file has at least 8"),
         (b"\x01\x02\x03", "has 3 bytes; a safetensors file has at least 8"),
         (raw_bytes(b"{}", length=3), "the header would have 3 bytes, only 2 follow"),
-        (raw_bytes(b"{}", length=HEADER_LIMIT + 1), f"would have {HEADER_LIMIT + 1} bytes, the format allows {HEADER_LIMIT}"),
+        (
+            raw_bytes(b"{}", length=HEADER_LIMIT + 1),
+            f"would have {HEADER_LIMIT + 1} bytes, the format allows {HEADER_LIMIT}",
+        ),
         (raw_bytes(b"{}", length=2**64 - 1), "would have 18446744073709551615 bytes"),
         (raw_bytes(b'{"\xff": 1}'), "is not UTF-8 text (byte 2 of it)"),
         (raw_bytes(b" {}"), "does not begin with an object"),
@@ -70,14 +75,20 @@ def test_what_is_no_header_is_refused(tmp_path: Path, content: bytes, wanted: st
         ('{"a":{"dtype":"U8","shape":[4],"dtype":"U8","data_offsets":[0,4]}}', "tensor 'a' has the key 'dtype' twice"),
         ('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{}}', "has the key 'a' twice"),
         ('{"a":{"dtype":"U8" "shape"}}', "tensor 'a' has a description that is not JSON"),
-        ('{"a":{"dtype":{"of":"U8"},"shape":[4],"data_offsets":[0,4]}}', "tensor 'a' has a description that is not JSON"),
+        (
+            '{"a":{"dtype":{"of":"U8"},"shape":[4],"data_offsets":[0,4]}}',
+            "tensor 'a' has a description that is not JSON",
+        ),
         ('{"a":{"dtype":' + "[" * 40000 + "}}", "tensor 'a' has a description that is not JSON"),
         ('{"a":{"dtype":"U8","shape":[' + "1," * ENTRY_LIMIT + "1]}}", f"without an end in {ENTRY_LIMIT} characters"),
         ('{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "has half a character in its name"),
         ('{"__metadata__":1}', "__metadata__ is not an object"),
         ('{"__metadata__":{"a":1}}', "__metadata__ has a value for 'a' that is not text"),
         ('{"__metadata__":{"a":"","a":""}}', "has the key 'a' twice"),
-        ('{"__metadata__":{' + ",".join(f'"{i}":""' for i in range(METADATA_LIMIT + 1)) + "}}", f"more than {METADATA_LIMIT} entries"),
+        (
+            '{"__metadata__":{' + ",".join(f'"{i}":""' for i in range(METADATA_LIMIT + 1)) + "}}",
+            f"more than {METADATA_LIMIT} entries",
+        ),
     ],
 )
 def test_a_broken_entry_is_named(tmp_path: Path, text: str, wanted: str) -> None:
@@ -222,7 +233,9 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 def test_every_dtype_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
     """8 numbers of each dtype have as many bytes as a number has bits."""
     content = {dtype: (dtype, [2, 4], bytes(range(bits))) for dtype, bits in DTYPE_BITS.items()}
-    path = write_tensors(tmp_path / "m.safetensors", {**content, "scalar": ("F32", [], b"abcd"), "none": ("BF16", [3, 0], b"")})
+    path = write_tensors(
+        tmp_path / "m.safetensors", {**content, "scalar": ("F32", [], b"abcd"), "none": ("BF16", [3, 0], b"")}
+    )
     _compare(path)
     header = read_header(path)
     assert all(header.tensors[dtype].elements == 8 for dtype in DTYPE_BITS)
@@ -231,7 +244,9 @@ def test_every_dtype_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
 
 def test_metadata_and_names_of_any_language_are_kept(tmp_path: Path) -> None:
     header = {"__metadata__": {"format": "pt", "写": '}{"\\'}, "重み.🙂": U8, "": entry("U8", [], 4, 5)}
-    found = read_header(write_raw(tmp_path / "m.safetensors", json.dumps(header, ensure_ascii=False).encode() + b"  \n", b"abcde"))
+    found = read_header(
+        write_raw(tmp_path / "m.safetensors", json.dumps(header, ensure_ascii=False).encode() + b"  \n", b"abcde")
+    )
     assert found.metadata == header["__metadata__"]
     assert list(found.tensors) == ["重み.🙂", ""]
 
@@ -268,13 +283,23 @@ BASE: dict[str, Any] = {
 }
 DATA = bytes(range(16))
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | st.sampled_from(list(DTYPE_BITS)),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(list(DTYPE_BITS)),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=8,
 )
 SMALL = st.lists(st.integers(0, 20), max_size=4)
 MUTATED = st.fixed_dictionaries(
-    {}, optional={"dtype": ANYTHING | st.sampled_from(list(DTYPE_BITS)), "shape": ANYTHING | SMALL, "data_offsets": ANYTHING | SMALL}
+    {},
+    optional={
+        "dtype": ANYTHING | st.sampled_from(list(DTYPE_BITS)),
+        "shape": ANYTHING | SMALL,
+        "data_offsets": ANYTHING | SMALL,
+    },
 )
 
 
@@ -299,7 +324,9 @@ def test_no_entry_crashes_the_reader(tmp_path: Path, name: str, change: dict[str
 
 
 @ONE_FOLDER
-@given(edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4), cut=st.integers(0, 30))
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4), cut=st.integers(0, 30)
+)
 def test_no_flipped_byte_crashes_the_reader(tmp_path: Path, edits: list[tuple[int, int]], cut: int) -> None:
     content = bytearray(raw_bytes(BASE, DATA))
     for at, value in edits:
@@ -308,7 +335,9 @@ def test_no_flipped_byte_crashes_the_reader(tmp_path: Path, edits: list[tuple[in
 
 
 @ONE_FOLDER
-@given(text=st.text(alphabet='{}[]:,"\\0123456789.-eEtruefalsn\u00e9 dtypeshapU8', max_size=60), tail=st.binary(max_size=8))
+@given(
+    text=st.text(alphabet='{}[]:,"\\0123456789.-eEtruefalsn\u00e9 dtypeshapU8', max_size=60), tail=st.binary(max_size=8)
+)
 def test_no_text_crashes_the_reader(tmp_path: Path, text: str, tail: bytes) -> None:
     _never_crashes(tmp_path / "m.safetensors", raw_bytes(b"{" + text.encode(), tail))
 

@@ -1,4 +1,6 @@
-"""Rows that are handed over as they come: all of them once, whole steps, on the readers' threads, each with a bench of its own."""
+"""Rows that are handed over as they come: all of them once, whole steps, on the readers' threads, each with a bench
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_an_intake_that_refuses_ends_the_stream(tmp_path: Path) -> None:
             raise ModelError("m has weights that are no numbers")
 
     with pytest.raises(ModelError, match="no numbers"):
-        stream_tensors([(read_header(tmp_path / "m.safetensors").tensors["m"], Refusing(most=1000))], benches=benches(2, 1000))
+        stream_tensors(
+            [(read_header(tmp_path / "m.safetensors").tensors["m"], Refusing(most=1000))], benches=benches(2, 1000)
+        )
     assert_no_reader_left()
 
 

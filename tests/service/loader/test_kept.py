@@ -1,4 +1,6 @@
-"""Files that stay open: never more than allowed, closed with their owner, and named when they are no longer what they were."""
+"""Files that stay open: never more than allowed, closed with their owner, and named when they are no longer what
+they were.
+"""
 
 from __future__ import annotations
 
@@ -94,12 +96,20 @@ def touch(path: Path) -> None:
     [
         (cut, r"shard-1\.safetensors was changed or replaced since its header was read \(it had \d+ bytes, now \d+\)"),
         (replace, r"shard-1\.safetensors was changed or replaced .* \(another file of \d+ bytes lies in its place\)"),
-        (touch, r"shard-1\.safetensors was changed or replaced .* \(it still has \d+ bytes, but was written [\d.e+]+ s earlier than"),
+        (
+            touch,
+            (
+                r"shard-1\.safetensors was changed or replaced .* \(it still has \d+ bytes, but was written [\d.e+]+ s"
+                r" earlier than"
+            ),
+        ),
         (Path.unlink, r"shard-1\.safetensors cannot be opened: No such file"),
     ],
 )
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_file_that_changes_under_an_open_table_is_named(tmp_path: Path, harm: object, message: str, announced: bool) -> None:
+def test_a_file_that_changes_under_an_open_table_is_named(
+    tmp_path: Path, harm: object, message: str, announced: bool
+) -> None:
     table = FileTable([part(tmp_path, number) for number in range(2)])
     table.read([1, ROWS + 1])
     harm(tmp_path / "shard-1.safetensors")  # pyright: ignore[reportCallIssue]
@@ -121,6 +131,9 @@ def test_a_disk_that_cannot_read_is_told_with_the_place(tmp_path: Path, monkeypa
         changed.setattr(os, "preadv", broken)
         assert torch.equal(table.read([1]), wanted)  # once is no reason to give up
         changed.setattr(os, "pread", broken)
-        with pytest.raises(FileError, match=rf"shard-0\.safetensors cannot be read at byte {info.start + 4 * WIDTH}: Input/output error"):
+        with pytest.raises(
+            FileError,
+            match=rf"shard-0\.safetensors cannot be read at byte {info.start + 4 * WIDTH}: Input/output error",
+        ):
             table.read([1])
     assert torch.equal(table.read([1]), wanted)

@@ -1,4 +1,6 @@
-"""Many rows of a table at once: the same as one by one, over files that do not all stay open, and refused where a file ends."""
+"""Many rows of a table at once: the same as one by one, over files that do not all stay open, and refused where a
+file ends.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def ended(child: int, seconds: float) -> int | None:
     return None
 
 
-def test_a_file_that_ends_before_its_rows_is_named(tmp_path: Path, reader: FileRowReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_ends_before_its_rows_is_named(
+    tmp_path: Path, reader: FileRowReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = written(tmp_path)
     table = FileTable(parts, reader=reader)
     rows = list(range(ROWS))
@@ -115,7 +119,9 @@ def test_a_file_that_ends_before_its_rows_is_named(tmp_path: Path, reader: FileR
     os.truncate(parts[3].source.path, parts[3].source.size - 4)
     with monkeypatch.context() as patched:  # as if it was cut off between the look at it and the read
         patched.setattr(type(parts[3].source), "unchanged", lambda _: True)
-        with pytest.raises(FileError, match=r"shard-3\.safetensors ends at byte \d+ while \d+ bytes from byte \d+ were read"):
+        with pytest.raises(
+            FileError, match=r"shard-3\.safetensors ends at byte \d+ while \d+ bytes from byte \d+ were read"
+        ):
             table.read(rows)
     with pytest.raises(FileError, match=r"shard-3\.safetensors was changed or replaced since its header was read"):
         table.read(rows)

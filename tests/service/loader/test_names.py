@@ -52,7 +52,15 @@ def test_folders_are_offered_as_they_are_dropped_in(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["config.json", "model.safetensors.index.json", "x.safetensors", "x.gguf", "pytorch_model.bin", "model.safetensors.part"]
+    "file",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "x.safetensors",
+        "x.gguf",
+        "pytorch_model.bin",
+        "model.safetensors.part",
+    ],
 )
 def test_a_broken_folder_is_offered_so_that_its_reason_can_be_told(root: Path, file: str) -> None:
     make_file(root / "Broken" / file)
@@ -197,11 +205,13 @@ def test_a_link_to_a_folder_elsewhere_says_what_to_write_into_the_settings(tmp_p
     (link,) = roots.refused_links()
     assert (link.name, link.path) == ("Linked", root / "Linked")
     assert (
-        f"it is a link to {str(target)!r}, which is in none of the model folders; add the folder that its target lies in to roots"
-        in link.reason
+        f"it is a link to {str(target)!r}, which is in none of the model folders; add the folder that its target lies"
+        " in to roots" in link.reason
     )
     assert link.reason.endswith(f": {json.dumps(str(target.parent))}")
-    with pytest.raises(FileError, match="leaves the model folders; add the folder that its target lies in to roots under") as caught:
+    with pytest.raises(
+        FileError, match="leaves the model folders; add the folder that its target lies in to roots under"
+    ) as caught:
         roots.resolve("Linked")
     assert str(tmp_path) not in str(caught.value)
     with pytest.raises(FileError, match="the model 'Linked' cannot be opened: it is a link to"):
@@ -311,17 +321,23 @@ def test_find_takes_names_and_paths(tmp_path: Path, root: Path, monkeypatch: pyt
     assert roots.find("~/elsewhere") == elsewhere
 
 
-@pytest.mark.parametrize("text", ["", "a\0b", "absent", "./absent", "x" * 5000, "~nobody-of-this-name/x", "a" * 1_000_000])
+@pytest.mark.parametrize(
+    "text", ["", "a\0b", "absent", "./absent", "x" * 5000, "~nobody-of-this-name/x", "a" * 1_000_000]
+)
 def test_find_refuses_what_is_neither(root: Path, text: str) -> None:
     make_model(root / "Qwen")
-    with pytest.raises((FileError, ModelError), match=r"is neither a model name nor a path|there is no model") as caught:
+    with pytest.raises(
+        (FileError, ModelError), match=r"is neither a model name nor a path|there is no model"
+    ) as caught:
         ModelRoots([root]).find(text)
     assert len(str(caught.value)) < 400
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    parts=st.lists(st.sampled_from(["..", ".", "", "Qwen", "link", "org", "outside", "~", "\\", "\0", "é"]), max_size=5),
+    parts=st.lists(
+        st.sampled_from(["..", ".", "", "Qwen", "link", "org", "outside", "~", "\\", "\0", "é"]), max_size=5
+    ),
     lead=st.sampled_from(["", "/"]),
 )
 def test_no_name_leads_out_of_the_roots(tmp_path: Path, root: Path, parts: list[str], lead: str) -> None:

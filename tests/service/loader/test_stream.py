@@ -1,4 +1,6 @@
-"""Streaming: the bytes are the library's in any layout, reported and dropped behind as they come, at the price of the checkpoint."""
+"""Streaming: the bytes are the library's in any layout, reported and dropped behind as they come, at the price of
+the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_every_dtype_has_the_librarys_bytes(tmp_path: Path) -> None:
     assert stats.bytes == sum(info.nbytes for info, _ in jobs)
     for info, target in jobs:
         assert target.shape == wanted[info.name].shape
-        assert torch.equal(target.reshape(-1).view(torch.uint8), wanted[info.name].reshape(-1).view(torch.uint8)), info.name
+        assert torch.equal(target.reshape(-1).view(torch.uint8), wanted[info.name].reshape(-1).view(torch.uint8)), (
+            info.name
+        )
 
 
 def test_dtypes_that_torch_lacks_are_read_as_bytes(tmp_path: Path) -> None:
@@ -59,8 +63,16 @@ def test_dtypes_that_torch_lacks_are_read_as_bytes(tmp_path: Path) -> None:
 def test_shards_are_read_into_slices_of_merged_tensors(tmp_path: Path) -> None:
     """q, k and v lie in different shards, and together in one tensor of the model."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    parts = {"q": torch.randn(64, 40).bfloat16(), "k": torch.randn(16, 40).bfloat16(), "v": torch.randn(16, 40).bfloat16()}
-    shards = {"q": "model-00002-of-00002.safetensors", "k": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}
+    parts = {
+        "q": torch.randn(64, 40).bfloat16(),
+        "k": torch.randn(16, 40).bfloat16(),
+        "v": torch.randn(16, 40).bfloat16(),
+    }
+    shards = {
+        "q": "model-00002-of-00002.safetensors",
+        "k": "model-00001-of-00002.safetensors",
+        "v": "model-00002-of-00002.safetensors",
+    }
     for file in set(shards.values()):
         save_file({name: part for name, part in parts.items() if shards[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
@@ -75,7 +87,11 @@ FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthC
 
 @FOLDER
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]) | st.integers(0, 3 * CHUNK), min_size=1, max_size=8),
+    sizes=st.lists(
+        st.sampled_from([0, 1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]) | st.integers(0, 3 * CHUNK),
+        min_size=1,
+        max_size=8,
+    ),
     chosen=st.data(),
     chunk=st.sampled_from([CHUNK, 5000]),
     pieces=st.sampled_from([1, 2, 1024]),
@@ -96,7 +112,9 @@ def test_any_layout_and_order_has_the_same_bytes(
     drop: bool,
     told: bool,
 ) -> None:
-    """Also with some tensors left out or read twice, in the jobs' own order, and through the bounce buffer that other devices get."""
+    """Also with some tensors left out or read twice, in the jobs' own order, and through the bounce buffer that
+    other devices get.
+    """
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(chunks, "PIECES_LIMIT", pieces)
     monkeypatch.setattr(readers_module, "DIRECT_DEVICES", ("cpu",) if direct else ())
@@ -128,7 +146,9 @@ def test_a_destination_that_does_not_fit_is_refused(tmp_path: Path, target: torc
 
 
 @pytest.mark.parametrize(("cores", "readers"), [(None, 2), (1, 2), (4, 2), (6, 3), (20, 4)])
-def test_readers_follow_the_cores(weights: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, readers: int) -> None:
+def test_readers_follow_the_cores(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, readers: int
+) -> None:
     """Counted: each waits for the others before its first read."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     meet, met, real = threading.Barrier(readers, timeout=60), threading.local(), os.preadv
@@ -178,7 +198,9 @@ def test_the_file_is_read_once_and_in_order(weights: Path, monkeypatch: pytest.M
 
 def test_reads_that_come_in_pieces_are_continued(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][: max(1, len(views[0]) // 3)]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, offset: real(fd, [views[0][: max(1, len(views[0]) // 3)]], offset)
+    )
     jobs = empty_jobs(weights)
     stream_tensors(jobs)
     assert_same(jobs, weights)
@@ -275,7 +297,9 @@ def large(tmp_path: Path) -> Path:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[None]:
-    """Every page of the file in this process's own tables, as in those of another one that runs the model from its file."""
+    """Every page of the file in this process's own tables, as in those of another one that runs the model from its
+    file.
+    """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as memory:
         assert sum(memory[at] for at in range(0, len(memory), readers_module.PAGE)) > 0
         yield
@@ -294,11 +318,18 @@ def test_a_file_that_another_process_maps_is_soon_let_be(large: Path, dropped: l
     with mapped(large):
         stream_tensors(jobs, readers=1)
     assert_same(jobs, large)
-    # The first chunk is cut short by the header, so the second is the first that can tell; the last is the whole file, at the end.
-    assert [begin // chunks.CHUNK_BYTES for begin, _ in dropped] == [0, *range(1, 1 + readers_module.LOOKS_TO_BELIEVE), 0]
+    # The first chunk is cut short by the header, so the second is the first that can tell; the last is the whole file,
+    # at the end.
+    assert [begin // chunks.CHUNK_BYTES for begin, _ in dropped] == [
+        0,
+        *range(1, 1 + readers_module.LOOKS_TO_BELIEVE),
+        0,
+    ]
 
 
-def test_of_two_files_the_one_that_nobody_maps_is_still_dropped(large: Path, tmp_path: Path, dropped: list[tuple[int, int]]) -> None:
+def test_of_two_files_the_one_that_nobody_maps_is_still_dropped(
+    large: Path, tmp_path: Path, dropped: list[tuple[int, int]]
+) -> None:
     other = Path(shutil.copy(large, tmp_path / "other.safetensors"))
     sync(other)
     with mapped(large):
@@ -314,7 +345,9 @@ def test_dropping_ends_when_the_file_begins_to_be_used_by_another(
     monkeypatch.setattr(readers_module, "LOOK_EVERY", 2)
     monkeypatch.setattr(readers_module, "LOOKS_TO_BELIEVE", 2)
     stream_tensors(empty_jobs(large), readers=1)
-    assert len(dropped) == 1 + 2 + 2 + 1  # the cut one, two until the second look, the two that stay, the file at the end
+    assert (
+        len(dropped) == 1 + 2 + 2 + 1
+    )  # the cut one, two until the second look, the two that stay, the file at the end
 
 
 def test_a_page_that_somebody_holds_for_a_moment_does_not_end_dropping(
@@ -366,7 +399,9 @@ def test_the_peak_is_the_checkpoint(tmp_path: Path) -> None:
     for name, rows in (("small", 1), ("large", 96)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
-        save_file({f"w{i}": torch.ones(256, 512).bfloat16() for i in range(4 * rows)}, tmp_path / name / "model.safetensors")
+        save_file(
+            {f"w{i}": torch.ones(256, 512).bfloat16() for i in range(4 * rows)}, tmp_path / name / "model.safetensors"
+        )
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     size, peak = map(int, done.stdout.split())

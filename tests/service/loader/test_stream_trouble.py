@@ -1,4 +1,6 @@
-"""Streaming in trouble: a stop, an error or a file that changes ends it with the right words, and no reader outlives it."""
+"""Streaming in trouble: a stop, an error or a file that changes ends it with the right words, and no reader outlives
+it.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def test_a_file_that_is_truncated_while_it_is_read(weights: Path, monkeypatch: p
     with pytest.raises(FileError) as caught:
         stream_tensors(jobs, readers=1)
     message = str(caught.value)
-    assert f"model.safetensors ends at byte {4 * CHUNK} while bytes up to {5 * CHUNK} were read; it had {size} bytes" in message
+    assert (
+        f"model.safetensors ends at byte {4 * CHUNK} while bytes up to {5 * CHUNK} were read; it had {size} bytes"
+        in message
+    )
     assert str(weights.parent) not in message
     assert_no_reader_left()
 
@@ -128,7 +133,9 @@ def test_a_read_error_names_file_and_offset(weights: Path, monkeypatch: pytest.M
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     intercept(monkeypatch, 3, broken_disk)
-    with pytest.raises(FileError, match=rf"model\.safetensors cannot be read at byte {3 * CHUNK} of \d+: Input/output error"):
+    with pytest.raises(
+        FileError, match=rf"model\.safetensors cannot be read at byte {3 * CHUNK} of \d+: Input/output error"
+    ):
         stream_tensors(empty_jobs(weights), readers=1)
     assert_no_reader_left()
 

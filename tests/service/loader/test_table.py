@@ -1,4 +1,6 @@
-"""Rows of a table that stays in its files: what they mean in every form, each read once, and refused where they are damaged."""
+"""Rows of a table that stays in its files: what they mean in every form, each read once, and refused where they are
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
 
 def opened(path: Path) -> FileTable:
     found: dict[str, TensorInfo] = dict(read_header(path, shown=path.name).tensors)
-    numbers, groups = ([found[f"table.shard_{part}.{suffix}"] for part in range(PARTS)] for suffix in ("weight", "weight_scale"))
+    numbers, groups = (
+        [found[f"table.shard_{part}.{suffix}"] for part in range(PARTS)] for suffix in ("weight", "weight_scale")
+    )
     return FileTable(numbers, found["table.weight_scale_2"], groups)
 
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=30))
-def test_rows_in_four_bits_are_those_of_their_meaning_in_any_order(file: tuple[Path, torch.Tensor], rows: list[int]) -> None:
+def test_rows_in_four_bits_are_those_of_their_meaning_in_any_order(
+    file: tuple[Path, torch.Tensor], rows: list[int]
+) -> None:
     path, wanted = file
     table = opened(path)
     assert table.shape == (ROWS, WIDTH)
@@ -58,13 +64,16 @@ def test_a_scale_that_is_nan_is_named_when_its_row_is_read(file: tuple[Path, tor
     table = opened(path)
     assert torch.equal(table.read([20]), file[1][[20]])
     with pytest.raises(
-        ModelError, match=r"tensor table\.shard_2\.weight_scale has scales that are NaN in row 1; the checkpoint is damaged"
+        ModelError,
+        match=r"tensor table\.shard_2\.weight_scale has scales that are NaN in row 1; the checkpoint is damaged",
     ):
         table.read([0, 21])
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x80, 0x9A])
-def test_a_scale_of_zero_over_other_numbers_or_below_zero_is_named(file: tuple[Path, torch.Tensor], tmp_path: Path, byte: int) -> None:
+def test_a_scale_of_zero_over_other_numbers_or_below_zero_is_named(
+    file: tuple[Path, torch.Tensor], tmp_path: Path, byte: int
+) -> None:
     raw = bytearray(file[0].read_bytes())
     tensors = read_header(file[0], shown="table").tensors
     info, numbers = tensors["table.shard_2.weight_scale"], tensors["table.shard_2.weight"]
@@ -72,7 +81,10 @@ def test_a_scale_of_zero_over_other_numbers_or_below_zero_is_named(file: tuple[P
     raw[numbers.start + WIDTH // 2] = 0x21
     path = tmp_path / "table.safetensors"
     path.write_bytes(raw)
-    message = r"tensor table\.shard_2\.weight_scale has a scale below 0, or of 0 over other numbers in row 1; the checkpoint is damaged"
+    message = (
+        r"tensor table\.shard_2\.weight_scale has a scale below 0, or of 0 over other numbers in row 1; the checkpoint"
+        r" is damaged"
+    )
     with pytest.raises(ModelError, match=message):
         opened(path).read([0, 21])
     raw[numbers.start + WIDTH // 2 : numbers.start + WIDTH // 2 + 8] = b"\x00\x80" * 4
@@ -82,7 +94,8 @@ def test_a_scale_of_zero_over_other_numbers_or_below_zero_is_named(file: tuple[P
 
 
 @pytest.mark.parametrize(
-    ("scale", "message"), [(0.0, "tensor t has numbers other than 0 under a scale of 0 in row 2"), (-1.0, "tensor s is -1")]
+    ("scale", "message"),
+    [(0.0, "tensor t has numbers other than 0 under a scale of 0 in row 2"), (-1.0, "tensor s is -1")],
 )
 def test_one_scale_that_cannot_be_is_named(tmp_path: Path, scale: float, message: str) -> None:
     numbers = torch.zeros(4, 8)
@@ -135,7 +148,9 @@ def test_a_token_costs_its_sixteen_pages_of_the_file_and_a_repeated_one_nothing(
     places = [info.start + row * 2 * LARGE_WIDTH for row in rows]
     pages = {page for place in places for page in (place // PAGE, (place + 2 * LARGE_WIDTH - 1) // PAGE)}
     assert len(pages) * PAGE <= read_from_disk() - before <= (len(pages) + 2) * PAGE
-    assert torch.equal(found, (torch.tensor(rows)[:, None] * LARGE_WIDTH + torch.arange(LARGE_WIDTH)).to(torch.bfloat16).float())
+    assert torch.equal(
+        found, (torch.tensor(rows)[:, None] * LARGE_WIDTH + torch.arange(LARGE_WIDTH)).to(torch.bfloat16).float()
+    )
     again = read_from_disk()
     assert torch.equal(table.read(rows), found)
     assert read_from_disk() == again
@@ -201,5 +216,7 @@ def test_a_file_that_is_cut_before_announced_rows_have_come_is_named(
     monkeypatch.setattr(os, "preadv", refusing(errno.EAGAIN, []))
     table.announce([5, 38])
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(FileError, match=r"table\.safetensors was changed or replaced since its header was read \(it had \d+ bytes, now"):
+    with pytest.raises(
+        FileError, match=r"table\.safetensors was changed or replaced since its header was read \(it had \d+ bytes, now"
+    ):
         table.read([5, 38])

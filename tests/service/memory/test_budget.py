@@ -42,7 +42,12 @@ TRUTH = Truth(
 
 def test_the_designs_numbers_are_the_defaults():
     settings = MemorySettings()
-    assert (settings.initial_slab, settings.limit, settings.kept_back, settings.headroom) == (512 * MIB, 0.70, 0.05, 0.20)
+    assert (settings.initial_slab, settings.limit, settings.kept_back, settings.headroom) == (
+        512 * MIB,
+        0.70,
+        0.05,
+        0.20,
+    )
     assert (settings.align, settings.weight_align, settings.guard) == (64, 256, 16)
     assert (settings.poll_loading, settings.poll, settings.shortfall) == (0.25, 1.0, 0.02)
     assert settings.limit_bytes is None
@@ -136,7 +141,9 @@ def test_unmeetable_settings_are_refused_with_figures(settings: MemorySettings, 
 )
 def test_a_budget_never_eats_the_floor(total: int, share: float, limit: float, floor: int, kept: float):
     available = int(total * share)
-    budget = make_budget(replace(TRUTH, total=total, available=available), MemorySettings(limit=limit, floor=floor, kept_back=kept))
+    budget = make_budget(
+        replace(TRUTH, total=total, available=available), MemorySettings(limit=limit, floor=floor, kept_back=kept)
+    )
     assert 0 <= budget.spendable <= budget.limit <= available
     assert budget.limit <= max(0, available - floor)
     assert budget.limit <= available * limit
@@ -217,7 +224,12 @@ def test_a_refusal_by_little_says_by_how_much():
     assert "It lacks 3 MiB." in words
 
 
-@given(weights=st.integers(0, 8 * GIB), kv=st.integers(1, 8 * GIB), context=st.integers(1, 300_000), most=st.integers(-GIB, 20 * GIB))
+@given(
+    weights=st.integers(0, 8 * GIB),
+    kv=st.integers(1, 8 * GIB),
+    context=st.integers(1, 300_000),
+    most=st.integers(-GIB, 20 * GIB),
+)
 def test_the_context_named_really_fits(weights: int, kv: int, context: int, most: int):
     need = Need(weights=weights, kv=kv, context=context)
     tokens = fitting_context(need, 0.20, most)
@@ -229,7 +241,14 @@ def test_the_context_named_really_fits(weights: int, kv: int, context: int, most
 
 def test_a_lease_refusal_has_every_figure():
     words = explain_lease_refusal("a", "kv", 8 * GIB, Budget(7 * GIB, 358 * MIB, 512 * MIB), ROOM)
-    for figure in ("8 GiB of kv", "6 GiB can be leased", "limit 7 GiB", "kept back 358 MiB", "used 3 GiB", "available 10 GiB"):
+    for figure in (
+        "8 GiB of kv",
+        "6 GiB can be leased",
+        "limit 7 GiB",
+        "kept back 358 MiB",
+        "used 3 GiB",
+        "available 10 GiB",
+    ):
         assert figure in words
 
 

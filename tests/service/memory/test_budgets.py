@@ -90,7 +90,9 @@ def test_the_command_refuses_it_with_the_same_words(folder, tmp_path, capsys, co
     assert REGISTRY.models() == []
 
 
-@pytest.mark.parametrize("line", ['limit = "half"', "limit = true", 'floor = "much"', "floor = -1", "limit = nan", "lmit = 0.5"])
+@pytest.mark.parametrize(
+    "line", ['limit = "half"', "limit = true", 'floor = "much"', "floor = -1", "limit = nan", "lmit = 0.5"]
+)
 def test_wrong_value_or_unknown_key_is_refused_by_name(tmp_path, line):
     with pytest.raises(FileError, match=line.split()[0]):
         load_config(config_of(tmp_path, line))
@@ -98,7 +100,9 @@ def test_wrong_value_or_unknown_key_is_refused_by_name(tmp_path, line):
 
 def test_tight_limit_refuses_model_not_budget(registry, folder):
     registry.configure(Config(memory={"limit_bytes": 1 << 20, "floor": 0}))
-    with pytest.raises(MemoryFull, match=r"tiny needs .* \(weights .*, KV .*, scratch .*\), but .* can be had: limit 1 MiB"):
+    with pytest.raises(
+        MemoryFull, match=r"tiny needs .* \(weights .*, KV .*, scratch .*\), but .* can be had: limit 1 MiB"
+    ):
         registry.open(folder, context=64, device="cpu")
     assert registry.pool("cpu").used() == 0
 

@@ -90,7 +90,9 @@ class Cgroup:
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a Python script in the group, from before its first import on, for at most 120 s."""
-        enter = f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        enter = (
+            f"import os, pathlib; pathlib.Path({str(self.folder / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        )
         command = [sys.executable, "-c", enter + script, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)

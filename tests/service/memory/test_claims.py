@@ -31,7 +31,8 @@ MACHINE = Truth(
     cgroup_limit=None,
     rule="MemAvailable",
 )
-# Prints [limit, promised, available] of a pool, then does what each line asks: N leases and touches N bytes, an empty line ends it.
+# Prints [limit, promised, available] of a pool, then does what each line asks: N leases and touches N bytes, an empty
+# line ends it.
 OWNER = """
 import sys, json
 from onedesk.service.memory.budget import MemorySettings
@@ -85,7 +86,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_second_of_two_processes_sees_what_the_first_was_promised_and_a_killed_one_counts_no_more(run: Path) -> None:
+def test_the_second_of_two_processes_sees_what_the_first_was_promised_and_a_killed_one_counts_no_more(
+    run: Path,
+) -> None:
     first = Owner(run)
     limit, promised, _ = first.figures()
     assert promised == 0
@@ -115,14 +118,23 @@ def test_what_the_first_has_taken_is_not_counted_twice(run: Path) -> None:
     assert 90 * MIB <= promised <= 110 * MIB
 
 
-def test_an_absolute_limit_that_the_other_was_promised_is_refused_with_the_figures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absolute_limit_that_the_other_was_promised_is_refused_with_the_figures(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
     first = Owner(run)
     limit, _, available = first.figures()
     try:
         wanted = available - limit // 2
-        with pytest.raises(RequestError, match=r"other processes of this user were promised .* more \(onedesk memory\)"):
-            Pool("cpu", MemorySettings(limit_bytes=wanted, floor=0), lambda: read_truth("cpu"), Claims("cpu", claims_folder()))
+        with pytest.raises(
+            RequestError, match=r"other processes of this user were promised .* more \(onedesk memory\)"
+        ):
+            Pool(
+                "cpu",
+                MemorySettings(limit_bytes=wanted, floor=0),
+                lambda: read_truth("cpu"),
+                Claims("cpu", claims_folder()),
+            )
         assert promised_elsewhere("cpu", read_truth("cpu")) > limit - 64 * MIB
     finally:
         first.end()
@@ -140,17 +152,29 @@ def test_many_that_start_at_once_never_promise_more_than_there_is(run: Path) -> 
 
 
 def claim(**other: object) -> Claim:
-    values = {"pid": os.getppid(), "started": psutil.Process(os.getppid()).create_time(), "memory": HOST, "limit": 10 * GIB, "before": 0}
+    values = {
+        "pid": os.getppid(),
+        "started": psutil.Process(os.getppid()).create_time(),
+        "memory": HOST,
+        "limit": 10 * GIB,
+        "before": 0,
+    }
     return Claim(**{**values, "leased": 0, **other})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stale", [{"started": 1.0}, {"pid": 2**22 + 1}, {"memory": "cuda x"}, {"limit": -1}, {"limit": "10"}])
-def test_a_claim_of_a_process_that_is_gone_of_another_memory_or_broken_counts_for_nothing(tmp_path: Path, stale: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "stale", [{"started": 1.0}, {"pid": 2**22 + 1}, {"memory": "cuda x"}, {"limit": -1}, {"limit": "10"}]
+)
+def test_a_claim_of_a_process_that_is_gone_of_another_memory_or_broken_counts_for_nothing(
+    tmp_path: Path, stale: dict[str, object]
+) -> None:
     for values, wanted in (({}, 10 * GIB), (stale, 0)):
         (tmp_path / "1-cpu.json").write_text(json.dumps(_document(claim(**values))))
         promised = []
         claims = Claims("cpu", tmp_path)
-        claims.size(MACHINE, lambda nbytes, into=promised: (into.append(nbytes), make_budget(MACHINE, MemorySettings()))[1])
+        claims.size(
+            MACHINE, lambda nbytes, into=promised: (into.append(nbytes), make_budget(MACHINE, MemorySettings()))[1]
+        )
         assert promised == [wanted]
         claims.withdraw()
 
@@ -182,7 +206,9 @@ def test_a_refusal_names_what_others_were_promised(tmp_path: Path) -> None:
     (tmp_path / "1-cpu.json").write_text(json.dumps(_document(claim())))
     pool = Pool("cpu", MemorySettings(), lambda: MACHINE, Claims("cpu", tmp_path))
     assert pool.budget.limit == int(10 * GIB * 0.70)
-    with pytest.raises(MemoryFull, match=r"limit 7 GiB, other processes of this user were promised 10 GiB more \(onedesk memory\)"):
+    with pytest.raises(
+        MemoryFull, match=r"limit 7 GiB, other processes of this user were promised 10 GiB more \(onedesk memory\)"
+    ):
         pool.lease("a", "weights", 9 * GIB)
 
 
@@ -197,7 +223,9 @@ def test_a_claim_goes_with_its_pool_and_not_with_a_fork(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.json")) == []
 
 
-def test_the_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = claims_folder()
     assert folder == tmp_path / "onedesk"

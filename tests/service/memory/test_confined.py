@@ -67,7 +67,9 @@ def test_random_choices_work_or_are_refused(tmp_path):
     (tmp_path / "onedesk.toml").write_text("", encoding="utf-8")
     keep_kernels(tmp_path / "cache")
     command = [sys.executable, "-m", "onedesk.lab.confined", "--count", str(COUNT), "--seed", "4", "--models", SMALL]
-    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--config", str(tmp_path / "onedesk.toml")], capture_output=True, text=True, check=False
+    )
     document = json.loads(done.stdout)
     assert "error" not in document, document
     assert (document["kills"], document["wrong"]) == (0, [])

@@ -26,7 +26,9 @@ class Machine:
         self.exact = exact
         self.taken: dict[str, int] = {}
         self._real = read_truth()
-        self.pool = Pool("cpu", MemorySettings(limit_bytes=LIMIT, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB), self.truth)
+        self.pool = Pool(
+            "cpu", MemorySettings(limit_bytes=LIMIT, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB), self.truth
+        )
 
     def truth(self):
         available = GIB - sum(self.taken.values())
@@ -51,7 +53,9 @@ def test_its_bytes_are_counted_once():
     assert before.budget - promised.budget == before.machine - promised.machine == 100 * MIB
     assert (half.budget, half.machine) == (promised.budget, promised.machine)
     assert lease.held() == 60 * MIB
-    assert [(info.owner, info.nbytes, info.residency) for info in machine.pool.leases()] == [("peer", 100 * MIB, "process")]
+    assert [(info.owner, info.nbytes, info.residency) for info in machine.pool.leases()] == [
+        ("peer", 100 * MIB, "process")
+    ]
     assert machine.pool.holders() == []
 
 
@@ -188,7 +192,9 @@ class Household(RuleBasedStateMachine):
         alive = [one for one in self.processes.values() if not one.released]
         assert pool.used() == sum(one.nbytes for one in alive) + sum(lease.nbytes for lease in self.leases)
         assert pool.used() <= LIMIT
-        assert sorted(info.owner for info in pool.leases() if info.residency == "process") == sorted(one.owner for one in alive)
+        assert sorted(info.owner for info in pool.leases() if info.residency == "process") == sorted(
+            one.owner for one in alive
+        )
         pool.verify()
 
     def teardown(self) -> None:

@@ -53,7 +53,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 8 KiB."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(mount)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(mount)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         pytest.fail(
             f"this test needs a small file system and cannot mount one: {made.stderr.strip()}; run it as root",

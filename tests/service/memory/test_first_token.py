@@ -20,7 +20,9 @@ from tiny_qwen3 import write_tiny_qwen3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny", hidden=256, intermediate=1024, context=256, tokenizer=False)
+    return write_tiny_qwen3(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=256, intermediate=1024, context=256, tokenizer=False
+    )
 
 
 def test_every_way_to_the_first_token_is_measured(model, tmp_path, capsys):

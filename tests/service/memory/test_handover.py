@@ -34,7 +34,9 @@ def test_hand_overs_return_everything_and_leave_nothing(tmp_path):
         "--tokens",
         "4",
     ]
-    done = subprocess.run([*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--config", str(tmp_path / "onedesk.toml"), "--json"], capture_output=True, text=True, check=False
+    )
     document = json.loads(done.stdout)
     assert done.returncode == 0, document
     assert (document["kind"], document["cycles"], document["different_texts"], document["shortfalls"]) == (

@@ -148,7 +148,11 @@ def test_an_advice_that_does_not_exist_is_not_taken(runtime: PlayedRuntime, back
     assert runtime.given() == set()
 
 
-@given(parts=st.lists(st.tuples(st.sampled_from(["aside", "willneed", "populate"]), st.integers(0, 9 * MIB), st.integers(1, 9 * MIB))))
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(["aside", "willneed", "populate"]), st.integers(0, 9 * MIB), st.integers(1, 9 * MIB))
+    )
+)
 def test_what_is_resident_is_what_the_card_holds(parts: list[tuple[str, int, int]]):
     runtime = PlayedRuntime()
     slab = ManagedSlab(9 * MIB, runtime)

@@ -69,7 +69,9 @@ def test_no_busy_or_pinned_holder_is_ever_asked(holders: list[Holder]):
     assert not any(holder.in_use or holder.policy is PINNED for holder in order)
     assert len(order) == sum(not holder.in_use and holder.policy is not PINNED for holder in holders)
     ranks = {"scratch": 0, "kv": 2, "state": 2, "weights": 3, "table": 3}
-    keyed = [(1 if holder.cold and holder.kind in ("kv", "state") else ranks[holder.kind], -holder.idle) for holder in order]
+    keyed = [
+        (1 if holder.cold and holder.kind in ("kv", "state") else ranks[holder.kind], -holder.idle) for holder in order
+    ]
     assert all(first <= second for first, second in pairwise(keyed))
 
 

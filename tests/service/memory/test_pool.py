@@ -385,7 +385,10 @@ def test_many_cycles_leave_the_process_as_it_was(make_pool: MakePool):
     pool = make_pool()
 
     def cycle() -> None:
-        leases = [pool.lease("writer", kind, nbytes) for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))]
+        leases = [
+            pool.lease("writer", kind, nbytes)
+            for kind, nbytes in (("weights", 48 * MIB), ("kv", 8 * MIB), ("state", 50_000))
+        ]
         for lease in leases:
             lease.carve((lease.nbytes,), torch.uint8).fill_(1)
         for lease in leases:

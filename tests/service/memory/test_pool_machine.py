@@ -24,7 +24,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        chosen = MemorySettings(limit_bytes=64 * MIB, floor=64 * MIB, initial_slab=256 * KIB, own_slab=128 * KIB, debug=True)
+        chosen = MemorySettings(
+            limit_bytes=64 * MIB, floor=64 * MIB, initial_slab=256 * KIB, own_slab=128 * KIB, debug=True
+        )
         self.pool = Pool("cpu", chosen, read_truth)
         self.marks = count(1)
         self.live: dict[object, int] = {}

@@ -92,7 +92,8 @@ def test_share_needs_a_measured_bandwidth(folder, tmp_path):
 
 def test_untied_embedding_is_not_counted_as_read(tmp_path):
     tied, apart = (
-        opened_in(write_tiny_qwen3(tmp_path / name, tied=name == "tied", tokenizer=False), tmp_path) for name in ("tied", "apart")
+        opened_in(write_tiny_qwen3(tmp_path / name, tied=name == "tied", tokenizer=False), tmp_path)
+        for name in ("tied", "apart")
     )
     assert tied._blueprint.pass_bytes == apart._blueprint.pass_bytes
     assert apart._blueprint.plan.nbytes - tied._blueprint.plan.nbytes == 512 * 64 * 4
@@ -115,7 +116,11 @@ def test_unwritable_cache_only_loses_bandwidth(tmp_path):
 def test_the_log_has_the_stages_at_debug_level(model, caplog):
     with caplog.at_level(logging.DEBUG, logger="onedesk.service.api"):
         result = write(model)
-    lines = [record.getMessage() for record in caplog.records if record.name == "onedesk.service.api" and "prefill" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "onedesk.service.api" and "prefill" in record.getMessage()
+    ]
     assert len(lines) == 1
     assert lines[0].startswith(f"small, {result.finish}: load ")
     for name in result.stages:

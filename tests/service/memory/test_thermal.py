@@ -35,7 +35,9 @@ def smi(folder: Path, answer: str, code: int = 0) -> tuple[str, ...]:
     program = folder / "smi.py"
     asked = "--query-gpu=temperature.gpu,clocks_event_reasons.active"
     said = answer.encode(errors="surrogateescape")
-    program.write_text(f"import sys\nassert {asked!r} in sys.argv\nsys.stdout.buffer.write({said!r})\nsys.exit({code})\n")
+    program.write_text(
+        f"import sys\nassert {asked!r} in sys.argv\nsys.stdout.buffer.write({said!r})\nsys.exit({code})\n"
+    )
     return sys.executable, str(program)
 
 

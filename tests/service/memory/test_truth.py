@@ -106,7 +106,9 @@ def test_container_limit_binds_the_huge_page_rule_too(tmp_path: Path):
     meminfo = tmp_path / "machine" / "proc" / "meminfo"
     text = meminfo.read_text()
     meminfo.write_text(
-        text.replace("HugePages_Total:       0", "HugePages_Total:    8192").replace("HugePages_Free:        0", "HugePages_Free:    8192")
+        text.replace("HugePages_Total:       0", "HugePages_Total:    8192").replace(
+            "HugePages_Free:        0", "HugePages_Free:    8192"
+        )
     )
     truth = read_truth(proc=tmp_path / "machine" / "proc", cgroup=tmp_path / "machine" / "cgroup")
     assert truth.available == 12 * GIB
@@ -119,7 +121,9 @@ def test_a_discrete_gpu_is_not_bound_by_the_container():
 
 
 def test_without_memavailable_counts_free_and_cache(tmp_path: Path):
-    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nBuffers: 50 kB\nShmem: 40 kB\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nBuffers: 50 kB\nShmem: 40 kB\n"
+    )
     truth = read_truth(proc=tmp_path, cgroup=tmp_path)
     assert truth.available == 410 * KIB
 
@@ -154,7 +158,11 @@ def test_this_machine_agrees_with_psutil():
     assert truth.total == before.total
     if truth.rule == "MemAvailable":
         slack = 512 * MIB  # other processes live here too
-        assert min(before.available, after.available) - slack <= truth.available <= max(before.available, after.available) + slack
+        assert (
+            min(before.available, after.available) - slack
+            <= truth.available
+            <= max(before.available, after.available) + slack
+        )
     assert 0 < truth.available <= truth.total
     assert truth.device_free is None
 

@@ -93,7 +93,9 @@ def test_pressure_alarms_only_when_memory_is_low():
 
 
 def test_a_discrete_gpu_is_judged_by_its_own_memory():
-    truth = replace(left(20, free=20), integrated=False, device_free=int(0.4 * GIB), available=int(0.4 * GIB), total=24 * GIB)
+    truth = replace(
+        left(20, free=20), integrated=False, device_free=int(0.4 * GIB), available=int(0.4 * GIB), total=24 * GIB
+    )
     alarms = feed([truth] * 5, rules=rules_for(24 * GIB))
     assert alarms[4] is not None
 

@@ -88,7 +88,9 @@ def braked_session(name: str, blueprint: Blueprint, pool: Pool, cache: Path, aft
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_block_computes_before_the_last_weights_are_there(folder: Path, pool: Pool, tmp_path: Path, tied: bool) -> None:
+def test_a_block_computes_before_the_last_weights_are_there(
+    folder: Path, pool: Pool, tmp_path: Path, tied: bool
+) -> None:
     """A head that is tied to the embedding waits for all of it, which comes last."""
     if tied:
         folder = write_tiny_qwen3(tmp_path / "tied", layers=LAYERS, dtype="bfloat16")
@@ -114,7 +116,9 @@ def test_a_block_computes_before_the_last_weights_are_there(folder: Path, pool: 
 
 
 def test_stopping_gives_everything_back(folder: Path, pool: Pool, tmp_path: Path) -> None:
-    session, brake = braked_session("stopped", draw_blueprint(open_checkpoint(folder), CPU, 64), pool, tmp_path, range(0))
+    session, brake = braked_session(
+        "stopped", draw_blueprint(open_checkpoint(folder), CPU, 64), pool, tmp_path, range(0)
+    )
     assert brake.held.wait(60)
     threading.Timer(0.2, brake.go.set).start()
     session.release()

@@ -1,4 +1,6 @@
-"""Weights that were converted once: found again, streamed in as they lie, and trusted only while whole and of the same source."""
+"""Weights that were converted once: found again, streamed in as they lie, and trusted only while whole and of the
+same source.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,9 @@ def test_the_form_that_was_asked_for_is_the_one_that_is_found(folder: Path, cach
     assert [path.name for path in (cache / FOLDER).iterdir()] == [conversion(folder, cache).folder.name]
 
 
-def test_what_others_published_quantized_can_be_converted_as_far_as_it_is_not(tmp_path: Path, cache: Path, pool: Pool) -> None:
+def test_what_others_published_quantized_can_be_converted_as_far_as_it_is_not(
+    tmp_path: Path, cache: Path, pool: Pool
+) -> None:
     case = next(case for case in CASES if case.name == "awq-32")
     folder, _ = write_published(tmp_path / "awq", case)
     made(folder, cache, pool)
@@ -207,7 +211,9 @@ def test_a_source_that_changed_is_not_taken_for_what_it_was(
     assert_equal(loaded(plan_of(folder, cache), pool), loaded(plan_of(folder, None), pool))
 
 
-def test_a_source_that_was_only_touched_or_copied_is_compared_by_its_bytes(folder: Path, cache: Path, pool: Pool, tmp_path: Path) -> None:
+def test_a_source_that_was_only_touched_or_copied_is_compared_by_its_bytes(
+    folder: Path, cache: Path, pool: Pool, tmp_path: Path
+) -> None:
     written = (made(folder, cache, pool).folder / WEIGHTS).stat().st_mtime_ns
     copy = tmp_path / "copies" / "tiny"
     shutil.copytree(folder, copy)
@@ -246,7 +252,9 @@ def garble_source(place: Path) -> None:
 
 
 def strange_version(place: Path) -> None:
-    save_file(load_file(place / WEIGHTS), place / WEIGHTS, metadata={"format": "onedesk", "version": "99", "quant": "int4"})
+    save_file(
+        load_file(place / WEIGHTS), place / WEIGHTS, metadata={"format": "onedesk", "version": "99", "quant": "int4"}
+    )
 
 
 def strange_group(place: Path) -> None:
@@ -291,7 +299,9 @@ def test_a_damaged_folder_is_passed_over_with_a_line_and_made_anew(
     assert from_cache(plan_of(folder, cache))
 
 
-def test_what_was_cut_off_or_fails_leaves_nothing(folder: Path, cache: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_cut_off_or_fails_leaves_nothing(
+    folder: Path, cache: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = conversion(folder, cache)
     lease = pool.lease("quantize", "scratch", whole.need)
     told: list[Progress] = []
@@ -299,7 +309,9 @@ def test_what_was_cut_off_or_fails_leaves_nothing(folder: Path, cache: Path, poo
         convert(whole, lease, told.append, lambda: len(told) > 5)
     assert list((cache / FOLDER).iterdir()) == []
     monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 5))  # type: ignore[attr-defined]
-    with pytest.raises(FileError, match=r"the converted weights take .* and the cache's disk has 5 B left; make room there"):
+    with pytest.raises(
+        FileError, match=r"the converted weights take .* and the cache's disk has 5 B left; make room there"
+    ):
         convert(whole, lease, None, None)
     monkeypatch.undo()
     monkeypatch.setattr(convert_module, "_sync", full_disk)
@@ -332,7 +344,9 @@ def test_a_source_that_changes_while_it_is_read_is_told(folder: Path, cache: Pat
     assert list((cache / FOLDER).iterdir()) == []
 
 
-def test_progress_goes_from_nothing_to_all_and_a_tensor_at_a_time_is_in_memory(folder: Path, cache: Path, pool: Pool) -> None:
+def test_progress_goes_from_nothing_to_all_and_a_tensor_at_a_time_is_in_memory(
+    folder: Path, cache: Path, pool: Pool
+) -> None:
     whole = conversion(folder, cache)
     largest = max(tensor.nbytes for tensor in whole.plan.tensors)
     assert largest <= whole.need < largest + (9 << 20)
@@ -344,7 +358,9 @@ def test_progress_goes_from_nothing_to_all_and_a_tensor_at_a_time_is_in_memory(f
     assert told[-1].done == told[-1].total == open_checkpoint(folder).weight_bytes
 
 
-def test_two_writers_at_once_both_succeed_and_a_reader_sees_one_of_them_whole(folder: Path, cache: Path, pool: Pool) -> None:
+def test_two_writers_at_once_both_succeed_and_a_reader_sees_one_of_them_whole(
+    folder: Path, cache: Path, pool: Pool
+) -> None:
     wholes = [conversion(folder, cache), conversion(folder, cache, aim=int4(32))]
     made(folder, cache, pool)
     stop, seen = threading.Event(), set()
@@ -365,5 +381,8 @@ def test_two_writers_at_once_both_succeed_and_a_reader_sees_one_of_them_whole(fo
         for future in written:
             future.result()
     assert {form for forms in seen for form in forms.split("+")} == {"int4-g128", "int4-g32", "int8"}
-    assert json.loads((wholes[0].folder / SOURCE).read_text())["content"] == read_header(wholes[0].folder / WEIGHTS).metadata["content"]
+    assert (
+        json.loads((wholes[0].folder / SOURCE).read_text())["content"]
+        == read_header(wholes[0].folder / WEIGHTS).metadata["content"]
+    )
     assert [path.name for path in (cache / FOLDER).iterdir()] == [wholes[0].folder.name]

@@ -75,7 +75,9 @@ class Oracle:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.w[name])
 
     def rope(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, dim]: the first quarter of a head of 32 turned, as halves; an indexer's head turns as many numbers."""
+        """x [T, heads, dim]: the first quarter of a head of 32 turned, as halves; an indexer's head turns as many
+        numbers.
+        """
         width = 8
         angles = torch.outer(places.float(), 1e7 ** -(torch.arange(0, width, 2) / width)).repeat(1, 2)[:, None]
         part = x[..., :width]
@@ -205,8 +207,15 @@ def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: P
         runner.prefill(text, ids, None, lambda _: None)
         assert drafting.unread(text, len(ids)) == HELD_ROWS
         several = drafting.draft(text, len(ids), 7, 4)
-        assert (drafting.unread(text, len(ids)), len(several)) == (HELD_ROWS, 4)  # it has read all; who asks again asks for all of it
-        assert [drafting.draft(text, len(ids), 7, count) for count in (1, 2, 3)] == [several[:1], several[:2], several[:3]]
+        assert (drafting.unread(text, len(ids)), len(several)) == (
+            HELD_ROWS,
+            4,
+        )  # it has read all; who asks again asks for all of it
+        assert [drafting.draft(text, len(ids), 7, count) for count in (1, 2, 3)] == [
+            several[:1],
+            several[:2],
+            several[:3],
+        ]
         drafting.cache.check()
         runner.check(text, [7, 8])
         text.advance(2)
@@ -222,12 +231,18 @@ def test_half_of_the_layer_is_refused_and_none_of_it_or_no_word_of_it_is_as_befo
     whole = draw_blueprint(open_checkpoint(small), CPU, CONTEXT)
     change(
         folder,
-        lambda tensors: {n: t for n, t in tensors.items() if n not in ("mtp.fc.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight")},
+        lambda tensors: {
+            n: t for n, t in tensors.items() if n not in ("mtp.fc.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight")
+        },
     )
-    with pytest.raises(ModelError, match=r"has 39 of the 41 tensors of its layer .* first that is missing is mtp\.fc\.weight"):
+    with pytest.raises(
+        ModelError, match=r"has 39 of the 41 tensors of its layer .* first that is missing is mtp\.fc\.weight"
+    ):
         draw_blueprint(open_checkpoint(folder), CPU, CONTEXT)
     left_out = draw_blueprint(open_checkpoint(folder), CPU, CONTEXT, draft=False)
-    plain = draw_blueprint(open_checkpoint(write_family(tmp_path / "plain", "qwen3_5_moe", seed=5, **TWO_LAYERS)), CPU, CONTEXT)
+    plain = draw_blueprint(
+        open_checkpoint(write_family(tmp_path / "plain", "qwen3_5_moe", seed=5, **TWO_LAYERS)), CPU, CONTEXT
+    )
     assert left_out.need == plain.need == whole.without_draft().need
     assert (left_out.config.draft, left_out.draft_bytes, left_out.draft_token_bytes) == (False, 0, 0)
     assert whole.draft_bytes == whole.need.weights - plain.need.weights > 0
@@ -251,15 +266,22 @@ def test_it_may_lie_under_other_names_and_its_experts_in_one_tensor(small: Path,
 
     def packed(tensors: Tensors) -> Tensors:
         experts = {n: tensors.pop(n) for n in list(tensors) if n.startswith("mtp.layers.0.mlp.experts.")}
-        each = [[experts[f"mtp.layers.0.mlp.experts.{e}.{p}_proj.weight"] for e in range(8)] for p in ("gate", "up", "down")]
+        each = [
+            [experts[f"mtp.layers.0.mlp.experts.{e}.{p}_proj.weight"] for e in range(8)] for p in ("gate", "up", "down")
+        ]
         tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.cat((torch.stack(each[0]), torch.stack(each[1])), 1)
         tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack(each[2])
-        return {prefix + name.removeprefix("model.") if name.startswith(("model.", "mtp.")) else name: t for name, t in tensors.items()}
+        return {
+            prefix + name.removeprefix("model.") if name.startswith(("model.", "mtp.")) else name: t
+            for name, t in tensors.items()
+        }
 
     change(folder, packed)
     hidden, ids = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), list(range(9, 18))
     first, other = start(small), start(folder)
-    torch.testing.assert_close(draft_scores(other, hidden, ids, [8, 1]), draft_scores(first, hidden, ids, [8, 1]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        draft_scores(other, hidden, ids, [8, 1]), draft_scores(first, hidden, ids, [8, 1]), rtol=0, atol=0
+    )
     for session in (first, other):
         session.release()
 
@@ -271,7 +293,12 @@ def test_it_is_converted_as_the_other_layers_are_and_quantize_keeps_it(small: Pa
     session, fresh = start(small, "int8", config.cache), start(small, "int8")
     held = session._arrival.tensors
     formats = {key: w.format.name if isinstance(w, QuantizedWeight) else "float" for key, w in held.items()}
-    assert (formats["draft_fc"], formats["2.qkv"], formats["2.experts_down"], formats["2.router"]) == ("int8", "int8", "int8", "float")
+    assert (formats["draft_fc"], formats["2.qkv"], formats["2.experts_down"], formats["2.router"]) == (
+        "int8",
+        "int8",
+        "int8",
+        "float",
+    )
     hidden, ids = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), list(range(9, 18))
     found, wanted = draft_scores(session, hidden, ids, [8, 1]), Oracle(small).scores(hidden, torch.tensor(ids))
     torch.testing.assert_close(found, draft_scores(fresh, hidden, ids, [8, 1]), rtol=0, atol=0)

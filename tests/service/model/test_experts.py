@@ -1,4 +1,6 @@
-"""Experts as they are published: all of a layer in one tensor or each by itself, in floats or quantized; and what is wrong with them."""
+"""Experts as they are published: all of a layer in one tensor or each by itself, in floats or quantized; and what is
+wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ COUNT, WIDTH, HIDDEN = 8, 32, 64
 LAYER = "model.layers.0.mlp"
 NVFP4_EXPERTS = MODELOPT | {
     "quant_algo": "MIXED_PRECISION",
-    "quantized_layers": {f"model.language_model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(4)},
+    "quantized_layers": {
+        f"model.language_model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(4)
+    },
 }
 
 Tensors = dict[str, torch.Tensor]
@@ -40,7 +44,9 @@ Tensors = dict[str, torch.Tensor]
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In BF16, each expert by itself, as transformers writes them."""
     folder = write_family(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", mlp_only_layers=[])
-    change_tensors(folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
+    change_tensors(
+        folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+    )
     return folder
 
 
@@ -57,7 +63,10 @@ def copy(original: Path, folder: Path, change: Callable[[Tensors], None] = lambd
 def join(tensors: Tensors) -> None:
     """All experts of a layer in two tensors, gate above up."""
     for layer in sorted({match["layer"] for name in tensors if (match := EXPERT.fullmatch(name))}):
-        each = [[tensors.pop(f"{layer}.experts.{i}.{which}_proj.weight") for which in ("gate", "up", "down")] for i in range(COUNT)]
+        each = [
+            [tensors.pop(f"{layer}.experts.{i}.{which}_proj.weight") for which in ("gate", "up", "down")]
+            for i in range(COUNT)
+        ]
         tensors[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in each])
         tensors[f"{layer}.experts.down_proj"] = torch.stack([down for _, _, down in each])
 
@@ -88,7 +97,9 @@ def test_both_layouts_are_the_same_in_memory(original: Path, tmp_path: Path, qua
     assert gate_up.shape == (COUNT * 2 * WIDTH, HIDDEN)
     if quant == "none":
         tensors = load_file(original / "model.safetensors")
-        assert torch.equal(values(gate_up)[2 * WIDTH : 3 * WIDTH], tensors[f"{LAYER}.experts.1.gate_proj.weight"].float())
+        assert torch.equal(
+            values(gate_up)[2 * WIDTH : 3 * WIDTH], tensors[f"{LAYER}.experts.1.gate_proj.weight"].float()
+        )
         assert torch.equal(values(gate_up)[3 * WIDTH : 4 * WIDTH], tensors[f"{LAYER}.experts.1.up_proj.weight"].float())
     assert isinstance(apart["0.router"], torch.Tensor)
 
@@ -106,7 +117,9 @@ def test_both_layouts_are_the_same_in_memory(original: Path, tmp_path: Path, qua
 def test_experts_that_are_quantized_each_by_itself_mean_what_they_mean(
     original: Path, tmp_path: Path, name: str, config: dict[str, Any], form: str
 ) -> None:
-    """Only the experts, as Qwen's FP8 and the NVFP4 checkpoints of Qwen3.8-Flash-Next have it; everything else in BF16."""
+    """Only the experts, as Qwen's FP8 and the NVFP4 checkpoints of Qwen3.8-Flash-Next have it; everything else in
+    BF16.
+    """
     wanted: Tensors = {}
 
     def quantize(tensors: Tensors) -> None:
@@ -122,7 +135,9 @@ def test_experts_that_are_quantized_each_by_itself_mean_what_they_mean(
     tensors = loaded(folder)
     for layer in range(4):
         start = f"model.layers.{layer}.mlp.experts."
-        gate_up = torch.cat([wanted[f"{start}{i}.{which}_proj.weight"] for i in range(COUNT) for which in ("gate", "up")])
+        gate_up = torch.cat(
+            [wanted[f"{start}{i}.{which}_proj.weight"] for i in range(COUNT) for which in ("gate", "up")]
+        )
         down = torch.cat([wanted[f"{start}{i}.down_proj.weight"] for i in range(COUNT)])
         assert torch.equal(values(tensors[f"{layer}.experts_gate_up"]), gate_up)
         assert torch.equal(values(tensors[f"{layer}.experts_down"]), down)
@@ -148,14 +163,27 @@ def cut(name: str, *place: slice) -> Callable[[Tensors], None]:
     ("change", "config", "message"),
     [
         (
-            joined_and(lambda t: t.update({f"{LAYER}.experts.3.up_proj.weight": torch.zeros(WIDTH, HIDDEN).bfloat16()})),
+            joined_and(
+                lambda t: t.update({f"{LAYER}.experts.3.up_proj.weight": torch.zeros(WIDTH, HIDDEN).bfloat16()})
+            ),
             {},
-            r"stores the same weights twice, as .*layers\.0\.mlp\.experts\.gate_up_proj and as .*experts\.3\.up_proj\.weight; keep one",
+            (
+                r"stores the same weights twice, as .*layers\.0\.mlp\.experts\.gate_up_proj and as"
+                r" .*experts\.3\.up_proj\.weight; keep one"
+            ),
         ),
         (lambda t: None, {"num_local_experts": 9}, r"gate\.weight: wanted \[9, 64\] by config\.json, found \[8, 64\]"),
         (lambda t: None, {"num_local_experts": 6}, r"gate\.weight: wanted \[6, 64\] by config\.json, found \[8, 64\]"),
-        (lambda t: None, {"num_experts": 7, "num_local_experts": 8}, r"has num_experts = 7 and num_local_experts = 8; get the one"),
-        (drop(f"{LAYER}.experts.7.down_proj.weight"), {}, r"lacks the tensor .*experts\.7\.down_proj\.weight, wanted \[64, 32\]"),
+        (
+            lambda t: None,
+            {"num_experts": 7, "num_local_experts": 8},
+            r"has num_experts = 7 and num_local_experts = 8; get the one",
+        ),
+        (
+            drop(f"{LAYER}.experts.7.down_proj.weight"),
+            {},
+            r"lacks the tensor .*experts\.7\.down_proj\.weight, wanted \[64, 32\]",
+        ),
         (
             lambda t: t.update({f"{LAYER}.experts.8.up_proj.weight": torch.zeros(WIDTH, HIDDEN).bfloat16()}),
             {},
@@ -202,7 +230,9 @@ def test_an_expert_that_lacks_its_scale_is_named(original: Path, tmp_path: Path)
         del tensors[f"{LAYER}.experts.5.up_proj.weight_scale_2"]
 
     folder = copy(original, tmp_path / "model", quantize, quantization_config=NVFP4_EXPERTS)
-    with pytest.raises(ModelError, match=r"lacks the tensor .*experts\.5\.up_proj\.weight_scale_2 of ModelOpt NVFP4, wanted \[1\]"):
+    with pytest.raises(
+        ModelError, match=r"lacks the tensor .*experts\.5\.up_proj\.weight_scale_2 of ModelOpt NVFP4, wanted \[1\]"
+    ):
         plan_of(folder)
 
 
@@ -216,7 +246,9 @@ def test_a_download_that_is_half_there_says_which_shards_are_missing(original: P
     for file in names[:2]:
         save_file({name: tensors[name].contiguous() for name, own in index.items() if own == file}, folder / file)
     (folder / f"{names[2]}.incomplete").write_bytes(b"\0" * 100)
-    with pytest.raises(FileError, match=r"2 of 4 shards are missing in 'model': .*00003.*, .*00004.*; a download was not"):
+    with pytest.raises(
+        FileError, match=r"2 of 4 shards are missing in 'model': .*00003.*, .*00004.*; a download was not"
+    ):
         plan_of(folder)
     # and one of which the end is missing
     save_file({name: tensors[name].contiguous() for name, own in index.items() if own == names[3]}, folder / names[3])

@@ -1,4 +1,6 @@
-"""Every family against transformers on the same checkpoint: all scores, and what is written, however it is cut and who runs beside."""
+"""Every family against transformers on the same checkpoint: all scores, and what is written, however it is cut and
+who runs beside.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ EOS = 2
 STEPS = 6
 TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding."
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
-PARTIAL = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "beta_fast": 8, "truncate": False}
+PARTIAL = {
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+    "beta_fast": 8,
+    "truncate": False,
+}
 # Of each family the ordinary model, and what its config may change of it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
@@ -40,7 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [2]}),
     "qwen3_5": ("qwen3_5", {}),
-    "qwen3_5, attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
+    "qwen3_5, attention first": (
+        "qwen3_5",
+        {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2},
+    ),
     "qwen3_5_moe": ("qwen3_5_moe", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}),
     "qwen4_exp": ("qwen4_exp", {}),
     "qwen4_exp, two tables": (
@@ -108,7 +119,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[tuple[Session, Any]]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> Iterator[tuple[Session, Any]]:
     family, changes = MODELS[request.param]
     folder = write_family(tmp_path_factory.mktemp("model") / "tiny", family, seed=len(request.param), **changes)
     session = start(folder, cache)
@@ -128,7 +141,9 @@ def test_scores_equal_transformers(pair: tuple[Session, Any], length: int) -> No
         assert difference <= 2e-4, f"chunks of {size}"
 
 
-def test_greedy_ids_equal_transformers_alone_and_together(pair: tuple[Session, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_ids_equal_transformers_alone_and_together(
+    pair: tuple[Session, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     session, theirs = pair
     prompts = [prompt(length, 1) for length in (70, 1, 33)]
     wanted = []
@@ -187,21 +202,35 @@ def test_the_text_network_may_lie_under_other_names(sparse: Path, tmp_path: Path
     moved = copied(sparse, tmp_path / "moved")
     head = "language_model.lm_head." if prefix.startswith("language_model.") else "lm_head."
     beside = {"mtp.norm.weight": torch.ones(4), "model.visual.blocks.0.norm1.bias": torch.ones(4)}
-    change(moved, lambda tensors: {n.replace("model.", prefix, 1).replace("lm_head.", head): t for n, t in tensors.items()} | beside)
+    change(
+        moved,
+        lambda tensors: (
+            {n.replace("model.", prefix, 1).replace("lm_head.", head): t for n, t in tensors.items()} | beside
+        ),
+    )
     ids = prompt(9)
-    torch.testing.assert_close(all_logits(start(moved, cache), ids, 9), all_logits(start(sparse, cache), ids, 9), rtol=0, atol=0)
+    torch.testing.assert_close(
+        all_logits(start(moved, cache), ids, 9), all_logits(start(sparse, cache), ids, 9), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_experts_are_converted_on_load_and_routers_are_not(sparse: Path, tmp_path: Path, cache: Path, quant: str) -> None:
+def test_experts_are_converted_on_load_and_routers_are_not(
+    sparse: Path, tmp_path: Path, cache: Path, quant: str
+) -> None:
     """The scores are those of the numbers that the converted weights mean."""
     session = start(sparse, cache, quant)
     held = session._arrival.tensors
-    formats = {name.split(".", 1)[-1]: w.format.name if isinstance(w, QuantizedWeight) else "float" for name, w in held.items()}
+    formats = {
+        name.split(".", 1)[-1]: w.format.name if isinstance(w, QuantizedWeight) else "float" for name, w in held.items()
+    }
     assert (formats["router"], formats["shared_gate"], formats["rates"]) == ("float", "float", "int8")
     assert formats["experts_gate_up"] == formats["experts_down"] == formats["projection"] == quant
     meant = copied(sparse, tmp_path / "meant")
-    plan = {tensor.destination.key: tensor.destination for tensor in draw_blueprint(open_checkpoint(sparse), CPU, 8, quant).plan.tensors}
+    plan = {
+        tensor.destination.key: tensor.destination
+        for tensor in draw_blueprint(open_checkpoint(sparse), CPU, 8, quant).plan.tensors
+    }
     tensors = load_file(meant / "model.safetensors")
     for key, weight in held.items():
         if isinstance(weight, QuantizedWeight):
@@ -233,14 +262,26 @@ def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> No
         return {name: tensor for name, tensor in tensors.items() if "layers.2.mlp.experts.7.up" not in name}
 
     def wrong(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor[:7] if name.endswith("experts.down_proj") else tensor for name, tensor in joined(tensors).items()}
+        return {
+            name: tensor[:7] if name.endswith("experts.down_proj") else tensor
+            for name, tensor in joined(tensors).items()
+        }
 
     for place, (edit, message) in enumerate(
         (
-            (both, r"stores the same weights twice, as model\.layers\.0\.mlp\.experts\.gate_up_proj and as .*experts\.0\.gate_proj"),
+            (
+                both,
+                (
+                    r"stores the same weights twice, as model\.layers\.0\.mlp\.experts\.gate_up_proj and as"
+                    r" .*experts\.0\.gate_proj"
+                ),
+            ),
             (fewer, r"lacks the tensor model\.layers\.2\.mlp\.experts\.7\.up_proj\.weight"),
             (wrong, r"experts\.down_proj: wanted \[8, 64, 32\] by config.json, found \[7, 64, 32\]"),
-            (lambda tensors: tensors | {"model.layers.0.bias": torch.ones(4)}, r"1 tensors that its config.json does not account for"),
+            (
+                lambda tensors: tensors | {"model.layers.0.bias": torch.ones(4)},
+                r"1 tensors that its config.json does not account for",
+            ),
         )
     ):
         folder = copied(sparse, tmp_path / str(place))
@@ -254,13 +295,19 @@ def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> No
     [
         (
             {"model_type": "qwen9"},
-            r"model_type 'qwen9' .*is not supported; supported: qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen4_exp",
+            (
+                r"model_type 'qwen9' .*is not supported; supported: qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next,"
+                r" qwen4_exp"
+            ),
         ),
         ({"num_experts": 7}, r"layers\.0\.mlp\.gate\.weight: wanted \[7, 64\] by config.json, found \[8, 64\]"),
         ({"num_experts": 9}, r"layers\.0\.mlp\.gate\.weight: wanted \[9, 64\] by config.json, found \[8, 64\]"),
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9 of num_experts = 8"),
         ({"norm_topk_prob": False}, r"norm_topk_prob = False; only True"),
-        ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, r"layer_types that are not 4 of 'full_attention' and"),
+        (
+            {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]},
+            r"layer_types that are not 4 of 'full_attention' and",
+        ),
         ({"layer_types": ["linear_attention"] * 3}, r"layer_types that are not 4 of"),
         ({"linear_num_value_heads": 3}, r"linear_num_value_heads = 3 and linear_num_key_heads = 2"),
         ({"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim = 1; at least 2"),
@@ -271,12 +318,17 @@ def test_tensors_that_do_not_fit_are_refused(sparse: Path, tmp_path: Path) -> No
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
             r"rotary scaling that is not supported: rope_type 'dynamic', factor",
         ),
-        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, r"partial_rotary_factor = 0.3 of head_dim = 32: 9 dimensions"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.3}},
+            r"partial_rotary_factor = 0.3 of head_dim = 32: 9 dimensions",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor = 1.5 of head_dim = 32"),
         ({"num_hidden_layers": 2**31 - 1, "layer_types": None}, r"lacks the tensor model\.layers\.\d\."),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(sparse: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_config_that_does_not_fit_is_refused(
+    sparse: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     folder = copied(sparse, tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
@@ -290,13 +342,21 @@ def test_every_family_that_is_listed_is_tried_here() -> None:
 
 def test_layers_that_a_quantization_names_are_found_under_other_names_too(sparse: Path, tmp_path: Path) -> None:
     moved = copied(sparse, tmp_path / "moved")
-    change(moved, lambda tensors: {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()})
+    change(
+        moved,
+        lambda tensors: {
+            name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()
+        },
+    )
     config = json.loads((moved / "config.json").read_text(encoding="utf-8"))
     names = ["model.language_model.layers.0.mlp.gate", "lm_head", "re:.*gate$", "model.visual*"]
     told = {"ignore": names, "quantized_layers": {names[0]: {"bits": 4}}}
     (moved / "config.json").write_text(json.dumps(config | {"quantization_config": told}), encoding="utf-8")
     known = read_family(open_checkpoint(moved))[2].config["quantization_config"]
-    assert known == {"ignore": ["model.layers.0.mlp.gate", *names[1:]], "quantized_layers": {"model.layers.0.mlp.gate": {"bits": 4}}}
+    assert known == {
+        "ignore": ["model.layers.0.mlp.gate", *names[1:]],
+        "quantized_layers": {"model.layers.0.mlp.gate": {"bits": 4}},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -317,11 +377,15 @@ def test_the_table_stays_in_its_file_in_parts_whole_or_in_fp8(hashed: Path, tmp_
         return tensors | {TABLE + "weight": torch.cat(parts)}
 
     def scaled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parts = {name: (tensor * 4).to(torch.float8_e4m3fn) for name, tensor in tensors.items() if name.startswith(TABLE)}
+        parts = {
+            name: (tensor * 4).to(torch.float8_e4m3fn) for name, tensor in tensors.items() if name.startswith(TABLE)
+        }
         return tensors | parts | {TABLE + "weight_scale": torch.tensor([0.25], dtype=torch.bfloat16)}
 
     def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {n: (t * 4).to(torch.float8_e4m3fn).float() / 4 if n.startswith(TABLE) else t for n, t in tensors.items()}
+        return {
+            n: (t * 4).to(torch.float8_e4m3fn).float() / 4 if n.startswith(TABLE) else t for n, t in tensors.items()
+        }
 
     found = {}
     for edit in (whole, scaled, rounded):
@@ -350,9 +414,18 @@ def test_stored_hashes_that_are_others_are_refused(hashed: Path, tmp_path: Path,
             lambda t: t | {TABLE + "shard_3.weight": torch.ones(1000, 16)},
             r"shard_3\.weight: wanted \[1024, 16\] by config.json, found \[1000",
         ),
-        (lambda t: {n: v for n, v in t.items() if "shard_2" not in n}, r"lacks the tensor model\.layers\.0\.ple\..*shard_2\.weight"),
-        (lambda t: t | {TABLE + "shard_1.weight": torch.ones(1024, 16).to(torch.float8_e4m3fn)}, r"stored as F8_E4M3; supported: BF16"),
-        (lambda t: t | {TABLE + "weight_scale": torch.ones(2)}, r"weight_scale is F32 \[2\]; one floating number|stored as F32; supported"),
+        (
+            lambda t: {n: v for n, v in t.items() if "shard_2" not in n},
+            r"lacks the tensor model\.layers\.0\.ple\..*shard_2\.weight",
+        ),
+        (
+            lambda t: t | {TABLE + "shard_1.weight": torch.ones(1024, 16).to(torch.float8_e4m3fn)},
+            r"stored as F8_E4M3; supported: BF16",
+        ),
+        (
+            lambda t: t | {TABLE + "weight_scale": torch.ones(2)},
+            r"weight_scale is F32 \[2\]; one floating number|stored as F32; supported",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(hashed: Path, tmp_path: Path, edit: Any, message: str) -> None:
@@ -374,7 +447,10 @@ def test_a_table_that_does_not_fit_is_refused(hashed: Path, tmp_path: Path, edit
         ({"indexer_head_dim": None}, r"indexer_head_dim = None"),
         ({"output_gate_type": "tanh"}, r"output_gate_type = 'tanh'; supported are 'silu' and 'sigmoid'"),
         ({"hc_count": 3}, r"norm_key\.weight: wanted \[192\] by config.json, found \[256\]"),
-        ({"ngram_vocab_size_base": 2000}, r"ngram_heads_vocab_sizes has \[1009, 1013, 1019\] and so on, and the hashes"),
+        (
+            {"ngram_vocab_size_base": 2000},
+            r"ngram_heads_vocab_sizes has \[1009, 1013, 1019\] and so on, and the hashes",
+        ),
     ],
 )
 def test_a_config_of_streams_and_tables_that_does_not_fit_is_refused(
@@ -388,7 +464,9 @@ def test_a_config_of_streams_and_tables_that_does_not_fit_is_refused(
 
 
 def test_the_hashes_of_the_published_model_are_those_of_its_index() -> None:
-    """Figures of Qwen3.8-Flash-Next's checkpoint: rows of each head, rows of the table, and the factors that it stores."""
+    """Figures of Qwen3.8-Flash-Next's checkpoint: rows of each head, rows of the table, and the factors that it
+    stores.
+    """
     shape = NgramShape((1,), 2560, 4, 3, 8, 20_000_000, 128, 1234, 248044, 128)
     sizes = head_sizes(shape, 0)
     assert (sizes[0], sizes[7], sizes[8], sizes[15]) == (20000003, 20000077, 20000081, 20000171)

@@ -1,4 +1,6 @@
-"""The n-gram table of qwen4_exp in NVFP4, as published: read where it lies, and refused by name where parts of it do not fit."""
+"""The n-gram table of qwen4_exp in NVFP4, as published: read where it lies, and refused by name where parts of it do
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_its_rows_are_read_where_they_lie(made: tuple[Path, torch.Tensor]) -> No
 def test_all_in_one_tensor_it_is_the_same(made: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     def join(tensors: Tensors) -> None:
         for suffix in ("weight", "weight_scale"):
-            whole = torch.cat([tensors.pop(f"{TABLE}shard_{shard}.{suffix}").view(torch.uint8) for shard in range(SHARDS)])
+            whole = torch.cat(
+                [tensors.pop(f"{TABLE}shard_{shard}.{suffix}").view(torch.uint8) for shard in range(SHARDS)]
+            )
             tensors[TABLE + suffix] = whole if suffix == "weight" else whole.view(torch.float8_e4m3fn)
 
     rows = [3, 4000]

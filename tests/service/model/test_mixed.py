@@ -43,23 +43,37 @@ def check(folder: Path, wanted: dict[str, torch.Tensor]) -> dict[str, str]:
     for tensor in plan.tensors:
         merged = torch.cat([wanted[source.name] for source in tensor.destination.sources])
         weight = tensors[tensor.destination.key]
-        assert torch.equal(dequantize(weight) if isinstance(weight, QuantizedWeight) else weight.float(), merged), tensor.destination.key
+        assert torch.equal(dequantize(weight) if isinstance(weight, QuantizedWeight) else weight.float(), merged), (
+            tensor.destination.key
+        )
     return {tensor.destination.key: tensor.form for tensor in plan.tensors}
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", ""])
 def test_layers_that_are_named_are_read_as_named_and_the_others_as_they_are(tmp_path: Path, prefix: str) -> None:
-    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": mixed_layers(prefix), "kv_cache_scheme": {"num_bits": 8}}
+    config = MODELOPT | {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": mixed_layers(prefix),
+        "kv_cache_scheme": {"num_bits": 8},
+    }
     folder, wanted = write_mixed(tmp_path / "model", config, MIXED_KINDS)
     forms = check(folder, wanted)
     assert {forms[f"{i}.{key}"] for i in range(2) for key in ("qkv", "output")} == {"fp8"}
-    assert (forms["0.gate_up"], forms["0.down"], forms["1.gate_up"], forms["1.down"]) == ("nvfp4", "nvfp4", "BF16", "fp8")
+    assert (forms["0.gate_up"], forms["0.down"], forms["1.gate_up"], forms["1.down"]) == (
+        "nvfp4",
+        "nvfp4",
+        "BF16",
+        "fp8",
+    )
     assert forms["embedding"] == "BF16"
 
 
 def test_groups_say_it_where_no_layer_is_named(tmp_path: Path) -> None:
     def group(bits: int, size: int | None, *targets: str) -> dict[str, Any]:
-        return {"weights": {"num_bits": bits, "type": "float", "group_size": size, "dynamic": False}, "targets": list(targets)}
+        return {
+            "weights": {"num_bits": bits, "type": "float", "group_size": size, "dynamic": False},
+            "targets": list(targets),
+        }
 
     config = MODELOPT | {
         "quant_algo": "MIXED_PRECISION",
@@ -76,7 +90,9 @@ def test_groups_say_it_where_no_layer_is_named(tmp_path: Path) -> None:
 def test_groups_of_compressed_tensors_are_chosen_by_their_targets(tmp_path: Path) -> None:
     config = compressed("mixed-precision", strategy="channel")
     eight = compressed("float-quantized", type="float", strategy="channel")["config_groups"]["group_0"]
-    four = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)["config_groups"]["group_0"]
+    four = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)[
+        "config_groups"
+    ]["group_0"]
     config["config_groups"] = {
         "group_0": eight | {"targets": ["re:.*self_attn.*"], "format": "float-quantized"},
         "group_1": four | {"targets": [r"re:^model\.layers\.0\.mlp\..*_proj$"], "format": "nvfp4-pack-quantized"},
@@ -91,8 +107,14 @@ def test_groups_of_compressed_tensors_are_chosen_by_their_targets(tmp_path: Path
 def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     folder, wanted = write_mixed(tmp_path / "model", MODELOPT, MIXED_KINDS)
     change_config(folder, quantization_config=None)
-    settings = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": mixed_layers("model.")}
-    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    settings = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": "FP8",
+        "quantized_layers": mixed_layers("model."),
+    }
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": settings})
+    )
     assert check(folder, wanted)["0.gate_up"] == "nvfp4"
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": 7}))
     with pytest.raises(ModelError, match=r"hf_quant_config\.json has quantization = 7; an object is needed"):
@@ -101,11 +123,17 @@ def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_scales_of_a_quantized_cache_are_let_be_beside_floats_too(tmp_path: Path) -> None:
     named = {"model.layers.0.mlp": {"quant_algo": "NVFP4", "group_size": 16}}
-    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    config = MODELOPT | {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": named,
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }
     folder, wanted = write_mixed(tmp_path / "model", config, {"layers.0.mlp": "modelopt-nvfp4"})
 
     def scales(tensors: dict[str, torch.Tensor]) -> None:
-        tensors |= {f"model.layers.{i}.self_attn.{part}_proj.{part}_scale": torch.tensor(1.0) for i in range(2) for part in "kv"}
+        tensors |= {
+            f"model.layers.{i}.self_attn.{part}_proj.{part}_scale": torch.tensor(1.0) for i in range(2) for part in "kv"
+        }
 
     change_tensors(folder, scales)
     assert check(folder, wanted)["0.qkv"] == "BF16"
@@ -115,16 +143,27 @@ def test_a_layer_that_is_stored_otherwise_than_named_is_refused(tmp_path: Path) 
     named = mixed_layers("model.")
     config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named}
     folder, _ = write_mixed(tmp_path / "model", config, MIXED_KINDS)
-    change_config(folder, quantization_config=config | {"quantized_layers": named | {"model.layers.0.mlp": {"quant_algo": "MXFP8"}}})
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.gate_proj\.weight is stored as U8, .* ModelOpt MXFP8, which stores F8_E4M3"):
+    change_config(
+        folder,
+        quantization_config=config | {"quantized_layers": named | {"model.layers.0.mlp": {"quant_algo": "MXFP8"}}},
+    )
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.gate_proj\.weight is stored as U8, .* ModelOpt MXFP8, which stores F8_E4M3"
+    ):
         plan_of(folder)
     left = {name: entry for name, entry in named.items() if "layers.0.mlp" not in name}
     change_config(folder, quantization_config=config | {"quantized_layers": left})
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.gate_proj\.weight: wanted \[256, 128\] by config\.json, found \[256, 64\]"):
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.gate_proj\.weight: wanted \[256, 128\] by config\.json, found \[256, 64\]"
+    ):
         plan_of(folder)
     change_config(folder, quantization_config=config)
-    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate_proj.pre_quant_scale": torch.ones(128)}))
-    with pytest.raises(ModelError, match=r"1 tensors that its config\.json does not account for, the first is .*pre_quant_scale"):
+    change_tensors(
+        folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate_proj.pre_quant_scale": torch.ones(128)})
+    )
+    with pytest.raises(
+        ModelError, match=r"1 tensors that its config\.json does not account for, the first is .*pre_quant_scale"
+    ):
         plan_of(folder)
 
 
@@ -132,7 +171,10 @@ def test_names_are_compared_without_what_stands_before_the_network():
     assert plain_name("model.language_model.layers.3.mlp.experts") == plain_name("language_model.layers.3.mlp.experts")
     assert plain_name("lm_head") == "lm_head"
     packings = read_packings(
-        {"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": mixed_layers("model.")}}
+        {
+            "quantization_config": MODELOPT
+            | {"quant_algo": "MIXED_PRECISION", "quantized_layers": mixed_layers("model.")}
+        }
     )
     assert isinstance(packings, Packings)
     found = packings.of("model.language_model.layers.0.mlp.experts.7.gate_proj")
@@ -145,7 +187,9 @@ def test_a_plan_of_a_mixed_folder_counts_each_kind_as_it_is_said(tmp_path: Path)
     from onedesk.service.catalog.known_configs import FLASH_NEXT
     from onedesk.service.config import Config
 
-    named: dict[str, Any] = {f"model.language_model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(48)}
+    named: dict[str, Any] = {
+        f"model.language_model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(48)
+    }
     named["model.language_model.layers.1.ple.ple_embedding.ngram_embedding"] = {"quant_algo": "FP8"}
     named["mtp.layers.0.mlp.experts"] = {"quant_algo": "FP8_PB_WO", "group_size": 128}
     quantized = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named}

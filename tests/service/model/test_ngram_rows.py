@@ -18,7 +18,9 @@ def block(size: int, heads: int, base: int) -> NgramBlock:
     shape = NgramShape((1,), size * heads * 8, 4, size, heads, base, 128, 1234, END, 4)
     sizes = head_sizes(shape, 0)
     unused: Any = None
-    return NgramBlock(shape, 0, multipliers(shape, VOCAB, 0), list(zip(sizes, [0, *accumulate(sizes)], strict=False)), unused, unused)
+    return NgramBlock(
+        shape, 0, multipliers(shape, VOCAB, 0), list(zip(sizes, [0, *accumulate(sizes)], strict=False)), unused, unused
+    )
 
 
 @settings(max_examples=40, deadline=None)

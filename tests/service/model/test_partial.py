@@ -35,7 +35,9 @@ from tiny_qwen3 import write_tiny_qwen3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("source") / "tiny", layers=2, dtype="bfloat16", tied=False, shards=2)
+    return write_tiny_qwen3(
+        tmp_path_factory.mktemp("source") / "tiny", layers=2, dtype="bfloat16", tied=False, shards=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,9 @@ def test_stopped_anywhere_any_number_of_times_it_ends_the_same(
     assert is_current(work, pool.lease("quantize", "scratch", work.need), None, None)
 
 
-def test_what_was_converted_is_not_read_again(folder: Path, whole: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_converted_is_not_read_again(
+    folder: Path, whole: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     work = conversion(folder, tmp_path)
     with caplog.at_level(logging.WARNING):
         partial = stopped(work, 14)

@@ -1,4 +1,6 @@
-"""Checkpoints that others published quantized: each format, built from its description, means in memory what it means on disk."""
+"""Checkpoints that others published quantized: each format, built from its description, means in memory what it
+means on disk.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def test_every_format_means_what_it_means_on_disk(tmp_path: Path, pool: Pool, ca
 
 
 @pytest.mark.parametrize("name", ["gptq-asym-128", "packed-sym-128", "fp8-scale-inv", "nvfp4-packed", "modelopt-mxfp8"])
-def test_it_computes_as_the_same_weights_unquantized(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_it_computes_as_the_same_weights_unquantized(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
     folder, wanted = write_published(tmp_path / "model", BY_NAME[name])
     plain = write_meaning(tmp_path / "plain", folder, wanted)
@@ -95,7 +99,9 @@ def test_it_computes_as_the_same_weights_unquantized(tmp_path: Path, pool: Pool,
 
 
 def logprobs(folder: Path, ids: list[int], pool: Pool) -> torch.Tensor:
-    opened = session.open_session(folder.name, session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, folder))
+    opened = session.open_session(
+        folder.name, session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, folder)
+    )
     opened.settle()
     found = [one.token for one in opened.runner.logprobs(ids)]
     opened.release()
@@ -121,7 +127,9 @@ def test_layers_that_were_left_out_of_the_quantization_are_taken_as_they_are(tmp
         for part in ("o_proj",):
             for name in [name for name in tensors if f"layers.1.self_attn.{part}" in name]:
                 del tensors[name]
-            tensors[f"model.layers.1.self_attn.{part}.weight"] = wanted[f"model.layers.1.self_attn.{part}.weight"].bfloat16()
+            tensors[f"model.layers.1.self_attn.{part}.weight"] = wanted[
+                f"model.layers.1.self_attn.{part}.weight"
+            ].bfloat16()
 
     change_tensors(folder, restore)
     tensors = loaded(plan_of(folder), pool)
@@ -142,14 +150,20 @@ def test_a_whole_quantized_head_is_read_too(tmp_path: Path, pool: Pool) -> None:
     assert torch.equal(values(loaded(plan_of(folder), pool)["head"]), wanted)
 
 
-def test_a_prompt_waits_for_an_embedding_that_is_stored_quantized(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_waits_for_an_embedding_that_is_stored_quantized(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
     folder, wanted = write_published(tmp_path / "model", BY_NAME["int8-channel"])
     change_tensors(folder, quantize_embedding)
     name = "model.embed_tokens.weight"
-    assert (values(loaded(plan_of(folder), pool)["embedding"]) - wanted[name]).abs().max() <= wanted[name].abs().max() / 253
+    assert (values(loaded(plan_of(folder), pool)["embedding"]) - wanted[name]).abs().max() <= wanted[
+        name
+    ].abs().max() / 253
     plain = write_meaning(tmp_path / "plain", folder, wanted)
-    unsettled = session.open_session("model", session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, tmp_path))
+    unsettled = session.open_session(
+        "model", session.draw_blueprint(open_checkpoint(folder), CPU, 64), session.Opening(pool, tmp_path)
+    )
     ours = torch.tensor([one.token for one in unsettled.runner.logprobs([5, 17, 3, 250])])
     unsettled.settle()
     unsettled.release()
@@ -167,7 +181,9 @@ def groups(targets: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A compressed-tensors config with a group for each target; settings beside those of INT8 by channel."""
     config = compressed("int-quantized", strategy="channel")
     given = config["config_groups"]["group_0"]["weights"]
-    made = {f"group_{i}": {"targets": [target], "weights": given | own} for i, (target, own) in enumerate(targets.items())}
+    made = {
+        f"group_{i}": {"targets": [target], "weights": given | own} for i, (target, own) in enumerate(targets.items())
+    }
     return config | {"config_groups": made}
 
 
@@ -177,7 +193,10 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield "gptq", r"quantization_config = 'gptq'; an object is needed"
     yield (
         {"quant_method": "bitsandbytes"},
-        r"quant_method = 'bitsandbytes', which is not supported; supported: auto-round, awq, compressed-tensors, fp8, gptq",
+        (
+            r"quant_method = 'bitsandbytes', which is not supported; supported: auto-round, awq, compressed-tensors,"
+            r" fp8, gptq"
+        ),
     )
     yield {"bits": 4}, r"quant_method = None, which is not supported"
     yield gptq | {"bits": 3}, r"bits = 3, which is not supported; supported: 4, 8"
@@ -188,21 +207,42 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield gptq | {"bits": 8, "sym": False}, r"sym = False, which is not supported; supported: true with bits = 8"
     yield gptq | {"checkpoint_format": "marlin"}, r"checkpoint_format = 'marlin'"
     yield gptq | {"dynamic": ["lm_head"]}, r"dynamic = \['lm_head'\], which is not supported; supported: an object"
-    yield gptq | {"dynamic": {"+:.*down.*": {"bits": 3}}}, r"quantization_config.*bits = 3, which is not supported; supported: 4, 8"
-    yield gptq | {"dynamic": {"(a|a)*b": {"bits": 8}}}, r"dynamic = .*, which is not supported; supported: expressions of names"
-    yield AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, r"packing_format = 'auto_round:llm_compressor', which is not supp"
+    yield (
+        gptq | {"dynamic": {"+:.*down.*": {"bits": 3}}},
+        r"quantization_config.*bits = 3, which is not supported; supported: 4, 8",
+    )
+    yield (
+        gptq | {"dynamic": {"(a|a)*b": {"bits": 8}}},
+        r"dynamic = .*, which is not supported; supported: expressions of names",
+    )
+    yield (
+        AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+        r"packing_format = 'auto_round:llm_compressor', which is not supp",
+    )
     yield AUTO_ROUND | {"data_type": "fp"}, r"data_type = 'fp', which is not supported"
     yield AUTO_ROUND | {"bits": 2}, r"bits = 2, which is not supported; supported: 4, 8"
     yield AUTO_ROUND | {"act_bits": 8}, r"act_bits = 8, which is not supported; supported: 16, 32"
-    yield AUTO_ROUND | {"extra_config": {"lm_head": 16}}, r"extra_config.lm_head = 16, which is not supported; supported: an object"
-    yield AUTO_ROUND | {"extra_config": {"(a|a)*b": {"bits": 8}}}, r"extra_config = .*, which is not supported; supported: names, and expr"
+    yield (
+        AUTO_ROUND | {"extra_config": {"lm_head": 16}},
+        r"extra_config.lm_head = 16, which is not supported; supported: an object",
+    )
+    yield (
+        AUTO_ROUND | {"extra_config": {"(a|a)*b": {"bits": 8}}},
+        r"extra_config = .*, which is not supported; supported: names, and expr",
+    )
     yield gptq | {"pack_dtype": "int8"}, r"pack_dtype = 'int8'"
     yield AWQ | {"group_size": 128, "version": "gemv"}, r"version = 'gemv', which is not supported; supported: gemm"
     yield AWQ | {"group_size": 128, "zero_point": False}, r"zero_point = False"
     yield AWQ | {"group_size": 128, "bits": 8}, r"bits = 8"
-    yield BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\], which is not supported; supported: \[128, 128\]"
+    yield (
+        BLOCKS | {"weight_block_size": [64, 64]},
+        r"weight_block_size = \[64, 64\], which is not supported; supported: \[128, 128\]",
+    )
     yield BLOCKS | {"fmt": "e5m2"}, r"fmt = 'e5m2'"
-    yield packed | {"format": "nvfp4-pack-quantized"}, r"weights.num_bits|weights.type = 'int', which is not supported; supported: 'float'"
+    yield (
+        packed | {"format": "nvfp4-pack-quantized"},
+        r"weights.num_bits|weights.type = 'int', which is not supported; supported: 'float'",
+    )
     yield (
         packed | {"format": "mxfp4-pack-quantized"},
         r"format = 'mxfp4-pack-quantized', which is not supported; supported: 'pack-quantized'",
@@ -213,15 +253,30 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
     yield packed | {"kv_cache_scheme": 8}, r"kv_cache_scheme = 8, which is not supported; supported: an object"
     yield MODELOPT, r"quant_algo = None, which is not supported; supported: 'NVFP4', 'W4A16_NVFP4', 'MXFP8', 'FP8'"
     yield MODELOPT | {"quant_algo": "NVFP4_AWQ"}, r"quant_algo = 'NVFP4_AWQ'"
-    yield MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, r"group_size = 32, which is not supported; supported: 16"
-    yield MODELOPT | {"quant_algo": "MXFP8", "group_size": 16}, r"group_size = 16, which is not supported; supported: 32"
+    yield (
+        MODELOPT | {"quant_algo": "NVFP4", "group_size": 32},
+        r"group_size = 32, which is not supported; supported: 16",
+    )
+    yield (
+        MODELOPT | {"quant_algo": "MXFP8", "group_size": 16},
+        r"group_size = 16, which is not supported; supported: 32",
+    )
     yield (
         MODELOPT | {"quant_algo": "NVFP4", "ignore": "lm_head"},
         r"ignore = 'lm_head', which is not supported; supported: a list of at most",
     )
-    yield mixed({"model.layers.0.mlp": 3}), r"quantized_layers.model.layers.0.mlp = 3, which is not supported; supported: an object"
-    yield mixed({"model.layers.0.mlp": {"quant_algo": "INT4_AWQ"}}), r"layers.0.mlp.quant_algo = 'INT4_AWQ', which is not supported; supp"
-    yield mixed({"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO", "group_size": 64}}), r"group_size = 64, which is not supported"
+    yield (
+        mixed({"model.layers.0.mlp": 3}),
+        r"quantized_layers.model.layers.0.mlp = 3, which is not supported; supported: an object",
+    )
+    yield (
+        mixed({"model.layers.0.mlp": {"quant_algo": "INT4_AWQ"}}),
+        r"layers.0.mlp.quant_algo = 'INT4_AWQ', which is not supported; supp",
+    )
+    yield (
+        mixed({"model.layers.0.mlp": {"quant_algo": "FP8_PB_WO", "group_size": 64}}),
+        r"group_size = 64, which is not supported",
+    )
     yield (
         mixed({"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}),
         r"different formats for tensors that are stored as one \(.*q_proj Mod",
@@ -230,13 +285,25 @@ def configs() -> Iterator[tuple[dict[str, Any] | str, str]]:
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32),
         r"group_size = 32, which is not supported; supported: 16",
     )
-    yield groups({"re:(a|a)*b": {}, "Linear": {}}), r"config_groups\.group_0\.targets = \['re:\(a\|a\)\*b'\], which is not supported; supp"
-    yield compressed("pack-quantized", num_bits=4, strategy="tensor"), r"config_groups.group_0.weights.strategy = 'tensor'"
+    yield (
+        groups({"re:(a|a)*b": {}, "Linear": {}}),
+        r"config_groups\.group_0\.targets = \['re:\(a\|a\)\*b'\], which is not supported; supp",
+    )
+    yield (
+        compressed("pack-quantized", num_bits=4, strategy="tensor"),
+        r"config_groups.group_0.weights.strategy = 'tensor'",
+    )
     yield compressed("pack-quantized", num_bits=2, strategy="group", group_size=64), r"weights.num_bits = 2"
     yield compressed("int-quantized", strategy="channel", symmetric=False), r"weights.symmetric = False"
-    yield compressed("int-quantized", strategy="channel", type="float"), r"weights.type = 'float', which is not supported; supported: 'int'"
+    yield (
+        compressed("int-quantized", strategy="channel", type="float"),
+        r"weights.type = 'float', which is not supported; supported: 'int'",
+    )
     yield compressed("float-quantized", type="float", strategy="group", group_size=32), r"weights.strategy = 'group'"
-    yield compressed("float-quantized", type="float", strategy="block", block_structure=[32, 32]), r"block_structure = \[32, 32\]"
+    yield (
+        compressed("float-quantized", type="float", strategy="block", block_structure=[32, 32]),
+        r"block_structure = \[32, 32\]",
+    )
 
 
 @pytest.mark.parametrize(("config", "message"), list(configs()))
@@ -253,7 +320,9 @@ def values_are(folder: Path, wanted: dict[str, torch.Tensor], pool: Pool) -> Wei
     tensors = loaded(plan, pool)
     for tensor in plan.tensors:
         merged = torch.cat([wanted[source.name] for source in tensor.destination.sources])
-        assert (values(tensors[tensor.destination.key]) - merged).abs().max() <= 15 * 0.022 * 2**-11, tensor.destination.key
+        assert (values(tensors[tensor.destination.key]) - merged).abs().max() <= 15 * 0.022 * 2**-11, (
+            tensor.destination.key
+        )
     return plan
 
 
@@ -271,7 +340,13 @@ def unpacked(part: str, wanted: dict[str, torch.Tensor]) -> Change:
 
 
 # As in Qwen's own repositories of Qwen3.5 in GPTQ.
-EXCLUSIONS = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:.*mtp.*": {}}
+EXCLUSIONS = {
+    "lm_head": {},
+    "model.language_model.embed_tokens": {},
+    "-:.*attn.*": {},
+    "-:.*shared_expert.*": {},
+    "-:.*mtp.*": {},
+}
 
 
 def test_gptq_with_exclusions_reads_what_they_leave_in_floats(tmp_path: Path, pool: Pool) -> None:
@@ -306,11 +381,16 @@ def test_gptq_with_other_bits_for_some_matrices_reads_each_as_it_is(tmp_path: Pa
         ("awq-32", {"packing_format": "auto_round:auto_awq", "group_size": 32, "sym": False}),
     ],
 )
-def test_autoround_s_layouts_are_those_of_gptq_and_awq(tmp_path: Path, pool: Pool, case: str, config: dict[str, Any]) -> None:
+def test_autoround_s_layouts_are_those_of_gptq_and_awq(
+    tmp_path: Path, pool: Pool, case: str, config: dict[str, Any]
+) -> None:
     folder, wanted = write_published(tmp_path / "model", BY_NAME[case], hidden=256, intermediate=384)
     change_tensors(folder, unpacked("layers.1.self_attn.o_proj", wanted))
     extra = {"model.layers.1.self_attn.o_proj": {"bits": 16, "data_type": "float"}, "re:.*mtp.*": {"bits": 16}}
-    change_config(folder, quantization_config=AUTO_ROUND | config | {"extra_config": extra, "block_name_to_quantize": "model.layers"})
+    change_config(
+        folder,
+        quantization_config=AUTO_ROUND | config | {"extra_config": extra, "block_name_to_quantize": "model.layers"},
+    )
     values_are(folder, wanted, pool)
 
 
@@ -330,7 +410,9 @@ def test_biases_of_zero_that_a_quantizer_stores_are_left_out(tmp_path: Path, poo
         tensors["model.layers.1.mlp.up_proj.bias"][-1] = 0.5
 
     change_tensors(folder, changed)
-    with pytest.raises(ModelError, match=r"tensor model.layers.1.mlp.up_proj.bias has numbers other than 0; the family has no biases"):
+    with pytest.raises(
+        ModelError, match=r"tensor model.layers.1.mlp.up_proj.bias has numbers other than 0; the family has no biases"
+    ):
         plan_of(folder)
 
 
@@ -372,7 +454,11 @@ def nan_first(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gptq-sym-128", without("scales"), r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.scales of GPTQ, wanted \[2, 288\]"),
+        (
+            "gptq-sym-128",
+            without("scales"),
+            r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.scales of GPTQ, wanted \[2, 288\]",
+        ),
         (
             "gptq-sym-128",
             replaced("qweight", lambda t: t[:-1]),
@@ -388,24 +474,66 @@ def nan_first(tensor: torch.Tensor) -> torch.Tensor:
             replaced("weight", lambda t: t.view(torch.int8)),
             r"up_proj\.weight is stored as I8, .* FP8, which stores F8_E4M3",
         ),
-        ("modelopt-nvfp4", without("weight_scale"), r"lacks the tensor .*up_proj\.weight_scale of ModelOpt NVFP4, wanted \[176, 5\]"),
-        ("modelopt-nvfp4", without("weight_scale_2"), r"lacks the tensor .*up_proj\.weight_scale_2 of ModelOpt NVFP4, wanted \[1\]"),
-        ("nvfp4-packed", without("weight_global_scale"), r"lacks the tensor .*up_proj\.weight_global_scale of compressed-tensors nvfp4"),
+        (
+            "modelopt-nvfp4",
+            without("weight_scale"),
+            r"lacks the tensor .*up_proj\.weight_scale of ModelOpt NVFP4, wanted \[176, 5\]",
+        ),
+        (
+            "modelopt-nvfp4",
+            without("weight_scale_2"),
+            r"lacks the tensor .*up_proj\.weight_scale_2 of ModelOpt NVFP4, wanted \[1\]",
+        ),
+        (
+            "nvfp4-packed",
+            without("weight_global_scale"),
+            r"lacks the tensor .*up_proj\.weight_global_scale of compressed-tensors nvfp4",
+        ),
         (
             "modelopt-nvfp4",
             replaced("weight_scale", lambda t: t[:, :-1]),
             r"up_proj\.weight_scale: wanted \[176, 5\] for \[176, 80\].*found \[176, 4\]",
         ),
-        ("modelopt-nvfp4", replaced("weight_scale_2", lambda t: t.expand(176)), r"weight_scale_2: wanted \[1\] .*found \[176\]"),
-        ("modelopt-nvfp4", replaced("weight", lambda t: t[:, 1:]), r"up_proj\.weight: wanted \[176, 40\] .*found \[176, 39\]"),
-        ("modelopt-mxfp8", replaced("weight_scale", lambda t: t.float()), r"weight_scale is stored as F32, .* which stores U8, F8_E8M0"),
-        ("modelopt-fp8", without("weight_scale"), r"lacks the tensor .*up_proj\.weight_scale of ModelOpt FP8, wanted \[1\]"),
-        ("fp8-scale-inv", without("weight_scale_inv"), r"lacks the tensor .*up_proj\.weight_scale_inv of FP8, wanted \[3, 2\]"),
-        ("int8-channel", replaced("weight", lambda t: t.bfloat16()), r"stores only some of the tensors that belong together quantized"),
-        ("packed-sym-128", lambda t: t.update({"model.layers.0.mlp.up_proj.extra": torch.ones(1)}), r"1 tensors that its config\.json"),
+        (
+            "modelopt-nvfp4",
+            replaced("weight_scale_2", lambda t: t.expand(176)),
+            r"weight_scale_2: wanted \[1\] .*found \[176\]",
+        ),
+        (
+            "modelopt-nvfp4",
+            replaced("weight", lambda t: t[:, 1:]),
+            r"up_proj\.weight: wanted \[176, 40\] .*found \[176, 39\]",
+        ),
+        (
+            "modelopt-mxfp8",
+            replaced("weight_scale", lambda t: t.float()),
+            r"weight_scale is stored as F32, .* which stores U8, F8_E8M0",
+        ),
+        (
+            "modelopt-fp8",
+            without("weight_scale"),
+            r"lacks the tensor .*up_proj\.weight_scale of ModelOpt FP8, wanted \[1\]",
+        ),
+        (
+            "fp8-scale-inv",
+            without("weight_scale_inv"),
+            r"lacks the tensor .*up_proj\.weight_scale_inv of FP8, wanted \[3, 2\]",
+        ),
+        (
+            "int8-channel",
+            replaced("weight", lambda t: t.bfloat16()),
+            r"stores only some of the tensors that belong together quantized",
+        ),
+        (
+            "packed-sym-128",
+            lambda t: t.update({"model.layers.0.mlp.up_proj.extra": torch.ones(1)}),
+            r"1 tensors that its config\.json",
+        ),
     ],
 )
-def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name: str, change: Change, message: str) -> None:
+def test_tensors_that_do_not_belong_to_the_config_are_named(
+    tmp_path: Path, name: str, change: Change, message: str
+) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
     change_tensors(folder, change)
     with pytest.raises(ModelError, match=message):
@@ -420,8 +548,16 @@ def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name
             replaced("g_idx", lambda t: t.flip(0)),
             r"up_proj\.g_idx groups the columns by activation \(desc_act\)",
         ),
-        ("gptq-sym-128", replaced("qzeros", lambda t: t + 1), r"up_proj\.qzeros has zero points other than 7, but .*sym = true"),
-        ("gptq-sym-128", replaced("scales", nan_first), r"up_proj\.scales has scales that are NaN or infinite, or beyond a 16-bit"),
+        (
+            "gptq-sym-128",
+            replaced("qzeros", lambda t: t + 1),
+            r"up_proj\.qzeros has zero points other than 7, but .*sym = true",
+        ),
+        (
+            "gptq-sym-128",
+            replaced("scales", nan_first),
+            r"up_proj\.scales has scales that are NaN or infinite, or beyond a 16-bit",
+        ),
         (
             "packed-sym-128",
             replaced("weight_scale", lambda t: t * 1e9),
@@ -432,8 +568,16 @@ def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name
             replaced("weight_scale_inv", nan_first),
             r"model\.safetensors: tensor .*weight_scale_inv has scales that are NaN or inf",
         ),
-        ("modelopt-nvfp4", replaced("weight_scale", nan_first), r"tensor .*up_proj\.weight_scale has scales that are NaN"),
-        ("modelopt-nvfp4", replaced("weight_scale_2", nan_first), r"up_proj\.weight_scale_2 is a factor that is NaN or infinite \(nan\)"),
+        (
+            "modelopt-nvfp4",
+            replaced("weight_scale", nan_first),
+            r"tensor .*up_proj\.weight_scale has scales that are NaN",
+        ),
+        (
+            "modelopt-nvfp4",
+            replaced("weight_scale_2", nan_first),
+            r"up_proj\.weight_scale_2 is a factor that is NaN or infinite \(nan\)",
+        ),
         (
             "nvfp4-packed",
             replaced("weight_global_scale", torch.zeros_like),
@@ -444,7 +588,11 @@ def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name
             replaced("weight_scale", lambda t: t | 255),
             r"up_proj\.weight_scale has scales that are NaN; the",
         ),
-        ("modelopt-fp8", replaced("weight_scale", nan_first), r"up_proj\.weight_scale has scales that are NaN or infinite"),
+        (
+            "modelopt-fp8",
+            replaced("weight_scale", nan_first),
+            r"up_proj\.weight_scale has scales that are NaN or infinite",
+        ),
         (
             "awq-128",
             replaced("scales", lambda t: torch.full_like(t, 6e4)),
@@ -452,7 +600,9 @@ def test_tensors_that_do_not_belong_to_the_config_are_named(tmp_path: Path, name
         ),
     ],
 )
-def test_what_only_the_bytes_show_is_told_while_they_are_read(tmp_path: Path, pool: Pool, name: str, change: Change, message: str) -> None:
+def test_what_only_the_bytes_show_is_told_while_they_are_read(
+    tmp_path: Path, pool: Pool, name: str, change: Change, message: str
+) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME[name])
     change_tensors(folder, change)
     plan = plan_of(folder)
@@ -464,6 +614,7 @@ def test_packed_tensors_without_a_config_are_named(tmp_path: Path) -> None:
     folder, _ = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"])
     change_config(folder, quantization_config=None)
     with pytest.raises(
-        ModelError, match=r"lacks the tensor .*q_proj\.weight.*; it has .*q_proj\.\w+, but config\.json has no quantization_config"
+        ModelError,
+        match=r"lacks the tensor .*q_proj\.weight.*; it has .*q_proj\.\w+, but config\.json has no quantization_config",
     ):
         plan_of(folder)

@@ -1,4 +1,6 @@
-"""Weights that are turned into int8 or int4 on their way from the file: the same as turned as a whole, in the memory that was stated."""
+"""Weights that are turned into int8 or int4 on their way from the file: the same as turned as a whole, in the memory
+that was stated.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(
-    params=[{"tied": True}, {"tied": False, "shards": 3, "dtype": "float16"}, {"dtype": "float32"}], ids=["tied", "shards", "f32"]
+    params=[{"tied": True}, {"tied": False, "shards": 3, "dtype": "float16"}, {"dtype": "float32"}],
+    ids=["tied", "shards", "f32"],
 )
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     options: dict[str, Any] = {"dtype": "bfloat16"} | request.param
@@ -69,7 +72,9 @@ def assert_turned(blueprint: Blueprint, tensors: dict[str, Weight], source: dict
             continue
         assert isinstance(found, QuantizedWeight)
         wanted = quantize(merged, found.format)
-        assert all(torch.equal(one, other) for one, other in zip(found.tensors, wanted.tensors, strict=True)), tensor.destination.key
+        assert all(torch.equal(one, other) for one, other in zip(found.tensors, wanted.tensors, strict=True)), (
+            tensor.destination.key
+        )
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -90,7 +95,9 @@ def test_they_are_what_turning_them_as_a_whole_gives(
     assert formats["0.q_norm"] == torch.float32
 
 
-def test_the_memory_is_what_was_stated_before_and_the_readers_part_of_it_comes_back(folder: Path, pool: Pool, tmp_path: Path) -> None:
+def test_the_memory_is_what_was_stated_before_and_the_readers_part_of_it_comes_back(
+    folder: Path, pool: Pool, tmp_path: Path
+) -> None:
     blueprint = drawn(folder, "int4")
     need = blueprint.need
     assert blueprint.bench_bytes > 0
@@ -157,13 +164,18 @@ def test_a_prompt_computes_the_same_beside_the_reading_and_after_it(folder: Path
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_weights_that_are_no_numbers_are_refused_by_name_and_everything_is_given_back(tmp_path: Path, pool: Pool, quant: str) -> None:
+def test_weights_that_are_no_numbers_are_refused_by_name_and_everything_is_given_back(
+    tmp_path: Path, pool: Pool, quant: str
+) -> None:
     folder = write_tiny_qwen3(tmp_path / "tiny", layers=LAYERS, dtype="bfloat16")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.2.mlp.down_proj.weight"][5, 6] = float("nan")
     save_file(tensors, folder / "model.safetensors")
     opened = open_session("tiny", drawn(folder, quant), Opening(pool, tmp_path))
-    with pytest.raises(ModelError, match=r"model\.safetensors: tensor model\.layers\.2\.mlp\.down_proj\.weight has weights that are NaN"):
+    with pytest.raises(
+        ModelError,
+        match=r"model\.safetensors: tensor model\.layers\.2\.mlp\.down_proj\.weight has weights that are NaN",
+    ):
         opened.settle()
     opened.release()
     assert pool.used() == 0
@@ -174,9 +186,16 @@ def test_tensors_that_suit_no_group_fall_to_int8_and_that_is_said_once(
 ) -> None:
     folder = write_tiny_qwen3(tmp_path / "tiny", layers=LAYERS, intermediate=100)
     blueprint = drawn(folder, "int4")
-    assert {t.destination.key for t in blueprint.plan.tensors if t.held == INT8} == {"embedding", "0.down", "1.down", "2.down"}
+    assert {t.destination.key for t in blueprint.plan.tensors if t.held == INT8} == {
+        "embedding",
+        "0.down",
+        "1.down",
+        "2.down",
+    }
     with caplog.at_level(logging.WARNING):
-        arrival = WeightArrival(blueprint.plan, pool.lease("test", "weights", blueprint.plan.nbytes), None, None).start()
+        arrival = WeightArrival(
+            blueprint.plan, pool.lease("test", "weights", blueprint.plan.nbytes), None, None
+        ).start()
         arrival.finish()
     told = [record.getMessage() for record in caplog.records]
     assert told == ["3 tensors are held in int8 instead of int4-g128: their columns are no multiple of 32 ([64, 100])"]

@@ -56,7 +56,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture(scope="module", params=[{"tied": True}, {"tied": False, "shards": 3, "head_dim": 16}], ids=["tied", "untied-sharded"])
+@pytest.fixture(
+    scope="module",
+    params=[{"tied": True}, {"tied": False, "shards": 3, "head_dim": 16}],
+    ids=["tied", "untied-sharded"],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Session, Any]:
     folder = write_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny", **request.param)
     return start(folder, cache), load_model(folder)
@@ -68,7 +72,11 @@ def test_logits_equal_transformers(pair: tuple[Session, Any], length: int) -> No
     ids = prompt(length)
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0]
-    ways = {"whole": [min(length, 256)], "one by one": [1] * length, "chunks of 3": [3] * (length // 3) + [length % 3] * (length % 3 > 0)}
+    ways = {
+        "whole": [min(length, 256)],
+        "one by one": [1] * length,
+        "chunks of 3": [3] * (length // 3) + [length % 3] * (length % 3 > 0),
+    }
     for name, sizes in ways.items():
         difference = (all_logits(session, ids, sizes) - wanted).abs().max().item()
         assert difference <= 1e-4, name
@@ -79,7 +87,9 @@ def test_greedy_ids_equal_transformers(pair: tuple[Session, Any], length: int) -
     session, theirs = pair
     ids = prompt(length)
     with torch.no_grad():
-        wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[0, length:].tolist()
+        wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[
+            0, length:
+        ].tolist()
     runner = session.runner
     with runner.kv.open(512) as kv:
         scores, cached = runner.prefill(kv, ids, None, lambda _: None), []
@@ -104,7 +114,9 @@ def test_half_weights_equal_transformers_in_fp32(tmp_path: Path, cache: Path, dt
     for sizes in ([40], [1] * 40):
         assert (all_logits(session, ids, sizes) - wanted).abs().max().item() <= 2e-3
     weights = session.leases[0]
-    assert weights.nbytes < 1.1 * sum(t.nbytes for t in load_file(folder / "model.safetensors").values()), "weights were widened"
+    assert weights.nbytes < 1.1 * sum(t.nbytes for t in load_file(folder / "model.safetensors").values()), (
+        "weights were widened"
+    )
 
 
 def test_an_unfinished_chunk_leaves_the_sequence_as_it_was(pair: tuple[Session, Any]) -> None:
@@ -136,16 +148,31 @@ def test_an_unfinished_chunk_leaves_the_sequence_as_it_was(pair: tuple[Session, 
         ({"attention_bias": True}, r"attention_bias = True"),
         ({"use_sliding_window": True}, r"use_sliding_window = True"),
         ({"num_key_value_heads": 3}, r"4 attention heads and 3 key/value heads"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, r"rotary scaling that is not supported: rope_type 'linear', factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "finetuned": True}}, r"not supported: rope_type 'yarn', finetuned"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            r"rotary scaling that is not supported: rope_type 'linear', factor",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "finetuned": True}},
+            r"not supported: rope_type 'yarn', finetuned",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, r"factor = 0; a number above 0 is needed"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, r"rope_theta = 1 for YaRN; .* above 1"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+            r"rope_theta = 1 for YaRN; .* above 1",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}}, r"beta_fast = 1, beta_slow = 2"),
         ({"rope_scaling": "yarn"}, r"rope_scaling = 'yarn'; an object is needed"),
         ({"layer_types": ["sliding_attention"] * 4}, r"layer_types other than 4 times 'full_attention'"),
         ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings = 'yes'; true or false"),
-        ({"intermediate_size": 96}, r"model\.layers\.0\.mlp\.gate_proj\.weight: wanted \[96, 64\] by config.json, found \[128, 64\]"),
-        ({"num_hidden_layers": 3}, r"has 11 tensors that its config.json does not account for, the first is model\.layers\.3\."),
+        (
+            {"intermediate_size": 96},
+            r"model\.layers\.0\.mlp\.gate_proj\.weight: wanted \[96, 64\] by config.json, found \[128, 64\]",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            r"has 11 tensors that its config.json does not account for, the first is model\.layers\.3\.",
+        ),
         ({"num_hidden_layers": 5}, r"lacks the tensor model\.layers\.4\."),
         ({"tie_word_embeddings": False}, r"lacks the tensor lm_head\.weight, wanted \[512, 64\]"),
     ],

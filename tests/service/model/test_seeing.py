@@ -1,4 +1,6 @@
-"""Decoders that read pictures against transformers: positions of three axes, rows of pictures, taps, and what is written after them."""
+"""Decoders that read pictures against transformers: positions of three axes, rows of pictures, taps, and what is
+written after them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Pair:
         return ids, positions, inputs | {"input_ids": torch.tensor([ids]), "mm_token_type_ids": kinds}
 
     def pictures(self, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """[1 + taps, rows, hidden] of each picture, by transformers' tower: ours is compared with it in test_tower.py."""
+        """[1 + taps, rows, hidden] of each picture, by transformers' tower: ours is compared with it in
+        test_tower.py.
+        """
         output = self.oracle.tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
         layers = torch.stack([output.pooler_output, *getattr(output, "deepstack_features", [])])
         return list(layers.split((inputs["image_grid_thw"].prod(1) // 4).tolist(), 1))

@@ -127,6 +127,7 @@ def test_it_can_be_stopped_within_a_block(opened: Opened):
 
     opened.run(picture, check=count)
     assert calls > 3 * opened.vision.tower.depth
+
     def stop_at(call: int) -> Any:
         left = iter(range(call - 1))
 

@@ -1,4 +1,5 @@
-"""Speaks as much of llama-server and vLLM as an engine must, and shows the faults that real ones cannot be made to show.
+"""Speaks as much of llama-server and vLLM as an engine must, and shows the faults that real ones cannot be made to
+show.
 
 python fake_engine.py FAULT [MIB] ARGUMENTS OF THE ENGINE...
 """
@@ -50,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
         if not self.allowed():
             return self.answer(401, {"error": {"message": "no key"}})
         names = ["another"] if FAULT == "another-model" else NAMES
-        return self.answer(200, {"object": "list", "data": [{"id": name, "object": "model", "max_model_len": 77} for name in names]})
+        return self.answer(
+            200, {"object": "list", "data": [{"id": name, "object": "model", "max_model_len": 77} for name in names]}
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or b"{}")
@@ -111,7 +114,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     if "--help" in WORDS:
-        print("usage: --port N" + ("" if FAULT == "old" else " --sleep-idle-seconds N --load-mode MODE --models-preset PATH"))
+        print(
+            "usage: --port N"
+            + ("" if FAULT == "old" else " --sleep-idle-seconds N --load-mode MODE --models-preset PATH")
+        )
         return
     print(f"starting with key {KEY}", file=sys.stderr, flush=True)
     if FAULT == "dies":

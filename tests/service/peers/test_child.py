@@ -1,4 +1,6 @@
-"""A child process of another engine, as a process: it starts, tells why it does not, and leaves nothing behind however anybody ends."""
+"""A child process of another engine, as a process: it starts, tells why it does not, and leaves nothing behind
+however anybody ends.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_it_runs_in_a_group_of_its_own_and_ends_when_it_is_asked(tmp_path):
 
 
 def test_one_that_does_not_listen_to_sigterm_is_killed(tmp_path):
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
     child = Child(order(tmp_path, code, grace=0.2))
     wait_for(lambda: "deaf" in log_of(tmp_path))
     child.stop()
@@ -57,10 +61,9 @@ def test_one_that_does_not_listen_to_sigterm_is_killed(tmp_path):
 
 def test_its_own_children_end_with_it(tmp_path):
     code = (
-        "import subprocess, sys, time\n"
-        "deaf = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)'\n"
-        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', deaf], stdout=subprocess.PIPE)\n"
-        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)"
+        "import subprocess, sys, time\ndeaf = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        " print(1, flush=True); time.sleep(600)'\nchild = subprocess.Popen([sys.executable, '-I', '-S', '-c', deaf],"
+        " stdout=subprocess.PIPE)\nchild.stdout.readline(); print(child.pid, flush=True); time.sleep(600)"
     )
     child = Child(order(tmp_path, code))
     wait_for(lambda: log_of(tmp_path).endswith("\n"))
@@ -71,7 +74,10 @@ def test_its_own_children_end_with_it(tmp_path):
 
 
 def test_one_that_dies_tells_how_and_its_last_lines_without_the_secret(tmp_path):
-    code = "import sys; print('\\n'.join(f'line {i}' for i in range(99)), flush=True); sys.exit('key is s3cr3t-key: no model')"
+    code = (
+        "import sys; print('\\n'.join(f'line {i}' for i in range(99)), flush=True); sys.exit('key is s3cr3t-key: no"
+        " model')"
+    )
     child = Child(order(tmp_path, code, secret="s3cr3t-key"))
     wait_for(lambda: not child.running)
     words = child.ending()
@@ -118,7 +124,9 @@ time.sleep(600)
 
 @pytest.mark.parametrize("more", [[], ["fork"]], ids=["alone", "a fork of us holds the pipe"])
 def test_no_orphan_where_we_are_killed(tmp_path, more):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "x.log"), *more], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "x.log"), *more], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     child, guardian, fork = map(int, parent.stdout.readline().split())
     assert alive(child)

@@ -40,10 +40,16 @@ class Desk:
         self.cache = folder / "cache"
         self.model = folder / "m.gguf"
         self.model.write_bytes(b"GGUF" + bytes(1000))
-        self.pool = Pool("cpu", MemorySettings(limit_bytes=512 * MIB, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB), read_truth)
+        self.pool = Pool(
+            "cpu",
+            MemorySettings(limit_bytes=512 * MIB, floor=64 * MIB, kept_back=0.0, initial_slab=4 * MIB),
+            read_truth,
+        )
         self.engines: list[ChildEngine] = []
 
-    def engine(self, fault: str = "none", *, kind: str = "llama-server", mib: int = HELD, **settings: Any) -> ChildEngine:
+    def engine(
+        self, fault: str = "none", *, kind: str = "llama-server", mib: int = HELD, **settings: Any
+    ) -> ChildEngine:
         chosen: dict[str, Any] = {"model": str(self.model), "memory": 128 * MIB, "start": 30.0, **settings}
         command = (sys.executable, "-I", "-S", str(FAKE), fault, str(mib))
         made = ChildEngine(PeerSettings("writer", kind, command=command, **chosen), self.cache, lambda: self.pool)  # type: ignore[arg-type]
@@ -114,7 +120,11 @@ def test_its_words_name_no_key_and_nobody_else_may_ask_it(desk):
 @pytest.mark.parametrize(
     ("fault", "settings", "wanted"),
     [
-        ("dies", {}, "the engine writer ended with status 1; the end of peer-writer.log:.*cannot load: the file is no model"),
+        (
+            "dies",
+            {},
+            "the engine writer ended with status 1; the end of peer-writer.log:.*cannot load: the file is no model",
+        ),
         ("hangs", {"start": 0.5}, "is not ready after 0.5 s: nothing listens yet .*raise start in its table"),
         ("loads-for-ever", {"start": 0.5}, "is not ready after 0.5 s: /health says 503"),
         ("no-http", {"start": 0.5}, "is not ready after 0.5 s: what listens there does not speak HTTP"),
@@ -135,8 +145,12 @@ def test_what_goes_wrong_at_the_start_is_told_and_leaves_nothing(desk, fault, se
 
 
 def test_a_missing_program_names_the_way_out(desk):
-    engine = ChildEngine(PeerSettings("writer", "vllm", model=str(desk.model), memory=64 * MIB), desk.cache, lambda: desk.pool)
-    with pytest.raises(PeerError, match=r"there is no program 'vllm'; install it, or name it with command = \[...\] in its table"):
+    engine = ChildEngine(
+        PeerSettings("writer", "vllm", model=str(desk.model), memory=64 * MIB), desk.cache, lambda: desk.pool
+    )
+    with pytest.raises(
+        PeerError, match=r"there is no program 'vllm'; install it, or name it with command = \[...\] in its table"
+    ):
         engine.reach()
     assert desk.pool.used() == 0
 
@@ -144,7 +158,9 @@ def test_a_missing_program_names_the_way_out(desk):
 def test_a_port_in_use_is_told_by_its_number(desk):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(PeerError, match=f"port {port} is in use by another program; write another in its table, or 0 for any"):
+        with pytest.raises(
+            PeerError, match=f"port {port} is in use by another program; write another in its table, or 0 for any"
+        ):
             desk.engine(port=port).reach()
 
 

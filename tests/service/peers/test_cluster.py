@@ -40,7 +40,12 @@ def test_the_entry_is_one_that_is_read(tmp_path):
     assert tomllib.loads(entry)["peers"]["cluster"]["gpus"] == 4
     (tmp_path / "onedesk.toml").write_text(entry)
     peer = load_config(tmp_path / "onedesk.toml").peers["cluster"]
-    assert (peer.memory, peer.nodes, peer.address, peer.context) == (90 * GIB + process_bytes(4), 2, "HEAD_ADDRESS", 32768)
+    assert (peer.memory, peer.nodes, peer.address, peer.context) == (
+        90 * GIB + process_bytes(4),
+        2,
+        "HEAD_ADDRESS",
+        32768,
+    )
 
 
 def test_it_is_told_for_people():

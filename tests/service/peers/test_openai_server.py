@@ -1,4 +1,6 @@
-"""A server of somebody else that speaks OpenAI's API: what it can be made to do wrong, and what must never be seen of it."""
+"""A server of somebody else that speaks OpenAI's API: what it can be made to do wrong, and what must never be seen
+of it.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def model(fake: Fake, tmp_path: Path) -> RemoteModel:
     key_file = tmp_path / "key"
     key_file.write_text(KEY + "\n")
     key_file.chmod(0o600)
-    settings = PeerSettings("big", "openai", url=f"http://{HOST}:{fake.server_address[1]}/v1", key_file=key_file, model="Qwen-big")
+    settings = PeerSettings(
+        "big", "openai", url=f"http://{HOST}:{fake.server_address[1]}/v1", key_file=key_file, model="Qwen-big"
+    )
     fake.bodies.clear()
     fake.keys.clear()
     fake.paths.clear()
@@ -104,7 +108,10 @@ def delta(text: str = "", *, finish: str | None = None, **more: Any) -> dict[str
 
 
 def asked(text: str = "a cat", **more: Any) -> Request:
-    return Request((Message("system", "short"), Message("user", text)), **{"sampling": Sampling(seed=2**64 - 1), "max_tokens": 9, **more})
+    return Request(
+        (Message("system", "short"), Message("user", text)),
+        **{"sampling": Sampling(seed=2**64 - 1), "max_tokens": 9, **more},
+    )
 
 
 def write(model: RemoteModel, request: Request | None = None) -> Result:
@@ -129,13 +136,24 @@ def test_an_answer_and_what_it_was_asked(fake: Fake, model: RemoteModel) -> None
         handler.head()
         handler.wfile.write(b": a comment\n\n")
         handler.say(
-            delta(role="assistant"), delta(reasoning_content="hm"), delta("a red"), delta(" cat \U0001f431"), delta(finish="length")
+            delta(role="assistant"),
+            delta(reasoning_content="hm"),
+            delta("a red"),
+            delta(" cat \U0001f431"),
+            delta(finish="length"),
         )
 
     fake.script = script
-    stopping = asked(stop=("X",), thinking="off", sampling=Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, logit_bias={7: -1.0}))
+    stopping = asked(
+        stop=("X",), thinking="off", sampling=Sampling(seed=2**64 - 1, temperature=0.5, top_k=3, logit_bias={7: -1.0})
+    )
     result = write(model, stopping)
-    assert (result.text, result.reasoning, result.finish, result.seed) == ("a red cat \U0001f431", "hm", "length", 2**64 - 1)
+    assert (result.text, result.reasoning, result.finish, result.seed) == (
+        "a red cat \U0001f431",
+        "hm",
+        "length",
+        2**64 - 1,
+    )
     (body,) = fake.bodies
     assert fake.paths == ["/v1/chat/completions"]
     assert fake.keys == [f"Bearer {KEY}"]
@@ -230,7 +248,11 @@ def stream(*pieces: bytes) -> Script:
 
 FAULTS: dict[str, tuple[Script, type[OnedeskError], str]] = {
     "a refused key": (status(401, {"error": {"message": f"wrong key {KEY}"}}), PeerError, "refuses the key"),
-    "a bad request": (status(400, {"error": {"message": f"{HOST}: too long"}}), RequestError, r"refuses the request .*\[...\]: too long"),
+    "a bad request": (
+        status(400, {"error": {"message": f"{HOST}: too long"}}),
+        RequestError,
+        r"refuses the request .*\[...\]: too long",
+    ),
     "an unknown model": (status(404, {"error": {"message": "no such model"}}), RequestError, "no such model"),
     "too many": (status(429, {"error": {"message": "slow down"}}), PeerError, "takes nothing now"),
     "a failure": (status(500, b"\x00<html>"), PeerError, r"failed \(status 500\): it does not say why"),
@@ -243,7 +265,11 @@ FAULTS: dict[str, tuple[Script, type[OnedeskError], str]] = {
     "nested": (stream(b"data: " + b"[" * 100_000 + b"\n\n"), PeerError, "no JSON"),
     "a number": (stream(b"data: 1\n\n"), PeerError, "no object"),
     "no events at all": (stream(b"hello\n" * 50), PeerError, "ended in the middle of an answer, after 0 tokens"),
-    "cut": (stream(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'), PeerError, "ended in the middle of an answer, after 1 tokens"),
+    "cut": (
+        stream(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'),
+        PeerError,
+        "ended in the middle of an answer, after 1 tokens",
+    ),
     "done too early": (stream(b"data: [DONE]\n\n"), PeerError, "ended in the middle"),
     "an error event": (
         stream(b'data: {"error": {"message": "engine died"}}\n\n'),
@@ -255,7 +281,9 @@ FAULTS: dict[str, tuple[Script, type[OnedeskError], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_one_error_that_says_what_to_do(fake: Fake, model: RemoteModel, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_one_error_that_says_what_to_do(
+    fake: Fake, model: RemoteModel, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     script, kind, words = FAULTS[name]
     fake.script = script
     with caplog.at_level(logging.DEBUG):
@@ -330,7 +358,9 @@ def test_one_of_a_list_is_dropped_and_the_others_go_on(fake: Fake, model: Remote
 
     fake.script = script
     results = {}
-    for event in model.generate_batch([asked("one"), asked("drop me")], cancel_request=lambda place: place == 1 and 0 in results):
+    for event in model.generate_batch(
+        [asked("one"), asked("drop me")], cancel_request=lambda place: place == 1 and 0 in results
+    ):
         if event.result is not None:
             results[event.request] = event.result
     assert (results[0].finish, results[1].finish) == ("stop", "cancelled")
@@ -348,7 +378,17 @@ def test_what_a_foreign_server_cannot_be_asked(model: RemoteModel) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "nowhere", "ftp://h/v1", "http:///v", "http://u:p@h/v1", "http://:p@h/v1", "http://h:x/v1", "http://h/v1?key=1", "http://a b/"],
+    [
+        "",
+        "nowhere",
+        "ftp://h/v1",
+        "http:///v",
+        "http://u:p@h/v1",
+        "http://:p@h/v1",
+        "http://h:x/v1",
+        "http://h/v1?key=1",
+        "http://a b/",
+    ],
 )
 def test_a_url_that_is_none_is_told_without_it(url: str) -> None:
     with pytest.raises(FileError, match=r"url in \[peers.big\] in onedesk.toml is no address of a server") as caught:

@@ -1,4 +1,6 @@
-"""The local service as a peer, for real: started on demand, the same events as in this process, gone and found again."""
+"""The local service as a peer, for real: started on demand, the same events as in this process, gone and found
+again.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ STRAY = "stray"
 
 
 def request(text: str = "a cat", *, tokens: int = 24, seed: int = 7, **more: object) -> Request:
-    return Request((Message("user", text),), sampling=Sampling(seed=seed), max_tokens=tokens, repetition_stop=False, **more)  # type: ignore[arg-type]
+    return Request(
+        (Message("user", text),), sampling=Sampling(seed=seed), max_tokens=tokens, repetition_stop=False, **more
+    )  # type: ignore[arg-type]
 
 
 def answer(events: Iterator[Event]) -> tuple[list[Event], Result]:
@@ -162,7 +166,9 @@ def test_a_model_of_a_folder_that_only_this_process_knows_is_there_too(desk: Des
 
 
 def test_a_model_that_the_service_does_not_serve_is_told_with_what_it_does(desk: Desk) -> None:
-    with pytest.raises(ModelError, match="the local service serves no model 'ghost'; put it into the tree's models, or end"):
+    with pytest.raises(
+        ModelError, match="the local service serves no model 'ghost'; put it into the tree's models, or end"
+    ):
         RemoteModel(ModelSpec("ghost"), desk.service).generate(request())
 
 
@@ -301,7 +307,11 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 def test_an_answer_that_the_ending_service_cut_is_no_answer() -> None:
     reader = Reader(Address("the local service", dialect="onedesk"), 1, 0.0)
     told = {"finish": "cancelled", "text": "a", "reasoning": "", "ids": [5]}
-    list(reader.events({"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}], "onedesk": told | {"tokens": [5]}}))
+    list(
+        reader.events(
+            {"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}], "onedesk": told | {"tokens": [5]}}
+        )
+    )
     with pytest.raises(PeerError, match="was asked to end, after 1 tokens"):
         list(reader.end())
 

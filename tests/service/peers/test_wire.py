@@ -70,7 +70,9 @@ class Near(Peer):
     def close(self) -> None: ...
 
 
-def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked_in: list[threading.Thread] = []
     real = Exchange._send
 

@@ -112,11 +112,15 @@ def test_the_first_of_several_machines(folder, place, config, words):
 
 def test_budgets_that_cannot_be_kept(folder, place):
     with pytest.raises(
-        PeerError, match=r"memory is 70 MiB; its processes take 0 B of it, the weights 64 MiB a GPU, scratch 7 MiB.*than 71\.1 MiB"
+        PeerError,
+        match=(
+            r"memory is 70 MiB; its processes take 0 B of it, the weights 64 MiB a GPU, scratch 7 MiB.*than 71\.1 MiB"
+        ),
     ):
         vllm.launch(vllm_settings(folder, memory=70 * MIB), H200, place)
     with pytest.raises(
-        PeerError, match=r"memory is 1 GiB; its processes take 1\.2 GiB of it, .*; use more than 1\.3 GiB, or more machines"
+        PeerError,
+        match=r"memory is 1 GiB; its processes take 1\.2 GiB of it, .*; use more than 1\.3 GiB, or more machines",
     ):
         vllm.launch(vllm_settings(folder, memory=GIB), SPARK, place)
     with pytest.raises(PeerError, match="memory is 200 GiB a GPU, and there are 120 GiB; use less"):
@@ -124,11 +128,15 @@ def test_budgets_that_cannot_be_kept(folder, place):
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileError, match="model has no weights"):
         vllm.launch(vllm_settings(folder), SPARK, place)
-    with pytest.raises(FileError, match="the model gone cannot be read: No such file or directory; correct model in its table"):
+    with pytest.raises(
+        FileError, match="the model gone cannot be read: No such file or directory; correct model in its table"
+    ):
         vllm.launch(vllm_settings(folder.with_name("gone")), SPARK, place)
 
 
-@pytest.mark.parametrize("option", ["--api-key", "--host=0.0.0.0", "--port", "--gpu-memory-utilization", "--enable-sleep-mode"])
+@pytest.mark.parametrize(
+    "option", ["--api-key", "--host=0.0.0.0", "--port", "--gpu-memory-utilization", "--enable-sleep-mode"]
+)
 def test_what_we_say_is_not_said_twice(folder, place, option):
     with pytest.raises(PeerError, match="in options is set from its table or by us; take it out of options"):
         vllm.launch(vllm_settings(folder, options=(option, "1")), SPARK, place)
@@ -159,7 +167,9 @@ def test_llama_server_reads_into_memory_that_is_counted(gguf, place):
         *("--host", "127.0.0.1", "--port", "9001", "--api-key-file", str(place.key_file)),
     ]
     assert dict(launch.variables) == {"LLAMA_ARG_OFFLINE": "1"}
-    argv = llama_server.launch(llama_settings(gguf, command=("nice", "llama-server")), SPARK, place, lambda _: False).argv
+    argv = llama_server.launch(
+        llama_settings(gguf, command=("nice", "llama-server")), SPARK, place, lambda _: False
+    ).argv
     assert "--no-mmap" in argv
     assert "--load-mode" not in argv
     assert argv[:3] == ("nice", "llama-server", "-m")
@@ -170,7 +180,9 @@ def test_llama_server_reads_into_memory_that_is_counted(gguf, place):
 def test_a_folder_must_hold_one_model(gguf, place, tmp_path):
     folder = tmp_path / "gguf"
     folder.mkdir()
-    with pytest.raises(FileError, match="the folder gguf must hold one GGUF model and has: none; name the file in model"):
+    with pytest.raises(
+        FileError, match="the folder gguf must hold one GGUF model and has: none; name the file in model"
+    ):
         llama_server.launch(llama_settings(folder), CPU, place, knows)
     for name in ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "mmproj-a.gguf"):
         (folder / name).write_bytes(bytes(1000))

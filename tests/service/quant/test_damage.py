@@ -25,7 +25,9 @@ from published import CASES, change_tensors, write_published
 
 BY_NAME = {case.name: case for case in CASES}
 UP = "model.layers.1.mlp.up_proj."
-OVER_ZERO = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+OVER_ZERO = (
+    r"tensor model\.layers\.1\.mlp\.up_proj\.weight has numbers other than 0 under a scale of 0 at row 0, column 0"
+)
 
 
 @settings(max_examples=60, deadline=None)

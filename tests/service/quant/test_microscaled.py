@@ -63,7 +63,9 @@ def test_the_sixteen_numbers_are_those_of_their_bits():
     divides=st.booleans(),
     step=st.integers(1, 6),
 )
-def test_nvfp4_means_number_times_scale_times_factor(shape: tuple[int, int], seed: int, divides: bool, step: int) -> None:
+def test_nvfp4_means_number_times_scale_times_factor(
+    shape: tuple[int, int], seed: int, divides: bool, step: int
+) -> None:
     stored, wanted = nvfp4(divides=divides)(*shape, torch.Generator().manual_seed(seed))
     packing = Nvfp4("t", "weight_packed", "weight_global_scale", True) if divides else Nvfp4("t")
     weight = taken(packing, *shape, stored, step)

@@ -69,7 +69,9 @@ def weights(draw: st.DrawFn) -> torch.Tensor:
         values[draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))] = draw(st.sampled_from(SPECIAL))
     for _ in range(draw(st.integers(0, 2))):
         start = draw(st.integers(0, cols - 1))
-        values[draw(st.integers(0, rows - 1)), start : start + draw(st.integers(1, 140))] = draw(st.sampled_from([0.0, 1.0, -3e-4]))
+        values[draw(st.integers(0, rows - 1)), start : start + draw(st.integers(1, 140))] = draw(
+            st.sampled_from([0.0, 1.0, -3e-4])
+        )
     return values.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
 
 
@@ -80,7 +82,9 @@ def test_no_weight_is_further_off_than_its_format_says(values: torch.Tensor, hel
     error = (dequantize(weight).double() - values.double()).abs()
     assert (error <= largest_error(values, held)).all(), (error / largest_error(values, held)).max()
     assert weight.shape == values.shape
-    assert [(t.shape, t.dtype) for t in weight.tensors] == [(p.shape, p.dtype) for p in weight_tensors(held, *values.shape)]
+    assert [(t.shape, t.dtype) for t in weight.tensors] == [
+        (p.shape, p.dtype) for p in weight_tensors(held, *values.shape)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,7 +136,9 @@ def test_magnitude_beyond_fp16_scale_is_refused_but_fits_int8() -> None:
     values = torch.ones(2, 64)
     values[0, 3] = -1e6
     for held in (int4(), int4(32, symmetric=False)):
-        with pytest.raises(ModelError, match=r"w has a weight of magnitude 1e\+06; the scales of int4\S* are 16-bit.* at most 524,032"):
+        with pytest.raises(
+            ModelError, match=r"w has a weight of magnitude 1e\+06; the scales of int4\S* are 16-bit.* at most 524,032"
+        ):
             quantize(values, held, "w")
     assert dequantize(quantize(values, INT8))[0, 3] == -1e6
 
@@ -166,7 +172,9 @@ def test_nibbles_come_back_and_padding_means_zero(rows: int, cols: int) -> None:
 
 
 def test_a_block_has_columns_j_and_j_plus_16_in_byte_j() -> None:
-    packed = pack_nibbles(torch.arange(64, dtype=torch.uint8).remainder(16)[None] // torch.tensor([1] * 32 + [2] * 32, dtype=torch.uint8))
+    packed = pack_nibbles(
+        torch.arange(64, dtype=torch.uint8).remainder(16)[None] // torch.tensor([1] * 32 + [2] * 32, dtype=torch.uint8)
+    )
     assert packed[0, :16].tolist() == [j | j << 4 for j in range(16)]
     assert packed[0, 16:].tolist() == [j // 2 | (j // 2) << 4 for j in range(16)]
 
@@ -175,8 +183,12 @@ def test_sizes_are_those_of_the_tensors() -> None:
     for held in FORMATS:
         weight = weight_of(held, 5, 480, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert weight.nbytes == sum(piece.nbytes for piece in weight_tensors(held, 5, 480))
-        assert aligned_bytes(held, 5, 480, 256) == sum(-(-piece.nbytes // 256) * 256 for piece in weight_tensors(held, 5, 480))
-    assert [bits_a_weight(held, 1024) for held in (INT8, int4(), int4(32), int4(symmetric=False), int4(32, symmetric=False))] == [
+        assert aligned_bytes(held, 5, 480, 256) == sum(
+            -(-piece.nbytes // 256) * 256 for piece in weight_tensors(held, 5, 480)
+        )
+    assert [
+        bits_a_weight(held, 1024) for held in (INT8, int4(), int4(32), int4(symmetric=False), int4(32, symmetric=False))
+    ] == [
         8 + 32 / 1024,
         4.125,
         4.5,

@@ -1,4 +1,6 @@
-"""Who waits and who is refused: one place to write, two to wait. Places are told, and free at once when a client goes away."""
+"""Who waits and who is refused: one place to write, two to wait. Places are told, and free at once when a client
+goes away.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_clients_that_vanish_in_the_line_leave_no_traceback_in_the_log(server: S
     first = begun(server, clients)
     for _ in range(20):
         gone = server.open_stream(LONG)
-        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset, as a killed client does
+        gone.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # close by a reset, as a killed client does
         gone.close()
     first.close()
     server.until("onedesk_working", 0)
@@ -107,13 +111,20 @@ def test_clients_that_vanish_in_the_line_leave_no_traceback_in_the_log(server: S
 def test_without_a_stream_a_client_may_go_away_too(server: Server, clients: ExitStack) -> None:
     with pytest.raises(openai.APITimeoutError):
         server.client(timeout=0.5).chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=3500, temperature=2.0, top_p=1.0, extra_body={"top_k": 0}
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=3500,
+            temperature=2.0,
+            top_p=1.0,
+            extra_body={"top_k": 0},
         )
     server.until("onedesk_working", 0)
 
 
 def test_a_client_that_reads_slowly_holds_nobody_up(server: Server, clients: ExitStack) -> None:
-    slow = clients.enter_context(closing(server.open_stream(LONG | {"max_tokens": 1500, "seed": 1}, receive_buffer=2048)))
+    slow = clients.enter_context(
+        closing(server.open_stream(LONG | {"max_tokens": 1500, "seed": 1}, receive_buffer=2048))
+    )
     assert server.client().chat.completions.create(**SHORT).usage.completion_tokens == 2  # type: ignore[call-overload]
     received = until(slow, "data: [DONE]\n\n")
     events = [json.loads(line[6:]) for line in received.splitlines() if line.startswith("data: {")]
@@ -127,7 +138,9 @@ def test_other_work_waits_its_turn(server: Server, clients: ExitStack) -> None:
     first = begun(server, clients)
     found: list[int] = []
     client = server.client()
-    thread = threading.Thread(target=lambda: found.append(len(client.embeddings.create(model=MODEL, input="a cat").data)))
+    thread = threading.Thread(
+        target=lambda: found.append(len(client.embeddings.create(model=MODEL, input="a cat").data))
+    )
     thread.start()
     server.until("onedesk_waiting", 1)
     assert found == []

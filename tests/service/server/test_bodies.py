@@ -1,4 +1,6 @@
-"""Bodies: counted before they are parsed, parsed off the event loop, and nothing in them is multiplied before it is checked."""
+"""Bodies: counted before they are parsed, parsed off the event loop, and nothing in them is multiplied before it is
+checked.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,20 @@ def test_a_large_body_of_small_pieces_is_refused_with_its_figures_unparsed(
     ("change", "param", "says"),
     [
         ({"messages": [USER] * 10_001}, "messages", "10001"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]}, "messages[0].content", "1025"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+            "messages[0].content",
+            "1025",
+        ),
         ({"stop": ["a"] * 10_001}, "stop", "10001"),
         ({"logit_bias": {str(token): 1 for token in range(10_001)}}, "logit_bias", "10,001"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 257}, "tools", "257"),
         ({"n": 129}, "n", "128"),
     ],
 )
-def test_what_would_be_multiplied_is_bounded_with_figures(server: Server, change: dict[str, Any], param: str, says: str) -> None:
+def test_what_would_be_multiplied_is_bounded_with_figures(
+    server: Server, change: dict[str, Any], param: str, says: str
+) -> None:
     status, _, document = server.ask("POST", CHAT, ASK | change)
     assert (status, document["error"]["param"]) == (400, param)
     assert says in document["error"]["message"]
@@ -70,7 +78,9 @@ def test_what_would_be_multiplied_is_bounded_with_figures(server: Server, change
 
 def test_prompts_times_choices_are_bounded(server: Server) -> None:
     for more in ({"n": 128}, {"best_of": 128}, {"n": 2}):
-        status, _, document = server.ask("POST", "/v1/completions", {"model": MODEL, "prompt": ["a"] * 127, "max_tokens": 1, **more})
+        status, _, document = server.ask(
+            "POST", "/v1/completions", {"model": MODEL, "prompt": ["a"] * 127, "max_tokens": 1, **more}
+        )
         assert (status, document["error"]["param"]) == (400, "n")
         assert f"{127 * next(iter(more.values())):,}" in document["error"]["message"]
 
@@ -131,7 +141,9 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
     made.stop()
 
 
-def test_a_larger_body_is_parsed_and_checked_off_the_event_loop(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_body_is_parsed_and_checked_off_the_event_loop(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
     real = body_module._checked
 

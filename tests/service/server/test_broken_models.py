@@ -1,4 +1,6 @@
-"""Model folders with faults in a service: each is listed, each request to one gets a whole answer that names the file, and others write."""
+"""Model folders with faults in a service: each is listed, each request to one gets a whole answer that names the
+file, and others write.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def change(path: Path, **changes: Any) -> None:
 
 def _number(folder: Path) -> None:
     text = (folder / "config.json").read_text(encoding="utf-8")
-    (folder / "config.json").write_text(text.replace("{", '{"rope_theta_of_old": 1' + "0" * 400 + ", ", 1), encoding="utf-8")
+    (folder / "config.json").write_text(
+        text.replace("{", '{"rope_theta_of_old": 1' + "0" * 400 + ", ", 1), encoding="utf-8"
+    )
 
 
 def _eps(folder: Path) -> None:

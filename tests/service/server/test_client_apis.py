@@ -16,11 +16,21 @@ from serving import Server, write_tree
 
 CHAIN = ("I should look.", "</think>", "\n\nNow.\n", "<tool_call>", "\n<function=look>\n<parameter=what>\n", "a cat")
 CALL = (*CHAIN, " on a mat", "\n</parameter>\n</function>\n", "</tool_call>")
-WHAT = {"type": "object", "properties": {"what": {"type": "string", "maxLength": 16}}, "required": ["what"], "additionalProperties": False}
+WHAT = {
+    "type": "object",
+    "properties": {"what": {"type": "string", "maxLength": 16}},
+    "required": ["what"],
+    "additionalProperties": False,
+}
 FUNCTION: Any = {"type": "function", "name": "look", "description": "Looks.", "parameters": WHAT}
 TOOL: Any = {"name": "look", "description": "Looks.", "input_schema": WHAT}
 COLD = {"temperature": 0}
-ANSWER = {"type": "object", "properties": {"answer": {"enum": ["17"]}}, "required": ["answer"], "additionalProperties": False}
+ANSWER = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["17"]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +55,9 @@ def claude(server: Server) -> Anthropic:
 
 
 def test_a_response(client: OpenAI) -> None:
-    answer = client.responses.create(model="talker", input="hi", instructions="Be kind.", temperature=0, metadata={"a": "b"})
+    answer = client.responses.create(
+        model="talker", input="hi", instructions="Be kind.", temperature=0, metadata={"a": "b"}
+    )
     assert (answer.output_text, answer.status, answer.object) == ("Hello there.", "completed", "response")
     assert (answer.instructions, answer.metadata, answer.temperature) == ("Be kind.", {"a": "b"}, 0)
     assert answer.usage is not None
@@ -97,8 +109,16 @@ def test_a_response_bound_to_a_schema_and_a_forced_call(client: OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": ANSWER, "strict": True}}
     answer = client.responses.create(model="thinker", input="hi", text=form, temperature=0, max_output_tokens=900)
     assert json.loads(answer.output_text) == {"answer": "17"}
-    for choice in ("required", {"type": "function", "name": "look"}, {"type": "allowed_tools", "mode": "required", "tools": [FUNCTION]}):
-        asked: dict[str, Any] = {"tools": [FUNCTION, FUNCTION | {"name": "leap"}], "tool_choice": choice, "max_output_tokens": 900}
+    for choice in (
+        "required",
+        {"type": "function", "name": "look"},
+        {"type": "allowed_tools", "mode": "required", "tools": [FUNCTION]},
+    ):
+        asked: dict[str, Any] = {
+            "tools": [FUNCTION, FUNCTION | {"name": "leap"}],
+            "tool_choice": choice,
+            "max_output_tokens": 900,
+        }
         forced = client.responses.create(model="thinker", input="hi", parallel_tool_calls=False, **asked)
         calls = [item for item in forced.output if item.type == "function_call"]
         assert len(calls) == 1
@@ -133,7 +153,9 @@ def test_a_message(claude: Anthropic) -> None:
     short = claude.messages.create(model="talker", max_tokens=1, messages=hello, extra_body=COLD)
     assert (short.content[0].text, short.stop_reason, short.usage.output_tokens) == ("Hello", "max_tokens", 1)
     stops = ["never", "there"]
-    stopped = claude.messages.create(model="talker", max_tokens=50, extra_body=COLD, stop_sequences=stops, messages=hello)
+    stopped = claude.messages.create(
+        model="talker", max_tokens=50, extra_body=COLD, stop_sequences=stops, messages=hello
+    )
     assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == ("Hello ", "stop_sequence", "there")
     count = claude.messages.count_tokens(model="talker", messages=hello).input_tokens
     assert count == short.usage.input_tokens + (short.usage.cache_read_input_tokens or 0)
@@ -170,14 +192,18 @@ def test_a_message_with_thoughts_and_a_call_and_its_result(claude: Anthropic) ->
 def test_without_thinking_the_template_closes_the_thoughts(claude: Anthropic) -> None:
     turns: Any = [{"role": "user", "content": "hi"}]
     off = claude.messages.count_tokens(model="caller", messages=turns).input_tokens
-    on = claude.messages.count_tokens(model="caller", messages=turns, thinking={"type": "enabled", "budget_tokens": 1024}).input_tokens
+    on = claude.messages.count_tokens(
+        model="caller", messages=turns, thinking={"type": "enabled", "budget_tokens": 1024}
+    ).input_tokens
     assert off != on
 
 
 def test_a_message_bound_to_a_schema_and_a_forced_call(claude: Anthropic) -> None:
     turns: Any = [{"role": "user", "content": "hi"}]
     form: Any = {"format": {"type": "json_schema", "schema": ANSWER}}
-    answer = claude.messages.create(model="thinker", max_tokens=900, extra_body=COLD, messages=turns, output_config=form)
+    answer = claude.messages.create(
+        model="thinker", max_tokens=900, extra_body=COLD, messages=turns, output_config=form
+    )
     assert json.loads(answer.content[-1].text) == {"answer": "17"}
     choice: Any = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
     forced = claude.messages.create(model="thinker", max_tokens=900, messages=turns, tools=[TOOL], tool_choice=choice)
@@ -188,14 +214,19 @@ def test_a_message_bound_to_a_schema_and_a_forced_call(claude: Anthropic) -> Non
     ("options", "says"),
     [
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]\.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "file"}}]}]}, r"content\[0\]\.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "file"}}]}]},
+            r"content\[0\]\.type",
+        ),
         ({"max_tokens": 0}, "max_tokens"),
         ({"extra_body": {"mcp_servers": [{"name": "x"}]}}, "mcp_servers is not supported"),
     ],
 )
 def test_what_a_message_cannot_do_is_refused_by_its_name(claude: Anthropic, options: Any, says: str) -> None:
     with pytest.raises(anthropic.BadRequestError, match=says) as failed:
-        claude.messages.create(**{"model": "talker", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **options})
+        claude.messages.create(
+            **{"model": "talker", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **options}
+        )
     assert failed.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
@@ -210,7 +241,12 @@ def test_errors_of_messages_have_their_own_shape(server: Server) -> None:
 
 def test_calls_of_a_chat_as_clients_of_openai_read_them(client: OpenAI) -> None:
     tool: Any = {"type": "function", "function": {key: FUNCTION[key] for key in ("name", "description", "parameters")}}
-    asked: dict[str, Any] = {"model": "caller", "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": "caller",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [tool],
+        "temperature": 0,
+    }
     answer = client.chat.completions.create(**asked).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert json.loads(answer.message.tool_calls[0].function.arguments) == {"what": "a cat on a mat"}

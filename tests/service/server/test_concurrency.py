@@ -1,4 +1,6 @@
-"""How many rows write at once, and when a model is loaded anew: decided by figures, so with figures that a test sets."""
+"""How many rows write at once, and when a model is loaded anew: decided by figures, so with figures that a test
+sets.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def paced(monkeypatch: pytest.MonkeyPatch, model: OpenModel, step: dict[int, flo
     monkeypatch.setattr(places_module.time, "perf_counter", clock.perf_counter)
 
 
-def test_rows_together_where_they_are_faster(model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_together_where_they_are_faster(
+    model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paced(monkeypatch, model, {1: 1.0, 4: 1.5})
     places = Places(4, registry)
     assert places.now(model) == 4
@@ -72,7 +76,9 @@ def test_rows_together_where_they_are_faster(model: OpenModel, registry: Registr
     assert places.now(model) == places.of("tiny") == 4
 
 
-def test_one_after_the_other_where_that_is_faster(model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_after_the_other_where_that_is_faster(
+    model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paced(monkeypatch, model, {1: 1.0, 4: 3.9})
     places = Places(4, registry)
     places.measure(model, cancel=lambda: True)

@@ -31,7 +31,9 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
 
 
 def answered(server: Server, data: bytes, *, half: bool = False) -> bytes:
-    """All that comes back until the service closes; `half`: after the client has closed its side, so that nothing is waited for."""
+    """All that comes back until the service closes; `half`: after the client has closed its side, so that nothing is
+    waited for.
+    """
     with closing(socket.create_connection(("127.0.0.1", server.port), timeout=30)) as connection:
         connection.sendall(data)
         if half:
@@ -57,7 +59,9 @@ def malformed(token: str) -> dict[str, bytes]:
         "no colon": f"GET / HTTP/1.1\r\n{host}{token}\r\n\r\n",
         "version": f"GET / HTTP/{token}\r\n{host}\r\n",
         "long": f"GET / HTTP/1.1\r\n{host}X: {token * 400}\r\n\r\n",
-        "chunk": f"POST /v1/completions HTTP/1.1\r\n{host}{shown}\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n{token}\r\n",
+        "chunk": (
+            f"POST /v1/completions HTTP/1.1\r\n{host}{shown}\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n{token}\r\n"
+        ),
     }
     return {name: text.encode("latin-1") for name, text in texts.items()}
 
@@ -77,7 +81,9 @@ def test_a_malformed_request_shows_its_token_neither_in_the_answer_nor_in_the_lo
 @given(st.binary(max_size=60), st.sampled_from([b"\r\n\r\n", b"\n\n", b""]), st.booleans())
 def test_whatever_bytes_come_the_answer_is_whole_or_none(server: Server, data: bytes, end: bytes, headed: bool) -> None:
     before = server.log()
-    told = answered(server, (b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer " if headed else b"") + data + end, half=True)
+    told = answered(
+        server, (b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer " if headed else b"") + data + end, half=True
+    )
     if told:
         head, _, rest = told.partition(b"\r\n\r\n")
         assert set(json.loads(rest)["error"]) == {"message", "type", "param", "code"}
@@ -172,5 +178,9 @@ def test_a_line_of_the_log_has_no_control_character_and_no_secret(text: str, rai
     record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s and the-secret", (text,), info)
     line = SafeFormatter(logging.Formatter("onedesk: %(message)s"), "the-secret").format(record)
     assert "the-secret" not in line
-    assert not [sign for sign in line if (ord(sign) < 32 and sign not in "\n\t") or 127 <= ord(sign) < 160 or sign in "\u202e\u2066\u2028"]
+    assert not [
+        sign
+        for sign in line
+        if (ord(sign) < 32 and sign not in "\n\t") or 127 <= ord(sign) < 160 or sign in "\u202e\u2066\u2028"
+    ]
     assert raised or "\n" not in line

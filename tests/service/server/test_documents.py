@@ -44,9 +44,15 @@ def result(text: str = "", *, finish: Finish = "stop", reasoning: str = "", comp
 def chat(text: str, *, stream: bool, step: int = 7, finish: Finish = "stop", **options: Any) -> Any:
     """The document, or the chunks, of a text that comes `step` characters at a time."""
     writer = ChatWriter("m", None, stream=stream, with_logprobs=False, tools=options.get("tools", ()))
-    events = [Event(text[at : at + step], token=1) for at in range(0, len(text), step)] + [Event(result=result(text, finish=finish))]
+    events = [Event(text[at : at + step], token=1) for at in range(0, len(text), step)] + [
+        Event(result=result(text, finish=finish))
+    ]
     if stream:
-        return [ChatCompletionChunk.model_validate(chunk, strict=True) for event in events for chunk in writer.chunks([(0, event)])]
+        return [
+            ChatCompletionChunk.model_validate(chunk, strict=True)
+            for event in events
+            for chunk in writer.chunks([(0, event)])
+        ]
     for event in events:
         writer.collect(0, event)
     return ChatCompletion.model_validate(writer.whole(usage([result(text)])), strict=True)
@@ -112,7 +118,9 @@ def test_a_complete_call_in_thoughts_that_were_never_closed_is_a_call(step: int,
         calls = [call for message in messages for call in message.get("tool_calls", []) if "id" in call]
         assert [call["function"]["name"] for call in calls] == ["draw"] * expected
         assert parts[-1]["finish_reason"] == ("tool_calls" if expected else "stop")
-        assert "".join(message.get("reasoning", "") for message in messages).strip() == ("I should draw." if expected else thoughts)
+        assert "".join(message.get("reasoning", "") for message in messages).strip() == (
+            "I should draw." if expected else thoughts
+        )
         assert all(message.get("reasoning") == message.get("reasoning_content") for message in messages)
         assert "".join(message.get("content") or "" for message in messages) == text
 
@@ -135,7 +143,11 @@ def test_at_most_one_call_where_more_are_not_wanted(stream: bool) -> None:
 
 
 def test_tools_with_a_format_and_calls_one_at_a_time() -> None:
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "c"}], "tools": [TOOL], "parallel_tool_calls": False}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "c"}],
+        "tools": [TOOL],
+        "parallel_tool_calls": False,
+    }
     check(body, CHAT)
     ask = chat_ask(body, 100)
     assert (ask.one_call, ask.requests[0].stop, ask.requests[0].calls) == (True, ("</tool_call>",), 0)
@@ -148,12 +160,20 @@ def test_tools_with_a_format_and_calls_one_at_a_time() -> None:
 
 
 def test_how_the_prompt_ends_and_thoughts_under_either_name() -> None:
-    body: dict[str, Any] = {"messages": [{"role": "assistant", "content": "c", "reasoning": "r"}], "continue_final_message": True}
+    body: dict[str, Any] = {
+        "messages": [{"role": "assistant", "content": "c", "reasoning": "r"}],
+        "continue_final_message": True,
+    }
     check(body, CHAT)
     request = chat_ask(body, 100).requests[0]
     assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
     assert request.messages[0].reasoning == "r"
-    assert chat_ask(body | {"continue_final_message": False, "add_generation_prompt": False}, 9).requests[0].add_generation_prompt is False
+    assert (
+        chat_ask(body | {"continue_final_message": False, "add_generation_prompt": False}, 9)
+        .requests[0]
+        .add_generation_prompt
+        is False
+    )
     with pytest.raises(ApiError, match="exclude each other"):
         chat_ask(body | {"add_generation_prompt": True}, 100)
     assert completion_ask({"prompt": "a"}, 9).requests[0].parse_special
@@ -161,7 +181,14 @@ def test_how_the_prompt_ends_and_thoughts_under_either_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish", "told"), [("stop", "stop"), ("stop_string", "stop"), ("length", "length"), ("repetition", "length"), ("cancelled", "length")]
+    ("finish", "told"),
+    [
+        ("stop", "stop"),
+        ("stop_string", "stop"),
+        ("length", "length"),
+        ("repetition", "length"),
+        ("cancelled", "length"),
+    ],
 )
 def test_every_end_is_one_that_clients_know(finish: Finish, told: str) -> None:
     document = chat("a", stream=False, finish=finish)
@@ -266,7 +293,10 @@ def test_figures() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["", "a", 'say "\\"', "猫\n", "\ud83d"]), st.booleans(), st.integers(0, 1)), max_size=12),
+    st.lists(
+        st.tuples(st.sampled_from(["", "a", 'say "\\"', "猫\n", "\ud83d"]), st.booleans(), st.integers(0, 1)),
+        max_size=12,
+    ),
     st.booleans(),
 )
 def test_what_is_sent_at_once_is_what_documents_would_say(pieces: list[tuple[str, bool, int]], detail: bool) -> None:

@@ -1,4 +1,6 @@
-"""Vectors of an embedding model as Qwen publishes them: no output matrix, bare names, an end token that the tokenizer adds."""
+"""Vectors of an embedding model as Qwen publishes them: no output matrix, bare names, an end token that the
+tokenizer adds.
+"""
 
 from __future__ import annotations
 

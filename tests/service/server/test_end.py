@@ -65,7 +65,9 @@ def ask_socket(server: Server, method: str, path: str, body: Any = None) -> tupl
     return found
 
 
-def test_only_the_models_that_were_named_are_served_and_loaded_before_it_is_ready(starting: tuple[Server, Server]) -> None:
+def test_only_the_models_that_were_named_are_served_and_loaded_before_it_is_ready(
+    starting: tuple[Server, Server],
+) -> None:
     server = starting[0].wait()
     until = time.monotonic() + 60
     while server.ask("GET", "/health")[0] == 503:

@@ -36,17 +36,37 @@ def test_without_the_token_only_health_answers(server: Server, method: str, path
         f"Bearer {server.token[:-1]}",
         "Bearer \xff",
     ):
-        status, headers, document = server.ask(method, path, b"{}" if method == "POST" else None, headers={"Authorization": shown})
+        status, headers, document = server.ask(
+            method, path, b"{}" if method == "POST" else None, headers={"Authorization": shown}
+        )
         if path == "/health":
-            assert (status, document["live"], set(document)) == (200, True, {"live", "ready", "version", "asleep", "wake"})
+            assert (status, document["live"], set(document)) == (
+                200,
+                True,
+                {"live", "ready", "version", "asleep", "wake"},
+            )
         else:
-            assert (status, headers["WWW-Authenticate"], document["error"]["code"]) == (401, "Bearer", "invalid_api_key")
+            assert (status, headers["WWW-Authenticate"], document["error"]["code"]) == (
+                401,
+                "Bearer",
+                "invalid_api_key",
+            )
             assert server.token not in str(document)
     assert server.ask("GET", "/v1/models", headers={"Authorization": f"bearer {server.token}"})[0] == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8787", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "[::1", "", "127.0.0.1/x", "0.0.0.0"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8787",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@evil.example",
+        "[::1",
+        "",
+        "127.0.0.1/x",
+        "0.0.0.0",
+    ],
 )
 def test_a_host_that_is_not_ours(server: Server, host: str) -> None:
     for path in ("/health", "/v1/models"):
@@ -59,10 +79,21 @@ def test_hosts_that_are_ours(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers", [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}]
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
 )
 def test_a_web_page_is_not_answered(server: Server, headers: dict[str, str]) -> None:
-    for method, path in (("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("OPTIONS", "/v1/models")):
+    for method, path in (
+        ("GET", "/health"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("OPTIONS", "/v1/models"),
+    ):
         status, found, _ = server.ask(method, path, b"{}" if method == "POST" else None, headers=headers)
         assert status == 403
         assert not [name for name in found if name.lower().startswith("access-control")]
@@ -86,14 +117,16 @@ def test_the_token_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -
 
 def test_a_token_file_is_complete_or_absent_however_its_making_ends(tmp_path: Path) -> None:
     code = (
-        "import resource, signal, sys\nfrom pathlib import Path\nfrom onedesk.service.errors import FileError\n"
-        "from onedesk.service.peers.token_file import load_token\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)\n"
-        "try:\n    load_token(Path(sys.argv[1]))\nexcept FileError as error:\n    print(error)\n"
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom onedesk.service.errors import FileError\nfrom"
+        " onedesk.service.peers.token_file import load_token\nsignal.signal(signal.SIGXFSZ,"
+        " signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)\ntry:\n   "
+        " load_token(Path(sys.argv[1]))\nexcept FileError as error:\n    print(error)\n"
     )
     path = tmp_path / "service.token"
     for size in (0, 1, 20):
-        told = subprocess.run([sys.executable, "-c", code, str(path), str(size)], capture_output=True, text=True, timeout=60, check=True)
+        told = subprocess.run(
+            [sys.executable, "-c", code, str(path), str(size)], capture_output=True, text=True, timeout=60, check=True
+        )
         assert "cannot be made" in told.stdout
         assert list(tmp_path.iterdir()) == []
     assert len(load_token(path)) >= 32

@@ -20,7 +20,9 @@ ASK = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_
 
 
 def refused(server: Server, status: int, body: Any, path: str = CHAT, **headers: str | None) -> dict[str, Any]:
-    found, _, document = server.ask("POST", path, body, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    found, _, document = server.ask(
+        "POST", path, body, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     assert found == status, document
     assert set(document["error"]) == {"message", "type", "param", "code"}
     assert str(server.tree) not in json.dumps(document)
@@ -105,7 +107,15 @@ def test_a_wrong_value_is_named(server: Server, change: dict[str, Any], param: s
 
 
 def test_values_that_only_look_odd_are_taken(server: Server) -> None:
-    odd = {"unknown": {"deep": [1]}, "n": None, "max_tokens": 2.0, "stop": None, "user": "😀", "metadata": 5, "stream": False}
+    odd = {
+        "unknown": {"deep": [1]},
+        "n": None,
+        "max_tokens": 2.0,
+        "stop": None,
+        "user": "😀",
+        "metadata": 5,
+        "stream": False,
+    }
     assert server.ask("POST", CHAT, ASK | odd)[0] == 200
     assert server.ask("POST", CHAT, ASK | {"stop": [f"stop {place}" for place in range(10_000)]})[0] == 200
     assert server.ask("POST", CHAT, ASK | {"logit_bias": {str(token): -1.5 for token in range(256)}})[0] == 200
@@ -115,7 +125,10 @@ def test_too_much_is_refused(server: Server) -> None:
     assert refused(server, 400, ASK | {"stop": ["x" * 150_000, "y" * 150_000]})["code"] == "invalid_request"
     assert refused(server, 400, ASK | {"logit_bias": {"999999999": 1}})["code"] == "invalid_request"
     assert refused(server, 413, ASK | {"user": "x" * 34_000_000})["code"] == "body_too_large"
-    assert refused(server, 400, ASK | {"messages": [{"role": "user", "content": "x" * 7_000_000}]})["code"] == "invalid_request"
+    assert (
+        refused(server, 400, ASK | {"messages": [{"role": "user", "content": "x" * 7_000_000}]})["code"]
+        == "invalid_request"
+    )
 
 
 def test_pictures_are_never_fetched_and_seen_by_no_model_that_only_writes(server: Server) -> None:
@@ -135,7 +148,9 @@ def test_pictures_are_never_fetched_and_seen_by_no_model_that_only_writes(server
         assert "passwd" not in error["message"]
 
 
-@pytest.mark.parametrize("name", ["../thinker", "/etc/passwd", "models/../writer", ".", "", "writer\x00", "\ud800", "x" * 600])
+@pytest.mark.parametrize(
+    "name", ["../thinker", "/etc/passwd", "models/../writer", ".", "", "writer\x00", "\ud800", "x" * 600]
+)
 def test_names_of_models_are_no_paths(server: Server, name: str) -> None:
     status, _, document = server.ask("POST", CHAT, ASK | {"model": name})
     assert status in (400, 404), document
@@ -150,7 +165,12 @@ def test_content_types_and_encodings(server: Server) -> None:
 
 
 def test_routes_and_methods_that_do_not_exist(server: Server) -> None:
-    for method, path, status in (("GET", CHAT, 405), ("POST", "/health", 405), ("GET", "/nothing", 404), ("GET", "/../etc/passwd", 404)):
+    for method, path, status in (
+        ("GET", CHAT, 405),
+        ("POST", "/health", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/../etc/passwd", 404),
+    ):
         found, _, document = server.ask(method, path)
         assert (found, "error" in document) == (status, True)
 
@@ -205,7 +225,9 @@ MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGAT
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", OPERATIONS)
-def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(server: Server, described: Any, path: str, mode: Any) -> None:
+def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(
+    server: Server, described: Any, path: str, mode: Any
+) -> None:
     operation = described[path]["GET" if "{name}" in path else "POST"]
     statuses = operation.definition.raw["responses"]
 
@@ -214,7 +236,9 @@ def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(server:
     def run(case: schemathesis.Case) -> None:
         if path.endswith("completions") and isinstance(case.body, dict):
             case.body = {"model": MODEL, "max_tokens": 2, **case.body}
-        answer = case.call(base_url=f"http://127.0.0.1:{server.port}", headers={"Authorization": f"Bearer {server.token}"})
+        answer = case.call(
+            base_url=f"http://127.0.0.1:{server.port}", headers={"Authorization": f"Bearer {server.token}"}
+        )
         # A lease of more than the machine has is refused with 503, as the document says.
         assert answer.status_code < 500 or answer.json()["error"]["code"] == "memory_full", answer.text
         assert str(answer.status_code) in statuses, answer.text
@@ -225,7 +249,13 @@ def test_nothing_that_follows_the_document_or_does_not_is_a_server_error(server:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=5,
+    )
+)
 def test_any_value_in_any_field(server: Server, value: Any) -> None:
     for name in ("messages", "n", "stop", "logit_bias", "response_format", "tools", "seed", "top_p", "onedesk"):
         data = json.dumps({**ASK, name: value}).encode()

@@ -1,4 +1,6 @@
-"""Whatever is raised, wherever a request is: its client gets one whole answer in OpenAI's shape, and the next one is answered as ever."""
+"""Whatever is raised, wherever a request is: its client gets one whole answer in OpenAI's shape, and the next one is
+answered as ever.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def panic() -> type[BaseException]:
     """The class of a panic of a Rust library, which is no Exception; no module has it by a name."""
     from tokenizers import Tokenizer as Backend
 
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "éa": 2}, "merges": [["a", "éa"]], "continuing_subword_prefix": "éé"}
+    model = {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "éa": 2},
+        "merges": [["a", "éa"]],
+        "continuing_subword_prefix": "éé",
+    }
     try:
         Backend.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     except BaseException as error:  # noqa: BLE001
@@ -112,13 +119,24 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
 
 
 CHAT = "/v1/chat/completions"
-ASK = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 12, "seed": 3, "temperature": 1.0}
+ASK = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "a cat"}],
+    "max_tokens": 12,
+    "seed": 3,
+    "temperature": 1.0,
+}
 
 
 def answer(inside: Inside, body: Any) -> bytes:
     """Everything that comes back on a connection that the service is asked to close."""
     data = json.dumps(body).encode()
-    lines = (f"POST {CHAT} HTTP/1.1", f"Host: 127.0.0.1:{inside.port}", f"Authorization: Bearer {inside.token}", "Connection: close")
+    lines = (
+        f"POST {CHAT} HTTP/1.1",
+        f"Host: 127.0.0.1:{inside.port}",
+        f"Authorization: Bearer {inside.token}",
+        "Connection: close",
+    )
     head = "\r\n".join([*lines, "Content-Type: application/json", f"Content-Length: {len(data)}", "", ""])
     received = b""
     with closing(socket.create_connection(("127.0.0.1", inside.port), timeout=60)) as connection:
@@ -134,7 +152,9 @@ def check_whole(raw: bytes, *, stream: bool) -> None:
     head, _, rest = raw.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     if b"Transfer-Encoding: chunked" not in head:
-        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        length = next(
+            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        )
         assert len(rest) == length
         document = json.loads(rest)
         assert status != 499
@@ -177,4 +197,8 @@ def test_one_whole_answer_whatever_is_raised_wherever(
         raw = answer(inside, body)
     check_whole(raw, stream=stream)
     assert inside.ask("POST", CHAT, ASK)[0] == 200
-    assert inside.on_loop(lambda: (inside.service.working, inside.service.waiting, inside.service.bodies)) == ([], 0, {})
+    assert inside.on_loop(lambda: (inside.service.working, inside.service.waiting, inside.service.bodies)) == (
+        [],
+        0,
+        {},
+    )

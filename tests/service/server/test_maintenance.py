@@ -12,7 +12,9 @@ from onedesk.service.server.unused import end_when_unused
 
 def test_it_ends_once_there_is_no_lease_and_nobody_asks() -> None:
     async def run() -> None:
-        service: Any = SimpleNamespace(tenants=["an image server"], requests=0, last_request=0.0, settings=SimpleNamespace(linger=0.1))
+        service: Any = SimpleNamespace(
+            tenants=["an image server"], requests=0, last_request=0.0, settings=SimpleNamespace(linger=0.1)
+        )
         stopped = asyncio.Event()
         watching = asyncio.create_task(end_when_unused(service, stopped))
         await asyncio.sleep(0.3)

@@ -63,7 +63,9 @@ def test_owners_give_way_for_bytes(server: Server) -> None:
 
 def test_only_who_was_asked_and_writes_is_busy(server: Server) -> None:
     server.client().chat.completions.create(**SHORT)
-    with closing(server.open_stream({"model": THINKER, "max_tokens": 3500, "temperature": 2.0, "top_p": 1.0, "top_k": 0})) as stream:
+    with closing(
+        server.open_stream({"model": THINKER, "max_tokens": 3500, "temperature": 2.0, "top_p": 1.0, "top_k": 0})
+    ) as stream:
         assert stream.recv(64)  # it writes
         assert post(server, "release", {"bytes": 1}) == {"released": [], "busy": []}
         assert post(server, "release", {"owner": MODEL})["busy"] == []
@@ -116,7 +118,9 @@ def test_who_asks_while_it_sleeps_waits(server: Server) -> None:
     server.until("onedesk_waiting", 0)
     answers: list[str] = []
     client = server.client()
-    thread = threading.Thread(target=lambda: answers.append(client.chat.completions.create(**SHORT).choices[0].finish_reason))
+    thread = threading.Thread(
+        target=lambda: answers.append(client.chat.completions.create(**SHORT).choices[0].finish_reason)
+    )
     thread.start()
     server.until("onedesk_waiting", 1)
     assert (answers, held(server)) == ([], 0)
@@ -223,7 +227,10 @@ def test_a_form_of_a_model_is_one_of_its_own(server: Server) -> None:
     assert form(context=128) == form(quant="none", repetition_stop=False) == plain
     form(context=96, quant="int8", policy="pinned")
     assert {lease["policy"] for lease in server.ask("GET", "/v1/memory")[2]["leases"]} >= {"pinned"}
-    assert post(server, "policy", {"owner": MODEL, "policy": "ttl", "ttl": 300, "context": 96, "quant": "int8"})["policy"] == "ttl 300"
+    assert (
+        post(server, "policy", {"owner": MODEL, "policy": "ttl", "ttl": 300, "context": 96, "quant": "int8"})["policy"]
+        == "ttl 300"
+    )
     small = shown("context=96&quant=int8")
     assert (small["context"], small["loaded"], small["held"] > 0) == (96, True, True)
     released = post(server, "release", {"owner": MODEL, "context": 96, "quant": "int8"})

@@ -70,7 +70,9 @@ def test_a_model_whose_files_are_gone_is_not_found_and_gives_its_bytes_back(
     assert found(served, "other") is forms[2]
 
 
-def test_a_model_that_is_gone_while_it_writes_ends_its_answer_first(served: Models, registry: Registry, tmp_path: Path) -> None:
+def test_a_model_that_is_gone_while_it_writes_ends_its_answer_first(
+    served: Models, registry: Registry, tmp_path: Path
+) -> None:
     model = found(served, "writer")
     model.load()
     with closing(model.generate(ask(max_tokens=8))) as events:
@@ -87,7 +89,9 @@ def test_a_model_that_is_gone_while_it_writes_ends_its_answer_first(served: Mode
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_a_model_whose_settings_alone_changed_is_opened_anew(served: Models, registry: Registry, tmp_path: Path, file: str) -> None:
+def test_a_model_whose_settings_alone_changed_is_opened_anew(
+    served: Models, registry: Registry, tmp_path: Path, file: str
+) -> None:
     old, other = found(served, "writer"), found(served, "other")
     before = run(old, ask(max_tokens=8))[1].ids
     change = {"rms_norm_eps": 0.5} if file == "config.json" else {"eos_token_id": before[2]}
@@ -126,7 +130,9 @@ class Looks:
         monkeypatch.setattr(Path, "stat", stat)
 
 
-def test_a_model_that_is_open_is_found_with_one_look_at_its_files(served: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_open_is_found_with_one_look_at_its_files(
+    served: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = [served.find(name, form) for name in ("writer", "other") for form in (None, Form(context=64))]
     for looks in (Looks(monkeypatch, "config.json"), Looks(monkeypatch, "tokenizer.json")):
         before = looks.count

@@ -81,14 +81,19 @@ def test_stop_is_cut_from_the_text(client: OpenAI) -> None:
     stopped = chat(client, max_tokens=30, stop=text[12:15])
     assert stopped.choices[0].message.content == text[: text.index(text[12:15])]
     assert (stopped.choices[0].finish_reason, stopped.onedesk["finish"]) == ("stop", "stop_string")
-    assert chat(client, max_tokens=30, stop=["never here", text[5:8]]).choices[0].message.content == text[: text.index(text[5:8])]
+    assert (
+        chat(client, max_tokens=30, stop=["never here", text[5:8]]).choices[0].message.content
+        == text[: text.index(text[5:8])]
+    )
 
 
 def test_log_probabilities(client: OpenAI) -> None:
     answer = chat(client, logprobs=True, top_logprobs=3, temperature=0)
     content = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in content) == answer.choices[0].message.content
-    assert all(len(entry.top_logprobs) == 3 and entry.logprob == entry.top_logprobs[0].logprob <= 0 for entry in content)
+    assert all(
+        len(entry.top_logprobs) == 3 and entry.logprob == entry.top_logprobs[0].logprob <= 0 for entry in content
+    )
     assert content[0].bytes == list(content[0].token.encode())
     streamed = [
         entry
@@ -115,11 +120,17 @@ def test_json(client: OpenAI) -> None:
     begun = chat(client, response_format={"type": "json_object"}, max_tokens=20).choices[0].message.content
     assert begun.startswith("{")
     with pytest.raises(openai.BadRequestError, match="JSON schema"):
-        chat(client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strang"}}})
+        chat(
+            client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strang"}}}
+        )
 
 
 def test_reasoning_is_kept_apart(client: OpenAI) -> None:
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 5, "onedesk": {"answer_tokens": 6}}
+    thinking = {
+        "chat_template_kwargs": {"enable_thinking": True},
+        "thinking_budget": 5,
+        "onedesk": {"answer_tokens": 6},
+    }
     options = {"model": THINKER, "max_tokens": None, "extra_body": thinking}
     answer = chat(client, **options)
     message = answer.choices[0].message
@@ -127,7 +138,10 @@ def test_reasoning_is_kept_apart(client: OpenAI) -> None:
     assert message.reasoning_content == message.reasoning
     assert answer.usage.completion_tokens_details.reasoning_tokens >= 5
     chunks = list(chat(client, stream=True, **options))
-    assert "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks) == message.reasoning_content
+    assert (
+        "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks)
+        == message.reasoning_content
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
 
 
@@ -139,7 +153,9 @@ def test_all_that_is_generated_is_bounded_thoughts_included(client: OpenAI, name
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", most)
         # Nothing closes the thoughts: as in other servers they may take all of it.
         assert answer.usage.completion_tokens_details.reasoning_tokens == most
-    bounded = chat(client, **{"model": THINKER, "max_tokens": None, "extra_body": thinking | {"thinking_budget": 5}, name: 60})
+    bounded = chat(
+        client, **{"model": THINKER, "max_tokens": None, "extra_body": thinking | {"thinking_budget": 5}, name: 60}
+    )
     assert bounded.usage.completion_tokens == 60
     assert 5 <= bounded.usage.completion_tokens_details.reasoning_tokens < 60
     assert bounded.choices[0].message.content
@@ -156,7 +172,11 @@ def test_an_answer_may_have_a_budget_of_its_own(client: OpenAI) -> None:
 
 def test_only_reasoning_is_an_answer_without_content(client: OpenAI) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 100_000}
-    message = chat(client, model=THINKER, messages=[{"role": "user", "content": "x" * 400}], extra_body=extra).choices[0].message
+    message = (
+        chat(client, model=THINKER, messages=[{"role": "user", "content": "x" * 400}], extra_body=extra)
+        .choices[0]
+        .message
+    )
     assert message.content == ""
     assert message.reasoning_content
 
@@ -165,9 +185,16 @@ def test_tools_and_their_answers_reach_the_template(client: OpenAI) -> None:
     plain = chat(client, model=THINKER).usage.prompt_tokens
     assert chat(client, model=THINKER, tools=[TOOL]).usage.prompt_tokens > plain + 60
     assert chat(client, model=THINKER, tools=[TOOL], tool_choice="none").usage.prompt_tokens == plain
-    assert chat(client, model=THINKER, extra_body={"chat_template_kwargs": {"mood": "12345"}}).usage.prompt_tokens == plain + 5
+    assert (
+        chat(client, model=THINKER, extra_body={"chat_template_kwargs": {"mood": "12345"}}).usage.prompt_tokens
+        == plain + 5
+    )
     call = {"id": "call_1", "type": "function", "function": {"name": "draw", "arguments": '{"what": "cat"}'}}
-    turns: list[Any] = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "done", "tool_call_id": "call_1"}]
+    turns: list[Any] = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "call_1"},
+    ]
     assert chat(client, model=THINKER, messages=turns).usage.prompt_tokens > plain + 40
 
 
@@ -197,7 +224,9 @@ def test_a_format_binds_what_is_no_call(client: OpenAI) -> None:
     forced = chat(client, tools=[TOOL], tool_choice="required", response_format=shape, max_tokens=400).choices[0]
     assert [call.function.name for call in forced.message.tool_calls] == ["draw"]
     for seed in range(3):
-        free = chat(client, tools=[TOOL], response_format=shape, max_tokens=400, seed=seed, parallel_tool_calls=False).choices[0]
+        free = chat(
+            client, tools=[TOOL], response_format=shape, max_tokens=400, seed=seed, parallel_tool_calls=False
+        ).choices[0]
         if free.message.tool_calls:
             assert (len(free.message.tool_calls), free.message.tool_calls[0].function.name) == (1, "draw")
         else:
@@ -205,11 +234,16 @@ def test_a_format_binds_what_is_no_call(client: OpenAI) -> None:
 
 
 def test_content_in_parts_and_the_developer_role(client: OpenAI) -> None:
-    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "a red "}, {"type": "text", "text": "cat"}]}]
+    parts: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "a red "}, {"type": "text", "text": "cat"}]}
+    ]
     assert chat(client, messages=parts).choices[0].message.content == chat(client).choices[0].message.content
     developer: list[Any] = [{"role": "developer", "content": "be brief"}, *ASK]
     system: list[Any] = [{"role": "system", "content": "be brief"}, *ASK]
-    assert chat(client, messages=developer).choices[0].message.content == chat(client, messages=system).choices[0].message.content
+    assert (
+        chat(client, messages=developer).choices[0].message.content
+        == chat(client, messages=system).choices[0].message.content
+    )
 
 
 def test_completions(client: OpenAI) -> None:
@@ -259,7 +293,9 @@ def test_a_prompt_is_shown_with_its_own_log_probabilities(client: OpenAI, stream
         assert values[0] is None
         assert tops[0] is None
         assert [value for value in values[1:] if value is None or value > 0] == []
-        assert all(len(top) == 2 and max(top.values()) >= value for top, value in zip(tops[1:], values[1:], strict=True))
+        assert all(
+            len(top) == 2 and max(top.values()) >= value for top, value in zip(tops[1:], values[1:], strict=True)
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -275,7 +311,12 @@ def test_a_prompt_alone_comes_back_scored_and_nothing_is_written(server: Server,
     else:
         whole = client.completions.create(**asked)
         choices, ends, usage = whole.choices, whole.choices, whole.usage
-    assert [(choice.index, choice.text) for choice in choices] == [(0, "a cat"), (1, "a cat"), (2, "on a mat"), (3, "on a mat")]
+    assert [(choice.index, choice.text) for choice in choices] == [
+        (0, "a cat"),
+        (1, "a cat"),
+        (2, "on a mat"),
+        (3, "on a mat"),
+    ]
     assert [choice.finish_reason for choice in ends] == ["length"] * 4
     for choice in choices:
         assert (choice.logprobs.token_logprobs[0], "".join(choice.logprobs.tokens)) == (None, choice.text)
@@ -288,12 +329,16 @@ def test_a_prompt_alone_comes_back_scored_and_nothing_is_written(server: Server,
 
 def test_a_prompt_scores_the_same_as_an_answer(client: OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="a cat", max_tokens=6, seed=1, logprobs=2).choices[0]
-    echoed = client.completions.create(model=MODEL, prompt="a cat" + answer.text, max_tokens=1, echo=True, logprobs=2).choices[0]
+    echoed = client.completions.create(
+        model=MODEL, prompt="a cat" + answer.text, max_tokens=1, echo=True, logprobs=2
+    ).choices[0]
     assert answer.logprobs is not None
     assert echoed.logprobs is not None
     assert echoed.logprobs.token_logprobs is not None
     assert echoed.logprobs.token_logprobs[5:11] == pytest.approx(answer.logprobs.token_logprobs, abs=1e-4)
-    assert [set(top) for top in (echoed.logprobs.top_logprobs or [])[5:11]] == [set(top) for top in answer.logprobs.top_logprobs or []]
+    assert [set(top) for top in (echoed.logprobs.top_logprobs or [])[5:11]] == [
+        set(top) for top in answer.logprobs.top_logprobs or []
+    ]
 
 
 def test_embeddings(client: OpenAI) -> None:
@@ -329,7 +374,9 @@ def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:
         ({"extra_body": {"thinking_budget": -1}}, openai.BadRequestError, "wrong_value"),
     ],
 )
-def test_errors_are_those_of_the_api(client: OpenAI, options: dict[str, Any], kind: type[openai.APIStatusError], code: str) -> None:
+def test_errors_are_those_of_the_api(
+    client: OpenAI, options: dict[str, Any], kind: type[openai.APIStatusError], code: str
+) -> None:
     with pytest.raises(kind) as failed:
         chat(client, **options)
     assert failed.value.code == code
@@ -337,7 +384,9 @@ def test_errors_are_those_of_the_api(client: OpenAI, options: dict[str, Any], ki
 
 
 def test_sixty_four_streams_at_once_are_not_mixed_up(server: Server) -> None:
-    """56 of mixed lengths are read to their ends, 8 clients vanish: half of them while they wait, half while they are written."""
+    """56 of mixed lengths are read to their ends, 8 clients vanish: half of them while they wait, half while they
+    are written.
+    """
     client = server.client()
     asked = [{"seed": seed, "max_tokens": 10 + 4 * seed, "temperature": 1.0} for seed in range(8)]
     alone = [chat(client, **options).choices[0].message.content for options in asked]
@@ -352,7 +401,10 @@ def test_sixty_four_streams_at_once_are_not_mixed_up(server: Server) -> None:
     for thread in threads:
         thread.start()
     server.until("onedesk_waiting", 56)
-    vanishing = [server.open_stream({"model": MODEL, "max_tokens": 400, "temperature": 2.0, "top_p": 1.0, "top_k": 0}) for _ in range(8)]
+    vanishing = [
+        server.open_stream({"model": MODEL, "max_tokens": 400, "temperature": 2.0, "top_p": 1.0, "top_k": 0})
+        for _ in range(8)
+    ]
     server.until("onedesk_waiting", 64)
     for connection in vanishing[:4]:
         connection.close()
@@ -380,13 +432,24 @@ def test_the_first_event_of_a_stream_comes_with_its_headers(server: Server) -> N
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_an_unknown_field_of_our_own_is_refused_with_those_that_there_are(server: Server, path: str) -> None:
-    """OpenAI's fields are many and grow; ours are read by nobody else, so one that is not known was meant to be another."""
+    """OpenAI's fields are many and grow; ours are read by nobody else, so one that is not known was meant to be
+    another.
+    """
     body = {"model": MODEL, "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     for name, shown in (("contxt", "contxt"), ("x" * 500, "x" * 40 + "...")):
         status, _, document = server.ask("POST", path, body | {"onedesk": {"quant": "none", name: 512}})
-        assert (status, document["error"]["param"], document["error"]["code"]) == (400, f"onedesk.{shown}", "unknown_field")
-        words = f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, answer_tokens, repetition_stop, detail"
+        assert (status, document["error"]["param"], document["error"]["code"]) == (
+            400,
+            f"onedesk.{shown}",
+            "unknown_field",
+        )
+        words = (
+            f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, answer_tokens, repetition_stop,"
+            " detail"
+        )
         assert document["error"]["message"] == words
-    described = server.ask("GET", "/openapi.json")[2]["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described = server.ask("GET", "/openapi.json")[2]["paths"][path]["post"]["requestBody"]["content"][
+        "application/json"
+    ]["schema"]
     assert described["properties"]["onedesk"]["additionalProperties"] is False
     assert server.ask("POST", path, body | {"onedesk": {"quant": "none"}, "contxt": 512})[0] == 200

@@ -13,7 +13,9 @@ from onedesk.service.server.pending import Call
 LONG = 60.0
 
 
-def told(call: Call, events: list[Event], refused: frozenset[int], patience: float, alone: list[bool]) -> tuple[list[int], int]:
+def told(
+    call: Call, events: list[Event], refused: frozenset[int], patience: float, alone: list[bool]
+) -> tuple[list[int], int]:
     """The tokens in the order in which they came, and how many of them the sink took."""
     came: list[int] = []
     taken = 0

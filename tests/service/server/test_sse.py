@@ -1,4 +1,6 @@
-"""Events that go to the socket past the loop: whole and in order, however slowly they are read, and nothing stays open behind them."""
+"""Events that go to the socket past the loop: whole and in order, however slowly they are read, and nothing stays
+open behind them.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ async def asking(desk: Desk) -> AsyncIterator[aiohttp.ClientResponse]:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/") as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/") as response,
+        ):
             yield response
     finally:
         await runner.cleanup()

@@ -20,7 +20,16 @@ from onedesk.service.server.tasks import kept_up
 from onedesk.service.server.worker import Worker
 from serving import MODEL, write_tree
 
-ERRORS = (OverflowError, OSError, RecursionError, MemoryError, StopIteration, SystemExit, KeyboardInterrupt, BaseException)
+ERRORS = (
+    OverflowError,
+    OSError,
+    RecursionError,
+    MemoryError,
+    StopIteration,
+    SystemExit,
+    KeyboardInterrupt,
+    BaseException,
+)
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 2}
 
@@ -51,7 +60,9 @@ def test_the_watch_outlives_what_owners_raise(kind: type[BaseException]) -> None
             enough.set()
         raise kind
 
-    with MemoryWatch(lambda: read_truth("cpu"), lambda _: None, MemorySettings(poll=0.01, poll_loading=0.01), tick=tick) as watch:
+    with MemoryWatch(
+        lambda: read_truth("cpu"), lambda _: None, MemorySettings(poll=0.01, poll_loading=0.01), tick=tick
+    ) as watch:
         assert enough.wait(30)
         assert watch.running
 
@@ -82,7 +93,9 @@ def test_the_queue_of_a_model_outlives_a_failure_of_its_own(tmp_path: Path, monk
         with pytest.MonkeyPatch.context() as patch:
             failed = threading.Event()
 
-            def run_in_executor(*_: Any, kind: type[BaseException] = kind, failed: threading.Event = failed, **__: Any) -> Any:
+            def run_in_executor(
+                *_: Any, kind: type[BaseException] = kind, failed: threading.Event = failed, **__: Any
+            ) -> Any:
                 failed.set()
                 raise kind
 
@@ -103,10 +116,15 @@ def test_the_queue_of_a_model_outlives_a_failure_of_its_own(tmp_path: Path, monk
     inside.stop()
 
 
-def test_a_model_that_cannot_be_loaded_is_named_and_the_others_are_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_loaded_is_named_and_the_others_are_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     inside = Inside(write_tree(tmp_path, context=256)).start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onedesk.service.server.service.Places.measure", lambda *_: (_ for _ in ()).throw(OverflowError("too large")))
+        patch.setattr(
+            "onedesk.service.server.service.Places.measure",
+            lambda *_: (_ for _ in ()).throw(OverflowError("too large")),
+        )
         inside.on_loop(lambda: setattr(inside.service, "ready", False))
         asyncio.run_coroutine_threadsafe(inside.service.warm_up([MODEL, "gone", MODEL]), inside.loop).result(60)
     assert inside.ask("GET", "/health")[0] == 200

@@ -55,7 +55,9 @@ def test_nobody_gives_way_for_what_the_machine_can_never_have(monkeypatch: pytes
 def test_owners_give_way_for_what_the_machine_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
     freed: list[int] = []
-    monkeypatch.setattr(pool, "room", lambda: Room(budget=0, machine=100 + sum(freed), yielding=50, neighbours=0, used=50, available=0))
+    monkeypatch.setattr(
+        pool, "room", lambda: Room(budget=0, machine=100 + sum(freed), yielding=50, neighbours=0, used=50, available=0)
+    )
     monkeypatch.setattr(pool, "make_room", freed.append)
     Tenants(lambda: pool).take(Tenant("one", 130, 0, HEARTBEAT, False))
     assert freed == [30]

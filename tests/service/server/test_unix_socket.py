@@ -58,7 +58,9 @@ def test_a_socket_that_took_the_place_of_ours_stays(tmp_path: Path) -> None:
     foreign.close()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "5", '{"path": 5}', '{"path": "x"}', '{"path": "x", "identity": "y"}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "5", '{"path": 5}', '{"path": "x"}', '{"path": "x", "identity": "y"}']
+)
 def test_a_record_that_makes_no_sense_removes_nothing(tmp_path: Path, content: str) -> None:
     path = tmp_path / "it.sock"
     made = make_socket(path, tmp_path)

@@ -1,4 +1,6 @@
-"""No wait without an end where others need the thread: silent leases, templates that never end, contexts asked for one after the other."""
+"""No wait without an end where others need the thread: silent leases, templates that never end, contexts asked for
+one after the other.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ def test_a_lease_whose_owner_is_silent_stops_neither_the_service_nor_its_end(end
     until = time.monotonic() + 30
     while not [row for row in ending.ask("GET", "/v1/memory")[2]["leases"] if row["owner"] == "painter"]:
         assert time.monotonic() < until
-    for method, path, body in (("POST", CHAT, ASK), ("GET", "/v1/models", None), ("GET", "/metrics", None), ("GET", "/health", None)):
+    for method, path, body in (
+        ("POST", CHAT, ASK),
+        ("GET", "/v1/models", None),
+        ("GET", "/metrics", None),
+        ("GET", "/health", None),
+    ):
         assert ending.ask(method, path, body)[0] == 200
     assert ending.stop() == 0
     for thread in releases:
@@ -94,14 +101,18 @@ def test_a_template_that_never_ends_delays_no_other_model(inside: Inside) -> Non
         for _ in range(8):
             stack.enter_context(closing(inside.open_stream({"model": THINKER})))
         until = time.monotonic() + 30
-        while inside.on_loop(lambda: THINKER not in inside.service._workers or inside.service._workers[THINKER].preparing < 8):
+        while inside.on_loop(
+            lambda: THINKER not in inside.service._workers or inside.service._workers[THINKER].preparing < 8
+        ):
             assert time.monotonic() < until
         assert inside.ask("POST", CHAT, ASK)[0] == 200
         assert inside.ask("GET", "/v1/memory")[0] == 200
         # None of the eight was done before: each takes seconds, and they are rendered one after the other.
         assert inside.on_loop(lambda: inside.service._workers[THINKER].preparing) >= 7
     until = time.monotonic() + 30
-    while inside.on_loop(lambda: inside.service._workers[THINKER].preparing):  # their clients have gone: nobody's template is rendered on
+    while inside.on_loop(
+        lambda: inside.service._workers[THINKER].preparing
+    ):  # their clients have gone: nobody's template is rendered on
         assert time.monotonic() < until
 
 
@@ -134,7 +145,9 @@ def pool() -> Pool:
     return Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
 
 
-def test_a_silent_lease_is_waited_for_once_and_again_after_a_sign_of_life(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_lease_is_waited_for_once_and_again_after_a_sign_of_life(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tenants_module, "WAIT_SECONDS", 0.2)
     tenants, tenant = Tenants(lambda: pool), Tenant("painter", 100, 100, 3600.0, True)
     tenants.take(tenant)

@@ -1,4 +1,6 @@
-"""The thread of a model: what comes together is read together, and a step wakes the loop once, however many it wrote for."""
+"""The thread of a model: what comes together is read together, and a step wakes the loop once, however many it wrote
+for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LONG = 60.0  # seconds; no test waits for them
 
 
 class Model:
-    """Writes so many tokens for each request, in steps for all of them, and remembers with how many each of its passes began."""
+    """Writes so many tokens for each request, in steps for all of them, and remembers with how many each of its
+    passes began.
+    """
 
     def __init__(self, tokens: int = 1) -> None:
         self.tokens = tokens
@@ -62,7 +66,9 @@ class Desk:
 
 
 @pytest.mark.parametrize(("places", "passes"), [(8, [8]), (3, [3, 3, 2])])
-def test_requests_that_come_together_are_read_together(monkeypatch: pytest.MonkeyPatch, places: int, passes: list[int]) -> None:
+def test_requests_that_come_together_are_read_together(
+    monkeypatch: pytest.MonkeyPatch, places: int, passes: list[int]
+) -> None:
     monkeypatch.setattr(worker_module, "GATHERING", LONG)
 
     async def run() -> list[int]:
@@ -152,7 +158,10 @@ def test_the_model_sends_one_text_itself_and_leaves_several_of_a_request_to_the_
                 time.sleep(0.001)
             yield from (Event("a", token=1, choice=choice) for choice in range(choices))
             arrivals()
-            yield from (Event(choice=choice, result=Result("a", "", (1,), "stop", 7, Usage(1, 1, 0), {}, {})) for choice in range(choices))
+            yield from (
+                Event(choice=choice, result=Result("a", "", (1,), "stop", 7, Usage(1, 1, 0), {}, {}))
+                for choice in range(choices)
+            )
 
         desk.model.serve = serve  # type: ignore[method-assign]
         desk.worker.ask(call)

@@ -56,7 +56,9 @@ def test_a_failing_workflow_tells_why(comfyui: Comfy) -> None:
 
 
 def test_a_child_that_cannot_start_shows_its_log(comfyui_folder: Path, tmp_path: Path) -> None:
-    process = ComfyProcess(Path(sys.executable), comfyui_folder, ["--no-such-option"], log=tmp_path / "log", environment={})
+    process = ComfyProcess(
+        Path(sys.executable), comfyui_folder, ["--no-such-option"], log=tmp_path / "log", environment={}
+    )
     with pytest.raises(PeerError, match="unrecognized arguments: --no-such-option"):
         process.start()
     assert process.child is not None

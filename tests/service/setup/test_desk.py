@@ -44,7 +44,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory, comfyui_folder: Path, reposit
     made.make()
     made.write_files()
     left_out = {"custom_nodes", "models", "input", "output", "user", "temp", ".git"}
-    shutil.copytree(comfyui_folder, made.comfyui, ignore=lambda folder, _: left_out if Path(folder) == comfyui_folder else {"__pycache__"})
+    shutil.copytree(
+        comfyui_folder,
+        made.comfyui,
+        ignore=lambda folder, _: left_out if Path(folder) == comfyui_folder else {"__pycache__"},
+    )
     (made.comfyui / "custom_nodes").mkdir()
     (made.comfyui / "custom_nodes" / "onedesk").symlink_to(repository)
     made.model_paths.write_text(model_paths(made, kinds=()))
@@ -75,7 +79,9 @@ def test_start_status_stop(tree: Tree) -> None:
         info = Client(port).ask("/object_info/OnedeskLoadModel")["OnedeskLoadModel"]
         assert "tiny-writer" in json.dumps(info["input"]["required"]["model"])
         assert "tiny_painter_64.safetensors" in json.dumps(Client(port).ask("/object_info/UNETLoader"))
-        listening = {c.laddr.ip for c in psutil.Process(child.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        listening = {
+            c.laddr.ip for c in psutil.Process(child.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN
+        }
         assert listening == {"127.0.0.1"}
         assert main([str(tree.prefix), "stop"]) == 0
         child.wait(30)
@@ -120,7 +126,10 @@ def test_stop_lets_a_process_end_what_it_started(empty: Tree, monkeypatch: pytes
     """A service that ComfyUI started is closed by what runs at its exit, which a signal to end skips."""
     monkeypatch.setattr(desk, "INTERRUPT_SECONDS", 10.0 if heeds else 0.2)
     tidied, handler = empty.prefix / "tidied", "default_int_handler" if heeds else "SIG_IGN"
-    code = f"import atexit, signal, time; signal.signal(signal.SIGINT, signal.{handler}); atexit.register(open, {str(tidied)!r}, 'w')"
+    code = (
+        f"import atexit, signal, time; signal.signal(signal.SIGINT, signal.{handler}); atexit.register(open,"
+        f" {str(tidied)!r}, 'w')"
+    )
     argv = [sys.executable, "-c", f"{code}; print(flush=True); time.sleep(60)"]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with child:

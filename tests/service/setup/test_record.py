@@ -21,13 +21,17 @@ from onedesk.service.setup.tree import Tree
 
 
 def contents(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """Everything in a folder by its relative path: a file's bytes, a link's target, or that it is a folder; `without` these tops."""
+    """Everything in a folder by its relative path: a file's bytes, a link's target, or that it is a folder;
+    `without` these tops.
+    """
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if name.partition("/")[0] in without:
             continue
-        found[name] = f"-> {path.readlink()}" if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes().hex()
+        found[name] = (
+            f"-> {path.readlink()}" if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes().hex()
+        )
     return found
 
 
@@ -47,7 +51,15 @@ class Ground:
         return self.folder / "ComfyUI"
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        words = ["bash", str(self.repository / "install.sh"), "--python", sys.executable, "--prefix", str(self.tree.prefix), *arguments]
+        words = [
+            "bash",
+            str(self.repository / "install.sh"),
+            "--python",
+            sys.executable,
+            "--prefix",
+            str(self.tree.prefix),
+            *arguments,
+        ]
         variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PIP_NO_INDEX": "1", "HOME": str(self.folder / "home")}
         return subprocess.run(words, capture_output=True, text=True, cwd="/", env=variables, timeout=300, check=False)
 
@@ -101,11 +113,38 @@ def test_a_cache_that_is_a_link_is_refused_before_and_not_followed_after(ground:
 
 NAMES = st.sampled_from(
     [
-        *("a", "mine", "envs", "cache", "models", "data", "run.sh", ".lock", "onedesk", "service", "ComfyUI", "pip", FILE, MARK),
-        *("custom_nodes", "onedesk-demo-writer", "logs", "desk.json", "steps", "comfyui", "vae", "onedesk.toml", "pack"),
+        *(
+            "a",
+            "mine",
+            "envs",
+            "cache",
+            "models",
+            "data",
+            "run.sh",
+            ".lock",
+            "onedesk",
+            "service",
+            "ComfyUI",
+            "pip",
+            FILE,
+            MARK,
+        ),
+        *(
+            "custom_nodes",
+            "onedesk-demo-writer",
+            "logs",
+            "desk.json",
+            "steps",
+            "comfyui",
+            "vae",
+            "onedesk.toml",
+            "pack",
+        ),
     ]
 )
-FOREIGN = st.dictionaries(st.lists(NAMES, min_size=1, max_size=4).map(tuple), st.sampled_from(["text", "folder", "link"]), max_size=8)
+FOREIGN = st.dictionaries(
+    st.lists(NAMES, min_size=1, max_size=4).map(tuple), st.sampled_from(["text", "folder", "link"]), max_size=8
+)
 
 
 def scatter(folder: Path, foreign: dict[tuple[str, ...], str]) -> None:
@@ -136,12 +175,21 @@ def added_by(tree: Tree, later: dict[tuple[str, ...], str]) -> dict[str, str]:
     """Scatter `later` in an installation; returns what came to be there and is not in a folder of ours."""
     installed = contents(tree.prefix)
     scatter(tree.prefix, later)
-    return {name: what for name, what in contents(tree.prefix).items() if name not in installed and not name.startswith(OURS)}
+    return {
+        name: what
+        for name, what in contents(tree.prefix).items()
+        if name not in installed and not name.startswith(OURS)
+    }
 
 
 def test_files_of_others_are_the_same_after_a_real_install_and_uninstall(ground: Ground) -> None:
     """In and around the prefix, put there before and after the installation."""
-    before = {("a",): "text", ("desk", "thesis"): "text", ("desk", "models", "onedesk-demo-writer"): "link", ("desk", "data", "a"): "text"}
+    before = {
+        ("a",): "text",
+        ("desk", "thesis"): "text",
+        ("desk", "models", "onedesk-demo-writer"): "link",
+        ("desk", "data", "a"): "text",
+    }
     later = {("envs", "mine", "a"): "text", ("cache", "thesis"): "text", (".lock",): "text", ("cache", "mine"): "link"}
     scatter(ground.folder / "deep", before)
     first = contents(ground.folder)
@@ -202,7 +250,12 @@ def test_what_people_put_into_our_comfyui_is_moved_to_their_data(tmp_path: Path,
     tree, record = made(tmp_path / "desk")
     record.make_tree(tree.comfyui)
     shipped = ["main.py", "comfy/sd.py", "custom_nodes/websocket_image_save.py", "models/vae/put_vae_here"]
-    mine = ["custom_nodes/mine/__init__.py", "models/vae/mine.safetensors", "custom_nodes/mine/.git/config", "input/photo.png"]
+    mine = [
+        "custom_nodes/mine/__init__.py",
+        "models/vae/mine.safetensors",
+        "custom_nodes/mine/.git/config",
+        "input/photo.png",
+    ]
     for name in (*shipped, *mine, "comfy/__pycache__/sd.pyc"):
         (tree.comfyui / name).parent.mkdir(parents=True, exist_ok=True)
         (tree.comfyui / name).write_text(name)
@@ -274,7 +327,9 @@ def test_an_installation_of_an_earlier_version_is_known_by_what_it_left(tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 2}', '{"format": 1, "prefix": 3}'])
-def test_a_damaged_record_is_an_error_and_nothing_is_removed(tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_record_is_an_error_and_nothing_is_removed(
+    tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     tree, _ = made(tmp_path / "desk")
     (tree.prefix / FILE).write_text(text)
     before = contents(tree.prefix)

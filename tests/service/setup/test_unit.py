@@ -1,4 +1,6 @@
-"""The systemd user unit on a home of its own, with a systemctl that writes down what it is asked, one that fails, and none."""
+"""The systemd user unit on a home of its own, with a systemctl that writes down what it is asked, one that fails,
+and none.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_a_unit_that_is_not_ours_stays(tree, record, tmp_path, monkeypatch):
     assert path.read_text().startswith("[Service]")
     other = Tree(tmp_path / "other")
     path.write_text(unit_text(other, command_of(other), CHECKOUT, "b"))
-    with pytest.raises(SetupError, match=r"is of the installation in .*other; take --service out, or uninstall that one first"):
+    with pytest.raises(
+        SetupError, match=r"is of the installation in .*other; take --service out, or uninstall that one first"
+    ):
         add_unit(tree, command_of(tree), CHECKOUT, record)
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")

@@ -18,7 +18,11 @@ from tiny_qwen3 import tiny_tokenizer
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "tags": {"enum": ["a", "b", None]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer"},
+        "tags": {"enum": ["a", "b", None]},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -35,7 +39,9 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, tokenizer.size, [token for token in ends if token is not None])
 
 
-def write(grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], draw: random.Random, most: int = 2000) -> str | None:
+def write(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], draw: random.Random, most: int = 2000
+) -> str | None:
     """A document drawn token by token, ends preferred; None where it does not come to an end."""
     guide = grammars.guide(json.dumps(schema), may_think=False)
     ids: list[int] = []
@@ -124,7 +130,9 @@ def test_a_schema_that_cannot_be_followed_is_refused(grammars: Grammars, schema:
         grammars.guide(schema, may_think=False)
 
 
-def test_without_the_package_the_message_says_what_to_install(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_message_says_what_to_install(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Texts of control tokens in what others wrote stay text, whatever stands around them; what the template wrote stays control."""
+"""Texts of control tokens in what others wrote stay text, whatever stands around them; what the template wrote stays
+control.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def added(tokens: AddedTokens, ids: list[int]) -> list[str]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), max_size=4), st.booleans())
-def test_whatever_is_in_a_message_only_the_template_writes_control_tokens(tokens: AddedTokens, texts: list[str], as_json: bool) -> None:
+def test_whatever_is_in_a_message_only_the_template_writes_control_tokens(
+    tokens: AddedTokens, texts: list[str], as_json: bool
+) -> None:
     """The texts stand directly after each other too, where two could make one token."""
     protected = ProtectedText(tokens, texts)
     marked = [protected.protect(text, visible=True) for text in texts]
@@ -70,7 +74,13 @@ def test_texts_in_lists_and_names_of_objects_are_protected(tokens: AddedTokens) 
 
 def test_tokens_that_overlap_and_take_blanks() -> None:
     made = tiny_tokenizer()
-    made.add_tokens([AddedToken("<<a>>", special=True), AddedToken(">>b", special=True), AddedToken("<m>", lstrip=True, rstrip=True)])
+    made.add_tokens(
+        [
+            AddedToken("<<a>>", special=True),
+            AddedToken(">>b", special=True),
+            AddedToken("<m>", lstrip=True, rstrip=True),
+        ]
+    )
     tokens = AddedTokens(Tokenizer(made))
     protected = ProtectedText(tokens, ["<<a>>b"])
     marked = protected.protect("<<a>>b", visible=True)

@@ -95,7 +95,10 @@ def test_nothing_is_lost_however_it_is_cut(words: list[str], in_reasoning: bool,
 
 def test_only_what_may_be_a_tag_is_held_back() -> None:
     splitter = ReasoningSplitter(in_reasoning=True)
-    shown = [[piece for _, piece in splitter.push(part)] for part in ("so it is", " < 3", " <", "/th", "ink", "s>\n", "\n", "x")]
+    shown = [
+        [piece for _, piece in splitter.push(part)]
+        for part in ("so it is", " < 3", " <", "/th", "ink", "s>\n", "\n", "x")
+    ]
     assert shown == [["so it is"], [" < 3"], [" "], [], [], ["</thinks>"], [], ["\n\nx"]]
     answer = ReasoningSplitter()
     assert [piece for part in (" ", "a\n", "\n", "b <") for _, piece in answer.push(part)] == [" a\n", "\n", "b "]

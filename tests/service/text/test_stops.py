@@ -20,7 +20,9 @@ def expected(text: str, stops: list[str]) -> tuple[str, bool]:
 
 def could_become(text: str, stops: list[str]) -> int:
     """Length of the longest end of `text` that begins a stop string."""
-    return max((n for n in range(len(text) + 1) for stop in stops if n <= len(stop) and text.endswith(stop[:n])), default=0)
+    return max(
+        (n for n in range(len(text) + 1) for stop in stops if n <= len(stop) and text.endswith(stop[:n])), default=0
+    )
 
 
 @settings(max_examples=600, deadline=None)

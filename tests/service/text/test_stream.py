@@ -24,7 +24,10 @@ def one_character_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_reasoning_and_answer_come_apart(tokenizer: Tokenizer) -> None:
-    answer = f"<think>\nThe user 想要 {FAMILY}.\n</think>\n\nHere is a cat on a red mat, soft light. 你好 {FAMILY}!<|im_end|>"
+    answer = (
+        f"<think>\nThe user 想要 {FAMILY}.\n</think>\n\nHere is a cat on a red mat, soft light. 你好"
+        f" {FAMILY}!<|im_end|>"
+    )
     wanted = (f"The user 想要 {FAMILY}.", f"Here is a cat on a red mat, soft light. 你好 {FAMILY}!")
     for ids in (tokenizer.encode(answer), one_character_tokens(tokenizer, answer.removesuffix("<|im_end|>"))):
         stream = TextStream(tokenizer)

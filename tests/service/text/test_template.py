@@ -37,12 +37,25 @@ def render(source: str, limits: RenderLimits | None = None, messages: list[Any] 
         ({"chat_template.jinja": "A {{ messages[0].content }}"}, "A Hello"),
         ({"chat_template.jinja": "\ufeffA"}, "A"),
         ({"chat_template.jinja": "A", "tokenizer_config.json": '{"chat_template": "B"}'}, "A"),
-        ({"tokenizer_config.json": '{"chat_template": "B {{ eos_token }}", "eos_token": {"content": "<|im_end|>"}}'}, "B <|im_end|>"),
-        ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]}'}, "D"),
+        (
+            {"tokenizer_config.json": '{"chat_template": "B {{ eos_token }}", "eos_token": {"content": "<|im_end|>"}}'},
+            "B <|im_end|>",
+        ),
+        (
+            {
+                "tokenizer_config.json": (
+                    '{"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]}'
+                )
+            },
+            "D",
+        ),
         ({"tokenizer_config.json": '{"chat_template": {"default": "D", "tool_use": "T"}}'}, "D"),
         ({"tokenizer_config.json": "{}", "chat_template.json": '{"chat_template": "J"}'}, "J"),
         (
-            {"chat_template.jinja": "{{ bos_token }}|{{ eos_token }}", "tokenizer_config.json": '{"bos_token": null, "eos_token": "E"}'},
+            {
+                "chat_template.jinja": "{{ bos_token }}|{{ eos_token }}",
+                "tokenizer_config.json": '{"bos_token": null, "eos_token": "E"}',
+            },
             "|E",
         ),
     ],
@@ -55,7 +68,12 @@ def test_where_the_template_is_found(tmp_path: Path, files: dict[str, str], text
 
 def test_tools_choose_the_template_for_them() -> None:
     template = ChatTemplate({"default": "D", "tool_use": "T"})
-    assert [template.render(HELLO, extra=extra) for extra in (None, {"tools": None}, {"tools": [{}]}, {})] == ["D", "D", "T", "D"]
+    assert [template.render(HELLO, extra=extra) for extra in (None, {"tools": None}, {"tools": [{}]}, {})] == [
+        "D",
+        "D",
+        "T",
+        "D",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +84,16 @@ def test_tools_choose_the_template_for_them() -> None:
         ({"tokenizer_config.json": '{"chat_template": ""}'}, "no chat template; add"),
         ({"tokenizer_config.json": '{"chat'}, r"^Qwen3/tokenizer_config.json is not JSON .*line 1 column 2"),
         ({"tokenizer_config.json": "[" * 100_000}, "tokenizer_config.json is nested more than 64 levels deep"),
-        ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json holds a JSON list; an object with named values is needed"),
+        (
+            {"tokenizer_config.json": "[1]"},
+            "tokenizer_config.json holds a JSON list; an object with named values is needed",
+        ),
         ({"tokenizer_config.json": '{"chat_template": 5}'}, "neither a text nor a list"),
         ({"tokenizer_config.json": '{"chat_template": [{"name": "x"}]}'}, "neither a text nor a list"),
-        ({"tokenizer_config.json": '{"chat_template": [{"name": "x", "template": "X"}]}'}, r"no template called default \(found: x\)"),
+        (
+            {"tokenizer_config.json": '{"chat_template": [{"name": "x", "template": "X"}]}'},
+            r"no template called default \(found: x\)",
+        ),
         ({"chat_template.jinja": b"ok \xff"}, r"^Qwen3/chat_template.jinja is not UTF-8 at byte 3"),
         ({"chat_template.jinja": b" " * (SOURCE_LIMIT + 1)}, r"has 1,048,577 bytes; at most 1,048,576 are read"),
     ],
@@ -95,7 +119,11 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, files: dict[str, st
         ("{{ 'open }}", 1, "does not compile"),
         ("\n\n{{ 1 | nofilter }}", 3, "does not compile: No filter named 'nofilter'"),
         ("{% unknown %}", 1, "does not compile: Encountered unknown tag 'unknown'"),
-        ("\n{{ messages[0].missing.more }}", 2, "fails on these messages: UndefinedError: .* has no attribute 'missing'"),
+        (
+            "\n{{ messages[0].missing.more }}",
+            2,
+            "fails on these messages: UndefinedError: .* has no attribute 'missing'",
+        ),
         ("\n\n{{ messages[0].content + 1 }}", 3, "fails on these messages: TypeError"),
         ("{{ range(10 ** 9) }}", 1, "fails on these messages: OverflowError: Range too big"),
         ("{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}", 1, "fails on these messages: RecursionError"),
@@ -131,17 +159,22 @@ def test_a_broken_template_is_named_with_its_line(source: str, line: int, messag
     ],
 )
 def test_reaching_out_of_the_sandbox_is_refused(source: str) -> None:
-    with pytest.raises(ModelError, match=r"^Model/chat_template.jinja, line 1: the chat template reaches out of its sandbox"):
+    with pytest.raises(
+        ModelError, match=r"^Model/chat_template.jinja, line 1: the chat template reaches out of its sandbox"
+    ):
         render(source)
 
 
-@pytest.mark.parametrize("source", ["{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 5000 + ")" * 5000 + " }}"])
+@pytest.mark.parametrize(
+    "source", ["{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 5000 + ")" * 5000 + " }}"]
+)
 def test_a_template_nested_too_deep_does_not_compile(source: str) -> None:
     template = ChatTemplate({"default": source, "tool_use": "T"}, origin="Model/chat_template.jinja")
     for _ in range(2):
         for _ in range(2):
             with pytest.raises(
-                ModelError, match=r"^Model/chat_template.jinja: the chat template does not compile: (Syntax|Recursion)Error"
+                ModelError,
+                match=r"^Model/chat_template.jinja: the chat template does not compile: (Syntax|Recursion)Error",
             ):
                 template.render(HELLO)
         assert template.render(HELLO, extra={"tools": [{}]}) == "T"
@@ -160,14 +193,22 @@ def test_the_template_cannot_see_files_or_start_processes() -> None:
 
 
 def test_what_the_template_raises_is_told_in_its_own_words() -> None:
-    with pytest.raises(RequestError, match=r"^the model's chat template refuses these messages: The system message must come first\.$"):
+    with pytest.raises(
+        RequestError, match=r"^the model's chat template refuses these messages: The system message must come first\.$"
+    ):
         render("{{ raise_exception('The system message must come first.') }}")
 
 
 # Limits
 
-THRICE = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
-NESTED = "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+THRICE = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{%"
+    " endfor %}"
+)
+NESTED = (
+    "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b]"
+    " %}{% endfor %}"
+)
 ENDLESS = {
     "nested ranges": THRICE,
     "one comparison in C": NESTED + "{{ n.a == n.b }}",
@@ -177,7 +218,9 @@ ENDLESS = {
 }
 GREEDY = {
     "a string multiplied": "{{ 'a' * 10 ** 10 }}",
-    "a string doubled": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
+    "a string doubled": (
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}"
+    ),
     "a list that grows": "{% set n = namespace(l=[0]) %}{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}",
     "a list multiplied": "{{ ([0] * 10 ** 9) | length }}",
     "digits": "{{ '%0999999999d' % 1 }}",
@@ -190,24 +233,32 @@ GREEDY = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_ended(name: str) -> None:
-    with pytest.raises(ModelError, match=r"^Model/chat_template.jinja: the chat template was not done after 0\.7 s and was ended"):
+    with pytest.raises(
+        ModelError, match=r"^Model/chat_template.jinja: the chat template was not done after 0\.7 s and was ended"
+    ):
         render(ENDLESS[name], SHORT)
 
 
 @pytest.mark.parametrize("name", GREEDY)
 def test_a_template_without_measure_is_stopped(name: str) -> None:
-    with pytest.raises(ModelError, match=r"^Model/chat_template.jinja, line 1: the chat template takes more than 512 MiB of memory"):
+    with pytest.raises(
+        ModelError, match=r"^Model/chat_template.jinja, line 1: the chat template takes more than 512 MiB of memory"
+    ):
         render(GREEDY[name], RenderLimits(seconds=30))
 
 
 def test_the_time_limit_is_five_seconds() -> None:
     assert RenderLimits() == RenderLimits(seconds=5.0, text=16 * 2**20)
-    with pytest.raises(ModelError, match=r"Model/chat_template.jinja: the chat template was not done after 5 s and was ended"):
+    with pytest.raises(
+        ModelError, match=r"Model/chat_template.jinja: the chat template was not done after 5 s and was ended"
+    ):
         render(ENDLESS["nested ranges"])
 
 
 def test_memory_is_watched_from_outside_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a system whose kernel keeps no address limit: a child without one is ended by the size that its parent sees."""
+    """As on a system whose kernel keeps no address limit: a child without one is ended by the size that its parent
+    sees.
+    """
     child = tmp_path / "child.py"
     source = jinja_process._CHILD.read_text(encoding="utf-8")
     confine = "    _confine(int(memory))\n"
@@ -218,9 +269,13 @@ def test_memory_is_watched_from_outside_too(monkeypatch: pytest.MonkeyPatch, tmp
         render(GREEDY["join"], RenderLimits(memory=64 * 2**20))
 
 
-@pytest.mark.parametrize("loop", ["{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "{{ 'é' * (8 * 2 ** 20 + 1) }}"])
+@pytest.mark.parametrize(
+    "loop", ["{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "{{ 'é' * (8 * 2 ** 20 + 1) }}"]
+)
 def test_a_text_that_is_too_long_is_refused(loop: str) -> None:
-    with pytest.raises(ModelError, match=r"writes more than 16,777,216 bytes; shorten the messages or repair the template"):
+    with pytest.raises(
+        ModelError, match=r"writes more than 16,777,216 bytes; shorten the messages or repair the template"
+    ):
         render(loop)
 
 
@@ -231,16 +286,26 @@ def test_a_text_at_the_limit_is_rendered() -> None:
 
 def test_messages_far_beyond_the_limit_are_refused_before_they_are_sent() -> None:
     with pytest.raises(
-        RequestError, match=r"the conversation has 67,1\d\d,\d\d\d bytes; a prompt has at most 16,777,216: shorten the messages"
+        RequestError,
+        match=r"the conversation has 67,1\d\d,\d\d\d bytes; a prompt has at most 16,777,216: shorten the messages",
     ):
         render("{{ messages[0].content }}", messages=[Message("user", "a" * (64 * 2**20))])
 
 
 def test_after_each_limit_the_template_renders_again() -> None:
-    source = "{% if messages[0].content == 'loop' %}" + ENDLESS["nested ranges"] + "{% endif %}{{ messages[0].content * messages[0].n }}"
+    source = (
+        "{% if messages[0].content == 'loop' %}"
+        + ENDLESS["nested ranges"]
+        + "{% endif %}{{ messages[0].content * messages[0].n }}"
+    )
     template = ChatTemplate({"default": source}, limits=SHORT)
     assert template.render([{"role": "user", "content": "a", "n": 2}]) == "aa"
-    for bad in ({"content": "loop", "n": 1}, {"content": "a", "n": 10**10}, {"content": "a", "n": 10**8}, {"content": "a", "n": None}):
+    for bad in (
+        {"content": "loop", "n": 1},
+        {"content": "a", "n": 10**10},
+        {"content": "a", "n": 10**8},
+        {"content": "a", "n": None},
+    ):
         with pytest.raises(ModelError):
             template.render([{"role": "user", **bad}])
         assert template.render([{"role": "user", "content": "b", "n": 3}]) == "bbb"
@@ -270,7 +335,9 @@ def test_one_process_serves_every_render_and_is_given_back() -> None:
     child = child_of(template)
     threads = threading.active_count()
     for n in range(30):
-        assert template.render([Message("user", str(n))], extra={"tools": [{}] * n} if n % 3 else None) == (f"T{n}" if n % 3 else str(n))
+        assert template.render([Message("user", str(n))], extra={"tools": [{}] * n} if n % 3 else None) == (
+            f"T{n}" if n % 3 else str(n)
+        )
     assert child_of(template) == child
     assert threading.active_count() == threads
     template.close()
@@ -391,6 +458,8 @@ def test_the_fixed_variables_cannot_be_replaced() -> None:
     assert template.render(HELLO, thinking="on", extra=extra) == "Hello True False"
 
 
-@pytest.mark.parametrize("text", ["👨‍👩‍👧‍👦", "\x00\x1f\x7f", "\ud83d", "\u2028\u2029", "{{ 1 }}{% if %}", "\r\n\t", "</script>&"])
+@pytest.mark.parametrize(
+    "text", ["👨‍👩‍👧‍👦", "\x00\x1f\x7f", "\ud83d", "\u2028\u2029", "{{ 1 }}{% if %}", "\r\n\t", "</script>&"]
+)
 def test_text_goes_through_untouched(text: str) -> None:
     assert render("{{ messages[0].content }}", messages=[Message("user", text)]) == text

@@ -1,4 +1,6 @@
-"""Whatever transformers renders of a template, Onedesk renders, to the character; whatever it refuses, Onedesk refuses."""
+"""Whatever transformers renders of a template, Onedesk renders, to the character; whatever it refuses, Onedesk
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ TOOLS = [
         "function": {
             "name": "draw",
             "description": 'Zeichnet <Bilder> & "mehr" — 画',
-            "parameters": {"type": "object", "properties": {"size": {"type": "integer"}, "a'b": {"enum": ["é", None, True, 1.5]}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"size": {"type": "integer"}, "a'b": {"enum": ["é", None, True, 1.5]}},
+            },
         },
     },
     {"type": "function", "function": {"name": "look", "parameters": {}}},
@@ -48,14 +53,21 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "b", "reasoning": "r"},
         {"role": "assistant", "content": "c", "thinking": "t"},
     ],
-    "ends with the assistant": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "r"}],
+    "ends with the assistant": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "r"},
+    ],
     "tools": [
         {"role": "system", "content": "Draw."},
         {"role": "user", "content": "a picture"},
         CALL,
         {"role": "tool", "content": '{"ok": true}'},
         {"role": "tool", "content": "done"},
-        {"role": "assistant", "content": "There.", "tool_calls": [*CALL["tool_calls"], {"name": "look", "arguments": {}}]},
+        {
+            "role": "assistant",
+            "content": "There.",
+            "tool_calls": [*CALL["tool_calls"], {"name": "look", "arguments": {}}],
+        },
         {"role": "tool", "content": "a picture"},
         {"role": "user", "content": "thanks"},
     ],
@@ -63,7 +75,12 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "y", "tool_calls": [{"name": "look", "arguments": '{"a": 1}'}]},
     ],
-    "parts": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " what? "}, {"image_url": {"url": "x"}}]}],
+    "parts": [
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": " what? "}, {"image_url": {"url": "x"}}],
+        }
+    ],
     "picture for the system": [{"role": "system", "content": [{"type": "image"}]}, {"role": "user", "content": "a"}],
     "unknown part": [{"role": "user", "content": [{"type": "audio"}]}],
     "none content": [
@@ -89,10 +106,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def oracle_render(oracle: Any, source: str, messages: Sequence[Mapping[str, Any]], prompt: bool, options: Mapping[str, Any]) -> str | None:
+def oracle_render(
+    oracle: Any, source: str, messages: Sequence[Mapping[str, Any]], prompt: bool, options: Mapping[str, Any]
+) -> str | None:
     """What transformers makes of it; None where it raises."""
     try:
-        return oracle.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt, **options)
+        return oracle.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=prompt, **options
+        )
     except (jinja2.TemplateError, ArithmeticError, AttributeError, TypeError, ValueError):
         return None
 
@@ -105,7 +126,9 @@ def one_oracle() -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
-def our_render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], prompt: bool, options: Mapping[str, Any]) -> str | None:
+def our_render(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], prompt: bool, options: Mapping[str, Any]
+) -> str | None:
     try:
         return template.render(messages, add_generation_prompt=prompt, extra=options)
     except (ModelError, RequestError):
@@ -138,16 +161,22 @@ def test_conversations(template: ChatTemplate, one_oracle: Any, source: str, nam
 @given(data=st.data())
 def test_any_conversation(template: ChatTemplate, one_oracle: Any, source: str, data: st.DataObject) -> None:
     words = st.lists(
-        st.sampled_from(["a", " ", "\n", "<think>", "</think>", "<tool_response>", "é", "👩🏽‍🚀", "\"'<&>", "{{x}}"]), max_size=5
+        st.sampled_from(["a", " ", "\n", "<think>", "</think>", "<tool_response>", "é", "👩🏽‍🚀", "\"'<&>", "{{x}}"]),
+        max_size=5,
     ).map("".join)
     message = st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "user", "assistant", "tool"]), "content": words},
-        optional={"reasoning_content": st.one_of(words, st.none()), "tool_calls": st.sampled_from([None, [], CALL["tool_calls"]])},
+        optional={
+            "reasoning_content": st.one_of(words, st.none()),
+            "tool_calls": st.sampled_from([None, [], CALL["tool_calls"]]),
+        },
     )
     messages = data.draw(st.lists(message, min_size=1, max_size=6))
     options = data.draw(st.sampled_from(OPTIONS))
     prompt = data.draw(st.booleans())
-    assert our_render(template, messages, prompt, options) == oracle_render(one_oracle, source, messages, prompt, options)
+    assert our_render(template, messages, prompt, options) == oracle_render(
+        one_oracle, source, messages, prompt, options
+    )
 
 
 SNIPPETS = [
@@ -163,7 +192,10 @@ SNIPPETS = [
     "{{ missing is defined }} {{ missing or 'else' }} {{ missing | default('d') }} {{ not missing }}",
     "{{ eos_token }}|{{ pad_token }}|{{ bos_token }}|{{ bos_token is defined }}",
     "  {% if true %}\n  x\n  {% endif %}\n  y\n",
-    "{%- for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 5 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    (
+        "{%- for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 5 %}{% break %}{% endif %}{{ i }}{%"
+        " endfor %}"
+    ),
     "{% generation %}a {{ messages[0].content }}{% set x = 1 %}{% endgeneration %}|{{ x }}",
     "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a + 1 %}{% endfor %}{{ ns.a }}",
     "{% set ns = namespace() %}{% set ns._x = 1 %}",
@@ -177,7 +209,10 @@ SNIPPETS = [
     "{{ messages[0].content.__len__() }}",
     "{{ messages.append(1) }}",
     "{{ messages | last | string | upper | replace('E', '3') }}",
-    "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ caller() if caller else '' }}{% endmacro %}{% call m(1) %}c{% endcall %}{{ m(3, b=4) }}",
+    (
+        "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ caller() if caller else '' }}{% endmacro %}{% call m(1) %}c{% endcall"
+        " %}{{ m(3, b=4) }}"
+    ),
     "{% filter upper %}é{% endfilter %}{% raw %}{{ x }}{% endraw %}{# no #}{% set x %}block{% endset %}{{ x }}",
     "{{ messages[0]['content'][::-1] }} {{ 'a,b'.split(',')[-1] }} {{ 'x'.center(5, '·') }}",
     "{{ raise_exception('stop ' ~ 1) }}",
@@ -185,12 +220,21 @@ SNIPPETS = [
     "{% import 'x' as y %}",
     "{{ range(3) | list }} {{ cycler('a', 'b').next() }}",
     "{{ documents is none }} {{ add_generation_prompt }} {{ tools is none }}",
-    "{% for a, b in [(1, 2), (3, 4)] recursive %}{{ loop.index }}{{ a }}{{ b }}{{ loop.changed(a) }}{% else %}none{% endfor %}",
-    "{{ 1 if messages[0].role is eq 'user' }}{{ messages[0].content is string }}{{ messages is sequence }}{{ none is none }}",
+    (
+        "{% for a, b in [(1, 2), (3, 4)] recursive %}{{ loop.index }}{{ a }}{{ b }}{{ loop.changed(a) }}{% else"
+        " %}none{% endfor %}"
+    ),
+    (
+        "{{ 1 if messages[0].role is eq 'user' }}{{ messages[0].content is string }}{{ messages is sequence }}{{ none"
+        " is none }}"
+    ),
     "{{ messages[0].content | e }}{{ '<' | safe }}{{ '<b>' | escape ~ '<' }}",
     "{% autoescape true %}{{ '<' }}{% endautoescape %}",
     "\n\n{{ '\\n' }}\r\nx\n",
-    "{{ 10 | int + '3' | int }} {{ [3, 1, 2] | sort }} {{ {'b': 1, 'a': 2} | dictsort }} {{ 'a b' | title | wordcount }}",
+    (
+        "{{ 10 | int + '3' | int }} {{ [3, 1, 2] | sort }} {{ {'b': 1, 'a': 2} | dictsort }} {{ 'a b' | title |"
+        " wordcount }}"
+    ),
     "{{ undefined_function() }}",
     "{{ messages[0].content + 1 }}",
     "{{ 1 // 0 }}",
@@ -206,13 +250,22 @@ SNIPPETS = [
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_the_dialect(one_oracle: Any, snippet: str) -> None:
     messages = [{"role": "user", "content": "<é> & \"文\" 'x'"}, {"role": "assistant", "content": "b"}]
-    template = ChatTemplate({"default": snippet}, special_tokens={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    assert our_render(template, messages, True, {"tools": TOOLS}) == oracle_render(one_oracle, snippet, messages, True, {"tools": TOOLS})
+    template = ChatTemplate(
+        {"default": snippet}, special_tokens={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    )
+    assert our_render(template, messages, True, {"tools": TOOLS}) == oracle_render(
+        one_oracle, snippet, messages, True, {"tools": TOOLS}
+    )
     template.close()
 
 
 def test_a_message_renders_as_its_mapping(template: ChatTemplate) -> None:
-    spoken = [Message("system", "s"), Message("user", "u"), Message("assistant", "a", reasoning="r"), Message("user", "v")]
+    spoken = [
+        Message("system", "s"),
+        Message("user", "u"),
+        Message("assistant", "a", reasoning="r"),
+        Message("user", "v"),
+    ]
     mapped = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
@@ -239,7 +292,8 @@ def test_a_folder_renders_as_transformers_reads_it(tmp_path: Path, source: str) 
     folder = tmp_path / "model"
     qwen_tokenizers.copy_real_tokenizer("qwen3", folder)
     (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": "old {{ eos_token }}"}',
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": "old {{ eos_token'
+        ' }}"}',
         encoding="utf-8",
     )
     messages = CONVERSATIONS["tools"]
@@ -260,7 +314,10 @@ def test_the_prompt_itself() -> None:
         Message("assistant", "Yes.", reasoning="trivial"),
         Message("user", "你好"),
     ]
-    past = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 < 2?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+    past = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 <"
+        " 2?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+    )
     turn = "<|im_start|>user\n你好<|im_end|>\n"
     hermes = ChatTemplate({"default": (TEMPLATES / "hermes.jinja").read_text(encoding="utf-8")})
     assert hermes.render(messages) == past + turn + "<|im_start|>assistant\n"

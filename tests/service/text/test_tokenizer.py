@@ -41,7 +41,9 @@ def test_encode_and_decode_as_transformers(tokenizer: Tokenizer, oracle: Any, te
     ids = tokenizer.encode(text)
     assert ids == oracle.encode(text, add_special_tokens=False)
     for skip in (True, False):
-        assert tokenizer.decode(ids, skip_control=skip) == oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids, skip_control=skip) == oracle.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -55,13 +57,17 @@ def test_any_text_encodes_as_transformers(tokenizer: Tokenizer, oracle: Any, tex
 def test_any_ids_decode_as_transformers(tokenizer: Tokenizer, oracle: Any, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=30))
     for skip in (True, False):
-        assert tokenizer.decode(ids, skip_control=skip) == oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids, skip_control=skip) == oracle.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
 
 
 def test_every_token_has_the_bytes_that_decoding_gives_it(tokenizer: Tokenizer, oracle: Any) -> None:
     step = 97  # every 97th id, and all the added ones
     for token in [*range(0, tokenizer.size, step), *range(tokenizer.size - 40, tokenizer.size)]:
-        assert tokenizer.token_bytes(token).decode("utf-8", "replace") == oracle.decode([token], clean_up_tokenization_spaces=False)
+        assert tokenizer.token_bytes(token).decode("utf-8", "replace") == oracle.decode(
+            [token], clean_up_tokenization_spaces=False
+        )
 
 
 def test_known_figures_of_the_real_tokenizers() -> None:
@@ -121,7 +127,11 @@ def test_an_added_token_beyond_latin_letters_decodes_to_itself(tmp_path: Path) -
     tokenizer = load_tokenizer(tmp_path)
     token = tokenizer.id_of("<中文 tag>")
     assert token == tokenizer.size - 1
-    assert tokenizer.decode(tokenizer.encode("a<中文 tag>b")) == "a<中文 tag>b" == backend.decode(backend.encode("a<中文 tag>b").ids)
+    assert (
+        tokenizer.decode(tokenizer.encode("a<中文 tag>b"))
+        == "a<中文 tag>b"
+        == backend.decode(backend.encode("a<中文 tag>b").ids)
+    )
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
@@ -157,14 +167,18 @@ def _leads_to_itself(path: Path) -> None:
         (_leads_to_itself, "cannot be opened: Too many levels of symbolic links"),
     ],
 )
-def test_a_tokenizer_that_is_no_readable_file_is_named_with_its_cause(tmp_path: Path, make: Callable[[Path], None], cause: str) -> None:
+def test_a_tokenizer_that_is_no_readable_file_is_named_with_its_cause(
+    tmp_path: Path, make: Callable[[Path], None], cause: str
+) -> None:
     make(tmp_path / "tokenizer.json")
     with pytest.raises(ModelError, match=rf"^{tmp_path.name}/tokenizer.json {cause}"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_a_tokenizer_whose_bytes_cannot_be_read_is_named_with_its_cause(tmp_path: Path, monkeypatch: Any, error: int) -> None:
+def test_a_tokenizer_whose_bytes_cannot_be_read_is_named_with_its_cause(
+    tmp_path: Path, monkeypatch: Any, error: int
+) -> None:
     qwen_tokenizers.write_byte_tokenizer(tmp_path)
 
     def fail(*_: Any) -> bytes:
@@ -194,7 +208,9 @@ def test_a_panic_of_the_library_while_it_loads_is_an_error_of_the_file(tmp_path:
 def test_a_panic_of_the_library_while_it_encodes_is_an_error_of_the_file(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = load_tokenizer(_changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, bytes_of]}))
+    tokenizer = load_tokenizer(
+        _changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, bytes_of]})
+    )
     for _ in range(2):
         with pytest.raises(ModelError, match=r"tokenizer.json fails on this text: .*; download it again") as caught:
             tokenizer.encode("a" * 40 + "!")
@@ -242,7 +258,9 @@ def test_an_absurdly_large_tokenizer_is_not_read(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("decoder", [decoders.Metaspace(), decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), None])
+@pytest.mark.parametrize(
+    "decoder", [decoders.Metaspace(), decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), None]
+)
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, decoder: Any) -> None:
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     if decoder:

@@ -18,7 +18,12 @@ DRAW = {
         "name": "draw",
         "parameters": {
             "type": "object",
-            "properties": {"what": {"type": "string"}, "count": {"type": "integer"}, "at": {"type": "array"}, "big": {"type": "boolean"}},
+            "properties": {
+                "what": {"type": "string"},
+                "count": {"type": "integer"},
+                "at": {"type": "array"},
+                "big": {"type": "boolean"},
+            },
         },
     },
 }
@@ -52,7 +57,9 @@ def split(*pieces: str) -> tuple[str, list[ToolCall]]:
     for piece in pieces:
         found += splitter.push(piece)
     found += splitter.finish()
-    return "".join(item for item in found if isinstance(item, str)), [item for item in found if isinstance(item, ToolCall)]
+    return "".join(item for item in found if isinstance(item, str)), [
+        item for item in found if isinstance(item, ToolCall)
+    ]
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -70,7 +77,9 @@ def test_json() -> None:
 def test_tags_have_the_types_of_the_tool() -> None:
     text, calls = split(AS_TAGS)
     assert text == ""
-    assert [json.loads(call.arguments) for call in calls] == [{"what": "12", "count": 12, "at": [1, 2], "big": True, "else": None}]
+    assert [json.loads(call.arguments) for call in calls] == [
+        {"what": "12", "count": 12, "at": [1, 2], "big": True, "else": None}
+    ]
 
 
 def test_several_calls_and_text_between() -> None:
@@ -109,7 +118,10 @@ def test_arguments_as_a_text_of_their_own() -> None:
     ]
 
 
-@given(st.lists(st.sampled_from([AS_JSON, AS_TAGS, "text ", "\n", "<tool_call>", "<", "é"]), max_size=6), st.lists(st.integers(0, 10_000)))
+@given(
+    st.lists(st.sampled_from([AS_JSON, AS_TAGS, "text ", "\n", "<tool_call>", "<", "é"]), max_size=6),
+    st.lists(st.integers(0, 10_000)),
+)
 def test_cutting_changes_nothing(parts: list[str], places: list[int]) -> None:
     whole = "".join(parts)
     assert split(*cut(whole, places)) == split(whole)
@@ -136,7 +148,9 @@ def test_a_call_may_begin_without_its_outer_tag() -> None:
     for text in (f"Now.\n{bare}", f"Now.\n{bare}\n</tool_call>", f"Now.\n{bare}\n{bare}\n</tool_call>\n"):
         said, calls = split(text)
         assert said == "Now."
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("draw", {"what": "cat"})] * text.count("<function")
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("draw", {"what": "cat"})] * text.count(
+            "<function"
+        )
 
 
 def test_a_closing_tag_inside_a_text_ends_no_call() -> None:
@@ -179,7 +193,9 @@ SCHEMAS: list[tuple[dict[str, object], str, object]] = [
 
 
 @pytest.mark.parametrize(("schema", "text", "value"), SCHEMAS)
-def test_parameters_have_the_type_that_the_resolved_schema_says(schema: dict[str, object], text: str, value: object) -> None:
+def test_parameters_have_the_type_that_the_resolved_schema_says(
+    schema: dict[str, object], text: str, value: object
+) -> None:
     definitions = {
         "Code": {"type": "string"},
         "Nested": {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]},
@@ -196,8 +212,12 @@ def test_parameters_have_the_type_that_the_resolved_schema_says(schema: dict[str
         assert all(isinstance(item, ToolCall) for item in found)
 
 
-@given(st.dictionaries(st.sampled_from(["what", "count", "é", 'a"b']), st.text(max_size=30), max_size=4), st.integers(1, 9))
-def test_parts_of_the_arguments_come_as_they_are_written_and_join_to_the_object(values: dict[str, str], step: int) -> None:
+@given(
+    st.dictionaries(st.sampled_from(["what", "count", "é", 'a"b']), st.text(max_size=30), max_size=4), st.integers(1, 9)
+)
+def test_parts_of_the_arguments_come_as_they_are_written_and_join_to_the_object(
+    values: dict[str, str], step: int
+) -> None:
     kinds = {name: {"type": "string"} for name in values}
     tool = {"type": "function", "function": {"name": "draw", "parameters": {"properties": kinds}}}
     clean = {name: value.replace("<", "(") for name, value in values.items()}
@@ -205,7 +225,9 @@ def test_parts_of_the_arguments_come_as_they_are_written_and_join_to_the_object(
     for body in (json.dumps({"name": "draw", "arguments": clean}), f"<function=draw>\n{parameters}</function>"):
         text = f"<tool_call>\n{body}\n</tool_call>"
         stream = ToolCallStream([tool])
-        events = [event for at in range(0, len(text), step) for event in stream.push(text[at : at + step])] + stream.finish()
+        events = [
+            event for at in range(0, len(text), step) for event in stream.push(text[at : at + step])
+        ] + stream.finish()
         assert events[0] == CallStart("draw")
         assert events[-1] == CallEnd(True, text)
         assert json.loads("".join(event.text for event in events[1:-1] if isinstance(event, CallArguments))) == clean
@@ -233,7 +255,9 @@ def test_references_of_a_forced_call_hold() -> None:
         },
         "$defs": {"Point": {"type": "array", "items": {"$ref": "#/$defs/Number"}}, "Number": {"type": "integer"}},
     }
-    schema = json.loads(call_schema([DRAW, {"type": "function", "function": {"name": "move", "parameters": parameters}}, EMPTY]))
+    schema = json.loads(
+        call_schema([DRAW, {"type": "function", "function": {"name": "move", "parameters": parameters}}, EMPTY])
+    )
     moved = schema["$defs"]["tool1"]
     assert moved["properties"]["at"] == {"$ref": "#/$defs/tool1/$defs/Point"}
     assert moved["properties"]["tree"] == {"$ref": "#/$defs/tool1"}
@@ -241,3 +265,5 @@ def test_references_of_a_forced_call_hold() -> None:
     assert moved["properties"]["d"] == {"default": {"$ref": "#/x"}}
     assert moved["$defs"]["Point"]["items"] == {"$ref": "#/$defs/tool1/$defs/Number"}
     assert schema["anyOf"][1]["properties"]["arguments"] == {"$ref": "#/$defs/tool1"}
+    assert moved["additionalProperties"] is False
+    assert schema["$defs"]["tool2"] == {"type": "object"}

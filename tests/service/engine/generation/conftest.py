@@ -37,9 +37,11 @@ def model(registry: Registry) -> OpenModel:
 
 
 class AheadStepper(HostStepper):
-    """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is given.
+    """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is
+    given.
 
-    Rows that the host must choose for are chosen from the scores when they are collected: the next pass writes over them.
+    Rows that the host must choose for are chosen from the scores when they are collected: the next pass writes over
+    them.
     """
 
     ahead = 1

@@ -31,8 +31,17 @@ class Panic(BaseException):
 
 
 FAULTS: list[type[BaseException]] = [
-    ValueError, OverflowError, OSError, RecursionError, MemoryError, AssertionError, KeyError, ModelError, MemoryFull, Panic,
-]  # fmt: skip
+    ValueError,
+    OverflowError,
+    OSError,
+    RecursionError,
+    MemoryError,
+    AssertionError,
+    KeyError,
+    ModelError,
+    MemoryFull,
+    Panic,
+]
 
 
 @dataclass(frozen=True)
