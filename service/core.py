@@ -356,9 +356,7 @@ class Request:
             raise RequestError(
                 Field("images"), " go with a prompt or with ids; pictures of messages are among the parts of each"
             )
-        pixels = self.pixels
-        if pixels is not None and (isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1):
-            raise RequestError(Field("pixels"), f" is {pixels!r}; use a whole number from 1")
+        _check_whole("pixels", self.pixels, 1, WHOLE_LIMIT)
 
 
 def require_user_text(messages: Sequence[Message]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import load_config
@@ -33,15 +34,14 @@ def run(args: argparse.Namespace) -> int:
     pictures, images = read_pictures(args.image), None
     stop = Stop()
     with stop.listening(), opened(args, load_config(args.config)) as model:
-        logprobs: list[float | None]
+        logprobs: Sequence[float | None]
         if pictures:
             images = picture_documents(model, args.image, pictures, args.pixels)
             logprobs, windows = model.score_pictures(args.ids, pictures, args.pixels, cancel=stop), 1
         elif text is None:
-            logprobs, windows = [*model.score(args.ids, cancel=stop)], 1
+            logprobs, windows = model.score(args.ids, cancel=stop), 1
         else:
-            scored, windows = model.score_text(text, cancel=stop)
-            logprobs = [*scored]
+            logprobs, windows = model.score_text(text, cancel=stop)
     known = [one for one in logprobs if one is not None]
     score = {"tokens": len(logprobs) + 1, "logprobs": logprobs, "perplexity": perplexity(known), "windows": windows}
     if images is not None:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ..engine.completion import Prepared
 from ..errors import OnedeskError
-from .body import read_json
+from .body import PICTURE_BODY_LIMIT, read_json
 from .error_documents import as_api_error, to_json
 from .generate import Answering, answer, begin
 from .messages_requests import COUNT_TOKENS, MESSAGES, chat_body
@@ -35,7 +35,7 @@ async def count_tokens(service: Service, request: web.Request) -> web.StreamResp
 
 
 async def _answered(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_json(service, request, MESSAGES)
+    body = await read_json(service, request, MESSAGES, PICTURE_BODY_LIMIT)
     with service.models.using() as uses:
         name, calls, ask = await begin(service, body, _ask, uses)
         writer = MessagesWriter(

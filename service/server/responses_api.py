@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from .body import read_json
+from .body import PICTURE_BODY_LIMIT, read_json
 from .generate import Answering, answer, begin
 from .requests import Ask, chat_ask
 from .responses_requests import RESPONSES, chat_body
@@ -23,7 +23,7 @@ def _ask(body: Mapping[str, Any], context: int) -> Ask:
 
 async def responses(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer an input of messages, calls and their results."""
-    body = await read_json(service, request, RESPONSES)
+    body = await read_json(service, request, RESPONSES, PICTURE_BODY_LIMIT)
     with service.models.using() as uses:
         name, calls, ask = await begin(service, body, _ask, uses)
         writer = ResponsesWriter(name, body, ask.tools, one_call=ask.one_call)

@@ -218,7 +218,11 @@ def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     if kind == "refusal":
         return {"type": "refusal", "refusal": part.get("refusal") or ""}
     if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        detail = part.get("detail")
+        return {
+            "type": "image_url",
+            "image_url": {"url": part["image_url"], **({} if detail is None else {"detail": detail})},
+        }
     message = f"{path} has a type that is not supported; use input_text, or input_image with an image_url"
     raise ApiError(400, message, code="unsupported", param=path)
 

@@ -33,10 +33,15 @@ class ToolCall:
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]]) -> str:
-    """A JSON Schema of a call of one of `tools`, as the OpenAI API has them."""
+    """A JSON Schema of a call of one of `tools`, as the OpenAI API has them.
+
+    Arguments that a tool does not declare are left out: a small model would go on to invent them.
+    """
     calls, definitions = [], {}
     for at, tool in enumerate(tools):
         parameters = tool["function"].get("parameters") or {"type": "object"}
+        if "properties" in parameters:
+            parameters = {"additionalProperties": False, **parameters}
         definitions[f"tool{at}"] = embedded_schema(parameters, f"tool{at}")
         calls.append(
             {

@@ -19,7 +19,7 @@ from onedesk.service.errors import RequestError
 
 NEUTRAL = Sampling(1.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0)
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-WHOLES = ("max_tokens", "thinking_budget", "n", "best_of", "beams", "logprobs")
+WHOLES = ("max_tokens", "total_tokens", "thinking_budget", "n", "best_of", "beams", "logprobs", "pixels")
 EDGES: list[Any] = [
     0,
     -0.0,
@@ -119,7 +119,9 @@ def test_every_numeric_field_is_covered_here() -> None:
         "prefix_reuse",
         "speculation",
     }
-    plain |= {"json_schema", "json_frame", "tools", "template_options"}
+    plain |= {"json_schema", "json_frame", "tools", "template_options", "images"}
+    # `calls` is counted by the service from tools that are given, the others are switches.
+    plain |= {"calls", "add_generation_prompt", "continue_final_message", "parse_special"}
     assert {f.name for f in fields(Sampling)} == {*FLOATS, "top_k", "seed", "logit_bias"}
     missing = {f.name for f in fields(Request)} - plain - {*WHOLES}
     assert not missing

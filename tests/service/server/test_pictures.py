@@ -96,6 +96,22 @@ def test_users_cannot_type_pictures_and_send_too_many(client: OpenAI) -> None:
         ask(client, "Compare them.", *[url(drawn(8, 8))] * 100)
 
 
+def test_the_further_apis_take_pictures_too(seeing: Server, client: OpenAI) -> None:
+    one = url(drawn(96, 64, 1))
+    wanted = ask(client, "What is it?", one).choices[0].message.content
+    plain = {"model": SEER, "temperature": 0, "max_output_tokens": 6}
+    parts = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": one, "detail": "low"}]
+    status, _, document = seeing.ask("POST", "/v1/responses", plain | {"input": [{"role": "user", "content": parts}]})
+    assert status == 200, document
+    assert document["output"][-1]["content"][0]["text"] == wanted
+    source = {"type": "base64", "media_type": "image/png", "data": one.partition(",")[2]}
+    blocks = [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}]
+    body = {"model": SEER, "temperature": 0, "max_tokens": 6, "messages": [{"role": "user", "content": blocks}]}
+    status, _, document = seeing.ask("POST", "/v1/messages", body)
+    assert status == 200, document
+    assert document["content"][-1]["text"] == wanted
+
+
 def test_uris_give_back_their_pictures() -> None:
     picture = drawn(40, 30)
     back = picture_of_uri(uri_of_picture(picture), "it")

@@ -265,3 +265,5 @@ def test_references_of_a_forced_call_hold() -> None:
     assert moved["properties"]["d"] == {"default": {"$ref": "#/x"}}
     assert moved["$defs"]["Point"]["items"] == {"$ref": "#/$defs/tool1/$defs/Number"}
     assert schema["anyOf"][1]["properties"]["arguments"] == {"$ref": "#/$defs/tool1"}
+    assert moved["additionalProperties"] is False
+    assert schema["$defs"]["tool2"] == {"type": "object"}
