@@ -15,8 +15,8 @@ from yarl import URL
 from ..errors import ModelError, PeerError, RequestError
 from ..loader.files import short
 from . import huggingface, modelscope
-from .part import Part
-from .remote import Snapshot
+from .part import PartialFile
+from .remote import RepositorySnapshot
 from .web import PASSING, TransientError, Web, reason_of, wait_asked
 
 BLOCK = 1 << 20  # bytes written and hashed at a time
@@ -45,12 +45,12 @@ class Pace:
 class Transfer:
     """Fetches the files of one snapshot."""
 
-    def __init__(self, web: Web, snapshot: Snapshot, pace: Pace) -> None:
+    def __init__(self, web: Web, snapshot: RepositorySnapshot, pace: Pace) -> None:
         self._web = web
         self._snapshot = snapshot
         self._pace = pace
 
-    async def fetch(self, part: Part) -> None:
+    async def fetch(self, part: PartialFile) -> None:
         """Complete an open part. Raises PeerError, ModelError, RequestError, OSError."""
         tries, limits = 0, self._web.limits
         while part.done < part.file.size:
@@ -69,7 +69,7 @@ class Transfer:
         module = modelscope if self._snapshot.hub == "modelscope" else huggingface
         return module.file_url(self._web.endpoint.url, self._snapshot.repo, self._snapshot.revision, path)
 
-    async def _receive(self, part: Part) -> None:
+    async def _receive(self, part: PartialFile) -> None:
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={part.done}-"}
         if part.done and part.etag:
             headers["If-Range"] = part.etag
@@ -86,10 +86,12 @@ class Transfer:
             part.etag = etag if etag and not etag.startswith("W/") and etag.isascii() and etag.isprintable() else None
             await self._read(response, part)
 
-    def _again(self, part: Part, reason: str) -> None:
+    def _again(self, part: PartialFile, reason: str) -> None:
         self._web.report({"event": "restart", "path": part.file.path, "reason": reason, "lost": part.done})
 
-    def _check(self, response: aiohttp.ClientResponse, redirects: list[aiohttp.ClientResponse], part: Part) -> None:
+    def _check(
+        self, response: aiohttp.ClientResponse, redirects: list[aiohttp.ClientResponse], part: PartialFile
+    ) -> None:
         """Raise if a response does not have the file's bytes from the needed offset."""
         status, host, file = response.status, response.url.host, part.file
         if status in PASSING:
@@ -122,7 +124,7 @@ class Transfer:
                     " again"
                 )
 
-    def _check_range(self, response: aiohttp.ClientResponse, part: Part) -> None:
+    def _check_range(self, response: aiohttp.ClientResponse, part: PartialFile) -> None:
         host, file = response.url.host, part.file
         found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if (
@@ -140,7 +142,7 @@ class Transfer:
         snapshot = self._snapshot
         return huggingface.refusal(self._web, response.status, response.headers, snapshot.repo, snapshot.commit, path)
 
-    async def _read(self, response: aiohttp.ClientResponse, part: Part) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, part: PartialFile) -> None:
         """Write the body as it comes. Raises TransientError if it ends early or is too slow."""
         limits, host, block = self._web.limits, response.url.host, bytearray()
         since, in_window = time.monotonic(), 0

@@ -25,7 +25,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LaunchMachine:
     """The machine that the engine will run on: its total memory in bytes, and whether a GPU has its own memory or
     shares the host's.
     """

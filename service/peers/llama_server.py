@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config import PeerSettings, model_name
 from ..errors import FileError, PeerError
 from ..memory.budget import show
-from .launch import Launch, Machine, Place, check_options, weight_bytes
+from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
 
 COMMAND = ("llama-server",)
 HEALTH = "/health"
@@ -46,7 +46,7 @@ OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
 
-def launch(settings: PeerSettings, machine: Machine, place: Place, knows: Callable[[str], bool]) -> Launch:
+def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: Callable[[str], bool]) -> Launch:
     """Its arguments. `knows` says whether this version has an option. Raises PeerError, FileError.
 
     `context` is per sequence; the server divides one total among its slots. With several models it starts as a router,
@@ -88,7 +88,7 @@ def named_models(settings: PeerSettings) -> dict[str, str]:
     return {model_name(model): model for model in settings.models} or {settings.name: settings.model}
 
 
-def _modes(settings: PeerSettings, machine: Machine, knows: Callable[[str], bool]) -> dict[str, str]:
+def _modes(settings: PeerSettings, machine: LaunchMachine, knows: Callable[[str], bool]) -> dict[str, str]:
     """A model's options by their long names; "" for an option without a value."""
     modes = {"ctx-size": str(settings.context * settings.sequences), "parallel": str(settings.sequences)}
     # Mapped file pages would be in memory and still count as available, so weights are read into private memory.

@@ -21,7 +21,7 @@ SILENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class PeerAddress:
     """A server's address and how to call it. `title` is the only part that people, logs and errors may see, such as
     "the server NAME".
 
@@ -60,7 +60,7 @@ class Peer(ABC):
     has_memory: bool = False
 
     @abstractmethod
-    def reach(self, cancel: CancelCheck | None = None) -> Address:
+    def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
         """Its address. Called before each use; starts the engine if that is our task. Raises PeerError, FileError;
         Cancelled by `cancel`.
         """

@@ -9,7 +9,7 @@ from aiohttp import web
 from ..loader.names import ModelEntry
 from .check import check
 from .error_documents import ApiError, to_json
-from .requests import Form, form_of
+from .requests import ModelForm, form_of
 from .schemas import OWN
 from .service import Service
 
@@ -50,7 +50,7 @@ async def model(service: Service, request: web.Request) -> web.Response:
     return web.Response(body=to_json(found[0]), content_type="application/json")
 
 
-def _form(request: web.Request) -> Form:
+def _form(request: web.Request) -> ModelForm:
     """The requested variant: ?context=N&quant=Q, as in the `onedesk` object of a request. Raises ApiError 400."""
     asked: dict[str, Any] = dict(request.query)
     context = asked.get("context")
@@ -60,7 +60,7 @@ def _form(request: web.Request) -> Form:
     return form_of({"onedesk": asked})
 
 
-def _document(service: Service, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
+def _document(service: Service, entry: ModelEntry, form: ModelForm | None = None) -> dict[str, Any]:
     document = service.models.document(entry, form)
     document["onedesk"]["at_once"] = service.places.of(entry.name)
     return document

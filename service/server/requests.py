@@ -22,7 +22,7 @@ DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ModelForm:
     """The requested variant of a model; None: the service's default."""
 
     context: int | None = None
@@ -30,7 +30,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """A parsed request: one engine request per prompt, and the shape of the response."""
 
     requests: tuple[Request, ...]
@@ -43,10 +43,10 @@ class Ask:
     one_call: bool = False
 
 
-def form_of(body: Mapping[str, Any]) -> Form:
+def form_of(body: Mapping[str, Any]) -> ModelForm:
     """The variant of the model that a body asks for."""
     own = _own(body)
-    return Form(whole(own.get("context")), own.get("quant"))
+    return ModelForm(whole(own.get("context")), own.get("quant"))
 
 
 def policy_of(body: Mapping[str, Any]) -> Policy | None:
@@ -62,7 +62,7 @@ def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return body.get("onedesk") or {}
 
 
-def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
+def chat_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     """A body that matches schemas.CHAT.
 
     Raises ApiError 400 for what the schema cannot check: image URLs that would have to be fetched, damaged images, tool
@@ -91,7 +91,7 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
         **_generation_prompt(body),
     )
     detail = bool(_own(body).get("detail"))
-    return Ask((request,), *_streaming(body), tools=tools, detail=detail, one_call=one_call)
+    return ParsedRequest((request,), *_streaming(body), tools=tools, detail=detail, one_call=one_call)
 
 
 def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
@@ -104,7 +104,7 @@ def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
     return {"continue_final_message": continues, "add_generation_prompt": not continues and added is not False}
 
 
-def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
+def completion_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     """A body that matches schemas.COMPLETION, as one request per prompt. Raises ApiError 400 for zero tokens without an
     echo of the prompt.
     """
@@ -119,7 +119,9 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
     requests = tuple(
         replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given
     )
-    return Ask(requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail")))
+    return ParsedRequest(
+        requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail"))
+    )
 
 
 def _check_choices(count: int, each: int) -> None:
