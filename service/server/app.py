@@ -81,7 +81,7 @@ def _around(service: Service, guard: Guard) -> Middleware:
             if is_gone(request):
                 if not isinstance(error, ConnectionError | OnedeskError) and failed is None:
                     as_api_error(error)  # which logs it
-                return web.Response(status=GONE)  # nobody receives it
+                return web.Response(status=GONE)  # the client is gone
             if isinstance(error, asyncio.CancelledError) and service.stopping:  # while its body was still being read
                 failed = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
             failed = failed or as_api_error(error)
