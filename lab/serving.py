@@ -1,5 +1,5 @@
 """What the local service costs beside the engine in this process, and what its models give back: the figures of
-docs/service.md.
+docs/performance.md.
 
     python -m onedesk.lab.serving [--model NAME] [--quant none|int8|int4] [--tokens 48] [--cycles 9] [--streams 8]
     [--json]
