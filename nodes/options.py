@@ -14,7 +14,7 @@ _BIAS = re.compile(r"""\s*(?P<token>\d+|"(?:[^"\\]|\\.)*")\s*[:=\s]\s*(?P<bias>[
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
-    r"""One stop string per line, blanks kept; `\n`, `\t` and `\\` are line end, tab and backslash. Skips empty lines."""
+    r"""One stop string per line; `\n`, `\t`, `\\` are line end, tab, backslash. Skips empty lines, keeps blanks."""
     return tuple(_ESCAPE.sub(lambda match: _ESCAPES[match[1]], line) for line in text.splitlines() if line)
 
 

@@ -37,7 +37,7 @@ KINDS: dict[str, Colour] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A stretch of a bar: what it is, bytes, colour."""
 
     label: str
@@ -53,7 +53,7 @@ class Bar:
 
     title: str
     total: int
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     rest: str
 
     def edges(self) -> list[int]:

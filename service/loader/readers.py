@@ -67,7 +67,7 @@ def thread_faults() -> tuple[int, int]:
     return usage.ru_majflt, usage.ru_minflt
 
 
-class Run:
+class ReadRun:
     """What the readers of one stream share: the next chunk, the stop flag, and the queue of chunks done (None: a
     reader has ended).
     """

@@ -21,7 +21,7 @@ from . import (
     streams,
 )
 from .layers import Block, Decoder, Layer
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig
 from .spec import Destination, Source
 
@@ -71,7 +71,7 @@ def build(
     """The network over `weights` and `tables` (keys of `destinations`); sequences may be as long as the rotary
     table.
     """
-    named, blocks, paged, stateful = Named(weights, tables), [], 0, 0
+    named, blocks, paged, stateful = NamedWeights(weights, tables), [], 0, 0
     for layer in range(config.layers):
         before = None
         if config.ngrams is not None and layer in config.ngrams.layers:
@@ -96,7 +96,7 @@ def build_draft(
     config: DecoderConfig, weights: Mapping[str, Weight], network: Decoder, rotary: RotaryTable
 ) -> draft.Draft:
     """The layer that drafts for `network`, over `weights` (keys of `destinations`); its cache is one of its own."""
-    own, named = draft.layer_config(config), Named(weights, {})
+    own, named = draft.layer_config(config), NamedWeights(weights, {})
     at = named.of(config.layers)
     mixer, forward = (
         _attention(own, named, config.layers, (0, 0), rotary),
@@ -114,7 +114,9 @@ def build_draft(
     return draft.Draft(layer, of_token, of_state, tuple(named[key] for key in projections))
 
 
-def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> Layer:
+def _attention(
+    config: DecoderConfig, named: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
+) -> Layer:
     """Attention with an indexer or without; `places` among the layers that leave keys and values, and among those
     that leave states.
     """
@@ -123,7 +125,7 @@ def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[in
     return indexed.build(config, named, layer, places, rotary)
 
 
-def _joined(config: DecoderConfig, at: Named, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
+def _joined(config: DecoderConfig, at: NamedWeights, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
     """The two halves of a block, behind their connections where there are residual streams."""
     if config.streams is None:
         return mixer, forward
