@@ -44,7 +44,7 @@ def test_cancel_ends_the_readers(weights: Path, monkeypatch: pytest.MonkeyPatch,
             self.stop = Stop()
 
     monkeypatch.setattr(os, "preadv", gated)
-    monkeypatch.setattr(stream, "Run", Gated)
+    monkeypatch.setattr(stream, "ReadRun", Gated)
     with pytest.raises(Cancelled, match=r"loading was stopped after \d+ of 160000 bytes"):
         stream_tensors(jobs, cancel=lambda: len(offsets) >= 3, readers=readers)
     assert 3 <= len(offsets) <= 3 + readers
