@@ -155,18 +155,18 @@ def _weights(found: Sequence[Mapping[str, int]]) -> Check:
     """`found`: the checksums before the first run, after the third, after the reload, after the last."""
     for then, now, when in (
         (0, 1, "while it wrote"),
-        (1, 2, "when it was read anew"),
-        (2, 3, "while it wrote after being read anew"),
+        (1, 2, "when it was read again"),
+        (2, 3, "while it wrote after being read again"),
     ):
         changed = [name for name in found[0] if found[then][name] != found[now][name]]
         if changed:
             detail = f"{changed[0]} changed {when}, and {len(changed) - 1} of {len(found[0])} tensors after it"
             return Check("weights", "failure", detail, _fix_of_bytes(when))
-    return Check("weights", "ok", f"{len(found[0])} tensors are the same before, after, and read anew")
+    return Check("weights", "ok", f"{len(found[0])} tensors are the same before, after, and read again")
 
 
 def _fix_of_bytes(when: str) -> str:
-    if "read anew" in when and "wrote" not in when:
+    if "read again" in when and "wrote" not in when:
         return (
             "the file or its disk gives other bytes each time: check the disk, compare the file's hash with its source"
         )

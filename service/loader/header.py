@@ -165,7 +165,7 @@ def _offsets(offsets: Any, where: str) -> tuple[int, int]:
         raise FileError(f"{where} has the offsets {say(offsets)}; two whole numbers from 0 are needed; {DAMAGED}")
     begin, end = offsets
     if begin > end:
-        raise FileError(f"{where} has the offsets {begin} to {end}, the end before the beginning; {DAMAGED}")
+        raise FileError(f"{where} has the offsets {begin} to {end}, the end before the start; {DAMAGED}")
     return begin, end
 
 

@@ -134,7 +134,7 @@ def is_current(
             return False
         made = str(read_json_object(folder / SOURCE, SOURCE).get("made"))
         if _hash_of_tensors(found, progress, cancel) != made:
-            log.warning("the converted weights in the cache are not those that were written there: they are made anew")
+            log.warning("the converted weights in the cache are not those that were written there: they are made again")
             return False
         if unchanged_since(folder, conversion.checkpoint):
             return True

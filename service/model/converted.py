@@ -80,7 +80,7 @@ def plan_form(
     except OnedeskError as error:
         log.warning(
             "%s: the converted weights in the cache (%s/%s) are not used: %s; onedesk quantize --model %s --quant %s"
-            " makes them anew",
+            " makes them again",
             *(checkpoint.name, FOLDER, folder.name, error, checkpoint.name, quant),
         )
     return plan_weights(wanted(), checkpoint, aim)

@@ -110,7 +110,7 @@ class Partial:
                 digest.update(octets)
                 at += len(octets)
         if at != ends[-1] or digest.hexdigest() != last:
-            log.warning("what a stopped conversion left is not what it wrote down: it is begun anew")
+            log.warning("what a stopped conversion left is not what it wrote down: the conversion starts again")
             return WrittenPart()
         return WrittenPart(len(entries), at, content, digest)
 

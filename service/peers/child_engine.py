@@ -194,7 +194,7 @@ class ChildEngine(Peer):
         child = self._child
         if child is None or child.running:
             return
-        log.warning("%s; it is started anew", child.ending())
+        log.warning("%s; it is started again", child.ending())
         lease, self._lease, self._child = self._lease, None, None
         if lease is not None:
             lease.process_ended()

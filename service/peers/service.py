@@ -221,7 +221,7 @@ class LocalService(Peer):
     ) -> Mapping[str, Any]:
         address = self._running_address()
         if address is None:
-            raise PeerError(f"{self.title} has ended; run again: it is started anew")
+            raise PeerError(f"{self.title} has ended; run again: it is started again")
         document = ask(address, method, route, body, seconds=seconds)
         if not isinstance(document, Mapping):
             raise PeerError(f"{self.title} answers {route.partition('?')[0]} with no object; is it another program?")
@@ -319,7 +319,7 @@ class LocalService(Peer):
         if note.version != self._version:
             raise PeerError(
                 f"{self.title} that runs is version {note.version}, and these nodes are {self._version}; end it"
-                f" (process {note.pid}), then run again: it is started anew"
+                f" (process {note.pid}), then run again: it is started again"
             )
 
 

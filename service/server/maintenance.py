@@ -53,7 +53,7 @@ class Renewal:
         released = model.give_way()
         model.load(cancel=cancel)
         self._since[model] = self._now()
-        log.info("%s was loaded anew; %d bytes had come back", model.name, sum(one.measured for one in released))
+        log.info("%s was loaded again; %d bytes had come back", model.name, sum(one.measured for one in released))
         return True
 
 
@@ -70,7 +70,7 @@ async def renew_when_idle(service: Service) -> None:
                     except (
                         OnedeskError
                     ) as error:  # a thread raises nothing else; the next check covers the other models too
-                        log.warning("%s was not loaded anew: %s", model.name, error)
+                        log.warning("%s was not loaded again: %s", model.name, error)
 
 
 def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker) -> None:
@@ -79,7 +79,7 @@ def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker)
             model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting
         )
     except OnedeskError as error:  # its files are gone or its memory is taken: the next request reports it
-        log.warning("%s was not loaded anew: %s", model.name, error)
+        log.warning("%s was not loaded again: %s", model.name, error)
         return
     if renewed:
         service.figures.renewed()

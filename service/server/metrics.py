@@ -58,7 +58,7 @@ class _Gatherer:
         released = [((kind,), figures.released[kind]) for kind in ("asked", "measured")]
         yield _counter("released_bytes", "Bytes given back on request: asked and measured", ("kind",), released)
         yield _counter("releases", "Leases given back on request", (), [((), figures.released["times"])])
-        yield _counter("renewals", "Models loaded anew while nobody asked", (), [((), figures.renewals)])
+        yield _counter("renewals", "Models loaded again while no request came", (), [((), figures.renewals)])
         yield _histogram("seconds", "Seconds by model and stage", ("model", "stage"), dict(figures.seconds))
         yield _gauge("waiting", "Requests that wait for their turn", (), [((), service.waiting)])
         yield _gauge("working", "Requests that are worked on", (), [((), len(service.working))])

@@ -142,7 +142,7 @@ def test_a_wrong_shape_is_refused(tmp_path: Path, shape: Any, wanted: str) -> No
         ([0.0, 4.0], "the offsets [0.0, 4.0]"),
         ([False, 4], "the offsets [False, 4]"),
         ([0, 2**64], "the offsets [0, 18446744073709551616]"),
-        ([4, 0], "the offsets 4 to 0, the end before the beginning"),
+        ([4, 0], "the offsets 4 to 0, the end before the start"),
         ([0, 2**62], "it is cut short or damaged"),
         ([4, 8], "it is cut short or damaged"),
     ],

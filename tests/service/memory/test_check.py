@@ -138,6 +138,6 @@ def test_file_with_changing_bytes_is_named(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(OpenModel, "give_way", rot)
     found = checks(model, tmp_path)
-    assert found["weights"].detail.startswith("model.layers.3.self_attn.o_proj.weight changed when it was read anew")
+    assert found["weights"].detail.startswith("model.layers.3.self_attn.o_proj.weight changed when it was read again")
     assert "first behind layer 3" in found["states"].detail
     assert "run 4 differs" in found["states"].detail

@@ -205,7 +205,7 @@ def test_a_source_that_changed_is_not_taken_for_what_it_was(
     assert len(caplog.records) == 1
     told = caplog.records[0].getMessage()
     assert "are not used: a file of the model was changed, copied or touched since it was made" in told
-    assert "onedesk quantize --model tiny --quant int4 makes them anew" in told
+    assert "onedesk quantize --model tiny --quant int4 makes them again" in told
     assert not current(conversion(folder, cache), pool)
     made(folder, cache, pool)
     assert_equal(loaded(plan_of(folder, cache), pool), loaded(plan_of(folder, None), pool))

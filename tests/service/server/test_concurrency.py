@@ -187,4 +187,4 @@ def test_a_model_whose_files_are_gone_does_not_end_the_renewing(
         asyncio.run(renew_when_idle(service))
     assert loaded == [False, True]
     assert service.figures.renewals == 1
-    assert "tiny was not loaded anew: model.safetensors" in caplog.text
+    assert "tiny was not loaded again: model.safetensors" in caplog.text
