@@ -19,7 +19,9 @@ GATED_BUFFER = "projected"
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """The required tensors. Queries, keys and values are one matrix; gated heads have their queries, then their gates."""
+    """The required tensors. Queries, keys and values are one matrix; gated heads have their queries, then their
+    gates.
+    """
     w, key, part = config.widths, f"{layer}.", layer + 1
     name = f"model.layers.{layer}.self_attn."
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim

@@ -1,4 +1,6 @@
-"""Matrices that a checkpoint stores column by column, several per tensor: read one at a time and transposed on arrival."""
+"""Matrices that a checkpoint stores column by column, several per tensor: read one at a time and transposed on
+arrival.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .spec import Source
 
 
 def as_stored(source: Source, info: TensorInfo) -> Source:
-    """The source as the file has it. Checkpoints that transformers has saved again store rows; the shape tells which."""
+    """The source as the file has it. Checkpoints that transformers has saved again store rows; the shape tells
+    which.
+    """
     if not source.by_columns:
         return source
     count, columns, rows = source.stored

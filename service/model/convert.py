@@ -230,7 +230,9 @@ def _read(
     first: int = 0,
     keep: Callable[[Iterator[torch.Tensor]], None] | None = None,
 ) -> Iterator[list[bytes]]:
-    """Read every tensor from `first` on, and convert those whose parts `keep` accepts; yield the source hashes of each."""
+    """Read every tensor from `first` on, and convert those whose parts `keep` accepts; yield the source hashes
+    of each.
+    """
     plan = conversion.plan
     sizes = [sum(info.nbytes for info in tensor.parts) for tensor in plan.tensors]
     total, done = sum(sizes), sum(sizes[:first])

@@ -191,7 +191,9 @@ BetweenLayers = Callable[[int, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm (or mixer of residual streams) and head, over the caches of a session's sequences."""
+    """Embedding, blocks, final norm (or mixer of residual streams) and head, over the caches of a session's
+    sequences.
+    """
 
     shape: HeadShape
     embedding: Weight

@@ -41,7 +41,9 @@ class Patches(Protocol):
 
 
 def destinations(shape: TowerShape) -> Iterator[Destination]:
-    """Every tensor of a tower, without a name prefix, in order of use; none is quantized unless it is stored quantized."""
+    """Every tensor of a tower, without a name prefix, in order of use; none is quantized unless it is stored
+    quantized.
+    """
     d, last = shape.hidden, shape.depth + 1
     stored = (d, CHANNELS, shape.frames, shape.patch, shape.patch)
     patch = Source("patch_embed.proj.weight", (d, shape.patch_width), stored)
