@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Import onedesk.service.setup.MODULE and return what its main(arguments) returns."""
+    """Import onedesk.service.setup.MODULE and return the result of its main(arguments)."""
     sys.dont_write_bytecode = True
     package = types.ModuleType("onedesk")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]

@@ -22,7 +22,7 @@ OPERATORS = ("nms", "qnms")
 
 
 class OperatorsFirst(MetaPathFinder):
-    """Declares torchvision's operators, without an implementation, at the moment that somebody imports torchvision.
+    """Declares torchvision's operators, without an implementation, at the moment that torchvision is imported.
 
     Not earlier: ComfyUI sets torch's options in the environment before it imports torch.
     """
@@ -31,7 +31,7 @@ class OperatorsFirst(MetaPathFinder):
         self.library: object = None
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Find nothing; the operators are declared for as long as `library` lives."""
+        """Always returns None: it only declares the operators, for as long as `library` lives."""
         if name == "torchvision" and self.library is None:
             import torch
 
