@@ -30,7 +30,7 @@ from .footprint import longest
 from .forms import SIZED, Engine, Form, Sized, form_of_config, forms_of
 from .known_configs import PUBLISHED, published_name
 
-# The page cache reserved for the n-gram table where its rows are read from the file.
+# The most memory that cached rows of the n-gram table take where they are read from the file.
 TABLE_CACHE = 512 << 20
 # A GPU of another machine is assumed to support the fused kernels.
 ASSUMED_CAPABILITY = (8, 0)
@@ -71,7 +71,7 @@ class Machine:
         )
 
     def limit_for(self, wanted: int) -> float:
-        """The smallest round [memory] limit that leaves `wanted` bytes to spend."""
+        """The [memory] limit that leaves `wanted` bytes to spend, rounded up to 0.01."""
         return math.ceil(wanted / (1 - self.settings.kept_back) / self.memory * 100) / 100
 
 

@@ -34,8 +34,8 @@ class KeptFiles:
         self._closing = weakref.finalize(self, _close_all, self._open)
 
     def settle(self) -> None:
-        """Give a forked child its own lock: one held by a thread of the parent would never be released. Descriptors are
-        shared safely.
+        """Give a forked child its own lock: one held by a thread of the parent would never be released. Its
+        descriptors are copies.
         """
         if self._process != os.getpid():
             self._process, self.lock = os.getpid(), threading.Lock()

@@ -46,7 +46,7 @@ WantedBy=default.target
 
 
 def unit_path() -> Path:
-    """The user's path for this unit."""
+    """The path of this unit among the user's."""
     home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(home) / "systemd" / "user" / NAME
 
