@@ -1,4 +1,4 @@
-"""Random models for a real graphics card, of a size at which a painter and a writer do not fit one beside the other.
+"""Random models for a real graphics card, of a size at which a painter and a writer do not fit together.
 
     python tests/big_models.py MODELS [PAINTER_WIDTH,DOUBLE,SINGLE WRITER_WIDTH,LAYERS]
 

@@ -1,6 +1,6 @@
-"""Start ComfyUI's main.py beside a torch for which PyPI's torchvision has no compiled operators.
+"""Start ComfyUI's main.py with a torch for which PyPI's torchvision has no compiled operators.
 
-torchvision and torchaudio on PyPI are compiled against PyPI's torch and do not load beside another build of it. All
+torchvision and torchaudio on PyPI are compiled against PyPI's torch and do not load with another build of it. All
 that ComfyUI imports of them is plain Python, except that torchvision describes its operators to torch at import; they
 are declared just before.
 
