@@ -27,7 +27,7 @@ from ..service.console import write_json
 from ..service.errors import OnedeskError, PeerError, RequestError
 from ..service.memory.budget import MIB
 from ..service.peers.child import Child, Order
-from ..service.peers.peer import Address
+from ..service.peers.peer import PeerAddress
 from ..service.peers.service import find_service
 from ..service.peers.wire import Exchange, ask
 
@@ -87,7 +87,7 @@ def question(model: str, seed: int, tokens: int) -> dict[str, Any]:
 class Crowd:
     """Clients that go on until a moment; `alone` is what each (model, seed) writes alone."""
 
-    def __init__(self, address: Address, load: Load, alone: Mapping[tuple[str, int], str]) -> None:
+    def __init__(self, address: PeerAddress, load: Load, alone: Mapping[tuple[str, int], str]) -> None:
         self._address = address
         self._load = load
         self._alone = alone
@@ -205,7 +205,7 @@ def soak(load: Load, config: Config, *, say: Callable[[str], None] = lambda _: N
     return _document(load, config, crowd.seen, sizes)
 
 
-def _await_service(child: Child, config: Config) -> Address:
+def _await_service(child: Child, config: Config) -> PeerAddress:
     until = time.monotonic() + _START_SECONDS
     while (found := find_service(config.cache)) is None or found.note.pid != child.pid:
         if not child.running:
@@ -216,12 +216,12 @@ def _await_service(child: Child, config: Config) -> Address:
     return found.address
 
 
-def _written(address: Address, body: Mapping[str, Any]) -> str:
+def _written(address: PeerAddress, body: Mapping[str, Any]) -> str:
     with Exchange(address, "POST", "/chat/completions", body, silence=_SILENCE) as exchange:
         return "".join(text_of(document) for document in exchange.documents())
 
 
-def _quiet_size(address: Address, child: Child, models: Sequence[str]) -> int:
+def _quiet_size(address: PeerAddress, child: Child, models: Sequence[str]) -> int:
     """Bytes of the service once it has given everything back that it can; what a client that vanished left at work
     ends first.
     """

@@ -11,7 +11,7 @@ from comfy_api.latest import io
 from .node_run import Job, PageView
 from .show import numbered, returned, statistics
 from .sockets import MESSAGES, SAMPLING, SEED_MAX
-from .text_task import Answer, Question, Writing
+from .text_task import Question, TextReply, Writing
 from .values import ModelChoice
 
 
@@ -26,7 +26,7 @@ def repeated_rows(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
 async def answered(rows: Sequence[tuple[ModelChoice, Question]], hidden: Any) -> io.NodeOutput:
     """The outputs `writing_outputs` for the questions, which the node shows while they are written."""
     view = PageView(hidden.unique_id)
-    answers: list[Answer] = []
+    answers: list[TextReply] = []
     stats: list[str] = []
     for choice, group in groupby(rows, key=lambda row: row[0]):
         writing = Writing([question for _, question in group], view)

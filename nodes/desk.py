@@ -18,7 +18,7 @@ from .picture import (
     ONEDESK,
     OTHERS,
     Bar,
-    Part,
+    BarPart,
 )
 from .show import evicted
 
@@ -38,7 +38,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Desk:
+class DeskMemory:
     """One snapshot of everything. `resident`: the part of the leases in memory; `comfyui`: ComfyUI's own
     models; bytes.
     """
@@ -52,7 +52,7 @@ class Desk:
     leaks: Sequence[dict[str, Any]]
 
 
-def desk_text(desk: Desk) -> str:
+def desk_text(desk: DeskMemory) -> str:
     """The table of `onedesk memory`, then models, ComfyUI's models and the counters."""
     budget, counters = desk.pool.budget, desk.pool.counters()
     report = {
@@ -79,35 +79,35 @@ def desk_text(desk: Desk) -> str:
     return memory_table(report) + "\n\n" + "\n".join(lines)
 
 
-def desk_bars(desk: Desk) -> list[Bar]:
+def desk_bars(desk: DeskMemory) -> list[Bar]:
     """The machine, the budget, and each lease against the budget's limit."""
     truth, budget = desk.truth, desk.pool.budget
     used = max(0, truth.total - truth.available)
     ours = min(desk.resident, used)
     comfyui = min(sum(nbytes for _, nbytes in desk.comfyui), used - ours)
     machine = [
-        Part("others", used - ours - comfyui, OTHERS),
-        Part("ComfyUI", comfyui, COMFYUI),
-        Part("Onedesk", ours, ONEDESK),
+        BarPart("others", used - ours - comfyui, OTHERS),
+        BarPart("ComfyUI", comfyui, COMFYUI),
+        BarPart("Onedesk", ours, ONEDESK),
     ]
     kinds = [
-        Part(kind, sum(lease.nbytes for lease in desk.leases if lease.kind == kind), colour)
+        BarPart(kind, sum(lease.nbytes for lease in desk.leases if lease.kind == kind), colour)
         for kind, colour in KINDS.items()
     ]
     bars = [
         Bar("Memory", truth.total, machine, "available"),
-        Bar("Onedesk's limit", budget.limit, [Part("kept back", budget.kept_back, KEPT_BACK), *kinds], "free"),
+        Bar("Onedesk's limit", budget.limit, [BarPart("kept back", budget.kept_back, KEPT_BACK), *kinds], "free"),
     ]
     for lease in desk.leases[:SHOWN_LEASES]:
         title = f"{lease.owner} ({lease.residency}, {lease.policy}, idle {lease.idle:.0f} s), of"
-        bars.append(Bar(title, budget.limit, [Part(lease.kind, lease.nbytes, KINDS[lease.kind])], "rest"))
+        bars.append(Bar(title, budget.limit, [BarPart(lease.kind, lease.nbytes, KINDS[lease.kind])], "rest"))
     if len(desk.leases) > SHOWN_LEASES:
         more = desk.leases[SHOWN_LEASES:]
         bars.append(
             Bar(
                 f"{len(more)} more leases, of",
                 budget.limit,
-                [Part("all", sum(x.nbytes for x in more), ONEDESK)],
+                [BarPart("all", sum(x.nbytes for x in more), ONEDESK)],
                 "rest",
             )
         )

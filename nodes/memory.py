@@ -17,7 +17,7 @@ from ..service.memory.budget import GIB, MemorySettings
 from ..service.memory.pool import Pool
 from ..service.registry import REGISTRY
 from . import bridge
-from .desk import Desk, Seat, desk_bars, desk_text
+from .desk import DeskMemory, Seat, desk_bars, desk_text
 from .node_run import AtTheEnd
 from .picture import draw
 from .show import returned
@@ -196,9 +196,9 @@ def _as_widget(name: str) -> str:
     return "budget" if name == "limit" else name
 
 
-def _look(pool: Pool) -> Desk:
+def _look(pool: Pool) -> DeskMemory:
     """The current state of all memory."""
-    return Desk(
+    return DeskMemory(
         truth=pool.read_truth(),
         pool=pool,
         leases=pool.leases(),

@@ -37,7 +37,7 @@ KINDS: dict[str, Colour] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A segment of a bar: label, bytes, colour."""
 
     label: str
@@ -53,7 +53,7 @@ class Bar:
 
     title: str
     total: int
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     rest: str
 
     def edges(self) -> list[int]:

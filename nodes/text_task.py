@@ -51,7 +51,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TextReply:
     """One answer and the conversation with it as its last turn."""
 
     result: Result
@@ -65,7 +65,7 @@ class Writing:
         self._questions = questions
         self._view = view
         self._stream: Events | None = None
-        self._written: list[_Written] = []
+        self._written: list[_WrittenText] = []
         self._place = 0  # position in the service's queue, 0: not queued
 
     def prepare(self, model: Model, cancel: CancelCheck) -> None:
@@ -78,13 +78,13 @@ class Writing:
                 requests.append(question.request(model))
             except RequestError as error:
                 raise RequestError(self._named(place, ""), *error.args) from error
-        self._written = [_Written() for _ in self._questions]
+        self._written = [_WrittenText() for _ in self._questions]
         if isinstance(model, RemoteModel):  # it may have to be started first
             self._view.write(f"(waiting for {model.peer.title})")
         self._stream = model.generate_batch(requests, cancel=cancel, progress=self._report)
         self._view.follow(lambda: numbered(self._shown(), len(self._questions)))
 
-    def run(self, model: Model, cancel: CancelCheck) -> list[Answer]:
+    def run(self, model: Model, cancel: CancelCheck) -> list[TextReply]:
         """Raises RequestError for an answer without text, Cancelled on Stop; the texts so far stay visible."""
         if self._stream is None:
             raise RequestError("nothing was prepared; prepare before running")
@@ -99,10 +99,10 @@ class Writing:
             if result is None:
                 raise RequestError("the model's answer ended without a result; run the workflow again")
             turn = Message("assistant", result.text, result.reasoning)
-            answers.append(Answer(result, Conversation((*question.conversation.messages, turn))))
+            answers.append(TextReply(result, Conversation((*question.conversation.messages, turn))))
         return answers
 
-    def kept(self, answers: list[Answer]) -> object:
+    def kept(self, answers: list[TextReply]) -> object:
         """The first conversation: ComfyUI keeps it with the node's outputs."""
         return answers[0].conversation
 
@@ -141,7 +141,7 @@ class Writing:
         return words if len(self._questions) == 1 else f"item {place + 1} of {len(self._questions)}: {words}"
 
 
-class _Written:
+class _WrittenText:
     """The parts of one answer so far."""
 
     def __init__(self) -> None:

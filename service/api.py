@@ -259,7 +259,8 @@ class OpenModel:
         """
         controls = Controls(cancel, cancel_request, progress)
         with Named("preparing a request"):
-            prepared = prepare_all(requests, self._blueprint, self.language, cancel, self.reader)
+            # Without `cancel`: a cancelled choice has a result, which needs the prepared request.
+            prepared = prepare_all(requests, self._blueprint, self.language, None, self.reader)
         return self._whole(self._run(prepared, controls))
 
     def _whole(self, events: Events) -> Events:

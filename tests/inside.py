@@ -12,9 +12,9 @@ from aiohttp import web
 from onedesk.service.config import load_config
 from onedesk.service.peers.note import Note
 from onedesk.service.registry import Registry
-from onedesk.service.server.app import Address, listen, make_app
+from onedesk.service.server.app import ListenAddress, listen, make_app
 from onedesk.service.server.guard import Guard, own_names
-from onedesk.service.server.models import Choice, Models
+from onedesk.service.server.models import Models, ServedModels
 from onedesk.service.server.service import Service
 from serving import Server
 
@@ -48,9 +48,9 @@ class Inside(Server):
         config = load_config(self.tree / "onedesk.toml")
         self.registry, self.loop, self._end = Registry(), asyncio.get_running_loop(), asyncio.Event()
         self.registry.configure(config)
-        self.service = Service(config.service, Models(config, self.registry, Choice()), self.registry, "0")
+        self.service = Service(config.service, Models(config, self.registry, ServedModels()), self.registry, "0")
         app = make_app(self.service, Guard(TOKEN, own_names("127.0.0.1")))
-        self.runner, address = await listen(app, Address("127.0.0.1", 0), config.cache)
+        self.runner, address = await listen(app, ListenAddress("127.0.0.1", 0), config.cache)
         self.note = Note(0, "0", address.host, address.port, None, None)
         self.service.ready = True
         listening.set()

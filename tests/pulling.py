@@ -12,12 +12,12 @@ from hub_server import Hub
 from onedesk.service.config import Config, load_config
 from onedesk.service.hub.fetch import Fetch
 from onedesk.service.hub.hubs import Hubs
-from onedesk.service.hub.limits import Limits
+from onedesk.service.hub.limits import HubLimits
 from onedesk.service.hub.local_files import LocalFiles
-from onedesk.service.hub.plan import Fit, Plan
+from onedesk.service.hub.plan import Fit, PullPlan
 from onedesk.service.hub.planner import Planner, PullRequest
 
-LIMITS = Limits(stall=0.5, backoff=0.01, longest_backoff=0.02, sync=32 << 10, progress=1, reserve=1 << 20)
+LIMITS = HubLimits(stall=0.5, backoff=0.01, longest_backoff=0.02, sync=32 << 10, progress=1, reserve=1 << 20)
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Desk:
 
     tree: Path
     hub: Hub
-    limits: Limits = LIMITS
+    limits: HubLimits = LIMITS
     environment: dict[str, str] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     on_event: Callable[[dict[str, Any]], None] = lambda event: None
@@ -47,7 +47,7 @@ class Desk:
         """Plan and fetch; returns the last event."""
         return asyncio.run(self._pull(PullRequest(name, **more), local, fetch=True))
 
-    def plan(self, name: str = "tiny/model", **more: Any) -> Plan:
+    def plan(self, name: str = "tiny/model", **more: Any) -> PullPlan:
         return asyncio.run(self._pull(PullRequest(name, **more), None, fetch=False))
 
     async def _pull(self, request: PullRequest, local: Path | None, *, fetch: bool) -> Any:

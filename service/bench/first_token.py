@@ -42,7 +42,7 @@ TITLES = ("ENGINE", "FILE", "OVERLAP", "SECONDS", "PREFILL", "WAITED", "TOKENS/s
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
+class _FirstTokenRoute:
     """One way to the first token."""
 
     engine: Engine
@@ -69,20 +69,20 @@ def measure_first_token(plan: BenchPlan, config: Config, roots: ModelRoots) -> d
     )
     ids = random_prompt(checkpoint, plan.prompt)
     cases = [
-        _Route("onedesk", "cold", True),
-        _Route("onedesk", "cold", False),
-        _Route("onedesk", "warm", True),
-        _Route("onedesk", "warm", False),
+        _FirstTokenRoute("onedesk", "cold", True),
+        _FirstTokenRoute("onedesk", "cold", False),
+        _FirstTokenRoute("onedesk", "warm", True),
+        _FirstTokenRoute("onedesk", "warm", False),
     ]
     if plan.against:
-        cases += [_Route(plan.against, "cold", False), _Route(plan.against, "warm", False)]
+        cases += [_FirstTokenRoute(plan.against, "cold", False), _FirstTokenRoute(plan.against, "warm", False)]
     kept: list[dict[str, Any]] = []
     ceiling = known_ceiling(config.cache, device)
     if ceiling is None:
         ceiling = read_ceiling(device, available=read_truth(device).available, cache=config.cache)
         keep_ceiling(config.cache, device, ceiling)
     engines: list[Engine] = ["onedesk", *([plan.against] if plan.against else [])]
-    samples: dict[_Route, list[dict[str, Any]]] = {case: [] for case in cases}
+    samples: dict[_FirstTokenRoute, list[dict[str, Any]]] = {case: [] for case in cases}
     with ExitStack() as ended:
         workers = {name: ended.enter_context(MeasuringChild(name, task)) for name in engines}
         for worker in workers.values():  # imports and compiled kernels are not part of a first token
@@ -176,7 +176,9 @@ def _prefix_row(
     }
 
 
-def _row(case: _Route, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float) -> dict[str, Any]:
+def _row(
+    case: _FirstTokenRoute, samples: Sequence[dict[str, Any]], tokens: int, read: int, ceiling: float
+) -> dict[str, Any]:
     seconds = statistics.median(sample["seconds"] for sample in samples)
     waits = [sample["waited"] for sample in samples]
     return {

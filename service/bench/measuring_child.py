@@ -141,9 +141,9 @@ def _make_subject(setup: Mapping[str, Any]) -> Subject:
         from .llama_cpp_subject import LlamaCpp
 
         return LlamaCpp(task)
-    from .onedesk_subject import Onedesk
+    from .onedesk_subject import OnedeskSubject
 
-    return Onedesk(task)
+    return OnedeskSubject(task)
 
 
 def _checkpoint_files(model: Path) -> list[Path]:

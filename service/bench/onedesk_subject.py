@@ -24,7 +24,7 @@ def lead_tokens(prompt: int, batch: int) -> int:
     return (batch - 1) * (-(-prompt // CHUNK) + 1)
 
 
-class Onedesk:
+class OnedeskSubject:
     """See Subject."""
 
     def __init__(self, task: SubjectSpec) -> None:

@@ -39,7 +39,7 @@ LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class PlannedMachine:
     """The machine that a plan is made for: its available bytes and the rules for using them. Each of `nodes` machines
     is the same.
 
@@ -144,7 +144,7 @@ def plan_model(
     network = compose(described)
     values: dict[str, Any] = dict(config.memory)
     place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
-    machine = Machine(
+    machine = PlannedMachine(
         read_truth(place).available if memory is None else memory,
         images,
         MemorySettings(**values),
@@ -227,7 +227,9 @@ def _forms(title: str, described: dict[str, Any], network: Composition, nodes: i
     return tuple(form for form in forms if (form.engine == "vllm" if isinstance(form, Sized) else not form.made))
 
 
-def _rows(form: Form | Sized, network: Composition, machine: Machine, context: int | None) -> list[dict[str, Any]]:
+def _rows(
+    form: Form | Sized, network: Composition, machine: PlannedMachine, context: int | None
+) -> list[dict[str, Any]]:
     """The form with its table left in the file first, then with all of it in memory."""
     table = form.table if isinstance(form, Sized) else form.table_bytes(network, machine.nodes)
     if not table:
@@ -244,7 +246,7 @@ def _row(
     title: str,
     table: int,
     network: Composition,
-    machine: Machine,
+    machine: PlannedMachine,
     context: int | None,
     *,
     resident: bool = False,
@@ -288,7 +290,9 @@ def _row(
     }
 
 
-def _loaded(weights: int, table: int, draft: int, network: Composition, machine: Machine) -> tuple[NodeLoad, int]:
+def _loaded(
+    weights: int, table: int, draft: int, network: Composition, machine: PlannedMachine
+) -> tuple[NodeLoad, int]:
     """What a form takes with `draft` bytes of a draft layer (0: without it), and the longest context that then fits."""
     config = with_draft(network.config) if draft else network.config
     blueprint = sketch(network.module, config, torch.device(machine.device), ASSUMED_CAPABILITY)
@@ -297,13 +301,13 @@ def _loaded(weights: int, table: int, draft: int, network: Composition, machine:
     return load, longest(lambda context: load.wanted(context, headroom) <= machine.room, config.max_position)
 
 
-def _draft_bytes(form: Form | Sized, network: Composition, machine: Machine) -> int:
+def _draft_bytes(form: Form | Sized, network: Composition, machine: PlannedMachine) -> int:
     """Bytes of the multi-token prediction layer, if it is opened."""
     return form.draft_bytes(network) if isinstance(form, Form) and machine.draft and machine.nodes == 1 else 0
 
 
 def _cluster(
-    title: str, rows: Sequence[dict[str, Any]], network: Composition, machine: Machine
+    title: str, rows: Sequence[dict[str, Any]], network: Composition, machine: PlannedMachine
 ) -> dict[str, Any] | None:
     """vLLM's command line per machine, for the first form that fits; None where none fits."""
     best = next((row for row in rows if row["fits"] and row["engine"] == "vllm"), None)
@@ -315,13 +319,13 @@ def _cluster(
     )
 
 
-def _engine(form: Form | Sized, machine: Machine) -> Engine:
+def _engine(form: Form | Sized, machine: PlannedMachine) -> Engine:
     if isinstance(form, Sized):
         return form.engine
     return "vllm" if machine.nodes > 1 else "onedesk"
 
 
-def _why(shown: int, reached: int, wanted: int, machine: Machine) -> str:
+def _why(shown: int, reached: int, wanted: int, machine: PlannedMachine) -> str:
     """One line: the figures, and what would change the result."""
     needs = f"{show(wanted)} with headroom for {shown:,} tokens"
     limit = machine.limit_for(wanted)
@@ -343,7 +347,7 @@ def _opens(form: Form | Sized) -> bool:
     return isinstance(form, Form) and form.readable()
 
 
-def _run_by(form: Form | Sized, machine: Machine, resident: bool) -> str:
+def _run_by(form: Form | Sized, machine: PlannedMachine, resident: bool) -> str:
     """The engine that runs it, where this version cannot."""
     engine = _engine(form, machine)
     share = f", a node's share of {machine.nodes}" if machine.nodes > 1 else ""

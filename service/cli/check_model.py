@@ -36,7 +36,7 @@ PROMPT_IDS = tuple(range(3, 51))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CheckRun:
     """One run: the answer's ids and text, a checksum of the residual state by blocks passed, the leases that were
     overwritten.
     """
@@ -55,7 +55,7 @@ def check_model(
     Then compare the weights as stored with those in `quant`, or with all that can be chosen. One failure with the
     reason when it cannot be opened. A process in which a lease is damaged should be ended.
     """
-    desk = _Desk(name, config, roots, device, context)
+    desk = _ModelOpener(name, config, roots, device, context)
     try:
         with closing(desk.open(quant)) as model:
             told = (
@@ -78,7 +78,7 @@ def check_model(
         return [Check("opened", "failure", str(error), "correct what the message names, then check again")]
 
 
-class _Desk:
+class _ModelOpener:
     """Opens one model in any form, in a pool with guard zones."""
 
     def __init__(self, name: str, config: Config, roots: ModelRoots, device: str, context: int | None) -> None:
@@ -111,7 +111,7 @@ def _runs(model: OpenModel, pool: Pool) -> list[Check]:
     return [_weights(weights), _states(runs), _texts(runs), _zones(runs), _release(released)]
 
 
-def _run(model: OpenModel, pool: Pool) -> Run:
+def _run(model: OpenModel, pool: Pool) -> CheckRun:
     request = _request(model)
     ids = request.ids or tuple(model.encode(PROMPT))
     states = model.embed_prompt(ids, range(model.layers + 1)).split(model.hidden_size, dim=1)
@@ -121,7 +121,7 @@ def _run(model: OpenModel, pool: Pool) -> Run:
         pool.verify()
     except LeaseDamagedError as error:
         damage = str(error)
-    return Run((result.ids, result.text, result.reasoning), tuple(checksum(state) for state in states), damage)
+    return CheckRun((result.ids, result.text, result.reasoning), tuple(checksum(state) for state in states), damage)
 
 
 def _result(model: OpenModel, request: Request) -> Result:
@@ -173,7 +173,7 @@ def _fix_of_bytes(when: str) -> str:
     return "something writes over the weights: see the guard zones below; if they are whole, test the machine's memory"
 
 
-def _states(runs: list[Run]) -> Check:
+def _states(runs: list[CheckRun]) -> Check:
     for number, run in enumerate(runs[1:], 2):
         for passed, (first, now) in enumerate(zip(runs[0].states, run.states, strict=True)):
             if first != now:
@@ -188,7 +188,7 @@ def _states(runs: list[Run]) -> Check:
     )
 
 
-def _texts(runs: list[Run]) -> Check:
+def _texts(runs: list[CheckRun]) -> Check:
     different = [number for number, run in enumerate(runs, 1) if run.answer != runs[0].answer]
     if not different:
         return Check("texts", "ok", f"{len(runs)} runs at seed {SEED} wrote the same {len(runs[0].answer[0])} tokens")
@@ -207,7 +207,7 @@ def _first_difference(first: Iterable[int], other: Iterable[int]) -> int:
     return same
 
 
-def _zones(runs: list[Run]) -> Check:
+def _zones(runs: list[CheckRun]) -> Check:
     for number, run in enumerate(runs, 1):
         if run.damage:
             return Check(

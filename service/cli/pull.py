@@ -22,8 +22,8 @@ from .options import SUCCESS, Subcommands
 from .pull_report import Reporter, plan_text, size
 
 if TYPE_CHECKING:
-    from ..hub.limits import Limits
-    from ..hub.plan import Fit, Plan
+    from ..hub.limits import HubLimits
+    from ..hub.plan import Fit, PullPlan
     from ..hub.planner import PullRequest
 
 
@@ -124,13 +124,13 @@ class _Command:
         self._finish(plan, done)
         return SUCCESS
 
-    def _show(self, plan: Plan) -> None:
+    def _show(self, plan: PullPlan) -> None:
         if self._args.json:
             self._reporter({"event": "plan", **plan.document()})
         else:
             print(plan_text(plan), flush=True)
 
-    def _finish(self, plan: Plan, done: dict[str, Any]) -> None:
+    def _finish(self, plan: PullPlan, done: dict[str, Any]) -> None:
         self._reporter.end()
         rows = [
             row
@@ -164,14 +164,14 @@ def _rows(config: Config, folder: Path) -> list[dict[str, Any]]:
         return []  # single files that are no model by themselves
 
 
-def limits_of(config: Config) -> Limits:
+def limits_of(config: Config) -> HubLimits:
     """The settings of [hub] that concern the network."""
-    from ..hub.limits import Limits
+    from ..hub.limits import HubLimits
 
     hub = config.hub
     waited = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
     stall = float(waited) if waited.isdigit() and 0 < int(waited) <= 3600 else hub.stall
-    return Limits(connections=hub.connections, rate=hub.limit_mb_per_s * 1e6, stall=stall)
+    return HubLimits(connections=hub.connections, rate=hub.limit_mb_per_s * 1e6, stall=stall)
 
 
 def request_of(args: argparse.Namespace) -> PullRequest:

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..console import columns, wrapped, write_json
-from ..hub.progress import Reading
+from ..hub.progress import ProgressReading
 
 if TYPE_CHECKING:
-    from ..hub.plan import Plan
+    from ..hub.plan import PullPlan
 
 LINE_SECONDS = 10.0  # between two lines of progress where stderr is not a terminal
 CLEAR = "\r\x1b[K"
@@ -30,7 +30,7 @@ class Reporter:
             write_json(event)
             sys.stdout.flush()
         elif event["event"] == "progress":
-            self._progress(Reading(event["bytes"], event["total"], event["rate"], event["remaining"]).line)
+            self._progress(ProgressReading(event["bytes"], event["total"], event["rate"], event["remaining"]).line)
         else:
             text = _text(event)
             if text:
@@ -84,7 +84,7 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PullPlan) -> str:
     """The plan for a terminal."""
     document = plan.document()
     rows = [("FILE", "SIZE", "STATE")]

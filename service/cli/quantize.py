@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class ConversionSummary:
     """What was made, or found to be there already (`written` false). Sizes are bytes of tensors; `content` is the
     source's hash.
     """
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _summary(done: Conversion) -> str:
+def _summary(done: ConversionSummary) -> str:
     """The conversion for a terminal."""
     from ..memory.budget import show
 
@@ -87,7 +87,7 @@ def quantize_model(
     *,
     progress: ProgressReport | None = None,
     cancel: CancelCheck | None = None,
-) -> Conversion:
+) -> ConversionSummary:
     """Convert `name`, unless that is there already. Raises ModelError, FileError, MemoryFull, RequestError,
     Cancelled.
     """
@@ -130,6 +130,6 @@ def quantize_model(
     content = open_converted(conversion.folder, quant).content
     sizes = checkpoint.weight_bytes, convert.file_bytes(plan)
     seconds = time.perf_counter() - started
-    return Conversion(
+    return ConversionSummary(
         checkpoint.name, quant, plan.form, str(conversion.folder.absolute()), *sizes, content, written, seconds
     )

@@ -19,8 +19,8 @@ from .options import Subcommands, whole_from
 
 if TYPE_CHECKING:
     from ..peers.note import Note
-    from ..server.app import Address
-    from ..server.models import Choice
+    from ..server.app import ListenAddress
+    from ..server.models import ServedModels
     from ..server.service import Service
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ def add_to(subcommands: Subcommands) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """A service before it is made, everything about it checked."""
 
     config: Config
-    address: Address
-    choice: Choice
+    address: ListenAddress
+    choice: ServedModels
     token: str | None
     token_file: Path | None
     version: str
@@ -83,16 +83,16 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> ServePlan:
     """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError,
     RequestError.
     """
     from ..catalog.inventory import model_roots
     from ..peers.token_file import FILE_NAME as TOKEN_FILE_NAME
     from ..peers.token_file import load_token
-    from ..server.app import Address
+    from ..server.app import ListenAddress
     from ..server.guard import is_loopback
-    from ..server.models import Choice
+    from ..server.models import ServedModels
 
     config = load_config(args.config)
     config = replace(config, model_roots=tuple(dict.fromkeys([*(args.roots or ()), *config.model_roots])))
@@ -125,10 +125,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     for name in names:
         roots.resolve(name)
     token_file = None if args.no_token else (args.token_file or config.cache / TOKEN_FILE_NAME)
-    return Plan(
+    return ServePlan(
         config=config,
-        address=Address(host, port, args.uds),
-        choice=Choice(names, args.quant, args.device, args.context),
+        address=ListenAddress(host, port, args.uds),
+        choice=ServedModels(names, args.quant, args.device, args.context),
         token=None if token_file is None else load_token(token_file),
         token_file=token_file,
         version=own_version(),
@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
-async def _run(plan: Plan) -> bool:
+async def _run(plan: ServePlan) -> bool:
     """Serve until a signal; whether every thread has ended."""
     from ..peers.note import noted
     from ..registry import REGISTRY
@@ -190,7 +190,7 @@ def _listen_for_signals(service: Service) -> asyncio.Event:
     return stopped
 
 
-def _note(plan: Plan, address: Address) -> Note:
+def _note(plan: ServePlan, address: ListenAddress) -> Note:
     from ..peers.note import Note
 
     token_file = None if plan.token_file is None else str(plan.token_file.absolute())

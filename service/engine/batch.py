@@ -12,7 +12,7 @@ from typing import Any
 from ..core import CancelCheck, Event, Finish, Progress, ProgressReport, Result
 from ..errors import Caught, OnedeskError
 from ..kernels.forward_batch import BLOCK
-from .beam_search import Found
+from .beam_search import BeamResult
 from .buffers import MAX_BATCH
 from .completion import Completion, Prepared
 from .flights import Flights
@@ -223,7 +223,7 @@ class Batch:
                 yield from self._final_events(other, choice, other.completion, other.logprob)
         self._drop_if_ended(request)
 
-    def end_search(self, sequence: RunningSequence, found: Sequence[Found]) -> Iterator[Event]:
+    def end_search(self, sequence: RunningSequence, found: Sequence[BeamResult]) -> Iterator[Event]:
         """The beam search of the sequence has ended with these completions, the best first."""
         self._remove(sequence)
         for choice, one in enumerate(found):

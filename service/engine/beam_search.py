@@ -94,7 +94,7 @@ class Hypotheses:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BeamResult:
     """A completion that a search found, the events that writing it would have given, and the sum of its
     log-probabilities."""
 
@@ -152,18 +152,18 @@ class BeamSearch:
         tokens = [hypothesis.ids[-1] for hypothesis in self._hypotheses.running]
         self._advance(self._runner.decode(self._kvs, tokens))
 
-    def best(self, count: int) -> list[Found]:
+    def best(self, count: int) -> list[BeamResult]:
         """The `count` best completions; those that still ran are marked cancelled."""
         return [self._found(hypothesis) for hypothesis in self._hypotheses.best(count)]
 
-    def _found(self, hypothesis: Hypothesis) -> Found:
+    def _found(self, hypothesis: Hypothesis) -> BeamResult:
         completion = Completion(self._prepared)
         events = [event for token in hypothesis.ids if (event := completion.take(token))]
         if hypothesis.finish == "stop":
             completion.take(min(self._prepared.limits.eos))
         if hypothesis.finish is None:
             completion.end("cancelled")
-        return Found(completion, events, hypothesis.total)
+        return BeamResult(completion, events, hypothesis.total)
 
     def close(self) -> None:
         """Return all blocks."""

@@ -11,7 +11,7 @@ from .stepper import Feed, Picked, Stepper
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _FlightEntry:
     """A sequence of a step in flight. `replays`: its next token is known already. `wanted`: it makes a draw."""
 
     sequence: RunningSequence
@@ -30,7 +30,7 @@ class Flights:
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self._in_flight: deque[list[_Entry]] = deque()
+        self._in_flight: deque[list[_FlightEntry]] = deque()
 
     def __len__(self) -> int:
         """Steps in flight."""
@@ -67,7 +67,7 @@ class Flights:
                     wanted,
                 )
             )
-            entries.append(_Entry(sequence, sequence.epoch, replays, wanted))
+            entries.append(_FlightEntry(sequence, sequence.epoch, replays, wanted))
         self._stepper.launch(feeds)
         for sequence in sequences:
             sequence.launched += 1

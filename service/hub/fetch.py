@@ -15,12 +15,12 @@ from typing import Any
 from ..errors import FileError
 from ..loader.files import short
 from .hubs import Hubs
-from .limits import Limits
+from .limits import HubLimits
 from .lock import locked
-from .manifest import Entry, Manifest, read_manifest
-from .part import Origin, Part, forget
+from .manifest import Manifest, ManifestEntry, read_manifest
+from .part import Origin, PartialFile, forget
 from .paths import inside
-from .plan import Folder, Plan, PlannedFile, check_disk
+from .plan import Folder, PlannedFile, PullPlan, check_disk
 from .progress import Meter
 from .remote import Report
 from .transfer import Pace, Transfer
@@ -32,7 +32,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Fetch:
     """One run of a plan."""
 
-    def __init__(self, plan: Plan, hubs: Hubs, limits: Limits, report: Report, stop: Callable[[], bool]) -> None:
+    def __init__(self, plan: PullPlan, hubs: Hubs, limits: HubLimits, report: Report, stop: Callable[[], bool]) -> None:
         self._plan = plan
         self._hubs = hubs
         self._limits = limits
@@ -40,7 +40,7 @@ class Fetch:
         self._stop = stop
         self._pace = Pace(limits.rate)
         self._slots = asyncio.Semaphore(limits.connections)
-        self._parts: dict[tuple[Path, str], Part] = {}
+        self._parts: dict[tuple[Path, str], PartialFile] = {}
         self._finished = plan.bytes - sum(file.file.size for file in plan.files if file.state != "present")
         self._manifests: dict[Path, Manifest] = {}
         self._superseded: list[Path] = []
@@ -63,11 +63,11 @@ class Fetch:
         """Write down what is wanted, so that `onedesk models` can say how much of it is there."""
         path = folder.root / folder.manifest
         before = read_manifest(path)
-        entries = {file.path: Entry(file.path, file.file.size) for file in folder.files}
+        entries = {file.path: ManifestEntry(file.path, file.file.size) for file in folder.files}
         if folder.link is not None:
             name = Path(folder.link[1]).name
             size = next(file.file.size for file in self._plan.files if Path(file.path).name == name)
-            entries[folder.link[0]] = Entry(folder.link[0], size)
+            entries[folder.link[0]] = ManifestEntry(folder.link[0], size)
         for entry in before.files if before else ():
             if folder.keeps:
                 entries.setdefault(entry.path, entry)
@@ -155,7 +155,9 @@ class Fetch:
                 f"{short(file.path)} is not in the folder of --import, and no hub can be asked; connect, or import from"
                 " another folder"
             )
-        part = Part(target, file.file, Origin(file.snapshot.repo, file.snapshot.commit), self._limits.sync, self._stop)
+        part = PartialFile(
+            target, file.file, Origin(file.snapshot.repo, file.snapshot.commit), self._limits.sync, self._stop
+        )
         key = (folder.root, file.path)
         try:
             await asyncio.to_thread(part.open)
@@ -211,12 +213,12 @@ class Fetch:
             "fetched": self._pace.received,
         }
 
-    def _entry(self, folder: Folder, file: PlannedFile) -> Entry | None:
+    def _entry(self, folder: Folder, file: PlannedFile) -> ManifestEntry | None:
         return self._manifests[folder.root].entry(file.path)
 
 
 @contextmanager
-def _disk_errors(plan: Plan) -> Iterator[None]:
+def _disk_errors(plan: PullPlan) -> Iterator[None]:
     """Turn what the disk refuses into a FileError that says what to do."""
     name = plan.folders[0].root.name
     try:

@@ -12,11 +12,11 @@ from ..config import Config
 from ..errors import FileError, PeerError, RequestError
 from ..loader.files import short
 from . import huggingface, modelscope
-from .limits import Limits
+from .limits import HubLimits
 from .local_files import LocalFiles, cached_snapshot
 from .names import Wanted, endpoints
 from .plan import read_small
-from .remote import RemoteFile, Report, Snapshot
+from .remote import RemoteFile, Report, RepositorySnapshot
 from .web import Web
 
 SMALL_LIMIT = 32 << 20  # bytes of a configuration or an index of shards
@@ -27,7 +27,7 @@ class Hubs:
     """The hubs that a pull asks, in order, and the local files it may use. An asynchronous context manager."""
 
     def __init__(
-        self, limits: Limits, report: Report, environment: Mapping[str, str], local: LocalFiles | None = None
+        self, limits: HubLimits, report: Report, environment: Mapping[str, str], local: LocalFiles | None = None
     ) -> None:
         self.local = local
         self.offline = environment.get("HF_HUB_OFFLINE", "").lower() not in _OFF
@@ -36,7 +36,7 @@ class Hubs:
         self._report = report
         self._stack = AsyncExitStack()
         self._webs: list[Web] = []
-        self._known: dict[tuple[str, str | None], Snapshot] = {}
+        self._known: dict[tuple[str, str | None], RepositorySnapshot] = {}
 
     async def __aenter__(self) -> Hubs:
         return self
@@ -51,7 +51,7 @@ class Hubs:
         for endpoint in endpoints(config, wanted, source, self._environment):
             self._webs.append(await self._stack.enter_async_context(Web(endpoint, self._limits, self._report)))
 
-    async def snapshot(self, repo: str, revision: str | None) -> Snapshot:
+    async def snapshot(self, repo: str, revision: str | None) -> RepositorySnapshot:
         """The repository from the first hub that can be reached, else from a local cache.
 
         Raises PeerError, ModelError, RequestError.
@@ -60,7 +60,7 @@ class Hubs:
             self._known[repo, revision] = await self._ask(repo, revision)
         return self._known[repo, revision]
 
-    async def _ask(self, repo: str, revision: str | None) -> Snapshot:
+    async def _ask(self, repo: str, revision: str | None) -> RepositorySnapshot:
         failure: PeerError | RequestError = RequestError(
             "HF_HUB_OFFLINE is set, so no hub is asked; unset it for this command"
         )
@@ -79,11 +79,11 @@ class Hubs:
             raise failure
         return cached
 
-    def web(self, snapshot: Snapshot) -> Web | None:
+    def web(self, snapshot: RepositorySnapshot) -> Web | None:
         """The session of the hub that a snapshot is from; None for one of a local cache."""
         return next((web for web in self._webs if web.answered and web.endpoint.url == snapshot.endpoint), None)
 
-    async def read(self, snapshot: Snapshot, file: RemoteFile) -> bytes:
+    async def read(self, snapshot: RepositorySnapshot, file: RemoteFile) -> bytes:
         """The checked content of a small file. Raises FileError, PeerError."""
         found = None if self.local is None else self.local.content(file, SMALL_LIMIT)
         if found is not None:
@@ -96,7 +96,7 @@ class Hubs:
         return await read_small(web, file_address(snapshot, file.path), file, SMALL_LIMIT)
 
 
-def file_address(snapshot: Snapshot, path: str) -> URL:
+def file_address(snapshot: RepositorySnapshot, path: str) -> URL:
     """Where a file is fetched from."""
     module = modelscope if snapshot.hub == "modelscope" else huggingface
     return module.file_url(snapshot.endpoint, snapshot.repo, snapshot.revision, path)

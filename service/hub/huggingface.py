@@ -11,8 +11,8 @@ from yarl import URL
 
 from ..errors import ModelError, PeerError, RequestError
 from ..loader.files import short
-from .remote import RemoteFile, Snapshot, is_repo
-from .web import Answer, Web
+from .remote import RemoteFile, RepositorySnapshot, is_repo
+from .web import HubResponse, Web
 
 PAGES_LIMIT = 1000  # of a tree; one page has up to 1,000 rows
 FILES_LIMIT = 100_000
@@ -21,7 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NEXT = re.compile(r'<([^<>]+)>\s*;[^,<]*\brel="?next"?')
 
 
-async def read_snapshot(web: Web, repo: str, revision: str | None) -> Snapshot:
+async def read_snapshot(web: Web, repo: str, revision: str | None) -> RepositorySnapshot:
     """The repository at the commit that `revision` (default: main) names now.
 
     Raises PeerError, ModelError, RequestError.
@@ -34,7 +34,7 @@ async def read_snapshot(web: Web, repo: str, revision: str | None) -> Snapshot:
         raise PeerError(f"{web.endpoint.title} does not say which commit {short(asked)} of {repo} is; is it a hub?")
     name = info.get("id") or info.get("modelId")
     name = name if isinstance(name, str) and answer.redirected and is_repo(name) else repo
-    return Snapshot(
+    return RepositorySnapshot(
         hub="hf",
         endpoint=web.endpoint.url,
         repo=name,
@@ -115,7 +115,7 @@ def _license(info: Mapping[str, Any]) -> str | None:
     return found[:80] if isinstance(found, str) and found.isprintable() else None
 
 
-def _accepted(web: Web, answer: Answer, repo: str, revision: str) -> dict[str, Any]:
+def _accepted(web: Web, answer: HubResponse, repo: str, revision: str) -> dict[str, Any]:
     if answer.status < 400 and isinstance(answer.document, dict):
         return answer.document
     raise refusal(web, answer.status, answer.headers, repo, revision, None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HubLimits:
     """`rate` is in bytes per second, 0 for no limit; all times are in seconds.
 
     A connection that delivers less than `stall_rate` bytes per second over `stall` seconds is dropped. After `tries`

@@ -19,7 +19,7 @@ from ..loader.header import ENDINGS, read_header
 from .hashing import Hashes, hash_file
 from .part import sync_folder
 from .paths import PART
-from .remote import RemoteFile, Snapshot
+from .remote import RemoteFile, RepositorySnapshot
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _readable(part: Path, file: RemoteFile) -> bool:
     return True
 
 
-def cached_snapshot(root: Path, repo: str, revision: str | None) -> Snapshot | None:
+def cached_snapshot(root: Path, repo: str, revision: str | None) -> RepositorySnapshot | None:
     """A repository in the cache of Hugging Face's client, whose blobs are named by hash; None if absent.
 
     `root` is the cache, the folder that holds it as `hub`, or the repository's own folder in it.
@@ -156,7 +156,7 @@ def cached_snapshot(root: Path, repo: str, revision: str | None) -> Snapshot | N
         if (file := _blob(path, path.relative_to(folder).as_posix())) is not None
     )
     endpoint = URL("https://huggingface.co")
-    return Snapshot("hf", endpoint, repo, repo, commit, commit, files) if files else None
+    return RepositorySnapshot("hf", endpoint, repo, repo, commit, commit, files) if files else None
 
 
 def _blob(path: Path, name: str) -> RemoteFile | None:

@@ -21,7 +21,7 @@ SMALL = 1 << 20  # bytes; a file up to this size is compared by its hash even wh
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """One file: `sha256` is None until it has been fetched; `modified_ns` is when it was last written."""
 
     path: str
@@ -49,16 +49,16 @@ class Manifest:
     source: str
     repo: str
     commit: str
-    files: tuple[Entry, ...]
+    files: tuple[ManifestEntry, ...]
     time: float = 0.0
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> ManifestEntry | None:
         return next((entry for entry in self.files if entry.path == path), None)
 
     def with_file(self, path: str, file: Path, sha256: str) -> Manifest:
         """The manifest with what is known of `file` now."""
         state = file.stat()
-        changed = Entry(path, state.st_size, sha256, state.st_mtime_ns)
+        changed = ManifestEntry(path, state.st_size, sha256, state.st_mtime_ns)
         return replace(self, files=tuple(changed if entry.path == path else entry for entry in self.files))
 
     def write(self, path: Path) -> None:
@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> Manifest | None:
     return Manifest(*map(str, names), files=tuple(_entry(path, row, advice) for row in rows))
 
 
-def _entry(path: Path, row: Any, advice: str) -> Entry:
+def _entry(path: Path, row: Any, advice: str) -> ManifestEntry:
     values = (
         (row.get("path"), row.get("size"), row.get("sha256"), row.get("modified_ns"))
         if isinstance(row, dict)
@@ -105,7 +105,7 @@ def _entry(path: Path, row: Any, advice: str) -> Entry:
     right = right and (sha256 is None or isinstance(sha256, str)) and (modified is None or type(modified) is int)
     if not right or not isinstance(name, str) or not isinstance(size, int):
         raise FileError(f"{path.name} has an entry that is not a file with its size; {advice}")
-    return Entry(name, size, sha256, modified)
+    return ManifestEntry(name, size, sha256, modified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def state_of(folder: Path, name: str = MANIFEST) -> State | None:
     return State(manifest, tuple(missing), tuple(changed))
 
 
-def _differs(path: Path, entry: Entry) -> bool:
+def _differs(path: Path, entry: ManifestEntry) -> bool:
     return hash_file(path, RemoteFile(entry.path, entry.size, entry.sha256)).sha256 != entry.sha256
 
 

@@ -9,8 +9,8 @@ from yarl import URL
 
 from ..errors import ModelError, PeerError
 from ..loader.files import short
-from .remote import RemoteFile, Snapshot
-from .web import Answer, Web
+from .remote import RemoteFile, RepositorySnapshot
+from .web import HubResponse, Web
 
 # The list is cut at this many rows, without a word.
 CUT = 3000
@@ -18,7 +18,7 @@ FOLDERS_LIMIT = 2000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-async def read_snapshot(web: Web, repo: str, revision: str | None) -> Snapshot:
+async def read_snapshot(web: Web, repo: str, revision: str | None) -> RepositorySnapshot:
     """The repository at a revision (default: master). Raises PeerError, ModelError.
 
     ModelScope serves files by branch or tag. Each file's SHA-256 pins it: one that changes meanwhile is refused.
@@ -30,7 +30,7 @@ async def read_snapshot(web: Web, repo: str, revision: str | None) -> Snapshot:
     commits = [(row.get("CommittedDate") or 0, row["Revision"]) for row in rows if isinstance(row.get("Revision"), str)]
     dated = [pair for pair in commits if isinstance(pair[0], int)]
     license = info.get("License")
-    return Snapshot(
+    return RepositorySnapshot(
         hub="modelscope",
         endpoint=web.endpoint.url,
         repo=repo,
@@ -103,7 +103,7 @@ async def _data(web: Web, url: URL, repo: str, revision: str) -> dict[str, Any]:
     return data
 
 
-def _refusal(web: Web, answer: Answer, repo: str, revision: str) -> PeerError | ModelError:
+def _refusal(web: Web, answer: HubResponse, repo: str, revision: str) -> PeerError | ModelError:
     document = answer.document if isinstance(answer.document, dict) else {}
     code, message = document.get("Code"), document.get("Message")
     said = f" ({short(message)})" if isinstance(message, str) and message else ""

@@ -35,7 +35,7 @@ class Origin:
     commit: str
 
 
-class Part:
+class PartialFile:
     """The unfinished form of the file `target`. Every method blocks on the disk: call them outside of an event loop.
 
     After a crash exactly `done` of the sidecar counts: it is written after those bytes were synced.

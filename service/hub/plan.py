@@ -14,10 +14,10 @@ from yarl import URL
 from ..errors import FileError, ModelError
 from ..loader.files import short
 from .hashing import Hashes, hash_file
-from .limits import Limits
+from .limits import HubLimits
 from .manifest import MANIFEST, SMALL, Manifest, read_manifest
 from .paths import PART, SIDECAR, check_paths, inside
-from .remote import RemoteFile, Report, Snapshot
+from .remote import RemoteFile, Report, RepositorySnapshot
 from .web import Web
 
 FileState = Literal["present", "partial", "missing"]
@@ -27,7 +27,7 @@ FileState = Literal["present", "partial", "missing"]
 class PlannedFile:
     """A file, the snapshot that has it, and its path below the plan's folder. `done` bytes of it are there already."""
 
-    snapshot: Snapshot
+    snapshot: RepositorySnapshot
     file: RemoteFile
     path: str
     state: FileState
@@ -70,7 +70,7 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PullPlan:
     """All that a pull will do. `license`, `gated` and `fit` are for the user to see before it."""
 
     name: str
@@ -129,7 +129,7 @@ def plan_file(
     root: Path,
     path: str,
     file: RemoteFile,
-    snapshot: Snapshot,
+    snapshot: RepositorySnapshot,
     manifest: Manifest | None,
     report: Report,
     stop: Callable[[], bool],
@@ -179,7 +179,7 @@ def _part_done(target: Path, file: RemoteFile) -> int:
 
 def plan_folder(
     root: Path,
-    chosen: Sequence[tuple[str, RemoteFile, Snapshot]],
+    chosen: Sequence[tuple[str, RemoteFile, RepositorySnapshot]],
     manifest_name: str,
     report: Report,
     stop: Callable[[], bool],
@@ -207,7 +207,7 @@ async def read_small(web: Web, address: URL, file: RemoteFile, limit: int) -> by
     return content
 
 
-def check_disk(plan: Plan, limits: Limits) -> None:
+def check_disk(plan: PullPlan, limits: HubLimits) -> None:
     """Raise FileError where the disk cannot hold what is missing, 2 % more, and the reserve."""
     needed, free = dict[int, int](), dict[int, int]()
     for folder in plan.folders:

@@ -19,8 +19,8 @@ from .hubs import Hubs
 from .image_models import DATA, ImageModel, PinnedFile, find_image_model, read_image_models
 from .manifest import MANIFEST, read_manifest
 from .names import Wanted, parse_name
-from .plan import Fit, Folder, Plan, PlannedFile, Verdict, plan_folder
-from .remote import RemoteFile, Report, Snapshot
+from .plan import Fit, Folder, PlannedFile, PullPlan, Verdict, plan_folder
+from .remote import RemoteFile, Report, RepositorySnapshot
 from .select import choose_files
 
 IMAGE_MANIFESTS = ".onedesk"
@@ -60,7 +60,7 @@ class Planner:
         self._report = report
         self._stop = stop
 
-    async def plan(self) -> Plan:
+    async def plan(self) -> PullPlan:
         """What the pull would do. Raises PeerError, ModelError, FileError, RequestError."""
         request, root = self._request, models_folder(self._config)
         image_model = find_image_model(request.name, read_image_models(self._data))
@@ -71,7 +71,7 @@ class Planner:
         snapshot = await self._hubs.snapshot(wanted.repo, request.revision or wanted.revision)
         return await self._language_model(root, wanted, snapshot)
 
-    async def _language_model(self, root: Path, wanted: Wanted, snapshot: Snapshot) -> Plan:
+    async def _language_model(self, root: Path, wanted: Wanted, snapshot: RepositorySnapshot) -> PullPlan:
         request = self._request
         globs = request.globs or ((wanted.path,) if wanted.path else ())
         folder = root / folder_name(request.folder_name or snapshot.repo.rsplit("/", 1)[-1])
@@ -83,22 +83,22 @@ class Planner:
         files = await self._look(folder, [(file.path, file, snapshot) for file in chosen], MANIFEST)
         part = Folder(folder, files, str(snapshot.endpoint), snapshot.repo, snapshot.commit, keeps=bool(globs))
         renamed = snapshot.repo if snapshot.repo != snapshot.asked else None
-        return Plan(request.name, (part,), snapshot.license, snapshot.gated, fit, renamed=renamed)
+        return PullPlan(request.name, (part,), snapshot.license, snapshot.gated, fit, renamed=renamed)
 
     async def _look(
-        self, root: Path, chosen: list[tuple[str, RemoteFile, Snapshot]], manifest: str
+        self, root: Path, chosen: list[tuple[str, RemoteFile, RepositorySnapshot]], manifest: str
     ) -> tuple[PlannedFile, ...]:
         # Files that are there are hashed where their hash is not known: not on the event loop.
         return await asyncio.to_thread(plan_folder, root, chosen, manifest, self._report, self._stop)
 
-    async def _config_of(self, snapshot: Snapshot) -> dict[str, Any]:
+    async def _config_of(self, snapshot: RepositorySnapshot) -> dict[str, Any]:
         """The model's config.json. Raises ModelError for one that is not a JSON object."""
         file = snapshot.file(CONFIG)
         if file is None:
             raise ModelError(f"{snapshot.repo} has no {CONFIG}")
         return parse_json_object(await self._hubs.read(snapshot, file), CONFIG)
 
-    async def _image_model(self, root: Path, model: ImageModel) -> Plan:
+    async def _image_model(self, root: Path, model: ImageModel) -> PullPlan:
         request = self._request
         if request.globs or request.revision or request.folder_name:
             raise RequestError(
@@ -120,9 +120,9 @@ class Planner:
             fit = self._verdict(model.language_model.rsplit("/", 1)[-1], None, images)
             folders += [language] if language else []
         gated = any(snapshot.gated for _, _, snapshot in chosen)
-        return Plan(model.name, tuple(folders), model.license or first.license, gated, fit, model.unverified)
+        return PullPlan(model.name, tuple(folders), model.license or first.license, gated, fit, model.unverified)
 
-    async def _pinned(self, pinned: PinnedFile) -> tuple[RemoteFile, Snapshot]:
+    async def _pinned(self, pinned: PinnedFile) -> tuple[RemoteFile, RepositorySnapshot]:
         """The file on the hub, at its commit or else on the main branch. Raises ModelError if its bytes differ."""
         for revision in (pinned.commit, None):
             try:
@@ -187,7 +187,7 @@ def folder_name(text: str) -> str:
     return text
 
 
-def _check_owner(folder: Path, snapshot: Snapshot) -> None:
+def _check_owner(folder: Path, snapshot: RepositorySnapshot) -> None:
     if folder.is_symlink():
         raise FileError(
             f"{folder.name} in the models folder is a symlink; remove it, or pull under another name: --as NAME"

@@ -9,7 +9,7 @@ from ..errors import OnedeskError, PeerError
 from ..loader.shards import SINGLE
 from . import huggingface, modelscope
 from .hubs import file_address
-from .limits import Limits
+from .limits import HubLimits
 from .remote import Report
 from .web import Endpoint, TransientError, Web
 
@@ -26,7 +26,7 @@ class Probe:
     detail: str
 
 
-async def probe(endpoint: Endpoint, limits: Limits, report: Report) -> Probe:
+async def probe(endpoint: Endpoint, limits: HubLimits, report: Report) -> Probe:
     """Ask one endpoint, once: nothing is retried and nothing is written."""
     started = time.monotonic()
     try:

@@ -11,7 +11,7 @@ WINDOW = 10.0  # seconds over which the rate is taken
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ProgressReading:
     """Bytes done and in total, bytes per second, and seconds that remain (None while no rate is known)."""
 
     done: int
@@ -35,7 +35,7 @@ class Meter:
         self._clock = clock
         self._points: deque[tuple[float, int]] = deque([(clock(), done)])
 
-    def read(self, done: int) -> Reading:
+    def read(self, done: int) -> ProgressReading:
         """The state with `done` bytes now."""
         now = self._clock()
         self._points.append((now, done))
@@ -43,7 +43,7 @@ class Meter:
             self._points.popleft()
         start, before = self._points[0]
         rate = max(0, done - before) / (now - start) if now > start else 0.0
-        return Reading(done, self.total, rate, (self.total - done) / rate if rate > 0 else None)
+        return ProgressReading(done, self.total, rate, (self.total - done) / rate if rate > 0 else None)
 
 
 def clock(seconds: float) -> str:

@@ -34,7 +34,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RepositorySnapshot:
     """A repository at one commit. `repo` is its present name; `asked` is the name that was asked for.
 
     `revision` is what the addresses of its files name: the commit, or on ModelScope the branch or tag.

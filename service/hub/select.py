@@ -11,7 +11,7 @@ from ..loader.files import plain_parts, short
 from ..loader.folder_files import INDEX
 from ..loader.json_files import INDEX_DOCUMENT, parse_json_object
 from ..loader.shards import SHARD, SINGLE
-from .remote import RemoteFile, Snapshot
+from .remote import RemoteFile, RepositorySnapshot
 
 # Formats that can run code. They are refused however they are asked for.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".joblib")
@@ -39,7 +39,9 @@ _SETTINGS = (
 ReadSmall = Callable[[RemoteFile], Awaitable[bytes]]
 
 
-async def choose_files(snapshot: Snapshot, globs: Sequence[str], form: str | None, read: ReadSmall) -> list[RemoteFile]:
+async def choose_files(
+    snapshot: RepositorySnapshot, globs: Sequence[str], form: str | None, read: ReadSmall
+) -> list[RemoteFile]:
     """The files to fetch. `globs` replace the own choice; `read` fetches a small file, for the index of shards.
 
     Raises ModelError where there is nothing usable, RequestError for a glob that asks for what is never fetched.
@@ -57,7 +59,7 @@ async def choose_files(snapshot: Snapshot, globs: Sequence[str], form: str | Non
     return [*settings, *(file for file in weights if file not in settings)]
 
 
-def _matching(snapshot: Snapshot, globs: Sequence[str]) -> list[RemoteFile]:
+def _matching(snapshot: RepositorySnapshot, globs: Sequence[str]) -> list[RemoteFile]:
     chosen: list[RemoteFile] = []
     for glob in globs:
         found = [file for file in snapshot.files if fnmatchcase(file.path, glob)]
@@ -74,7 +76,7 @@ def _matching(snapshot: Snapshot, globs: Sequence[str]) -> list[RemoteFile]:
     return chosen
 
 
-def _no_config(snapshot: Snapshot) -> str:
+def _no_config(snapshot: RepositorySnapshot) -> str:
     if snapshot.file("model_index.json") is not None:
         return (
             f"{snapshot.repo} is an image model in diffusers' layout, not a language model; "
@@ -86,7 +88,7 @@ def _no_config(snapshot: Snapshot) -> str:
     return f"{snapshot.repo} has no config.json, so it is not a language model; --files GLOB takes single files"
 
 
-async def _weights(snapshot: Snapshot, form: str | None, read: ReadSmall) -> list[RemoteFile]:
+async def _weights(snapshot: RepositorySnapshot, form: str | None, read: ReadSmall) -> list[RemoteFile]:
     """The safetensors files that are one model: those of an index, the single one, or the only numbered shards."""
     index, single = _variant(snapshot, INDEX, form), _variant(snapshot, SINGLE, form)
     if index is not None:
@@ -111,7 +113,7 @@ async def _weights(snapshot: Snapshot, form: str | None, read: ReadSmall) -> lis
     raise ModelError(f"{snapshot.repo} has {why}; get the safetensors form of this model")
 
 
-def _variant(snapshot: Snapshot, name: str, form: str | None) -> RemoteFile | None:
+def _variant(snapshot: RepositorySnapshot, name: str, form: str | None) -> RemoteFile | None:
     """The file of this name, or its variant: model.FORM.safetensors, model.safetensors.index.FORM.json."""
     if form is None:
         return snapshot.file(name)
@@ -120,14 +122,14 @@ def _variant(snapshot: Snapshot, name: str, form: str | None) -> RemoteFile | No
     return next((file for file in snapshot.files if file.path.lower() == wanted), None)
 
 
-def _no_form(snapshot: Snapshot, form: str) -> str:
+def _no_form(snapshot: RepositorySnapshot, form: str) -> str:
     return (
         f"{snapshot.repo} has no files of the form {short(form)}; other forms are often repositories of their own, "
         f"such as {snapshot.repo}-{form.upper()}"
     )
 
 
-async def _indexed(snapshot: Snapshot, index: RemoteFile, read: ReadSmall) -> list[RemoteFile]:
+async def _indexed(snapshot: RepositorySnapshot, index: RemoteFile, read: ReadSmall) -> list[RemoteFile]:
     """The shards that an index names. Others in the tree are a second format, and left out."""
     weight_map = parse_json_object(await read(index), index.path, INDEX_DOCUMENT).get("weight_map")
     if not isinstance(weight_map, dict) or not all(

@@ -13,8 +13,8 @@ from yarl import URL
 from ..errors import ModelError, PeerError, RequestError
 from ..loader.files import short
 from . import huggingface, modelscope
-from .part import Part
-from .remote import Snapshot
+from .part import PartialFile
+from .remote import RepositorySnapshot
 from .web import PASSING, TransientError, Web, reason_of, wait_asked
 
 BLOCK = 1 << 20  # bytes that are written and hashed together
@@ -43,12 +43,12 @@ class Pace:
 class Transfer:
     """Fetches the files of one snapshot."""
 
-    def __init__(self, web: Web, snapshot: Snapshot, pace: Pace) -> None:
+    def __init__(self, web: Web, snapshot: RepositorySnapshot, pace: Pace) -> None:
         self._web = web
         self._snapshot = snapshot
         self._pace = pace
 
-    async def fetch(self, part: Part) -> None:
+    async def fetch(self, part: PartialFile) -> None:
         """Bring an open part to its full length. Raises PeerError, ModelError, RequestError, OSError."""
         tries, limits = 0, self._web.limits
         while part.done < part.file.size:
@@ -67,7 +67,7 @@ class Transfer:
         module = modelscope if self._snapshot.hub == "modelscope" else huggingface
         return module.file_url(self._web.endpoint.url, self._snapshot.repo, self._snapshot.revision, path)
 
-    async def _receive(self, part: Part) -> None:
+    async def _receive(self, part: PartialFile) -> None:
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={part.done}-"}
         if part.done and part.etag:
             headers["If-Range"] = part.etag
@@ -84,10 +84,12 @@ class Transfer:
             part.etag = etag if etag and not etag.startswith("W/") and etag.isascii() and etag.isprintable() else None
             await self._read(response, part)
 
-    def _again(self, part: Part, reason: str) -> None:
+    def _again(self, part: PartialFile, reason: str) -> None:
         self._web.report({"event": "restart", "path": part.file.path, "reason": reason, "lost": part.done})
 
-    def _check(self, response: aiohttp.ClientResponse, redirects: list[aiohttp.ClientResponse], part: Part) -> None:
+    def _check(
+        self, response: aiohttp.ClientResponse, redirects: list[aiohttp.ClientResponse], part: PartialFile
+    ) -> None:
         """Raise for an answer that is not the file's bytes from where they are needed."""
         status, host, file = response.status, response.url.host, part.file
         if status in PASSING:
@@ -120,7 +122,7 @@ class Transfer:
                     " again"
                 )
 
-    def _check_range(self, response: aiohttp.ClientResponse, part: Part) -> None:
+    def _check_range(self, response: aiohttp.ClientResponse, part: PartialFile) -> None:
         host, file = response.url.host, part.file
         found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if (
@@ -138,7 +140,7 @@ class Transfer:
         snapshot = self._snapshot
         return huggingface.refusal(self._web, response.status, response.headers, snapshot.repo, snapshot.commit, path)
 
-    async def _read(self, response: aiohttp.ClientResponse, part: Part) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, part: PartialFile) -> None:
         """Write the body as it comes. Raises TransientError where it ends early or comes too slowly."""
         limits, host, block = self._web.limits, response.url.host, bytearray()
         since, in_window = time.monotonic(), 0

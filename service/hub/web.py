@@ -17,7 +17,7 @@ from yarl import URL
 
 from ..errors import PeerError
 from .addresses import GuardedResolver, Reach, literal
-from .limits import Limits
+from .limits import HubLimits
 from .remote import PAGES, HubKind, Report
 
 REDIRECTS = 5
@@ -64,7 +64,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HubResponse:
     """A JSON answer, the headers that came with it, and the address that gave it."""
 
     status: int
@@ -77,7 +77,7 @@ class Answer:
 class Web:
     """One session for one endpoint. Use it as an asynchronous context manager."""
 
-    def __init__(self, endpoint: Endpoint, limits: Limits, report: Report) -> None:
+    def __init__(self, endpoint: Endpoint, limits: HubLimits, report: Report) -> None:
         self.endpoint = endpoint
         self.limits = limits
         self.report = report
@@ -163,7 +163,7 @@ class Web:
             return None
         return self._proxies.get(url.scheme) or self._proxies.get("all")
 
-    async def json(self, url: URL) -> Answer:
+    async def json(self, url: URL) -> HubResponse:
         """The JSON answer of an address, whatever its status. Retries what may pass.
 
         Raises PeerError for what is not JSON or stays unreachable.
@@ -176,7 +176,7 @@ class Web:
                 tries += 1
                 await self.pause(error, tries, None)
 
-    async def _json(self, url: URL) -> Answer:
+    async def _json(self, url: URL) -> HubResponse:
         async with self.open(url, {"Accept": "application/json"}) as (response, redirects):
             host = response.url.host
             raw = await _body(response, JSON_BYTES)
@@ -191,7 +191,7 @@ class Web:
                         f"{host} answers with {kind} instead of JSON; is it a hub, or does a login page intercept it?"
                     ) from error
                 document = {}
-            return Answer(response.status, document, response.headers, response.url, bool(redirects))
+            return HubResponse(response.status, document, response.headers, response.url, bool(redirects))
 
     async def content(self, url: URL, size: int) -> bytes:
         """A small file of exactly `size` bytes. Raises PeerError."""

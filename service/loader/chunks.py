@@ -19,7 +19,7 @@ CHUNK_BYTES = 4 << 20
 PIECES_LIMIT = 1024  # IOV_MAX of Linux
 
 
-class Intake(Protocol):
+class ChunkIntake(Protocol):
     """A destination that receives a tensor's rows as they arrive, and converts them."""
 
     @property
@@ -44,7 +44,7 @@ class Intake(Protocol):
         ...
 
 
-Destination: TypeAlias = torch.Tensor | Intake
+Destination: TypeAlias = torch.Tensor | ChunkIntake
 Job: TypeAlias = tuple[TensorInfo, Destination]
 
 
@@ -52,7 +52,7 @@ Job: TypeAlias = tuple[TensorInfo, Destination]
 class Rows:
     """Rows [first, first + shape[0]) of a tensor, for `intake`."""
 
-    intake: Intake
+    intake: ChunkIntake
     first: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,7 +113,7 @@ def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
     return info.shape or (1,)
 
 
-def _add_rows(chunks: list[Chunk], info: TensorInfo, intake: Intake, index: int) -> None:
+def _add_rows(chunks: list[Chunk], info: TensorInfo, intake: ChunkIntake, index: int) -> None:
     shape, width, together = _stored_shape(info), _row_bytes(info), _rows_together(info, intake.step, intake.most)
     for first in range(0, shape[0] if info.nbytes else 0, together):
         count = min(together, shape[0] - first)

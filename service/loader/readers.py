@@ -62,7 +62,7 @@ def thread_faults() -> tuple[int, int]:
     return usage.ru_majflt, usage.ru_minflt
 
 
-class Run:
+class ReadRun:
     """State shared by the readers of one stream: the next chunk, the stop flag, and the queue of finished chunks (None:
     a reader has ended).
     """

@@ -18,7 +18,7 @@ from .chunks import Chunk, Job, plan_chunks
 from .files import SourceFile
 from .readers import (
     Bench,
-    Run,
+    ReadRun,
     check_unchanged,
     default_readers,
     drop,
@@ -78,7 +78,7 @@ def stream_tensors(
         files = {
             source: closing.enter_context(opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)
         }
-        run = Run(chunks, files, drop_behind)
+        run = ReadRun(chunks, files, drop_behind)
         count = max(1, min(len(benches) or readers or default_readers(), len(chunks)))
         with ThreadPoolExecutor(count, thread_name_prefix="onedesk-read") as pool:
             try:

@@ -121,7 +121,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PoolRoom:
     """What could be leased now, in bytes: within the `budget`, of what the `machine` has left above the floor, and what
     `yielding` leases and `neighbours` would add by giving way. `used` and `available` are the figures behind it.
     """
@@ -187,7 +187,7 @@ def _promised(nbytes: int) -> str:
     return f", other processes of this user were promised {show(nbytes)} more (onedesk memory)" if nbytes else ""
 
 
-def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Budget, room: Room) -> str:
+def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Budget, room: PoolRoom) -> str:
     """Say why `need` does not fit, with every figure, and which choice would."""
     wanted = need.with_headroom(settings.headroom)
     return (
@@ -200,7 +200,7 @@ def explain_refusal(owner: str, need: Need, settings: MemorySettings, budget: Bu
     )
 
 
-def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, room: Room) -> str:
+def explain_lease_refusal(owner: str, kind: str, nbytes: int, budget: Budget, room: PoolRoom) -> str:
     """Say why one lease does not fit, with every figure."""
     return (
         f"{owner} asks for {show(nbytes)} of {kind}, but {show(max(0, room.now))} can be leased: limit"

@@ -19,7 +19,7 @@ from .budget import (
     Budget,
     MemorySettings,
     Need,
-    Room,
+    PoolRoom,
     explain_lease_refusal,
     explain_refusal,
     make_budget,
@@ -155,7 +155,7 @@ class Pool:
         """Describe all leases."""
         return [lease.info() for lease in self.owners()]
 
-    def room(self) -> Room:
+    def room(self) -> PoolRoom:
         """What could be leased now: within the budget, of the machine's memory, and of both after evicting everything
         evictable.
         """
@@ -163,7 +163,7 @@ class Pool:
         with self.lock:
             yielding = [lease for lease in eviction_order(self.owners()) if lease.eviction.give_way is not None]
             machine, available = self._machine_room()
-            return Room(
+            return PoolRoom(
                 budget=self.budget.spendable - self._used,
                 machine=machine,
                 yielding=sum(lease.nbytes for lease in yielding),

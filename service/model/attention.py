@@ -11,7 +11,7 @@ from ..kernels.forward_batch import NormWeight, PackedPrompts, RotaryTable
 from ..kernels.operands import AttentionHeads, AttentionOperands, LayerPart
 from ..quant.weight import Weight
 from .layers import Pass
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig, layer_norm
 from .spec import Destination, Source
 
@@ -39,7 +39,7 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 
 
 def build(
-    config: DecoderConfig, weights: Named, layer: int, index: int, rotary: RotaryTable
+    config: DecoderConfig, weights: NamedWeights, layer: int, index: int, rotary: RotaryTable
 ) -> Attention | GatedAttention:
     """The layer over its weights; `index` counts only the layers that store keys and values."""
     at = weights.of(layer)
@@ -48,7 +48,7 @@ def build(
     return kind(heads(config, at, rotary), index, norm, at["qkv"], at["output"])
 
 
-def heads(config: DecoderConfig, at: Named, rotary: RotaryTable) -> AttentionHeads:
+def heads(config: DecoderConfig, at: NamedWeights, rotary: RotaryTable) -> AttentionHeads:
     """The computation between a layer's projections; `at`: its weights."""
     q_norm, k_norm = (at.norm(which, config.eps) if config.head_norms else None for which in ("q_norm", "k_norm"))
     return AttentionHeads(config.widths.shape, q_norm, k_norm, rotary, at.plain("qkv_bias") if config.bias else None)

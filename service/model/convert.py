@@ -237,7 +237,7 @@ def _read(
     sizes = [sum(info.nbytes for info in tensor.parts) for tensor in plan.tensors]
     total, done = sum(sizes), sum(sizes[:first])
     for tensor in plan.tensors[first:]:
-        room = _Room(lease)
+        room = _ConversionBuffers(lease)
         benches = _benches(plan, room)
         target = None
         if keep is not None:
@@ -264,7 +264,9 @@ def _read(
         raise Cancelled("converting was stopped")
 
 
-def _turned(tensor: StagedTensor, read: Weight, room: _Room, bench: Bench, faster: Quantizer | None) -> Weight:
+def _turned(
+    tensor: StagedTensor, read: Weight, room: _ConversionBuffers, bench: Bench, faster: Quantizer | None
+) -> Weight:
     """The tensor in its target format, made of the format that was read."""
     target = tensor.carve(room.carve)
     if isinstance(read, QuantizedWeight) and isinstance(target, QuantizedWeight):
@@ -331,7 +333,7 @@ def _bench(plan: WeightPlan) -> tuple[int, int, int]:
     return max(1, count), -(-raw // ALIGNMENT) * ALIGNMENT, work
 
 
-class _Room:
+class _ConversionBuffers:
     """The bytes of a lease, reused for each tensor."""
 
     def __init__(self, lease: Lease) -> None:
@@ -344,7 +346,7 @@ class _Room:
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
 
 
-def _benches(plan: WeightPlan, room: _Room) -> list[Bench]:
+def _benches(plan: WeightPlan, room: _ConversionBuffers) -> list[Bench]:
     count, raw, work = _bench(plan)
     return [Bench(room.carve((raw,), torch.uint8), room.carve((work // 4,), torch.float32)) for _ in range(count)]
 

@@ -19,7 +19,7 @@ from . import (
     streams,
 )
 from .layers import Block, Decoder, Layer
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig
 from .spec import Destination, Source
 
@@ -67,7 +67,7 @@ def build(
     tables: Mapping[str, FileTable] = MappingProxyType({}),
 ) -> Decoder:
     """The network over `weights` and `tables` (by destination key). The rotary table limits the sequence length."""
-    named, blocks, paged, stateful = Named(weights, tables), [], 0, 0
+    named, blocks, paged, stateful = NamedWeights(weights, tables), [], 0, 0
     for layer in range(config.layers):
         before = None
         if config.ngrams is not None and layer in config.ngrams.layers:
@@ -92,7 +92,7 @@ def build_draft(
     config: DecoderConfig, weights: Mapping[str, Weight], network: Decoder, rotary: RotaryTable
 ) -> draft.Draft:
     """The draft layer for `network`, over `weights` (by destination key); it has its own cache."""
-    own, named = draft.layer_config(config), Named(weights, {})
+    own, named = draft.layer_config(config), NamedWeights(weights, {})
     at = named.of(config.layers)
     mixer, forward = (
         _attention(own, named, config.layers, (0, 0), rotary),
@@ -110,7 +110,9 @@ def build_draft(
     return draft.Draft(layer, of_token, of_state, tuple(named[key] for key in projections))
 
 
-def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[int, int], rotary: RotaryTable) -> Layer:
+def _attention(
+    config: DecoderConfig, named: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
+) -> Layer:
     """Attention with or without an indexer. `places`: its index among the layers that store keys and values, and among
     those that store states.
     """
@@ -119,7 +121,7 @@ def _attention(config: DecoderConfig, named: Named, layer: int, places: tuple[in
     return indexed.build(config, named, layer, places, rotary)
 
 
-def _joined(config: DecoderConfig, at: Named, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
+def _joined(config: DecoderConfig, at: NamedWeights, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
     """The two halves of a block, each wrapped in its hyper-connection where the residual has several streams."""
     if config.streams is None:
         return mixer, forward

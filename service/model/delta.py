@@ -22,7 +22,7 @@ from ..kernels.forward_batch import NormWeight, Slots, VerifyPass
 from ..kernels.operands import LayerPart
 from ..quant.weight import Weight
 from .layers import Pass
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig, DeltaShape, layer_norm
 from .spec import Destination, Source
 
@@ -47,7 +47,7 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
     yield Destination(key + "delta_output", (Source(name + "out_proj.weight", (hidden, shape.values)),), part)
 
 
-def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> GatedDelta:
+def build(config: DecoderConfig, weights: NamedWeights, layer: int, index: int) -> GatedDelta:
     """The layer over its weights; `index` counts only the layers that store recurrent states."""
     at, shape = weights.of(layer), _shape(config)
     heads = DeltaHeads(

@@ -11,7 +11,7 @@ from ..kernels.forward_batch import NormWeight
 from ..kernels.operands import ExpertOperands, ExpertWeights, LayerPart, SharedWeights
 from ..quant.weight import Weight
 from .layers import Pass
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig, ExpertShape, layer_norm
 from .spec import FLOATING, Destination, Source
 
@@ -57,7 +57,7 @@ def _joined(shape: ExpertShape, name: str, rows: int, columns: int) -> Source:
     return Source(name, (shape.count * rows, columns), stored, shape.by_columns)
 
 
-def build(config: DecoderConfig, weights: Named, layer: int) -> FeedForward | Experts:
+def build(config: DecoderConfig, weights: NamedWeights, layer: int) -> FeedForward | Experts:
     """The layer over its weights."""
     at = weights.of(layer)
     shape = config.experts

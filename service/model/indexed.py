@@ -17,7 +17,7 @@ from ..kernels.operands import Indexer, IndexerOperands, LayerPart
 from ..quant.weight import Weight
 from .attention import GatedAttention, heads
 from .layers import Pass
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig, IndexerShape
 from .spec import Destination, Source
 
@@ -33,7 +33,7 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 
 
 def build(
-    config: DecoderConfig, weights: Named, layer: int, places: tuple[int, int], rotary: RotaryTable
+    config: DecoderConfig, weights: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
 ) -> IndexedAttention:
     """The layer over its weights. `places`: its index among the layers that store keys and values, and among those that
     store states.

@@ -13,16 +13,16 @@ from ..quant.weight import QuantizedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedWeights:
     """`tensors` by the keys of their destinations, which start with `prefix`; `tables` by their full keys."""
 
     tensors: Mapping[str, Weight]
     tables: Mapping[str, FileTable]
     prefix: str = ""
 
-    def of(self, layer: int) -> Named:
+    def of(self, layer: int) -> NamedWeights:
         """The weights of one block."""
-        return Named(self.tensors, self.tables, f"{layer}.")
+        return NamedWeights(self.tensors, self.tables, f"{layer}.")
 
     def __getitem__(self, key: str) -> Weight:
         return self.tensors[self.prefix + key]

@@ -23,7 +23,7 @@ from ..loader.checkpoint import Checkpoint
 from ..loader.rows import read_rows
 from ..loader.table import FileTable
 from .layers import Pass
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig, NgramShape
 from .spec import FLOATING, Destination, Source
 
@@ -92,7 +92,7 @@ def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
                 )
 
 
-def build(config: DecoderConfig, weights: Named, layer: int, index: int) -> NgramBlock:
+def build(config: DecoderConfig, weights: NamedWeights, layer: int, index: int) -> NgramBlock:
     """The block before `layer`; `index` counts only the layers that store states."""
     at, shape, streams = weights.of(layer), _shape(config), config.streams.count if config.streams else 1
     place = shape.layers.index(layer)

@@ -37,7 +37,7 @@ PIECE = 8 << 20
 
 
 @dataclass(slots=True)
-class Written:
+class WrittenPart:
     """The written part of the converted file: the tensor count, their `end`, the hashes of their sources in order, and
     the hash of their bytes.
     """
@@ -59,7 +59,7 @@ class Partial:
         self._identity = json.dumps(identity | {"header": hashlib.sha256(header).hexdigest()}, sort_keys=True)
         self._header = header
 
-    def begin(self, cancel: CancelCheck | None) -> Written:
+    def begin(self, cancel: CancelCheck | None) -> WrittenPart:
         """The part that can be resumed; both files are truncated to it. Raises Cancelled, OSError."""
         lines = self._lines()
         written = self._verified(lines, cancel)
@@ -74,7 +74,7 @@ class Partial:
             log.info("going on with a conversion that was stopped after %s", show(written.end))
         return written
 
-    def note(self, written: Written, hashes: Sequence[bytes]) -> None:
+    def note(self, written: WrittenPart, hashes: Sequence[bytes]) -> None:
         """Record that one more tensor is in the file, with the hashes of its source; `written` is the state after it.
         OSError.
         """
@@ -90,16 +90,16 @@ class Partial:
             return []
         return lines[:-1] if head == self._identity and lines else []
 
-    def _verified(self, lines: Sequence[str], cancel: CancelCheck | None) -> Written:
+    def _verified(self, lines: Sequence[str], cancel: CancelCheck | None) -> WrittenPart:
         """The state after the last entry if the file's bytes match, else the empty state."""
         try:
             entries = [json.loads(line) for line in lines]
             ends, last = [int(entry["end"]) for entry in entries], str(entries[-1]["made"]) if entries else ""
             content = [bytes.fromhex(hashed) for entry in entries for hashed in entry["content"]]
             if not entries or self.path.stat().st_size < ends[-1]:
-                return Written()
+                return WrittenPart()
         except (ValueError, KeyError, TypeError, OSError):
-            return Written()
+            return WrittenPart()
         digest = hashlib.sha256()
         at = len(self._header)
         with suppress(FileError), self.path.open("rb") as file:
@@ -111,8 +111,8 @@ class Partial:
                 at += len(octets)
         if at != ends[-1] or digest.hexdigest() != last:
             log.warning("what a stopped conversion left is not what it wrote down: it is begun anew")
-            return Written()
-        return Written(len(entries), at, content, digest)
+            return WrittenPart()
+        return WrittenPart(len(entries), at, content, digest)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Reading:
     def destination(self, target: Weight, faster: Quantizer | None) -> Destination:
         """Where the loader puts it, in the planned tensor `target`."""
         if self.take is not None and isinstance(target, QuantizedWeight):
-            return _Intake(self, target.row_slice(self.row, self.row + self.rows), faster)
+            return _TensorIntake(self, target.row_slice(self.row, self.row + self.rows), faster)
         place = self._place(target)
         if place.dtype.itemsize * place.numel() > self.info.nbytes:
             return narrow_end(place, self.info.nbytes)
@@ -77,7 +77,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Intake:
+class _TensorIntake:
     """See loader.chunks.Intake."""
 
     reading: Reading

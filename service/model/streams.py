@@ -14,7 +14,7 @@ from ..kernels.forward_batch import NormWeight
 from ..kernels.operands import ConnectionOperands, HyperConnection, LayerPart
 from ..kernels.reference import ReferenceKernels
 from .layers import Layer, Pass, PassRows
-from .named import Named
+from .named import NamedWeights
 from .shape import DecoderConfig, StreamShape
 from .spec import FLOATING, Destination, Source
 
@@ -34,7 +34,7 @@ def wanted(config: DecoderConfig, key: str, name: str, part: int, *, inject: boo
         yield Destination(key + "_inject", (source,), part, bits=FLOATING)
 
 
-def build(config: DecoderConfig, at: Named, key: str, *, inject: bool) -> GatedResidual:
+def build(config: DecoderConfig, at: NamedWeights, key: str, *, inject: bool) -> GatedResidual:
     """The connection over its weights."""
     shape = _shape(config)
     norm = NormWeight(at.plain(key + "_norm").view(shape.count, config.widths.hidden), config.eps)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ..kernels.reference import ReferenceKernels
 from ..memory.lease import Lease, carved_bytes
 from ..quant.weight import Weight
-from .named import Named
+from .named import NamedWeights
 from .spec import FLOATING, Destination, Source
 from .tower_layout import PatchLayout, Segments, lay_out, position_weights
 from .vision_config import CHANNELS, NORM_EPS, TowerShape
@@ -101,7 +101,7 @@ class Linear:
     bias: torch.Tensor | None
 
     @classmethod
-    def named(cls, at: Named, key: str) -> Linear:
+    def named(cls, at: NamedWeights, key: str) -> Linear:
         return cls(at[key], at.plain(f"{key}_bias"))
 
     def run(self, x: torch.Tensor, kernels: ReferenceKernels, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Norm:
     bias: torch.Tensor | None
 
     @classmethod
-    def named(cls, at: Named, key: str, *, biased: bool) -> Norm:
+    def named(cls, at: NamedWeights, key: str, *, biased: bool) -> Norm:
         return cls(at.plain(key), at.plain(f"{key}_bias") if biased else None)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ class Tower:
 
 def build(shape: TowerShape, weights: Mapping[str, Weight], kernels: ReferenceKernels) -> Tower:
     """The tower over weights by the keys of `destinations`."""
-    named, biased = Named(weights, {}), not shape.gated
+    named, biased = NamedWeights(weights, {}), not shape.gated
     first = ("gate", "up") if shape.gated else ("fc1",)
 
     def merger(key: str, *, after: bool) -> Merger:

@@ -25,8 +25,8 @@ from ..memory.pool import Pool, Released
 from ..python_process import SAFE_FOLDER, python_environment
 from . import llama_server, vllm
 from .child import Child, Order, check_program
-from .launch import Launch, Machine, Place, environment
-from .peer import Address, Described, Peer
+from .launch import Launch, LaunchMachine, Place, environment
+from .peer import Described, Peer, PeerAddress
 from .wire import Exchange
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class ChildEngine(Peer):
         self._find_pool = pool
         self._lock = threading.Lock()
         self._child: Child | None = None
-        self._address: Address | None = None
+        self._address: PeerAddress | None = None
         self._lease: ExternalLease | None = None
         self._launch: Launch | None = None
         self._policy: Policy = STAY
@@ -72,7 +72,7 @@ class ChildEngine(Peer):
         child = self._child
         return child.pid if child is not None and child.running else None
 
-    def reach(self, cancel: CancelCheck | None = None) -> Address:
+    def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
         """Where it listens, started or woken first if need be.
 
         Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit,
@@ -199,7 +199,7 @@ class ChildEngine(Peer):
         if lease is not None:
             lease.process_ended()
 
-    def _prepared(self, pool: Pool) -> tuple[Launch, Address, Order]:
+    def _prepared(self, pool: Pool) -> tuple[Launch, PeerAddress, Order]:
         settings = self._settings
         key = secrets.token_urlsafe(32)
         preset = self._own_file(f"{settings.name}.ini", "")
@@ -208,14 +208,16 @@ class ChildEngine(Peer):
         )
         truth = pool.read_truth()
         self._on_gpu = torch.device(pool.device).type != "cpu"
-        machine = Machine(truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete")
+        machine = LaunchMachine(
+            truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete"
+        )
         if settings.kind == "vllm":
             launch = vllm.launch(settings, machine, place)
         else:
             told = self._help()
             launch = llama_server.launch(settings, machine, place, lambda option: option.encode() in told)
         self._own_file(preset.name, launch.preset)
-        address = Address(self.title, port=place.port, key=key)
+        address = PeerAddress(self.title, port=place.port, key=key)
         log_file = self._cache / "logs" / f"peer-{settings.name}.log"
         return launch, address, Order(self.title, launch.argv, environment(launch, self._cache), log_file, secret=key)
 
@@ -252,7 +254,7 @@ class ChildEngine(Peer):
             raise PeerError(f"{self.title}: {command[0]} does not tell its options: {error}") from error
         return told.stdout + told.stderr
 
-    def _await_ready(self, child: Child, address: Address, cancel: CancelCheck | None) -> None:
+    def _await_ready(self, child: Child, address: PeerAddress, cancel: CancelCheck | None) -> None:
         until = time.monotonic() + self._settings.start
         health = vllm.HEALTH if self._settings.kind == "vllm" else llama_server.HEALTH
         while (said := _probe(address, health)) != "200":
@@ -264,7 +266,7 @@ class ChildEngine(Peer):
                 raise PeerError(f"{words}\nraise start in its table if it needs longer")
             time.sleep(_LOOK)
 
-    def _look_at_models(self, child: Child, address: Address) -> int:
+    def _look_at_models(self, child: Child, address: PeerAddress) -> int:
         """The context that it tells; also whether it is what it should be."""
         document = None
         try:
@@ -349,7 +351,7 @@ def _free_port(asked: int, title: str) -> int:
         return probe.getsockname()[1]
 
 
-def _probe(address: Address, route: str, method: str = "GET", seconds: float = _PROBE_SECONDS) -> str:
+def _probe(address: PeerAddress, route: str, method: str = "GET", seconds: float = _PROBE_SECONDS) -> str:
     """The status of a route as text, or why there is none."""
     connection = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
     try:

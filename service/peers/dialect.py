@@ -28,7 +28,7 @@ from ..errors import Field, PeerError, RequestError
 from ..memory.policy import Policy
 from ..text.reasoning import ReasoningSplitter, Segment
 from ..vision.encode import uri_of_picture
-from .peer import Address
+from .peer import PeerAddress
 from .wire import failure
 
 # Servers keep seeds in 31 to 64 bits; ours takes all of them.
@@ -39,7 +39,7 @@ _STAGES = ("queue", "load", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DialectRequest:
     """One choice of one request, on its way to a server: the route, the body, and the seed that people see."""
 
     route: str
@@ -47,7 +47,9 @@ class Ask:
     seed: int
 
 
-def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: ModelSpec, policy: Policy) -> Ask:
+def ask_of(
+    request: Request, choice: int, seed: int, address: PeerAddress, wanted: ModelSpec, policy: Policy
+) -> DialectRequest:
     """The question for choice `choice` of a validated request whose first choice has `seed`.
 
     Raises RequestError for what cannot be asked of a server of this dialect.
@@ -70,7 +72,7 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: M
     if not request.messages:
         prompt = request.prompt if request.prompt is not None else list(request.ids or ())
         body |= {} if request.parse_special else {"parse_special": False}
-        return Ask("/completions", body | {"prompt": prompt}, drawn)
+        return DialectRequest("/completions", body | {"prompt": prompt}, drawn)
     options = dict(request.template_options)
     if request.thinking != "auto":
         options["enable_thinking"] = request.thinking == "on"
@@ -78,10 +80,10 @@ def ask_of(request: Request, choice: int, seed: int, address: Address, wanted: M
     body |= {"chat_template_kwargs": options} if options else {}
     if not request.add_generation_prompt or request.continue_final_message:
         body |= {"add_generation_prompt": False, "continue_final_message": request.continue_final_message}
-    return Ask("/chat/completions", body, drawn)
+    return DialectRequest("/chat/completions", body, drawn)
 
 
-def _check_askable(request: Request, address: Address, *, ours: bool) -> None:
+def _check_askable(request: Request, address: PeerAddress, *, ours: bool) -> None:
     for name in ("best_of", "beams", "json_schema", "logprobs"):
         if getattr(request, name) is not None:
             raise RequestError(
@@ -162,7 +164,7 @@ class Reader:
     perf_counter time.
     """
 
-    def __init__(self, address: Address, seed: int, started: float) -> None:
+    def __init__(self, address: PeerAddress, seed: int, started: float) -> None:
         self._address = address
         self._seed = seed
         self._started = started

@@ -27,7 +27,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LaunchMachine:
     """What the engine will run on: bytes of its memory in all, and whether a GPU has memory of its own or shares the
     host's.
     """

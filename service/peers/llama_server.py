@@ -11,7 +11,7 @@ from pathlib import Path
 from ..config import PeerSettings, model_name
 from ..errors import FileError, PeerError
 from ..memory.budget import show
-from .launch import Launch, Machine, Place, check_options, weight_bytes
+from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
 
 COMMAND = ("llama-server",)
 HEALTH = "/health"
@@ -48,7 +48,7 @@ OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
 
-def launch(settings: PeerSettings, machine: Machine, place: Place, knows: Callable[[str], bool]) -> Launch:
+def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: Callable[[str], bool]) -> Launch:
     """Its words. `knows` says whether this version has an option. Raises PeerError, FileError.
 
     `context` is each sequence's: the server shares one size among its slots. With several models it starts as a router,
@@ -91,7 +91,7 @@ def named_models(settings: PeerSettings) -> dict[str, str]:
     return {model_name(model): model for model in settings.models} or {settings.name: settings.model}
 
 
-def _modes(settings: PeerSettings, machine: Machine, knows: Callable[[str], bool]) -> dict[str, str]:
+def _modes(settings: PeerSettings, machine: LaunchMachine, knows: Callable[[str], bool]) -> dict[str, str]:
     """The options of a model by their long names; "" for one without a value."""
     modes = {"ctx-size": str(settings.context * settings.sequences), "parallel": str(settings.sequences)}
     # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's

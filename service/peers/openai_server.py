@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from ..config import PeerSettings
 from ..core import CancelCheck
 from ..errors import FileError
-from .peer import Address, Peer
+from .peer import Peer, PeerAddress
 from .token_file import read_token
 
 
@@ -20,7 +20,7 @@ class OtherServer(Peer):
         self.title = f"the server {settings.name}"
         self._settings = settings
 
-    def reach(self, cancel: CancelCheck | None = None) -> Address:
+    def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
         """Where it is, by its entry. Raises FileError for a url or a key that cannot be used; neither stands in a
         message.
         """
@@ -41,7 +41,7 @@ class OtherServer(Peer):
             raise FileError(f"url in {entry} is no address of a server; write it as http://HOST:PORT/v1")
         key_file = self._settings.key_file
         tls = url.scheme == "https"
-        return Address(
+        return PeerAddress(
             self.title,
             host=host,
             port=port or (443 if tls else 80),

@@ -21,7 +21,7 @@ SILENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class PeerAddress:
     """Where a server listens and how to ask it. `title` is all of it that people, logs and errors may see, such as "the
     server NAME".
 
@@ -60,7 +60,7 @@ class Peer(ABC):
     has_memory: bool = False
 
     @abstractmethod
-    def reach(self, cancel: CancelCheck | None = None) -> Address:
+    def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
         """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError;
         Cancelled by `cancel`.
         """

@@ -20,8 +20,8 @@ from ..errors import Cancelled, OnedeskError, PeerError, RequestError
 from ..memory.policy import STAY, Policy
 from ..memory.pool import Released
 from ..text.language import Language
-from .dialect import Ask, Reader, ask_of
-from .peer import Address, Described, Peer
+from .dialect import DialectRequest, Reader, ask_of
+from .peer import Described, Peer, PeerAddress
 from .wire import Exchange
 
 # Answers of one list that are asked for at once, as many as our own engine writes at once.
@@ -52,7 +52,7 @@ class RemoteModel:
         self._uses = 0
         self._last_used = time.monotonic()
         self._described = Described()
-        self._described_by: Address | None = None
+        self._described_by: PeerAddress | None = None
         self._held = 0
         self._true_until = 0.0  # a monotonic time
 
@@ -167,7 +167,7 @@ class RemoteModel:
                 why = self.peer.why()
                 raise PeerError(f"{error}\n{why}" if why else str(error)) from error
 
-    def _lanes(self, place: int, request: Request, address: Address) -> list[_Lane]:
+    def _lanes(self, place: int, request: Request, address: PeerAddress) -> list[_Lane]:
         seed = request.sampling.seed
         first = secrets.randbelow(SEED_LIMIT) if seed is None else seed
         choices = range(request.n)
@@ -208,8 +208,8 @@ class _Lane:
 
     request: int
     choice: int
-    ask: Ask
-    address: Address
+    ask: DialectRequest
+    address: PeerAddress
     exchange: Exchange | None = None
     reader: Reader | None = None
     ended: bool = False

@@ -25,7 +25,7 @@ from ..memory.pool import Released
 from ..python_process import SAFE_FOLDER, package_command
 from .dialect import told_policy
 from .note import Note, note_stamp, running, taken
-from .peer import Address, Described, Peer
+from .peer import Described, Peer, PeerAddress
 from .tenancy import Tenancy
 from .token_file import read_token
 from .wire import ask
@@ -49,19 +49,19 @@ _LOG_LINES, _LOG_BYTES = 3, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunningService:
     """A service that runs, by its note, and the way to it."""
 
     note: Note
-    address: Address
+    address: PeerAddress
 
 
-def find_service(cache: Path) -> Found | None:
+def find_service(cache: Path) -> RunningService | None:
     """The service of the tree with this cache, None where none runs. Raises FileError for a token that cannot be
     read.
     """
     note = running(cache)
-    return None if note is None else Found(note, _address(note))
+    return None if note is None else RunningService(note, _address(note))
 
 
 class Finder:
@@ -71,9 +71,9 @@ class Finder:
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
-        self._known: tuple[tuple[int, int, int], Found] | None = None
+        self._known: tuple[tuple[int, int, int], RunningService] | None = None
 
-    def find(self) -> Found | None:
+    def find(self) -> RunningService | None:
         """As `find_service`."""
         if not taken(self._cache):
             return None
@@ -85,10 +85,12 @@ class Finder:
         return found
 
 
-def _address(note: Note) -> Address:
+def _address(note: Note) -> PeerAddress:
     key = None if note.token_file is None else read_token(Path(note.token_file))
     host = note.host or "127.0.0.1"
-    return Address(TITLE, host=host, port=note.port or 0, uds=note.uds, key=key, dialect="onedesk", silence=_SILENCE)
+    return PeerAddress(
+        TITLE, host=host, port=note.port or 0, uds=note.uds, key=key, dialect="onedesk", silence=_SILENCE
+    )
 
 
 class LocalService(Peer):
@@ -115,7 +117,7 @@ class LocalService(Peer):
         child = self._child
         return child.pid if child is not None and child.poll() is None else None
 
-    def reach(self, cancel: CancelCheck | None = None) -> Address:
+    def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
         """Where it listens, started first if none runs. Raises PeerError for another version or one that does not
         start, FileError for a
         token that cannot be read, Cancelled; a start goes on after that, and the next call finds it."""
@@ -239,7 +241,7 @@ class LocalService(Peer):
             time.sleep(_LOOK)
         return True
 
-    def _running(self) -> Found | None:
+    def _running(self) -> RunningService | None:
         """The service, if it runs; one that we started and that has ended is taken note of."""
         if self._child is not None and self._child.poll() is not None:
             log.info("%s (process %d) has ended with status %d", self.title, self._child.pid, self._child.returncode)
@@ -248,11 +250,11 @@ class LocalService(Peer):
         self._up = self._up or (found is not None and self._child is not None and found.note.pid == self._child.pid)
         return found
 
-    def _running_address(self) -> Address | None:
+    def _running_address(self) -> PeerAddress | None:
         found = self._running()
         return None if found is None else found.address
 
-    def _started(self, cancel: CancelCheck | None) -> Found:
+    def _started(self, cancel: CancelCheck | None) -> RunningService:
         """Start it, or go on waiting for a start that was left before."""
         if self._child is not None and self._up:
             while self._child.poll() is None:  # it was up and has let go of its lock: it is being ended

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import OnedeskError
-from .peer import Address
+from .peer import PeerAddress
 from .wire import ask
 
 log = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class Tenancy:
         self._held = held
         self._free = free
         self._ended = threading.Event()
-        self._lease: tuple[Address, str] | None = None
+        self._lease: tuple[PeerAddress, str] | None = None
 
-    def begin(self, find: Callable[[], Address | None]) -> None:
+    def begin(self, find: Callable[[], PeerAddress | None]) -> None:
         """Tell whichever service `find` finds, from now on."""
         threading.Thread(target=self._run, args=(find,), name="onedesk-tenancy", daemon=True).start()
 
@@ -44,7 +44,7 @@ class Tenancy:
         if lease is not None:
             _try(lease[0], "DELETE", f"/memory/leases/{lease[1]}", None)
 
-    def _run(self, find: Callable[[], Address | None]) -> None:
+    def _run(self, find: Callable[[], PeerAddress | None]) -> None:
         failed = False
         while not self._ended.is_set():
             try:
@@ -61,7 +61,7 @@ class Tenancy:
                 failed = True
             self._ended.wait(BEAT)
 
-    def _tell(self, address: Address) -> None:
+    def _tell(self, address: PeerAddress) -> None:
         held = max(0, self._held())
         if self._lease is None or self._lease[0] != address:
             body = {"owner": self._owner, "bytes": max(1, held), "held": held, "heartbeat": LATE, "gives_way": True}
@@ -76,7 +76,7 @@ class Tenancy:
             self._free(asked)
 
 
-def _try(address: Address, method: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _try(address: PeerAddress, method: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
     """The answer, or {} where there is none."""
     try:
         document = ask(address, method, route, body, seconds=_ANSWER)

@@ -15,7 +15,7 @@ from ..config import PeerSettings
 from ..errors import FileError, ModelError, PeerError
 from ..loader.json_files import read_json_object
 from ..memory.budget import show
-from .launch import Launch, Machine, Place, check_options, weight_bytes
+from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
 
 COMMAND = ("vllm",)
 HEALTH = "/health"
@@ -49,7 +49,7 @@ OURS = (
 )
 
 
-def launch(settings: PeerSettings, machine: Machine, place: Place) -> Launch:
+def launch(settings: PeerSettings, machine: LaunchMachine, place: Place) -> Launch:
     """Its words on this machine, the first of `settings.nodes`. Raises PeerError for budgets that it cannot keep,
     FileError.
 
@@ -83,7 +83,7 @@ def launch(settings: PeerSettings, machine: Machine, place: Place) -> Launch:
     return Launch((*words, *settings.options), variables, sleeps=settings.sleep)
 
 
-def kv_bytes(settings: PeerSettings, machine: Machine, weights: int) -> int:
+def kv_bytes(settings: PeerSettings, machine: LaunchMachine, weights: int) -> int:
     """Bytes of keys and values on each GPU: what its memory leaves beside its part of the weights and the scratch.
     Raises PeerError.
     """

@@ -25,7 +25,7 @@ from ..errors import (
     PeerError,
     RequestError,
 )
-from .peer import Address
+from .peer import PeerAddress
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
@@ -97,7 +97,7 @@ class Exchange:
 
     def __init__(
         self,
-        address: Address,
+        address: PeerAddress,
         method: str,
         route: str,
         body: Mapping[str, Any] | None = None,
@@ -282,14 +282,19 @@ class Exchange:
 
 
 def ask(
-    address: Address, method: str, route: str, body: Mapping[str, Any] | None = None, *, seconds: float = ANSWER_SECONDS
+    address: PeerAddress,
+    method: str,
+    route: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    seconds: float = ANSWER_SECONDS,
 ) -> Any:
     """The document of an answer, waiting `seconds` at most for each part of it. Raises as Exchange.document."""
     with Exchange(address, method, route, body, silence=seconds) as exchange:
         return exchange.document()
 
 
-def failure(address: Address, status: int, raw: bytes | Mapping[str, Any]) -> OnedeskError:
+def failure(address: PeerAddress, status: int, raw: bytes | Mapping[str, Any]) -> OnedeskError:
     """The error for an answer of `status` with the body `raw`, or for an error event within a stream (status 200)."""
     told = _told(raw)
     message, code = told.get("message"), told.get("code")
@@ -330,7 +335,7 @@ def _told(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
     return error if isinstance(error, Mapping) else {}
 
 
-def _shown(text: str, address: Address) -> str:
+def _shown(text: str, address: PeerAddress) -> str:
     """What a server says, fit for people and logs: one line, not long, without its address and key."""
     names = (address.key, address.host if address.uds is None else address.uds)
     for secret in (name for name in names if name):
@@ -339,7 +344,7 @@ def _shown(text: str, address: Address) -> str:
     return line if len(line) <= _SAID_LIMIT else line[:_SAID_LIMIT] + "..."
 
 
-def _connection(address: Address) -> _Plain:
+def _connection(address: PeerAddress) -> _Plain:
     if address.uds is not None:
         return _Unix(address.uds)
     kind = _Encrypted if address.tls else _Plain

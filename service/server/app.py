@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import OnedeskError, RequestError
-from .connections import Runner, is_cancelled, is_gone, raise_descriptor_limit, trust
+from .connections import ConnectionRunner, is_cancelled, is_gone, raise_descriptor_limit, trust
 from .error_documents import SOON, ApiError, as_api_error, to_json
 from .guard import OPEN_ROUTES, Guard
 from .openapi import document
@@ -31,7 +31,7 @@ GONE = 499  # what is counted for a client that went away
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ListenAddress:
     """Where the service listens: a unix socket, or a host and port (0: any free one)."""
 
     host: str
@@ -116,13 +116,13 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason, code="http_error")
 
 
-async def listen(app: web.Application, address: Address, cache: Path) -> tuple[web.AppRunner, Address]:
+async def listen(app: web.Application, address: ListenAddress, cache: Path) -> tuple[web.AppRunner, ListenAddress]:
     """Serve `app`; returns the runner, to be cleaned up, and the address with the port that it got. `cache` is the
     tree's.
 
     Raises RequestError for an address that cannot be had, FileError for a unix socket that cannot be made.
     """
-    runner = Runner(
+    runner = ConnectionRunner(
         app,
         raise_descriptor_limit(),
         handle_signals=False,
@@ -147,4 +147,4 @@ async def listen(app: web.Application, address: Address, cache: Path) -> tuple[w
         what = "is taken by another program; choose one with --port" if taken else bound
         raise RequestError(f"port {address.port} of {address.host} {what}") from error
     host, port = runner.addresses[0][:2]
-    return runner, Address(str(host), int(port))
+    return runner, ListenAddress(str(host), int(port))

@@ -143,7 +143,7 @@ class Server(web.Server):
         return Connection(self, self._limit, loop=asyncio.get_running_loop(), **self._options)
 
 
-class Runner(web.AppRunner):
+class ConnectionRunner(web.AppRunner):
     """aiohttp's runner, with at most `limit` connections of ours."""
 
     def __init__(self, app: web.Application, limit: int, **options: Any) -> None:

@@ -27,7 +27,7 @@ from .error_documents import ApiError, as_api_error, to_json
 from .frames import Frames
 from .models import Uses
 from .pending import Call
-from .requests import Ask, chat_ask, completion_ask, form_of, policy_of
+from .requests import ParsedRequest, chat_ask, completion_ask, form_of, policy_of
 from .responses import AnswerWriter, ChatWriter, CompletionWriter, Document, Echo, added, usage
 from .schemas import CHAT, COMPLETION
 from .service import TICK, Service
@@ -63,13 +63,13 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
 
 
 async def begin(
-    service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], Ask], uses: Uses
-) -> tuple[str, list[Call], Ask]:
+    service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], ParsedRequest], uses: Uses
+) -> tuple[str, list[Call], ParsedRequest]:
     """The model, the calls (one per prompt), what is asked, all checked. One trip to a thread: each delays the first
     token.
     """
 
-    def prepare(cancel: CancelCheck) -> tuple[str, OpenModel, Ask, list[Prepared]]:
+    def prepare(cancel: CancelCheck) -> tuple[str, OpenModel, ParsedRequest, list[Prepared]]:
         policy = policy_of(body)
         name, model = service.find(body.get("model"), form_of(body), uses)
         ask = ask_of(body, model.context)
@@ -82,7 +82,7 @@ async def begin(
     return name, [Call(model, one) for one in prepared], ask
 
 
-async def _echoes(service: Service, name: str, calls: Sequence[Call], ask: Ask) -> dict[int, Echo]:
+async def _echoes(service: Service, name: str, calls: Sequence[Call], ask: ParsedRequest) -> dict[int, Echo]:
     """Each choice's prompt; with log-probabilities it is scored first, in a turn of its own."""
     model, top = calls[0].model, ask.requests[0].logprobs
     texts = await service.prepare(name, lambda _: [_prompt_text(model, one) for one in ask.requests])
@@ -161,7 +161,7 @@ class Answering:
 async def answer(
     service: Service,
     request: web.Request,
-    ask: Ask,
+    ask: ParsedRequest,
     answering: Answering,
     stream: Callable[[web.Request], EventStream] = EventStream,
 ) -> web.StreamResponse:
@@ -174,7 +174,7 @@ async def answer(
         return web.Response(body=to_json(answering.writer.whole(answering.usage)), content_type="application/json")
 
 
-async def _only_prompts(request: web.Request, ask: Ask, answering: Answering) -> web.StreamResponse:
+async def _only_prompts(request: web.Request, ask: ParsedRequest, answering: Answering) -> web.StreamResponse:
     """The answers of no tokens: each choice is its prompt."""
     for prepared in (call.task for call in answering.calls if isinstance(call.task, Prepared)):
         read = Usage(len(prepared.ids), 0, 0)

@@ -9,7 +9,7 @@ from aiohttp import web
 from ..loader.names import ModelEntry
 from .check import check
 from .error_documents import ApiError, to_json
-from .requests import Form, form_of
+from .requests import ModelForm, form_of
 from .schemas import OWN
 from .service import Service
 
@@ -48,7 +48,7 @@ async def model(service: Service, request: web.Request) -> web.Response:
     return web.Response(body=to_json(found[0]), content_type="application/json")
 
 
-def _form(request: web.Request) -> Form:
+def _form(request: web.Request) -> ModelForm:
     """The form in which it is asked for: ?context=N&quant=Q, both as in the `onedesk` object of a request. Raises
     ApiError 400.
     """
@@ -60,7 +60,7 @@ def _form(request: web.Request) -> Form:
     return form_of({"onedesk": asked})
 
 
-def _document(service: Service, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
+def _document(service: Service, entry: ModelEntry, form: ModelForm | None = None) -> dict[str, Any]:
     document = service.models.document(entry, form)
     document["onedesk"]["at_once"] = service.places.of(entry.name)
     return document

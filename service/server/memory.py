@@ -15,7 +15,7 @@ from ..core import CancelCheck
 from ..memory.pool import Released
 from .body import read_json
 from .error_documents import ApiError, to_json
-from .requests import Form, form_of, policy_of
+from .requests import ModelForm, form_of, policy_of
 from .schemas import NOTHING, POLICY, RELEASE, SLEEP
 from .service import Service, Waking
 
@@ -44,7 +44,7 @@ async def release(service: Service, request: web.Request) -> web.Response:
     if nbytes is not None:
         return _answer(service, *await service.giving_back(_make_room, service, int(nbytes)))
     form = form_of({"onedesk": body})
-    if form != Form():
+    if form != ModelForm():
         _, model = await service.in_thread(service.find, str(owner), form)
         return _answer(service, await service.giving_back(model.give_way), [model])
     models = [model for model in service.registry.models() if model.name == owner]

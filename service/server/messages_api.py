@@ -15,12 +15,12 @@ from .error_documents import as_api_error, to_json
 from .generate import Answering, answer, begin
 from .messages_requests import COUNT_TOKENS, MESSAGES, chat_body
 from .messages_writer import MessagesWriter, error_document
-from .requests import Ask, chat_ask
+from .requests import ParsedRequest, chat_ask
 from .service import Service
 from .typed_events import TypedEventStream
 
 
-def _ask(body: Mapping[str, Any], context: int) -> Ask:
+def _ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     return chat_ask(chat_body(body), context)
 
 

@@ -19,13 +19,13 @@ from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots, pull_advice
 from ..registry import Registry
 from .error_documents import ApiError
-from .requests import Form
+from .requests import ModelForm
 
 FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ServedModels:
     """How models are opened: the common options of the command. `names` empty: every model that is listed."""
 
     names: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Uses:
 class Models:
     """The models of a service. Thread-safe; every method may read files."""
 
-    def __init__(self, config: Config, registry: Registry, choice: Choice) -> None:
+    def __init__(self, config: Config, registry: Registry, choice: ServedModels) -> None:
         self.choice = choice
         self._config = config
         self._registry = registry
@@ -84,11 +84,11 @@ class Models:
     def _unused(self, opened: OpenModel) -> bool:
         return not opened.loaded and not opened.busy and not self._uses[opened]
 
-    def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
+    def find(self, asked: str | None, form: ModelForm | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
         """The name and the handle for what a request asked for, which loads when it is first used. Raises as
         `name_of` and `open`.
         """
-        key = self._key(asked or "", form or Form())
+        key = self._key(asked or "", form or ModelForm())
         opened = self._open.get(key)
         # The usual case, and one look at its files: each look is a dozen questions to the system before a first token.
         if opened is not None and not opened.stale:
@@ -118,12 +118,12 @@ class Models:
             raise ApiError(404, message, code="model_not_found", param="model")
         return asked
 
-    def open(self, name: str, form: Form | None = None, uses: Uses | None = None) -> OpenModel:
+    def open(self, name: str, form: ModelForm | None = None, uses: Uses | None = None) -> OpenModel:
         """The handle of a served name, which loads when it is first used. Raises ModelError, FileError,
         RequestError.
         """
         with self._lock:
-            key = self._key(name, form or Form())
+            key = self._key(name, form or ModelForm())
             opened = self._open.get(key)
             if opened is None or opened.stale:
                 try:
@@ -137,7 +137,7 @@ class Models:
             self._forget_forms(name)
             return opened
 
-    def _key(self, name: str, form: Form) -> ModelSpec:
+    def _key(self, name: str, form: ModelForm) -> ModelSpec:
         return ModelSpec(name, form.context, form.quant or self.choice.quant, self.choice.device)
 
     def _opened(self, spec: ModelSpec) -> OpenModel:
@@ -171,7 +171,7 @@ class Models:
             if self._unused(self._open[key]):
                 self._registry.forget(self._open.pop(key))
 
-    def document(self, entry: ModelEntry, form: Form | None = None) -> dict[str, Any]:
+    def document(self, entry: ModelEntry, form: ModelForm | None = None) -> dict[str, Any]:
         """A model as /v1/models shows it; a broken one says why."""
         more: dict[str, Any] = {
             "toy": is_toy(entry.name),

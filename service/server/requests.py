@@ -22,7 +22,7 @@ DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ModelForm:
     """In which form a model is wanted; None for as the service has it."""
 
     context: int | None = None
@@ -30,7 +30,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """What a client wants: one engine request a prompt, and how the answer is to be told."""
 
     requests: tuple[Request, ...]
@@ -43,10 +43,10 @@ class Ask:
     one_call: bool = False
 
 
-def form_of(body: Mapping[str, Any]) -> Form:
+def form_of(body: Mapping[str, Any]) -> ModelForm:
     """The form of the model that a body wants."""
     own = _own(body)
-    return Form(whole(own.get("context")), own.get("quant"))
+    return ModelForm(whole(own.get("context")), own.get("quant"))
 
 
 def policy_of(body: Mapping[str, Any]) -> Policy | None:
@@ -62,7 +62,7 @@ def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return body.get("onedesk") or {}
 
 
-def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
+def chat_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     """A body that follows schemas.CHAT.
 
     Raises ApiError 400 for what only looks right: URLs to fetch, damaged pictures, tool calls that are no JSON.
@@ -90,7 +90,7 @@ def chat_ask(body: Mapping[str, Any], context: int) -> Ask:
         **_generation_prompt(body),
     )
     detail = bool(_own(body).get("detail"))
-    return Ask((request,), *_streaming(body), tools=tools, detail=detail, one_call=one_call)
+    return ParsedRequest((request,), *_streaming(body), tools=tools, detail=detail, one_call=one_call)
 
 
 def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
@@ -103,7 +103,7 @@ def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
     return {"continue_final_message": continues, "add_generation_prompt": not continues and added is not False}
 
 
-def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
+def completion_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     """A body that follows schemas.COMPLETION: a request for each prompt. Raises ApiError 400 for one of no tokens
     that shows no prompt.
     """
@@ -118,7 +118,9 @@ def completion_ask(body: Mapping[str, Any], context: int) -> Ask:
     requests = tuple(
         replace(shared, prompt=one) if isinstance(one, str) else replace(shared, ids=_ids(one)) for one in given
     )
-    return Ask(requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail")))
+    return ParsedRequest(
+        requests, *_streaming(body), echo=echo, only_prompt=only_prompt, detail=bool(_own(body).get("detail"))
+    )
 
 
 def _check_choices(count: int, each: int) -> None:

@@ -93,7 +93,7 @@ class CharacterCount:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceState:
     """A choice while it comes."""
 
     index: int
@@ -146,7 +146,7 @@ class Writer(ABC):
         self._tools = tools
         # Whether what comes after the first call is dropped.
         self.one_call = False
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ChoiceState] = {}
         # Whether chunks also tell token ids, progress, and each choice's whole result.
         self.detail = False
 
@@ -204,19 +204,19 @@ class Writer(ABC):
         """The chunk behind all others, where it was asked for."""
         return self._head | {"choices": [], "usage": total}
 
-    def _choice(self, index: int) -> Choice:
+    def _choice(self, index: int) -> ChoiceState:
         if index not in self._choices:
-            self._choices[index] = Choice(index, AnswerParts(self._tools, one_call=self.one_call))
+            self._choices[index] = ChoiceState(index, AnswerParts(self._tools, one_call=self.one_call))
         return self._choices[index]
 
     @abstractmethod
-    def _whole_choice(self, choice: Choice, result: Result) -> Document: ...
+    def _whole_choice(self, choice: ChoiceState, result: Result) -> Document: ...
 
     @abstractmethod
-    def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]: ...
+    def _parts(self, choice: ChoiceState, events: Sequence[Event]) -> list[Document]: ...
 
     @abstractmethod
-    def _last(self, choice: Choice, result: Result) -> list[Document]: ...
+    def _last(self, choice: ChoiceState, result: Result) -> list[Document]: ...
 
     def _token(self, token: int) -> tuple[str, bytes]:
         r"""A token's text and bytes. Bytes of a partial character are \xf0 in the text, so that tokens differ."""
@@ -241,7 +241,7 @@ class ChatWriter(Writer):
         kind = "chat.completion.chunk" if stream else "chat.completion"
         super().__init__(kind, model, tokenizer, with_logprobs=with_logprobs, tools=tools)
 
-    def _whole_choice(self, choice: Choice, result: Result) -> Document:
+    def _whole_choice(self, choice: ChoiceState, result: Result) -> Document:
         text, reasoning, calls = split_calls(result.text, result.reasoning, self._tools, one_call=self.one_call)
         message: Document = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if reasoning:
@@ -252,7 +252,7 @@ class ChatWriter(Writer):
         end = _finish(result, called=bool(calls))
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": end}
 
-    def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
+    def _parts(self, choice: ChoiceState, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
         deltas = self._deltas(choice, choice.parts.push(text, reasoning))
         if scored and not deltas:
@@ -265,12 +265,12 @@ class ChatWriter(Writer):
             parts[-1]["logprobs"] = self._logprobs(scored)
         return parts
 
-    def _last(self, choice: Choice, result: Result) -> list[Document]:
+    def _last(self, choice: ChoiceState, result: Result) -> list[Document]:
         deltas = self._deltas(choice, choice.parts.finish())
         end = _delta(choice, {}) | {"finish_reason": _finish(result, called=choice.call_count > 0)}
         return [*(_delta(choice, delta) for delta in deltas), end]
 
-    def _deltas(self, choice: Choice, parts: Sequence[Part]) -> list[Document]:
+    def _deltas(self, choice: ChoiceState, parts: Sequence[Part]) -> list[Document]:
         deltas: list[Document] = []
         for part in parts:
             if isinstance(part, Thought):
@@ -319,13 +319,13 @@ class CompletionWriter(Writer):
         super().__init__("text_completion", model, tokenizer, with_logprobs=with_logprobs)
         self._echoes = echoes
 
-    def _whole_choice(self, choice: Choice, result: Result) -> Document:
+    def _whole_choice(self, choice: ChoiceState, result: Result) -> Document:
         echo = self._echoes.get(choice.index, _NO_ECHO)
         part = self._part(choice, echo.text + result.text, result.reasoning, ())
         logprobs = self._logprobs(choice, [*echo.scored, *choice.scored]) if self._with_logprobs else None
         return part | {"logprobs": logprobs, "finish_reason": _finish(result)}
 
-    def _parts(self, choice: Choice, events: Sequence[Event]) -> list[Document]:
+    def _parts(self, choice: ChoiceState, events: Sequence[Event]) -> list[Document]:
         text, reasoning, scored = *_joined(events), _scored(events)
         if not choice.begun:
             choice.begun = True
@@ -333,17 +333,17 @@ class CompletionWriter(Writer):
             text, scored = echo.text + text, [*echo.scored, *scored]
         return [self._part(choice, text, reasoning, scored)] if text or reasoning or scored else []
 
-    def _last(self, choice: Choice, result: Result) -> list[Document]:
+    def _last(self, choice: ChoiceState, result: Result) -> list[Document]:
         return [self._part(choice, "", "", ()) | {"finish_reason": _finish(result)}]
 
     def _part(
-        self, choice: Choice, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]
+        self, choice: ChoiceState, text: str, reasoning: str, scored: Sequence[tuple[int, Logprobs | None]]
     ) -> Document:
         logprobs = self._logprobs(choice, scored) if scored else None
         part: Document = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return part | (_thought(reasoning) if reasoning else {})
 
-    def _logprobs(self, choice: Choice, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
+    def _logprobs(self, choice: ChoiceState, scored: Sequence[tuple[int, Logprobs | None]]) -> Document:
         offsets = []
         for token, _ in scored:
             offsets.append(choice.characters.count)
@@ -379,7 +379,7 @@ def _scored(events: Sequence[Event]) -> list[tuple[int, Logprobs]]:
     return [(event.token, event.logprobs) for event in events if event.logprobs is not None and event.token is not None]
 
 
-def _delta(choice: Choice, delta: Document) -> Document:
+def _delta(choice: ChoiceState, delta: Document) -> Document:
     return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 

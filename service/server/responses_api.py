@@ -10,14 +10,14 @@ from aiohttp import web
 
 from .body import PICTURE_BODY_LIMIT, read_json
 from .generate import Answering, answer, begin
-from .requests import Ask, chat_ask
+from .requests import ParsedRequest, chat_ask
 from .responses_requests import RESPONSES, chat_body
 from .responses_writer import ResponsesWriter
 from .service import Service
 from .typed_events import TypedEventStream
 
 
-def _ask(body: Mapping[str, Any], context: int) -> Ask:
+def _ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     return chat_ask(chat_body(body), context)
 
 

@@ -20,7 +20,7 @@ from .concurrency import Places
 from .error_documents import SOON, ApiError, contained
 from .models import Models, Uses
 from .pending import HESITATION, Call, Sink, Work
-from .requests import Form
+from .requests import ModelForm
 from .statistics import Figures
 from .tasks import ended, kept_up
 from .tenants import Tenants
@@ -132,7 +132,7 @@ class Service:
             worker.preparing -= 1
             gone.set()
 
-    def find(self, asked: str | None, form: Form | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
+    def find(self, asked: str | None, form: ModelForm | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
         """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a
         broken one.
         """

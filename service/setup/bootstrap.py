@@ -1,7 +1,7 @@
 """Run a module of this package before the package is installed anywhere: `python bootstrap.py MODULE [arguments ...]`.
 
-Only the standard library is needed. The name `onedesk` is given to the checkout that contains this file, without running
-its __init__.py and without writing anything into it.
+Only the standard library is needed. The name `onedesk` is given to the checkout that contains this file, without
+running its __init__.py and without writing anything into it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .foreign import find_foreign, model_paths, no_comfyui
 from .pack import NAME, add_package, link_demo_models, read_project, recorded_link
 from .record import FILE as RECORD
 from .record import Record, digest, remove
-from .source import Source, move_additions, shipped_files
+from .source import ComfyUISource, move_additions, shipped_files
 from .steps import LOCK, SetupError, Steps, locked
 from .tree import CACHE_ENTRIES, CACHES, SETTINGS, Desk, Tree, run_script
 from .unit import add_unit, remove_unit
@@ -44,14 +44,14 @@ ROOM_CUDA = 8 * GIB
 ROOM_SERVICE = GIB // 4
 
 
-class _Parser(argparse.ArgumentParser):
+class _InstallParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"install.sh: {message}; see install.sh --help\n")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of install.sh; exits with 2 for an invalid one."""
-    parser = _Parser(prog="install.sh", add_help=False, allow_abbrev=False)
+    parser = _InstallParser(prog="install.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("--prefix", type=Path, default=Path.home() / "dgx-local")
     parser.add_argument("--comfyui", type=Path)
     parser.add_argument("--comfyui-python", type=Path)
@@ -162,7 +162,7 @@ def install_all(tree: Tree, options: argparse.Namespace, record: Record) -> Envi
         environment.add_torch(options.torch)
         environment.add_pins("packages", PINS)
         environment.settle_operators()
-        Source(environment, steps).fetch(record)
+        ComfyUISource(environment, steps).fetch(record)
         recorded_link(record, tree.comfyui / "custom_nodes" / NAME, CHECKOUT)
         recorded_link(record, tree.pack / NAME, CHECKOUT)
         add_package(environment, tree, CHECKOUT)

@@ -43,7 +43,7 @@ BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ComfyUISource:
     """The ComfyUI of a tree, fetched through the installer's `steps`."""
 
     environment: Environment

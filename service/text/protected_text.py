@@ -74,8 +74,8 @@ class TokenTexts:
         self._longest = max(map(len, texts), default=0)
 
     def marked(self, text: str, mark: str) -> str:
-        """`text` with a mark behind the first character of each token text, overlapping ones too, and behind a part of
-        one at its end, which the text after it could complete."""
+        """`text` with a mark after the first character of each token text, overlapping ones included, and after a part
+        of one at its end, which the next text could complete."""
         if self._whole is None or not any(start in text for start in self._starts):
             return text
         places = [found.start() + 1 for found in self._whole.finditer(text)]

@@ -97,7 +97,7 @@ class ChatTemplate:
             return RequestError(f"the model's chat template refuses these messages: {message}")
         if kind == "syntax":
             return ModelError(
-                f"{place}: the chat template does not compile: {message}; take it anew from the model's own repository"
+                f"{place}: the chat template does not compile: {message}; get it again from the model's own repository"
             )
         if kind == "sandbox":
             return ModelError(

@@ -12,7 +12,7 @@ from onedesk.lab import soak as module
 from onedesk.lab.soak import ACTS, Crowd, Load, main, soak
 from onedesk.service.config import Config, load_config
 from onedesk.service.errors import PeerError
-from onedesk.service.peers.peer import Address
+from onedesk.service.peers.peer import PeerAddress
 from serving import MODEL, THINKER, Server, write_tree
 
 
@@ -36,7 +36,7 @@ def test_a_crowd_leaves_nothing_behind(tree: Path) -> None:
 
 
 def test_texts_that_are_mixed_up_would_be_found() -> None:
-    crowd = Crowd(Address("x"), Load((MODEL,), 1.0), {(MODEL, 1): "mine"})
+    crowd = Crowd(PeerAddress("x"), Load((MODEL,), 1.0), {(MODEL, 1): "mine"})
     crowd._compare(MODEL, 1, "mine")
     assert crowd.seen.mixed == []
     crowd._compare(MODEL, 1, "yours")

@@ -14,7 +14,7 @@ from onedesk.nodes.picture import (
     MARGIN,
     WIDTH,
     Bar,
-    Part,
+    BarPart,
     draw,
 )
 
@@ -30,8 +30,8 @@ def pixels(image: torch.Tensor, number: int, colour: tuple[int, int, int]) -> in
 
 def test_bars_are_as_long_as_their_bytes():
     bars = [
-        Bar("a", 1000, [Part("x", 500, RED), Part("y", 250, GREEN)], "rest"),
-        Bar("b", 1000, [Part("z", 1000, BLUE)], "rest"),
+        Bar("a", 1000, [BarPart("x", 500, RED), BarPart("y", 250, GREEN)], "rest"),
+        Bar("b", 1000, [BarPart("z", 1000, BLUE)], "rest"),
     ]
     image = draw(bars)
     assert image.shape[0] == 1
@@ -48,7 +48,7 @@ def test_bars_are_as_long_as_their_bytes():
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=6), st.integers(1, 2**40))
 def test_no_bar_is_off_by_more_than_a_pixel(sizes, total):
-    edges = Bar("t", total, [Part("p", size, RED) for size in sizes], "rest").edges()
+    edges = Bar("t", total, [BarPart("p", size, RED) for size in sizes], "rest").edges()
     at = 0
     for size, edge in zip(sizes, edges, strict=True):
         at = min(total, at + size)
@@ -58,10 +58,10 @@ def test_no_bar_is_off_by_more_than_a_pixel(sizes, total):
 
 
 def test_legends_name_every_part_that_there_is_and_what_is_left():
-    bar = Bar("Memory", 4096, [Part("others", 1024, RED), Part("none", 0, GREEN)], "available")
+    bar = Bar("Memory", 4096, [BarPart("others", 1024, RED), BarPart("none", 0, GREEN)], "available")
     assert bar.legend() == "others 1 KiB, available 3 KiB"
 
 
 @pytest.mark.parametrize("title", ["模型 🙂", "a" * 5000, "line\nend", ""])
 def test_any_name_can_be_drawn(title):
-    assert draw([Bar(title, 0, [Part(title, 5, RED)], "rest")]).shape[2] == WIDTH
+    assert draw([Bar(title, 0, [BarPart(title, 5, RED)], "rest")]).shape[2] == WIDTH

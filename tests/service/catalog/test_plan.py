@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onedesk.service.catalog.composition import compose
 from onedesk.service.catalog.forms import WITH_TABLE
 from onedesk.service.catalog.known_configs import PUBLISHED
-from onedesk.service.catalog.plan import ASSUMED_CAPABILITY, TABLE_CACHE, Machine, NodeLoad, plan_model
+from onedesk.service.catalog.plan import ASSUMED_CAPABILITY, TABLE_CACHE, NodeLoad, PlannedMachine, plan_model
 from onedesk.service.catalog.plan_report import plan_table
 from onedesk.service.cli import command
 from onedesk.service.config import Config
@@ -172,7 +172,7 @@ def test_a_context_that_is_named_fits_and_a_longer_one_does_not(name: str, memor
     images = int(memory * share)
     document = plan_model(name, Config(), memory=memory, images=images, device=device)
     network = compose(PUBLISHED[name])
-    machine = Machine(memory, images, MemorySettings(), device)
+    machine = PlannedMachine(memory, images, MemorySettings(), device)
     for row in document["forms"]:
         if row["fits"]:
             assert 0 < row["needs"] <= document["room"] <= memory - images

@@ -131,7 +131,13 @@ def test_memory_plans_for_another_machine(run, tmp_path):
     assert (truth["device_free"], truth["integrated"], truth["psi_some_avg10"]) == (None, False, 1.5)
     assert truth["page_cache"] == (51_000_000 + 100_000 - 50_000) * 1024
     limit = int(54_525_952 * 1024 * 0.7)
-    assert report["budget"] == {"limit": limit, "kept_back": int(limit * 0.05), "floor": 512 << 20, "used": 0}
+    assert report["budget"] == {
+        "limit": limit,
+        "kept_back": int(limit * 0.05),
+        "floor": 512 << 20,
+        "promised": 0,
+        "used": 0,
+    }
     assert report["leases"] == []
     assert report["counters"] == {"pgmajfault": 7}
 

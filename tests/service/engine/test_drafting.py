@@ -107,7 +107,9 @@ def test_drafts_that_are_wrong_are_soon_left_alone(stirred: OpenModel, greedy: b
     drafts = drafted.stages["draft"]
     assert drafts.accepted < 4
     assert 0 < drafts.proposed < 25
-    assert passes(stirred, drafted) >= 49 - drafts.accepted
+    # A text that repeats itself also has right draft tokens from its own n-grams.
+    lookups = drafted.stages["speculation"].accepted if "speculation" in drafted.stages else 0
+    assert passes(stirred, drafted) >= 49 - drafts.accepted - lookups
 
 
 def test_a_text_ends_inside_a_draft(rigged: OpenModel) -> None:

@@ -14,7 +14,7 @@ import pytest
 from onedesk.service.core import Progress
 from onedesk.service.errors import Cancelled, FileError
 from onedesk.service.loader import stream
-from onedesk.service.loader.readers import Run
+from onedesk.service.loader.readers import ReadRun
 from onedesk.service.loader.stream import stream_tensors
 from raw_safetensors import write_tensors
 from streaming import CHUNK, LONG_AGO, assert_no_reader_left, assert_same, empty_jobs, intercept
@@ -38,13 +38,13 @@ def test_cancel_ends_the_readers(weights: Path, monkeypatch: pytest.MonkeyPatch,
             super().set()
             allowed.release(readers)
 
-    class Gated(Run):
+    class Gated(ReadRun):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.stop = Stop()
 
     monkeypatch.setattr(os, "preadv", gated)
-    monkeypatch.setattr(stream, "Run", Gated)
+    monkeypatch.setattr(stream, "ReadRun", Gated)
     with pytest.raises(Cancelled, match=r"loading was stopped after \d+ of 160000 bytes"):
         stream_tensors(jobs, cancel=lambda: len(offsets) >= 3, readers=readers)
     assert 3 <= len(offsets) <= 3 + readers

@@ -16,7 +16,7 @@ from onedesk.service.memory.budget import (
     Budget,
     MemorySettings,
     Need,
-    Room,
+    PoolRoom,
     explain_lease_refusal,
     explain_refusal,
     fitting_context,
@@ -156,11 +156,11 @@ def test_a_need_with_its_headroom():
     assert need.with_headroom(0) == 137
 
 
-def refusal(need: Need, room: Room) -> str:
+def refusal(need: Need, room: PoolRoom) -> str:
     return explain_refusal("qwen3-8b", need, MemorySettings(), Budget(7 * GIB, 358 * MIB, 512 * MIB), room)
 
 
-ROOM = Room(budget=6 * GIB, machine=9 * GIB, yielding=GIB, neighbours=2 * GIB, used=3 * GIB, available=10 * GIB)
+ROOM = PoolRoom(budget=6 * GIB, machine=9 * GIB, yielding=GIB, neighbours=2 * GIB, used=3 * GIB, available=10 * GIB)
 
 
 def test_a_refusal_has_every_figure():

@@ -80,15 +80,15 @@ def test_tiles_and_a_mixed_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_stated_need_has_room_for_both_forms(tmp_path: Path) -> None:
     folder, _ = write_published(tmp_path / "models" / "model", BY_NAME["modelopt-nvfp4"])
     seen: list[int] = []
-    made = convert_module._Room.carve
+    made = convert_module._ConversionBuffers.carve
 
-    def carve(self: convert_module._Room, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def carve(self: convert_module._ConversionBuffers, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         found = made(self, shape, dtype)
         seen.append(self._bytes.numel() - self._cursor)
         return found
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(convert_module._Room, "carve", carve)
+        patched.setattr(convert_module._ConversionBuffers, "carve", carve)
         quantize_model("model", "int8", None, True, config_of(tmp_path))
     assert 0 <= min(seen) < 1 << 20  # what the debug zones and the alignment leave
     assert folder.is_dir()

@@ -344,7 +344,7 @@ def test_what_is_wrong_with_several_models_is_told(desk):
 
 def test_one_that_cannot_sleep_is_ended(desk, monkeypatch, caplog):
     desk.model = desk.model.rename(desk.model.with_name("m.safetensors"))
-    monkeypatch.setattr("onedesk.service.peers.launch.Machine.one_pool", False)
+    monkeypatch.setattr("onedesk.service.peers.launch.LaunchMachine.one_pool", False)
     engine = desk.engine("sleepless", kind="vllm", sleep=True)
     engine.reach()
     [released] = engine.release(WANTED)
@@ -355,7 +355,7 @@ def test_one_that_cannot_sleep_is_ended(desk, monkeypatch, caplog):
 
 def test_one_that_sleeps_keeps_its_process(desk, monkeypatch):
     desk.model = desk.model.rename(desk.model.with_name("m.safetensors"))
-    monkeypatch.setattr("onedesk.service.peers.launch.Machine.one_pool", False)
+    monkeypatch.setattr("onedesk.service.peers.launch.LaunchMachine.one_pool", False)
     engine = desk.engine(kind="vllm", sleep=True)
     assert write(engine) == "a cat on a mat"
     pid = engine.pid

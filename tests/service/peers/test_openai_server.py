@@ -28,7 +28,7 @@ from onedesk.service.errors import (
     RequestError,
 )
 from onedesk.service.peers.openai_server import OtherServer
-from onedesk.service.peers.peer import Address
+from onedesk.service.peers.peer import PeerAddress
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.wire import failure
 
@@ -416,12 +416,12 @@ def test_a_key_of_another_server_is_as_long_as_that_server_has_it(tmp_path: Path
 
 
 def test_nothing_secret_is_in_what_is_printed_of_an_address() -> None:
-    assert KEY not in repr(Address("the server big", host=HOST, key=KEY))
-    assert HOST not in repr(Address("the server big", host=HOST, key=KEY))
+    assert KEY not in repr(PeerAddress("the server big", host=HOST, key=KEY))
+    assert HOST not in repr(PeerAddress("the server big", host=HOST, key=KEY))
 
 
 def test_the_services_own_errors_come_back_as_what_they_were() -> None:
-    address = Address("the local service", dialect="onedesk")
+    address = PeerAddress("the local service", dialect="onedesk")
     for code, kind in (("memory_full", MemoryFull), ("model_not_found", ModelError), ("invalid_request", RequestError)):
         error = failure(address, 503, {"error": {"message": "what it said", "code": code}})
         assert (type(error), str(error)) == (kind, "what it said")

@@ -30,7 +30,7 @@ from onedesk.service.loader.names import ModelRoots
 from onedesk.service.memory.policy import Policy
 from onedesk.service.peers.dialect import Reader
 from onedesk.service.peers.note import read_note, running, taken
-from onedesk.service.peers.peer import Address
+from onedesk.service.peers.peer import PeerAddress
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.service import LocalService, find_service
 from onedesk.service.peers.tenancy import Tenancy
@@ -305,7 +305,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_the_ending_service_cut_is_no_answer() -> None:
-    reader = Reader(Address("the local service", dialect="onedesk"), 1, 0.0)
+    reader = Reader(PeerAddress("the local service", dialect="onedesk"), 1, 0.0)
     told = {"finish": "cancelled", "text": "a", "reasoning": "", "ids": [5]}
     list(
         reader.events(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from onedesk.service.core import Message, ModelSpec, Request
-from onedesk.service.peers.peer import Address, Peer
+from onedesk.service.peers.peer import Peer, PeerAddress
 from onedesk.service.peers.remote import RemoteModel
 from onedesk.service.peers.wire import Exchange
 
@@ -32,16 +32,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[Address]:
+def address() -> Iterator[PeerAddress]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield Address("a server", port=server.server_address[1])
+    yield PeerAddress("a server", port=server.server_address[1])
     server.shutdown()
     server.server_close()
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": ["x" * 3000]}])
-def test_a_request_is_sent_whole(address: Address, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
+def test_a_request_is_sent_whole(address: PeerAddress, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
     """Headers and body apart wake the server twice."""
     sent: list[bytes] = []
     real = http.client.HTTPConnection.send
@@ -61,17 +61,17 @@ def test_a_request_is_sent_whole(address: Address, monkeypatch: pytest.MonkeyPat
 class Near(Peer):
     title = "a server"
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: PeerAddress) -> None:
         self._address = address
 
-    def reach(self, cancel: Any = None) -> Address:
+    def reach(self, cancel: Any = None) -> PeerAddress:
         return self._address
 
     def close(self) -> None: ...
 
 
 def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(
-    address: Address, monkeypatch: pytest.MonkeyPatch
+    address: PeerAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked_in: list[threading.Thread] = []
     real = Exchange._send
@@ -89,12 +89,12 @@ def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(
 @pytest.mark.parametrize(
     ("address", "length", "near"),
     [
-        (Address("a server"), 10, True),
-        (Address("a server", uds="/run/x"), 10, True),
-        (Address("a server", host="10.0.0.1"), 10, False),
-        (Address("a server", tls=True), 10, False),
-        (Address("a server"), 1 << 17, False),
+        (PeerAddress("a server"), 10, True),
+        (PeerAddress("a server", uds="/run/x"), 10, True),
+        (PeerAddress("a server", host="10.0.0.1"), 10, False),
+        (PeerAddress("a server", tls=True), 10, False),
+        (PeerAddress("a server"), 1 << 17, False),
     ],
 )
-def test_what_goes_far_or_is_long_holds_no_caller_up(address: Address, length: int, near: bool) -> None:
+def test_what_goes_far_or_is_long_holds_no_caller_up(address: PeerAddress, length: int, near: bool) -> None:
     assert Exchange(address, "POST", "/x", {"prompt": "x" * length}).near is near

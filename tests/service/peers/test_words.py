@@ -15,12 +15,12 @@ from onedesk.service.config import PeerSettings
 from onedesk.service.errors import FileError, PeerError
 from onedesk.service.memory.budget import GIB, MIB
 from onedesk.service.peers import llama_server, vllm
-from onedesk.service.peers.launch import Launch, Machine, Place, environment
+from onedesk.service.peers.launch import Launch, LaunchMachine, Place, environment
 
 KEY = "s3cr3t-s3cr3t-s3cr3t"
-H200 = Machine(140 * GIB, "discrete")
-SPARK = Machine(120 * GIB, "integrated")
-CPU = Machine(32 * GIB, "cpu")
+H200 = LaunchMachine(140 * GIB, "discrete")
+SPARK = LaunchMachine(120 * GIB, "integrated")
+CPU = LaunchMachine(32 * GIB, "cpu")
 # What 4 GiB of one pool leave for weights and keys.
 SPARE = 4 * GIB - 3 * vllm.PROCESS_BYTES
 KV = SPARE - math.ceil(SPARE * vllm.SCRATCH_SHARE)

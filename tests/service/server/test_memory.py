@@ -12,8 +12,8 @@ import pytest
 from onedesk.service.cli import command
 from onedesk.service.config import load_config
 from onedesk.service.registry import Registry
-from onedesk.service.server.models import FORMS_LIMIT, Choice, Models
-from onedesk.service.server.requests import Form
+from onedesk.service.server.models import FORMS_LIMIT, Models, ServedModels
+from onedesk.service.server.requests import ModelForm
 from serving import MODEL, THINKER, Server
 
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
@@ -247,10 +247,10 @@ def test_a_form_of_a_model_is_one_of_its_own(server: Server) -> None:
 def test_forms_that_are_asked_for_one_after_the_other_are_not_all_kept(server: Server) -> None:
     config, registry = load_config(server.tree / "onedesk.toml"), Registry()
     registry.configure(config)
-    models = Models(config, registry, Choice(device="cpu"))
+    models = Models(config, registry, ServedModels(device="cpu"))
     usual = models.open(MODEL)
     for context in range(200, 220):
-        assert models.open(MODEL, Form(context)).context == context
+        assert models.open(MODEL, ModelForm(context)).context == context
     kept = registry.models()
     assert sorted(model.context for model in kept if model is not usual) == list(range(220 - FORMS_LIMIT, 220))
     assert models.open(MODEL) is usual

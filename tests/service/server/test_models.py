@@ -18,8 +18,8 @@ from onedesk.service.config import load_config
 from onedesk.service.errors import FileError
 from onedesk.service.registry import Registry
 from onedesk.service.server.error_documents import ApiError
-from onedesk.service.server.models import Choice, Models
-from onedesk.service.server.requests import Form
+from onedesk.service.server.models import Models, ServedModels
+from onedesk.service.server.requests import ModelForm
 from tiny_models import write_language_model
 
 
@@ -40,10 +40,10 @@ def served(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "onedesk.toml").write_text('[models]\ndefault = "writer"\n', encoding="utf-8")
     config = load_config(tmp_path / "onedesk.toml")
     registry.configure(config)
-    return Models(config, registry, Choice(device="cpu"))
+    return Models(config, registry, ServedModels(device="cpu"))
 
 
-def found(served: Models, asked: str | None, form: Form | None = None) -> OpenModel:
+def found(served: Models, asked: str | None, form: ModelForm | None = None) -> OpenModel:
     """As a request finds its model."""
     return served.find(asked, form)[1]
 
@@ -52,7 +52,7 @@ def found(served: Models, asked: str | None, form: Form | None = None) -> OpenMo
 def test_a_model_whose_files_are_gone_is_not_found_and_gives_its_bytes_back(
     served: Models, registry: Registry, tmp_path: Path, empty: bool
 ) -> None:
-    forms = [found(served, "writer"), found(served, "writer", Form(context=64)), found(served, "other")]
+    forms = [found(served, "writer"), found(served, "writer", ModelForm(context=64)), found(served, "other")]
     for model in forms:
         model.load()
     used = registry.pool("cpu").used()
@@ -133,8 +133,8 @@ class Looks:
 def test_a_model_that_is_open_is_found_with_one_look_at_its_files(
     served: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = [served.find(name, form) for name in ("writer", "other") for form in (None, Form(context=64))]
+    opened = [served.find(name, form) for name in ("writer", "other") for form in (None, ModelForm(context=64))]
     for looks in (Looks(monkeypatch, "config.json"), Looks(monkeypatch, "tokenizer.json")):
         before = looks.count
-        assert served.find("writer", Form(context=64)) == opened[1]
+        assert served.find("writer", ModelForm(context=64)) == opened[1]
         assert looks.count == before + 1

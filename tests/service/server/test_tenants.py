@@ -8,7 +8,7 @@ from threading import Barrier
 
 import pytest
 from onedesk.service.errors import MemoryFull
-from onedesk.service.memory.budget import MemorySettings, Room
+from onedesk.service.memory.budget import MemorySettings, PoolRoom
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.server.tenants import HEARTBEAT, Tenant, Tenants
@@ -19,7 +19,7 @@ def test_two_who_come_at_once_are_not_promised_the_same_bytes(monkeypatch: pytes
     pool = Pool("cpu", MemorySettings(), lambda: truth)
     look = pool.room
 
-    def slowly() -> Room:
+    def slowly() -> PoolRoom:
         room = look()
         time.sleep(0.05)  # long enough for the other one to look before this one is written down
         return room
@@ -56,7 +56,9 @@ def test_owners_give_way_for_what_the_machine_can_have(monkeypatch: pytest.Monke
     pool = Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
     freed: list[int] = []
     monkeypatch.setattr(
-        pool, "room", lambda: Room(budget=0, machine=100 + sum(freed), yielding=50, neighbours=0, used=50, available=0)
+        pool,
+        "room",
+        lambda: PoolRoom(budget=0, machine=100 + sum(freed), yielding=50, neighbours=0, used=50, available=0),
     )
     monkeypatch.setattr(pool, "make_room", freed.append)
     Tenants(lambda: pool).take(Tenant("one", 130, 0, HEARTBEAT, False))

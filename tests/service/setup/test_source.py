@@ -71,5 +71,5 @@ def test_a_changed_archive_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PIP_FIND_LINKS", shelf.as_uri())
     here = Environment(Path(sys.prefix), Steps(tree))
     with pytest.raises(SetupError, match=r"do not match the hash|DO NOT MATCH THE HASHES"):
-        source.Source(here, here.steps)._download()
+        source.ComfyUISource(here, here.steps)._download()
     assert source.sha256(shelf / source.ARCHIVE) == hashlib.sha256((shelf / source.ARCHIVE).read_bytes()).hexdigest()
