@@ -1,13 +1,12 @@
-"""Writing and drawing in turn in a running ComfyUI whose memory is too small for both: who holds what, step by step.
+"""Alternates writing and drawing in a running ComfyUI whose memory is too small for both, and records who holds memory
+at each step.
 
     python -m onedesk.lab.alternate http://127.0.0.1:8188 --cycles 50 [--json] [--rows FILE]
 
-ComfyUI must have this pack and the nodes of tests/comfyui_pack (its TestMemory reports bytes), and be started with
---reserve-vram, so that it believes in a card which cannot hold writer and painter at once. Each cycle is one workflow
-with a new seed: the writer's text is encoded, drawn and saved. Exit 1 if a workflow failed, or if in some cycle one
-side did not take the
-other's room
-through ComfyUI's list.
+ComfyUI must have this pack and the nodes of tests/comfyui_pack (its TestMemory reports bytes). Start it with
+--reserve-vram, so that its card cannot hold language model and image model at once. Each cycle is one workflow with a
+new seed: the generated text is encoded, drawn and saved. Exit 1 if a workflow failed, or if in some cycle one side did
+not get the other's memory through ComfyUI's list.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from ..service.setup.comfyui import Client
 
 REPORT = "TestMemory"
 ENCODER_NODE = "TestTextEncoder"
-# What ComfyUI calls our entry in its list of loaded models; every other entry is its own.
+# ComfyUI's name for our entry in its list of loaded models; every other entry is its own.
 OUR_ENTRY = "OnedeskModel"
 WRITTEN, DRAWN = "written", "drawn"
 WORKFLOW_SECONDS = 120.0
 SAMPLE_SECONDS = 0.05
-# A return of less than this share of what was asked counts as a failure, as in the pool's own warning.
+# A release of less than this share of the requested bytes counts as a failure, as in the pool's own warning.
 RETURNED_SHARE = 0.98
 TITLES = ("AFTER", "FIGURE", "MIN", "MEDIAN", "MAX")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkflowChoice:
-    """Which models take part, by the names that ComfyUI offers; `tokens` the writer writes, `context` it reserves."""
+    """The models of the workflow, by the names that ComfyUI offers; `tokens` to generate, `context` to reserve."""
 
     writer: str
     painter: str
@@ -56,16 +55,16 @@ class WorkflowChoice:
 
 @dataclass(slots=True)
 class AlternateOutcome:
-    """What came of it: one row a cycle and step, and every promise that was not kept."""
+    """The outcome: one row per cycle and step, and every broken promise."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     cycles: int = 0
-    # Gets each row as a line of JSON as soon as it is there, so that a run which is cut short has shown something.
+    # Gets each row as a line of JSON at once, so that an interrupted run has still shown results.
     sink: TextIO | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Note one row."""
+        """Record one row."""
         self.rows.append(row)
         if self.sink is not None:
             self.sink.write(json.dumps(row) + "\n")
@@ -109,9 +108,7 @@ def workflow(choice: WorkflowChoice, seed: int) -> dict[str, dict[str, Any]]:
 
 
 class CardPeak(threading.Thread):
-    """Asks ComfyUI every 50 ms how much of the card is in use, by anybody; `peak` in bytes, None where there is no
-    card.
-    """
+    """Asks ComfyUI every 50 ms how much of the card all processes use; `peak` in bytes, None without a card."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(name="onedesk-peak", daemon=True)
@@ -124,7 +121,7 @@ class CardPeak(threading.Thread):
             try:
                 card = self._client.ask("/system_stats")["devices"][0]
             except PeerError:
-                continue  # busy or gone: the workflow says so itself
+                continue  # busy or gone: the workflow itself reports it
             if card["type"] != "cpu":
                 self.peak = max(self.peak or 0, card["vram_total"] - card["vram_free"] + card["torch_vram_free"])
 
@@ -134,10 +131,9 @@ class CardPeak(threading.Thread):
 
 
 def alternate(client: Client, choice: WorkflowChoice, cycles: int, outcome: AlternateOutcome) -> None:
-    """Run one cycle that is not counted and then `cycles` that are; everything seen goes into `outcome`, also before an
-    error.
+    """Run one warm-up cycle, then `cycles` that count; all observations go into `outcome`, even before an error.
 
-    Raises PeerError when ComfyUI lacks a node, refuses or fails a workflow, or does not answer.
+    Raises PeerError when ComfyUI lacks a node, refuses or fails a workflow, or does not respond.
     """
     for name in (REPORT, ENCODER_NODE, "OnedeskGenerate"):
         if name not in client.ask(f"/object_info/{name}"):
@@ -169,12 +165,12 @@ def _one(client: Client, prompt: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def painters(report: Mapping[str, Any]) -> int:
-    """Bytes that ComfyUI's own models hold, by its list."""
+    """Bytes that ComfyUI's own models hold, from its list."""
     return sum(model["loaded"] for model in report["core"] if model["name"] != OUR_ENTRY)
 
 
 def broken_promises(before: Mapping[str, Any], written: Mapping[str, Any], drawn: Mapping[str, Any]) -> Iterator[str]:
-    """What one cycle did not keep, given the report at the end of the cycle before it and its own two."""
+    """The promises that one cycle broke, given the report at the end of the previous cycle and its own two."""
     if not written["ours"]:
         yield "the writer holds nothing after writing"
     if painters(written) >= painters(before):
@@ -222,8 +218,8 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, f
 
 
 def drift(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Bytes of the card in use after the last drawing beyond those after the first third of the cycles; None where
-    there is no card.
+    """Bytes of the card in use after the last drawing minus those after the first third of the cycles; None without a
+    card.
     """
     used = [row["used"] for row in rows if row["step"] == DRAWN and "used" in row]
     return used[-1] - used[len(used) // 3] if used else None
@@ -258,7 +254,7 @@ def measure(port: int, choice: WorkflowChoice, cycles: int, sink: TextIO | None 
     """The document: the machine, `steps`, `rows`, `failures`, `peak_used`, `drift_bytes`. Bytes are integers, times
     seconds.
 
-    `sink` gets each row at once, see AlternateOutcome. Raises PeerError when nobody answers at the port.
+    `sink` gets each row at once, see AlternateOutcome. Raises PeerError if nothing responds at the port.
     """
     client = Client(port)
     stats = client.ask("/system_stats")

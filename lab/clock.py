@@ -1,4 +1,4 @@
-"""What a long measurement tells while it runs, and how much time it has left."""
+"""Progress messages of a long measurement, and its remaining time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Clock:
-    """What there is to tell, and whether there is time for more."""
+    """Reports progress and says whether there is time for more."""
 
     def __init__(self, seconds: float) -> None:
         self._began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Random choices of limit, model, context and picture, each in a real memory limit and a process of its own: nothing
-may be killed, and what is refused must be refused before loading, with figures that were right.
+"""Random choices of limit, model, context and image, each in a real memory limit and a process of its own. No process
+may be killed. A refusal must come before loading, with correct figures.
 
     python -m onedesk.lab.confined --count 200
 """
@@ -37,7 +37,7 @@ from ..service.registry import REGISTRY
 from ..service.work_folder import work_folder
 from .memory_group import MemoryGroup
 
-# Weights in MB, as the shape's changes: (hidden, layers, intermediate, vocabulary). BF16.
+# Size of the weights in MB, and the change to the shape: (hidden, layers, intermediate, vocabulary). BF16.
 MODELS: Mapping[str, tuple[int, int, int, int]] = {
     "8": (256, 2, 768, 8192),
     "27": (512, 4, 1024, 8192),
@@ -53,18 +53,18 @@ CONTEXTS = (256, 1024, 4096, 8192)
 FLOORS = (64 * MIB, 128 * MIB, 512 * MIB)
 IDS = tuple(range(5, 21))
 TOKENS = 4
-LIMIT_SHARE, KEPT_BACK, HEADROOM = 0.70, 0.05, 0.20  # the design's numbers, written down here again on purpose
-TOLERANCE = 2 * MIB  # what the process takes between two looks
-NEAR = 12 * MIB  # this near to the border either answer is right: the budget was made some imports earlier
-REFUSED_GROWTH = 4 * MIB  # a refusal holds headers and Python objects, never weights
+LIMIT_SHARE, KEPT_BACK, HEADROOM = 0.70, 0.05, 0.20  # the design's numbers, repeated here on purpose
+TOLERANCE = 2 * MIB  # what the process takes between two readings
+NEAR = 12 * MIB  # this close to the limit both answers are right: the budget was made some imports earlier
+REFUSED_GROWTH = 4 * MIB  # a refusal allocates headers and Python objects, never weights
 
 Picture = Literal["drawn", "refused", "not asked"]
 
 
 @dataclass(frozen=True, slots=True)
 class ConfinedCase:
-    """One choice. `leased`: the picture is a lease of the pool; else a plain allocation after the pool was asked for
-    room.
+    """One case. `leased`: the image is a lease of the pool; otherwise a plain allocation after the pool was asked to
+    free memory.
     """
 
     model: str
@@ -77,7 +77,9 @@ class ConfinedCase:
 
 @dataclass(frozen=True, slots=True)
 class ConfinedOutcome:
-    """What a child saw. `available` is the product's figure, `expected` the group's own files read at the same time."""
+    """What a child observed. `available` is the product's figure, `expected` comes from the group's own files, read at
+    the same time.
+    """
 
     fits: bool
     message: str
@@ -97,7 +99,7 @@ class ConfinedOutcome:
 
 
 def random_cases(count: int, seed: int, models: Sequence[str]) -> list[ConfinedCase]:
-    """`count` choices, sizes log-uniform; every other limit is chosen near what the model takes."""
+    """`count` cases, sizes log-uniform; every second limit is close to what the model takes."""
     dice = random.Random(seed)  # noqa: S311 - the same cases for one seed
 
     def between(low: float, high: float) -> int:
@@ -114,7 +116,7 @@ def random_cases(count: int, seed: int, models: Sequence[str]) -> list[ConfinedC
 
 
 def checkpoint_of(model: str, cache: Path) -> Path:
-    """The folder of a random checkpoint of MODELS, written once."""
+    """The folder of a random checkpoint of MODELS, written at its first use."""
     folder = cache / "confined" / model
     if (folder / "config.json").is_file():
         return folder
@@ -134,7 +136,7 @@ def checkpoint_of(model: str, cache: Path) -> Path:
     return folder
 
 
-# What runs in the child.
+# In the child
 
 
 def _try_case(case: ConfinedCase, folder: Path, group: MemoryGroup, config: Config) -> ConfinedOutcome:
@@ -180,7 +182,7 @@ def _write(model: OpenModel) -> tuple[int, ...]:
 
 
 def _draw(case: ConfinedCase, pool: Pool) -> tuple[Picture, int]:
-    """Draw, if the pool says that there is room; also the most bytes that it said there are."""
+    """Draw if the pool says that the image fits; also returns the most bytes that the pool reported."""
     most = pool.room().most
     if case.leased:
         try:
@@ -201,7 +203,7 @@ def _draw(case: ConfinedCase, pool: Pool) -> tuple[Picture, int]:
 
 
 def _suggested_context(message: str) -> int:
-    """The context that a refusal names as one that fits, 0 if it names none."""
+    """The context length that a refusal names as one that fits, 0 if it names none."""
     _, found, rest = message.partition("a context of ")
     return int(rest.split()[0]) if found else 0
 
@@ -214,11 +216,11 @@ def _works(folder: Path, context: int) -> bool:
         return False
 
 
-# What runs in the parent.
+# In the parent
 
 
 def run_case(case: ConfinedCase, folder: Path, config: Config, number: int) -> tuple[ConfinedOutcome | None, int, int]:
-    """The outcome, None when the child was ended; kills by the kernel; how often the limit was reached."""
+    """The outcome, None if the child was ended; the kernel's kills; how often the limit was reached."""
     with MemoryGroup(f"onedesk-{os.getpid()}-{number}", case.limit) as group:
         answer = _in_child(lambda: asdict(_try_case(case, folder, group, config)))
         kills, hits = group.kills, group.hits
@@ -226,10 +228,11 @@ def run_case(case: ConfinedCase, folder: Path, config: Config, number: int) -> t
 
 
 def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Run `work` in a forked process; its answer, or None when it ended without one. Raises OnedeskError for its own.
+    """Run `work` in a forked process; returns its result, or None if it ended without one. Raises the child's
+    OnedeskError.
 
-    Forked before any thread or parallel region exists here: a fresh interpreter a case would take two seconds of
-    imports each.
+    Forks before any thread or parallel region exists here: a new interpreter per case would take two seconds for
+    imports each time.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -257,7 +260,7 @@ def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def faults_of(case: ConfinedCase, folder: Path, outcome: ConfinedOutcome | None, kills: int) -> list[str]:
-    """What was wrong about a case; nothing, if it worked or was refused rightly."""
+    """The faults of a case; none if it worked or was refused correctly."""
     if outcome is None or kills:
         return [f"killed ({kills} by the kernel)"]
     checkpoint = open_checkpoint(folder)
@@ -293,15 +296,13 @@ def faults_of(case: ConfinedCase, folder: Path, outcome: ConfinedOutcome | None,
 
 
 def run_confined(count: int, *, seed: int, config: Config, models: Sequence[str] = tuple(MODELS)) -> dict[str, Any]:
-    """Run `count` random cases; the document counts what became of them, and lists what was wrong. Raises FileError
-    without root.
-    """
+    """Run `count` random cases; the document has counts by outcome, and the faults. Raises FileError without root."""
     cases = random_cases(count, seed, models)
     folders = {model: config.cache / "confined" / model for model in models}
     for model in models:
         _in_child(lambda model=model: {"folder": str(checkpoint_of(model, config.cache))})
     compile_library(config.cache)  # a compiler inside a case would count towards its limit, and outlive it
-    gc.freeze()  # what is here already is not looked at again, so that a child does not copy it by counting
+    gc.freeze()  # the garbage collector skips existing objects, so a child does not copy their pages
     started, became, wrong, kills, hits = time.perf_counter(), Counter[str](), [], 0, 0
     for number, case in enumerate(cases):
         outcome, killed, reached = run_case(case, folders[case.model], config, number)

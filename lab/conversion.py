@@ -1,10 +1,10 @@
-"""Converts a folder that is far larger than the memory it may have: as a whole, and killed again and again; both write
-the same bytes.
+"""Converts a folder that is far larger than the memory limit, once without interruption and once killed repeatedly.
+Both must write the same bytes.
 
     python -m onedesk.lab.conversion [--gigabytes 6] [--limit 640] [--quant int4] [--folder DIR]
 
-The folder has a shard a layer, sparse on the disk but for its first numbers; each child is in a real memory limit, page
-cache included.
+The folder has one shard per layer, sparse on the disk except for its first numbers. Each child is in a real memory
+limit that includes page cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..service.memory.budget import MIB
 from ..service.model.families import family_of
 from .memory_group import MemoryGroup
 
-# A layer of 64 experts is 51 MB, the largest tensor of it 33 MB.
+# A layer of 64 experts is 51 MB; its largest tensor is 33 MB.
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -53,9 +53,9 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-FILLED = 1 << 19  # numbers of a shard that are not zeros
-KILLS = (0.3, 0.7)  # of what is written in all
-SECONDS = 1800  # that a child may take
+FILLED = 1 << 19  # numbers of a shard that are not zero
+KILLS = (0.3, 0.7)  # of all bytes that are written
+SECONDS = 1800  # time limit of a child
 
 CHILD = """
 import resource, sys
@@ -68,7 +68,7 @@ sys.exit(status)
 
 
 def write_large(folder: Path, nbytes: int) -> None:
-    """A checkpoint of about so many bytes, as many layers and shards as that takes."""
+    """Write a checkpoint of about this many bytes, with one shard per layer."""
     layers = max(1, nbytes // (SHAPE["num_experts"] * 3 * SHAPE["moe_intermediate_size"] * SHAPE["hidden_size"] * 2))
     config = SHAPE | {"num_hidden_layers": layers}
     family = family_of(config)
@@ -101,10 +101,10 @@ def _write_sparse(path: Path, tensors: dict[str, tuple[int, ...]], first: torch.
 def measure_conversion(
     place: Path, nbytes: int, limit: int, quant: str, kernels: Path | None = None, kills: Sequence[float] = KILLS
 ) -> dict[str, Any]:
-    """The document; `place` is an empty folder, `kernels` a cache in which they are compiled already, `kills` shares of
-    what is written.
+    """The document; `place` is an empty folder, `kernels` a cache with compiled kernels, `kills` shares of the bytes
+    that are written.
 
-    Raises FileError where there is no memory limit to be had, or a child fails.
+    Raises FileError if no memory limit can be set, or a child fails.
     """
     model, trees = place / "large", [place / "whole", place / "killed"]
     write_large(model, nbytes)
@@ -112,7 +112,7 @@ def measure_conversion(
         tree.mkdir()
         (tree / "onedesk.toml").write_text('[memory]\nfloor = "32MiB"\n', encoding="utf-8")
         if kernels is None:
-            compile_library(tree / "cache")  # outside of the limit: a compiler takes more than a conversion
+            compile_library(tree / "cache")  # outside of the limit: a compiler takes more memory than a conversion
         else:
             shutil.copytree(kernels, tree / "cache")
     with MemoryGroup(f"onedesk-conversion-{os.getpid()}", limit) as group:
@@ -139,7 +139,7 @@ def measure_conversion(
 
 
 def _convert(group: MemoryGroup, model: Path, tree: Path, quant: str, kill_at: int | None) -> dict[str, Any]:
-    """One child: to its end, or killed when it has written so many bytes. A child that ends too early has not been
+    """Run one child to its end, or kill it once it has written this many bytes. A child that ends earlier was not
     killed.
     """
     options = ["--model", str(model), "--quant", quant, "--config", str(tree / "onedesk.toml")]
@@ -163,7 +163,7 @@ def _convert(group: MemoryGroup, model: Path, tree: Path, quant: str, kill_at: i
 
 
 def _size(path: Path) -> int:
-    with suppress(OSError):  # it is moved when it is whole
+    with suppress(OSError):  # it is renamed when it is complete
         return path.stat().st_size
     return 0
 
@@ -182,7 +182,7 @@ def _digest(path: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 1 where the bytes differ or the kernel killed a child."""
+    """Run the command; returns the exit status: 1 if the bytes differ or the kernel killed a child."""
     parser = argparse.ArgumentParser(
         prog="conversion", description="convert a folder that is far larger than the memory it may have"
     )

@@ -1,5 +1,5 @@
-"""Texts of a made network with guesses of its layer for multi-token prediction and without, through the engine's own
-loop.
+"""Generates with a random network, with and without draft tokens of its multi-token prediction layer, through the
+engine's own loop.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, logit_bias={})
 
 
 def draft_row(made: Made, pool: Pool, right: int, tokens: int, clock: Clock) -> dict[str, Any]:
-    """Tokens a second without and with guesses, of which `right` of a hundred drafted tokens are right; the first
-    pair warms up.
-    """
+    """Tokens per second without and with draft tokens, `right` percent of them right; the first pair is a warm-up."""
     plain, guessed, passes, differing = [], [], [], 0
     for cycle in range(CYCLES + 1):
         ids = torch.randint(
@@ -86,7 +84,7 @@ def _told(
 
 
 def _write(made: Made, pool: Pool, prepared: Prepared) -> tuple[float, list[int], int]:
-    """Seconds between the first token and the last, the ids, and how many passes it took."""
+    """Seconds between the first token and the last, the ids, and the number of passes."""
     blueprint, ids, times = made.blueprint, [], []
     accounting = Accounting(
         StageMeter(pool), LeakWatch("made", pool), blueprint.pass_bytes, blueprint.draft_token_bytes

@@ -1,15 +1,13 @@
-"""What guessing tokens by n-grams gains or costs: texts that suit it and texts that do not, written with and without
-guesses in turn.
+"""What n-gram draft tokens gain or cost, on texts that suit them and texts that do not, generated with and without
+drafts in turn.
 
     python -m onedesk.lab.draft_tokens [--model NAME] [--quant none|int8|int4] [--tokens 192] [--cycles 5] [--json]
 
-`lost`: any of the vocabulary's tokens, nothing recurs, and what a random layer for multi-token prediction drafts is
-wrong. `misled`: twelve tokens at random, so that every latest pair was there before and eleven of twelve guesses are
-wrong: the worst there is. `copied`: greedy over three tokens, a text that soon repeats itself. `drafted` (of
-checkpoints with that layer): as lost, but of a hundred drafted tokens 85 are replaced by those that come, as published
-layers guess: its work is done,
-its guesses are
-told.
+`lost`: any token of the vocabulary; nothing recurs, and the drafts of a random multi-token prediction layer are wrong.
+`misled`: twelve tokens at random, so that every latest pair has occurred before and eleven of twelve draft tokens are
+wrong: the worst case. `copied`: greedy over three tokens, a text that soon repeats itself. `drafted` (checkpoints with
+that layer): as lost, but 85 of a hundred draft tokens are replaced by the tokens that follow, the rate of published
+layers. The layer does its work; only its draft tokens are replaced.
 """
 
 from __future__ import annotations
@@ -47,16 +45,16 @@ from ..service.memory.truth import read_truth
 log = logging.getLogger(__name__)
 
 PROMPT = 128
-FIRST_TOKEN = 100  # the tokens of a small vocabulary are this one and those behind it
-# Above all scores of other tokens: only those that have it are chosen.
+FIRST_TOKEN = 100  # a small vocabulary is this token and those after it
+# Above all scores of other tokens, so only tokens with this bias are chosen.
 ALWAYS = 1e5
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCase:
-    """A kind of text: of how many different tokens (0: all), whether the likeliest is chosen, and how many of a hundred
-    drafts are right
-    (None: as they come)."""
+    """A kind of text: how many different tokens it has (0: all), whether decoding is greedy, and how many of a hundred
+    draft tokens are right (None: as they come).
+    """
 
     name: str
     vocabulary: int
@@ -69,8 +67,8 @@ DRAFTED = DraftCase("drafted", 0, False, 85)
 
 
 class ToldDrafting:
-    """A Drafting that does its work and says something else: tokens of `written`, the text behind a prompt, or now
-    and then a wrong one.
+    """Runs a real Drafting but returns other tokens: those of `written`, the text after a prompt, and now and then a
+    wrong one.
     """
 
     def __init__(self, drafting: Drafting, right: int, prompt: int, written: Sequence[int]) -> None:
@@ -91,8 +89,8 @@ class ToldDrafting:
 def measure_guesses(
     model: str, quant: str, tokens: int, cycles: int, config: Config, roots: ModelRoots
 ) -> dict[str, Any]:
-    """A row a case: median seconds with and without guesses, their ratio (above 1: guesses cost), and how many texts
-    came out differently.
+    """One row per case: median seconds with and without drafts, their ratio (above 1: drafts cost time), and how many
+    texts differ.
 
     Raises ModelError, FileError, MemoryFull, RequestError.
     """
@@ -120,7 +118,7 @@ def measure_guesses(
 def _row(model: OpenModel, checkpoint: Checkpoint, case: DraftCase, tokens: int, cycles: int) -> dict[str, Any]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differing = 0
-    for seed in range(cycles + 1):  # the first one warms up
+    for seed in range(cycles + 1):  # the first one is a warm-up
         written = {}
         for guess in (False, True) if seed % 2 or case.right is not None else (True, False):
             with _told(model, case, written.get(False, ())) if guess else nullcontext():
@@ -142,7 +140,7 @@ def _row(model: OpenModel, checkpoint: Checkpoint, case: DraftCase, tokens: int,
 
 @contextmanager
 def _told(model: OpenModel, case: DraftCase, written: Sequence[int]) -> Iterator[None]:
-    """Let the drafts of a case that says how many are right be so."""
+    """Within the block, replace the draft tokens if the case sets how many are right."""
     runner = _runner(model)
     drafting = runner.drafting
     if drafting is not None and case.right is not None:
@@ -209,7 +207,7 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 1 when a text differs with guesses."""
+    """Run the command; returns the exit status: 1 if a text differs with drafts."""
     parser = argparse.ArgumentParser(prog="guesses", description="measure what guessing tokens gains or costs")
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--quant", default="none", choices=("none", "int8", "int4"))

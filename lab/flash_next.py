@@ -1,17 +1,15 @@
-"""Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with
-experts of 4 bits.
+"""Decode, prefill and memory of a published shape with random weights made on the device: Qwen3.8-Flash-Next with 4-bit
+experts.
 
     python -m onedesk.lab.flash_next [--model qwen3.8-flash-next] [--experts int4|nvfp4|bf16] [--batch 1,8] [--seconds
-    240]
-        [--prompt 2048] [--tokens 128] [--drafts 85,0] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE]
-        [--json]
+    240] [--prompt 2048] [--tokens 128] [--drafts 85,0] [--device cuda|cpu] [--tiny] [--folder FOLDER] [--profile FILE]
+    [--json]
 
-Every result is told as soon as it is there (stderr), and no new part begins behind `--seconds`. The first pass of each
-kind compiles and is told apart. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is
-sparse: it takes no room on the disk.
-`--drafts`: with the layer for multi-token prediction, of whose drafts so many of a hundred are right: texts with
-guesses and without in turn.
-`--profile`: where the time of one more prompt and of ten more steps goes, kernel by kernel, in a file of its own.
+Every result is reported at once (stderr), and no new part starts after `--seconds`. The first pass of each kind
+compiles and is reported separately. `--tiny`: the same layers, small, for a machine without a GPU. The table's file is
+sparse and takes no disk space. `--drafts`: with the multi-token prediction layer, of whose draft tokens this percentage
+is right; texts with and without drafts in turn. `--profile`: the time of one more prompt and ten more steps per kernel,
+in a file of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from .draft_layers import draft_row
 from .made_networks import Made, made_blueprint, make
 
 EXPERTS: Mapping[str, Format | None] = {"int4": int4(128), "int4-g32": int4(32), "nvfp4": NVFP4, "bf16": None}
-# What makes a shape small without leaving out a layer; head_dim and widths are such that the fused kernels take them.
+# Makes a shape small but keeps every kind of layer; head_dim and widths suit the fused kernels.
 TINY: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -83,7 +81,7 @@ PROFILED = 10  # steps
 
 
 def shape_of(name: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
-    """The published name and its config, made small where `tiny`. Raises RequestError."""
+    """The published name and its config, small if `tiny`. Raises RequestError."""
     known = published_name(name)
     if known is None:
         raise RequestError(f"no published shape is called {name!r}; known are {', '.join(PUBLISHED)}")
@@ -97,9 +95,9 @@ def shape_of(name: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, Any]:
-    """The document; what there was no time for is not in it. Raises OnedeskError."""
+    """The document; parts that there was no time for are missing. Raises OnedeskError."""
     name, config = shape_of(args.model, tiny=args.tiny)
-    if args.drafts:  # what is drafted is rigged by the head, which must not be the embedding
+    if args.drafts:  # draft tokens are rigged through the head, which must not be the embedding
         inner = config.get("text_config", {})
         config |= {"tie_word_embeddings": False} | (
             {"text_config": {**inner, "tie_word_embeddings": False}} if inner else {}
@@ -148,7 +146,7 @@ def measure(args: argparse.Namespace, folder: Path, clock: Clock) -> dict[str, A
 
 
 def prefill_rows(made: Made, tokens: int, clock: Clock, profile: Path | None) -> dict[str, Any]:
-    """A prompt of so many tokens, again and again; the first time compiles."""
+    """A prompt of this many tokens, repeated; the first time compiles."""
     seconds: list[float] = []
     for turn in range(4):
         if turn and clock.over:
@@ -170,7 +168,7 @@ def prefill_rows(made: Made, tokens: int, clock: Clock, profile: Path | None) ->
 
 
 def decode_row(made: Made, batch: int, args: argparse.Namespace, ceiling: float, clock: Clock) -> dict[str, Any]:
-    """So many sequences behind a short prompt: the first steps compile and capture, then all are timed one by one."""
+    """This many sequences after a short prompt. The first steps compile and capture; the others are timed singly."""
     sampler = Sampler(Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0), 0, [], made.blueprint.widths.vocab)
     sequences = [made.runner.kv.open(args.prompt // 8 + 4 * args.tokens) for _ in range(batch)]
     tokens: list[int] = []
@@ -212,7 +210,7 @@ def decode_row(made: Made, batch: int, args: argparse.Namespace, ceiling: float,
 
 @contextmanager
 def told(path: Path, what: str, device: torch.device) -> Iterator[None]:
-    """Adds to the file which kernels the block ran, how often and how long, the longest first."""
+    """Append to the file the kernels that the block ran, with counts and times, longest first."""
     kinds = [
         torch.profiler.ProfilerActivity.CPU,
         *([torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []),
@@ -236,8 +234,8 @@ def _step(made: Made, sequences: Sequence[SequenceKV], tokens: Sequence[int], sa
 
 
 def memory_row(name: str, args: argparse.Namespace, blueprint: Blueprint, held: int, clock: Clock) -> dict[str, Any]:
-    """What the device holds now beside what was asked for, and beside what `doctor --plan` counts for this form and
-    so many sequences.
+    """The device's memory in use, compared with the bytes requested, and with what `doctor --plan` counts for this
+    variant and number of sequences.
     """
     need = blueprint.need.weights + blueprint.need.kv + blueprint.need.scratch
     row: dict[str, Any] = {"need": need, "held": held, "share": held / need}
@@ -270,7 +268,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _held(device: torch.device) -> int:
-    """Bytes that the device has given, by its driver; of the CPU nobody says."""
+    """Bytes in use on the device, by its driver; unknown for the CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()

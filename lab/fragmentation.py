@@ -1,10 +1,10 @@
-"""A long random walk over the arena that cuts leases out of slabs: broken invariants, wasted bytes; and what a steady
-loop costs.
+"""A long random walk over the arena that cuts leases out of slabs: broken invariants, wasted bytes, and the cost of a
+steady loop.
 
     python -m onedesk.lab.fragmentation [--operations 10000000] [--seed 0] [--json]
 
-Exit 1 if the fragmentation is over its limit; a broken invariant is an error. One thread; ten million operations take a
-minute or two.
+Exit 1 if the fragmentation is above its limit; a broken invariant is an error. One thread; ten million operations take
+a minute or two.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..service.memory.budget import KIB, MIB, show
 
 OPERATIONS = 10_000_000
 LIMIT = 0.05
-# Buffers of a decoder layer's step, in bytes: what a steady loop takes and gives back again and again.
+# Buffers of a decoder layer's step, in bytes: a steady loop allocates and frees them repeatedly.
 STEP = (8 * KIB, 8 * KIB, 16 * KIB, 16 * KIB, 48 * KIB, 24 * KIB, 600 * KIB)
 ROUNDS, REPEATS = 2_000, 9
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a random walk found: bytes, shares of the held bytes, and the seconds of the whole walk, its dice and
-    checks included.
+    """Results of a random walk: bytes, shares of the held bytes, and the seconds of the whole walk, including its
+    random draws and checks.
     """
 
     operations: int
@@ -46,7 +46,7 @@ class Walk:
 
 
 class _Walker:
-    """Keeps about `goal` bytes given out in blocks of random sizes, and frees a random one whenever there are more."""
+    """Keeps about `goal` bytes allocated in blocks of random sizes, and frees a random one when there are more."""
 
     def __init__(self, seed: int, goal: int, slab: int, largest: int) -> None:
         self.arena = Arena()
@@ -82,10 +82,9 @@ class _Walker:
 
 
 def steady_loop() -> float:
-    """Seconds of the thread's own time that taking a block and giving it back cost together, in a steady loop; median
-    of REPEATS runs.
+    """Seconds of the thread's own time to allocate and free one block in a steady loop; median of REPEATS runs.
 
-    The blocks of STEP are taken and given back over and over, in an arena where a model's own leases lie.
+    The blocks of STEP are allocated and freed repeatedly, in an arena that also holds a model's leases.
     """
     arena = Arena()
     arena.add_slab(64 * MIB)
@@ -114,8 +113,8 @@ def random_walk(
     """Run `operations` random allocations and frees, sizes log-uniform from 64 bytes to `largest` (at most `slab` less
     256).
 
-    Every `check_every` operations all invariants are checked and the fragmentation is taken; the first tenth, while the
-    arena still grows, does not count for the worst. Raises BrokenInvariantError if a check fails.
+    Every `check_every` operations, all invariants are checked and the fragmentation is measured. The first tenth, while
+    the arena still grows, does not count for the worst. Raises BrokenInvariantError if a check fails.
     """
     walker = _Walker(seed, goal, slab, largest)
     started, worst = time.perf_counter(), 0.0

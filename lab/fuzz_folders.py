@@ -1,9 +1,9 @@
-"""Looks for files of a model folder that raise what is no OnedeskError, or take much memory.
+"""Looks for files of a model folder that raise anything but an OnedeskError, or take much memory.
 
     python -m onedesk.lab.fuzz_folders --minutes 20 [--kinds config,tokenizer,header,template] [--seed N] [--out FOLDER]
 
-From a checkout: what it changes is made by the modules of tests/. A find is printed and kept in FOLDER as a model
-folder; it becomes a test. Exit 1 where there was one. One document at the end: examples and finds of each kind.
+Run it from a checkout: modules of tests/ make the changes. A finding is printed and kept in FOLDER as a model folder,
+to become a test. Exit 1 if there was one. One document at the end: examples and findings per kind.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ..service.text.tokenizer import load_tokenizer
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 MOST = 96 << 20  # bytes of Python's objects
-SECONDS = 20.0  # that one folder may take
-ROUND = 50  # examples between two looks at the clock
+SECONDS = 20.0  # time limit of one folder
+ROUND = 50  # examples between two readings of the clock
 TEXTS = ("", "a cat", "a" * 40 + "!", "e\u0301 \U0001f600 <|im_end|> 12345", "\x00\ufffd")
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "a cat"}]
 PIECES = (
@@ -83,14 +83,14 @@ PIECES = (
 
 @dataclass
 class Finds:
-    """What was found: how many examples of each kind were tried, and what they raised."""
+    """The findings: how many examples of each kind were tried, and what they raised."""
 
     examples: dict[str, int] = field(default_factory=dict)
     faults: list[dict[str, str]] = field(default_factory=list)
 
 
 class Fuzzer:
-    """Whole folders of each family, and the doors that a changed one is put to."""
+    """Complete folders of each family, and the entry points that a changed folder is passed to."""
 
     def __init__(self, work: Path, out: Path) -> None:
         sys.path.insert(0, str(TESTS))
@@ -110,7 +110,7 @@ class Fuzzer:
         }
 
     def put(self, source: Path, changes: dict[str, bytes]) -> None:
-        """Make the changed folder."""
+        """Write the changed folder."""
         shutil.rmtree(self.bad, ignore_errors=True)
         self.bad.mkdir(parents=True)
         for path in source.iterdir():
@@ -120,7 +120,7 @@ class Fuzzer:
             (self.bad / name).write_bytes(content)
 
     def config(self, draw: random.Random) -> None:
-        """A value of any type and size anywhere in a JSON file."""
+        """Put a value of any type and size anywhere into a JSON file."""
         source = self.whole[draw.choice(sorted(self.whole))]
         name = draw.choice([name for name in self.faults.FILES if name != self.faults.TOKENIZER])
         document = self.faults.document_of(source, name)
@@ -138,7 +138,7 @@ class Fuzzer:
         self.door(lambda: load_template(self.bad).close())
 
     def tokenizer(self, draw: random.Random) -> None:
-        """The same in tokenizer.json; what still loads turns texts into ids and back."""
+        """The same in tokenizer.json; one that still loads encodes and decodes texts."""
         source = self.whole["spoken"]
         document = self.faults.document_of(source, self.faults.TOKENIZER)
         self.put(source, {self.faults.TOKENIZER: self.faults.changed(document, draw)})
@@ -154,7 +154,7 @@ class Fuzzer:
         self.door(use)
 
     def header(self, draw: random.Random) -> None:
-        """A header with a changed value, or changed bytes; the file keeps its length or not."""
+        """A header with a changed value or changed bytes; the file keeps its length or not."""
         source = self.whole[draw.choice(sorted(self.whole))]
         raw = (source / "model.safetensors").read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
@@ -176,7 +176,7 @@ class Fuzzer:
         self.door(lambda: json.dumps(model_rows(config, None, device="cpu", context=None)).encode(), strict=True)
 
     def template(self, draw: random.Random) -> None:
-        """Any sequence of pieces of a template."""
+        """Any sequence of template fragments."""
         text = "".join(draw.choice(PIECES) for _ in range(draw.randint(1, 8)))
         self.put(self.whole["spoken"], {"chat_template.jinja": text.encode("utf-8", "surrogatepass")})
 
@@ -190,7 +190,7 @@ class Fuzzer:
         self.door(use)
 
     def door(self, action: Callable[[], object], *, strict: bool = False) -> None:
-        """Try a door; remember what it raises. `strict`: not even a OnedeskError may be raised."""
+        """Call an entry point and record what it raises. `strict`: an OnedeskError is a finding too."""
         tracemalloc.start()
         began = time.monotonic()
         fault = ""
@@ -200,7 +200,7 @@ class Fuzzer:
             fault = f"{type(error).__name__}: {error}" if strict else _unfit(str(error))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 (whatever it is; a panic of tokenizers is no Exception)
+        except BaseException as error:  # noqa: BLE001 (anything; a panic of tokenizers is no Exception)
             fault = f"{type(error).__name__}: {error}"
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -213,7 +213,7 @@ class Fuzzer:
             self.keep(fault)
 
     def keep(self, fault: str) -> None:
-        """Keep the folder of a find."""
+        """Keep the folder of a finding."""
         folder = self.out / f"find-{len(self.finds.faults)}"
         shutil.copytree(self.bad, folder, dirs_exist_ok=True)
         self.finds.faults.append({"folder": str(folder), "fault": fault[:300]})
@@ -221,7 +221,7 @@ class Fuzzer:
 
 
 def _unfit(message: str) -> str:
-    """What is wrong with the message of an error, if anything."""
+    """What is wrong with an error's message, if anything."""
     if not message or len(message) > 3000:
         return f"a message of {len(message)} characters: {message[:200]}"
     try:
@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("finds"), help="where finds are kept")
     args = parser.parse_args()
     seed = time.time_ns() if args.seed is None else args.seed
-    draw = random.Random(seed)  # noqa: S311 (no secret)
+    draw = random.Random(seed)  # noqa: S311 (not secret)
     until = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as work:
         fuzzer = Fuzzer(Path(work), args.out)

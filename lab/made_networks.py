@@ -1,5 +1,5 @@
-"""A network of any shape with random weights made on the device itself, where no files of that size are: for
-measuring alone.
+"""A network of any shape with random weights made on the device itself, to measure shapes whose files are not
+available.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPREAD = 0.02  # standard deviation of the weights, as at the start of training
 
 @dataclass(slots=True)
 class Made:
-    """A network in memory with all that a step takes; `release` returns it."""
+    """A network in memory with everything that a step needs; `release` frees it."""
 
     blueprint: Blueprint
     session: Session
@@ -54,12 +54,12 @@ class Made:
         return self.session.stepper
 
     def release(self) -> None:
-        del self.kernels  # a device counts the views of a lease, and these have such
+        del self.kernels  # a device counts the views of a lease, and kernels have some
         self.session.release()
 
 
 class Filled:
-    """What a session asks of weights on their way, where they are there."""
+    """The part of a weight loader that a session uses, for weights that are already there."""
 
     complete = True
     waited = 0.0
@@ -80,10 +80,10 @@ def made_blueprint(
     *,
     draft: bool,
 ) -> Blueprint:
-    """Experts held as `experts`, the rest in BF16 and norms in FP32; tables are sparse files in `folder`: their rows
-    are zeros.
+    """Experts in the format `experts`, other weights in BF16, norms in FP32; tables are sparse files in `folder` whose
+    rows are zeros.
 
-    `draft`: with the layer for multi-token prediction.
+    `draft`: with the multi-token prediction layer.
     """
     family, described = family_of(config), describe(config)
     described = with_draft(described) if draft else described
@@ -111,7 +111,7 @@ def made_blueprint(
 
 
 def _sparse_table(wanted: Destination, folder: Path) -> PlannedTable:
-    """One file of the table's length in BF16, of which the disk holds nothing."""
+    """A BF16 file of the table's length that takes no disk space."""
     path, nbytes = folder / "table.bin", 2 * math.prod(wanted.shape)
     with path.open("wb") as file:
         file.truncate(nbytes)
@@ -120,7 +120,7 @@ def _sparse_table(wanted: Destination, folder: Path) -> PlannedTable:
 
 
 def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
-    """Lease, fill and build; a network that drafts is rigged, see `rig`. Raises MemoryFull."""
+    """Lease, fill and build the network; one with a draft layer is rigged, see `rig`. Raises MemoryFull."""
     need, device = blueprint.need, blueprint.device
     pool.check("made", need)
     sizes: tuple[tuple[Kind, int], ...] = (
@@ -136,23 +136,23 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
     if blueprint.config.draft:
         rig(tensors, random)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what rigging took is no memory of the network's
+            torch.cuda.empty_cache()  # the memory that rigging took is not the network's
     kernels = choose_kernels(device, blueprint.activation, cache)
     runner, stepper = build_runner(blueprint, tensors, kernels, (kv, scratch), Opening(pool, cache))
     arrival = cast(WeightArrival, Filled())
     return Made(blueprint, Session(leases, arrival, runner, kernels, stepper, blueprint), kernels)
 
 
-# What is to add nothing to the residual has zeros, by the last part of its key.
+# Weights that must add nothing to the residual are zero, by the last part of their key.
 SILENT = frozenset(
     "output delta_output down experts_down shared_down ngram_value attn_up mlp_up mixer_up draft_mixer_up".split()  # noqa: SIM905
 )
 
 
 def rig(tensors: Mapping[str, Weight], random: torch.Generator) -> None:
-    """Let a text be one cycle of all tokens, whatever was before, and the layer that drafts know it: all work is done,
-    and every draft
-    is right. It needs an untied head."""
+    """Make every text one cycle over all tokens, whatever came before, and let the draft layer know it: all work is
+    done, and every draft token is right. Needs an untied head.
+    """
     for key, weight in tensors.items():
         if key.rpartition(".")[2] in SILENT:
             for part in (weight.scales, weight.factors) if isinstance(weight, QuantizedWeight) else (weight,):
@@ -174,7 +174,7 @@ def rig(tensors: Mapping[str, Weight], random: torch.Generator) -> None:
 
 
 def filled(weight: Weight, wanted: Destination, random: torch.Generator) -> Weight:
-    """Random numbers of the size that weights have; what norms and states multiply by is near 1."""
+    """Random numbers with the usual spread of weights; factors of norms and states are close to 1."""
     if isinstance(weight, QuantizedWeight):
         weight.data.view(torch.uint8).random_(0, 256, generator=random)
         if weight.factors is not None:

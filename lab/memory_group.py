@@ -1,4 +1,4 @@
-"""A real memory limit: a control group of our own, made for a measurement and taken away after it (Linux, root)."""
+"""A real memory limit: a control group created for a measurement and removed after it (Linux, root)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SWAP_ROOM = 1 << 20
 
 
 class MemoryGroup:
-    """A group with a memory limit, under the memory controller of cgroup v1 or v2. A context manager; leaving it
-    removes the group.
+    """A group with a memory limit, under the memory controller of cgroup v1 or v2. A context manager that removes the
+    group.
 
-    Raises FileError with the reason where no group can be made.
+    Raises FileError with the reason if no group can be created.
     """
 
     def __init__(self, name: str, limit: int) -> None:
-        """`limit` in bytes; swap is as good as not allowed on top of it."""
+        """`limit` in bytes; almost no swap on top of it."""
         v1 = MOUNT / "memory"
         self._v1 = (v1 / "memory.limit_in_bytes").exists()
         self.folder = (_own_folder(v1) if self._v1 else _v2_parent()) / name
@@ -39,15 +39,15 @@ class MemoryGroup:
             self._write("memory.limit_in_bytes" if self._v1 else "memory.max", str(limit))
             swap = self.folder / ("memory.memsw.limit_in_bytes" if self._v1 else "memory.swap.max")
             if swap.exists():
-                # v1 limits the sum and looks at it first, without counting: a little above, so that memory.failcnt
-                # counts
+                # v1 checks the sum of memory and swap first and does not count those hits: set it a little higher, so
+                # that memory.failcnt counts
                 swap.write_text(str(limit + SWAP_ROOM) if self._v1 else "0", encoding="ascii")
         except OSError as error:
             self.close()
             raise FileError(f"cannot set the group's memory limit to {limit} bytes: {error.strerror}") from error
 
     def join(self) -> None:
-        """Put the calling process into the group; what it takes from now on counts."""
+        """Move the calling process into the group; its later allocations count."""
         self._write("cgroup.procs", str(os.getpid()))
 
     @property
@@ -62,12 +62,12 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int:
-        """How many processes of the group the kernel has killed for memory."""
+        """How many of the group's processes the kernel has killed for memory."""
         return self._counter("memory.oom_control" if self._v1 else "memory.events", "oom_kill")
 
     @property
     def hits(self) -> int:
-        """How often the limit was reached; the kernel then drops file pages, or kills."""
+        """How often the limit was reached; the kernel then drops file pages or kills."""
         return int(self._read("memory.failcnt")) if self._v1 else self._counter("memory.events", "max")
 
     def close(self) -> None:
@@ -104,9 +104,7 @@ class MemoryGroup:
 
 
 def _own_folder(mount: Path) -> Path:
-    """The v1 folder of the memory group that this process is in; the mount itself in a container without its own
-    names.
-    """
+    """The v1 folder of this process's memory group; the mount itself in a container without its own names."""
     for line in SELF.read_text(encoding="ascii").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -116,7 +114,7 @@ def _own_folder(mount: Path) -> Path:
 
 
 def _v2_parent() -> Path:
-    """The v2 mount, the memory controller handed down to its children."""
+    """The v2 mount, with the memory controller enabled for its children."""
     try:
         if "memory" not in (MOUNT / "cgroup.controllers").read_text(encoding="ascii").split():
             raise FileError(f"{MOUNT} has no memory controller; this needs one, of cgroup v1 or v2")

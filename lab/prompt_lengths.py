@@ -1,10 +1,10 @@
-"""How the time to read a prompt grows with its length, and that of the layers with a recurrent state alone, on small
-random hybrid models.
+"""How prefill time grows with the prompt's length, in total and for the layers with a recurrent state, on small random
+hybrid models.
 
     python -m onedesk.lab.prompt_lengths [--lengths 1024,2048,4096,8192,16384] [--families qwen3_next,qwen4_exp]
     [--cycles 3]
 
-One thread, and the processor's time: what other programs do on the cores does not count.
+One thread, and processor time: other programs on the cores do not count.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Timed:
 
 
 def measure_lengths(family: str, lengths: Sequence[int], cycles: int, cache: Path) -> dict[str, Any]:
-    """A row a length: medians of the processor's seconds of a prompt, and of its delta nets, and their ratio to the
-    row before.
+    """One row per length: median processor seconds of a prompt and of its delta nets, and their ratios to the previous
+    row.
     """
     with tempfile.TemporaryDirectory() as place:
         write_random(Path(place), FAMILIES[family], dtype=torch.float32)
@@ -117,7 +117,7 @@ def measure_lengths(family: str, lengths: Sequence[int], cycles: int, cache: Pat
         for cycle in range(cycles + 1):
             for length in lengths:
                 taken = _read(opened.runner, opened.runner.kv, random_prompt(checkpoint, length, cycle), timed)
-                if cycle:  # the first one warms up
+                if cycle:  # the first one is a warm-up
                     seconds[length].append(taken)
         opened.release()
     medians = {
@@ -163,7 +163,7 @@ def _read(runner: Runner, kv: PagedKV, ids: Sequence[int], timed: Sequence[Timed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; one document a family, a line each."""
+    """Run the command; one document per family, one line each."""
     parser = argparse.ArgumentParser(prog="lengths", description="measure how reading a prompt grows with its length")
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384")
     parser.add_argument("--families", default=",".join(FAMILIES))

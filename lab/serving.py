@@ -1,12 +1,11 @@
-"""What the local service costs beside the engine in this process, and what its models give back: the figures of
-docs/service.md.
+"""What the local service costs compared with the engine in this process, and the memory that its models release: the
+figures of the docs.
 
     python -m onedesk.lab.serving [--model NAME] [--quant none|int8|int4] [--tokens 48] [--cycles 9] [--streams 8]
     [--json]
 
-Both engines hold the model and write the same tokens in turn, through the same handle that nodes use. OMP_NUM_THREADS
-says how many threads each of them computes with: with as many as there are cores, the server and the reader have none
-to themselves.
+Both engines hold the model and generate the same tokens in turn, through the handle that nodes use. OMP_NUM_THREADS
+sets the threads of each engine: with as many as there are cores, the server and the reader have no core to themselves.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from ..service.registry import Registry
 PROMPT = 32
 IDLE_SECONDS = 10.0
 SETTLE_SECONDS = 2.0
-# Between two turns: threads that computed spin for some ms behind their last product, on cores that the other engine's
-# turn would lack.
+# Pause between two turns: compute threads spin for some ms after their last product, on cores that the other engine's
+# turn needs.
 PAUSE_SECONDS = 0.05
 RELEASES = 3
 
 
 def measure_serving(plan: argparse.Namespace, config: Config, roots: ModelRoots) -> dict[str, Any]:
-    """The document: seconds to the first token, of it those in which the prompt was not read ("way"), and for each
-    further one, inside and through the service, medians of plan.cycles; tokens a second of one stream and of
-    plan.streams; the share of a core that the idle service takes; what a release gave back, and when.
+    """The document, with medians of plan.cycles, inside the process and through the service: seconds to the first
+    token, the part of it without prefill ("way"), seconds per further token; tokens per second of one stream and of
+    plan.streams; the share of a core that the idle service takes; the bytes and the time of a release.
 
     Starts a service of its own, in a tree of its own. Raises ModelError, FileError, MemoryFull, PeerError.
     """
@@ -71,7 +70,7 @@ def measure_serving(plan: argparse.Namespace, config: Config, roots: ModelRoots)
 
 
 def _carry_kernels(cache: Path, new: Path) -> None:
-    """What is compiled already is not compiled anew."""
+    """Copy the compiled kernels, so that they are not compiled again."""
     new.mkdir()
     compile_library(cache)
     for library in cache.glob("kernels-*.so"):
@@ -111,13 +110,13 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
         "streams": _streams(served, checkpoint, plan),
         "idle_share_of_a_core": _idle_share(served),
         "release": _released(served, checkpoint),
-        # Last: meanwhile a service that nobody asks may end.
+        # Last: a service without requests may end meanwhile.
         "streams_inside": _streams(inside, checkpoint, plan),
     }
 
 
 def _beside(samples: dict[str, list[tuple[float, ...]]], which: int) -> dict[str, float]:
-    """Medians, and the median of what the service added in each cycle, with the quarters about it."""
+    """Medians, and the median and quartiles of what the service added per cycle."""
     inside, service = ([sample[which] for sample in samples[name]] for name in ("inside", "service"))
     more = sorted(there - here for here, there in zip(inside, service, strict=True))
     added, middle, quarter = statistics.median(more), statistics.median(inside), len(more) // 4
@@ -127,9 +126,7 @@ def _beside(samples: dict[str, list[tuple[float, ...]]], which: int) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Seconds until each token was there, of all requests together, and until each request had its first, from when
-    they were asked.
-    """
+    """Seconds from the start until each token, over all requests, and until each request's first token."""
 
     times: list[float]
     begun: list[float]
@@ -164,10 +161,9 @@ def _request(checkpoint: Checkpoint, tokens: int, seed: int) -> Request:
 
 
 def _streams(model: OpenModel | RemoteModel, checkpoint: Checkpoint, plan: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second from the question to the last token, and seconds until all streams had their first one.
+    """Tokens per second from the request to the last token, and seconds until all streams had their first one.
 
-    Medians behind a first turn that does not count: what reads and steps so many rows may be prepared in it, on CUDA
-    for a second.
+    Medians after a warm-up turn, which may prepare this batch size: on CUDA that takes a second.
     """
     rates: dict[int, list[float]] = {1: [], plan.streams: []}
     begun: list[float] = []
@@ -217,7 +213,7 @@ def _processor_seconds(family: Sequence[psutil.Process]) -> float:
 
 
 def _released(served: RemoteModel, checkpoint: Checkpoint) -> dict[str, float]:
-    """Bytes asked and measured, and the longest that a call took; the model wakes in between."""
+    """Bytes requested and measured, and the longest call; the model loads again between calls."""
     asked = measured = 0
     longest = 0.0
     for cycle in range(RELEASES):

@@ -1,10 +1,9 @@
-"""A real service under mixed load for minutes, memory taken from it in between: whether it grows, lets anybody wait too
-long, or gives somebody another's text.
+"""Puts mixed load on a real service for minutes and releases memory in between. Checks that its size does not grow,
+that no client waits too long, and that no client gets another's text.
 
     python -m onedesk.lab.soak --minutes 30 --model Qwen3-0.6B
 
-Each text follows from its seed, so it tells whose it is: what a seed writes alone is what it must write among all
-others.
+Each text follows from its seed, so it identifies its request: a seed must give the same text alone and under load.
 """
 
 from __future__ import annotations
@@ -31,23 +30,21 @@ from ..service.peers.peer import PeerAddress
 from ..service.peers.service import find_service
 from ..service.peers.wire import Exchange, ask
 
-DRIFT = 16 * MIB  # bytes that the process may be larger at the end than after the first round
-SHARE = 0.98  # of what a release should give back
+DRIFT = 16 * MIB  # how much larger the process may be at the end than after the first round
+SHARE = 0.98  # of the requested bytes that a release should give back
 SEEDS = range(8)
-# Likelier things stand more often.
+# More likely actions are repeated.
 ACTS = ("stream", "stream", "stream", "stream", "whole", "vector", "vanish", "release", "wrong")
 _START_SECONDS = 300.0
 _LOOK = 0.05
 _SILENCE = 600.0
-# A round ends with everything given back, so its size can be compared; the first one only warms up.
+# A round ends with everything released, so its size can be compared; the first one is a warm-up.
 _ROUND_SECONDS, _LEAST_ROUNDS = 60.0, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to do: so many clients for so many seconds, on these models, each drawing what it does by chance from
-    `seed` on.
-    """
+    """The load: `clients` for `seconds` on these models. Each client draws its actions at random, from `seed` on."""
 
     models: Sequence[str]
     seconds: float
@@ -62,7 +59,7 @@ class Load:
 
 @dataclass
 class Seen:
-    """What the clients saw. Each list is only appended to."""
+    """What the clients observed. Each list is only appended to."""
 
     acts: Counter[str] = field(default_factory=Counter)
     mixed: list[str] = field(default_factory=list)
@@ -72,7 +69,7 @@ class Seen:
 
 
 def question(model: str, seed: int, tokens: int) -> dict[str, Any]:
-    """Its text follows from the seed, and its length too."""
+    """A request whose text and length follow from the seed."""
     messages = [{"role": "user", "content": f"Tell me about the number {seed}."}]
     return {
         "model": model,
@@ -85,7 +82,7 @@ def question(model: str, seed: int, tokens: int) -> dict[str, Any]:
 
 
 class Crowd:
-    """Clients that go on until a moment; `alone` is what each (model, seed) writes alone."""
+    """Clients that run until a point in time; `alone` is what each (model, seed) generates alone."""
 
     def __init__(self, address: PeerAddress, load: Load, alone: Mapping[tuple[str, int], str]) -> None:
         self._address = address
@@ -94,7 +91,7 @@ class Crowd:
         self.seen = Seen()
 
     def live(self, number: int, seconds: float) -> None:
-        """Let all clients work for so long; `number` of the round makes their draws different."""
+        """Let all clients run for this long; the round's `number` makes their draws different."""
         until = time.monotonic() + seconds
         clients = range(self._load.clients)
         threads = [
@@ -106,7 +103,7 @@ class Crowd:
             thread.join()
 
     def _client(self, name: str, until: float) -> None:
-        draw = random.Random(name)  # noqa: S311 - to be repeated, not to be secret
+        draw = random.Random(name)  # noqa: S311 - repeatable, not secret
         acts: Mapping[str, Callable[[str, int], None]] = {act: getattr(self, f"_{act}") for act in set(ACTS)}
         while time.monotonic() < until:
             act, model, seed = draw.choice(ACTS), draw.choice(self._load.models), draw.choice(SEEDS)
@@ -166,14 +163,14 @@ class Crowd:
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    """What a chunk adds, reasoning first."""
+    """The text that a chunk adds, reasoning first."""
     deltas = [choice.get("delta", {}) for choice in document.get("choices", ())]
     return "".join((delta.get("reasoning_content") or "") + (delta.get("content") or "") for delta in deltas)
 
 
 def soak(load: Load, config: Config, *, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Start the service of the tree of `config`, load it, end it, and tell what came of it. Raises PeerError, and
-    what the service says.
+    """Start the service of the tree of `config`, put it under load, end it, and return the report. Raises PeerError and
+    the service's errors.
     """
     if config.file is None:
         raise PeerError("there is no onedesk.toml; name one with --config")
@@ -222,16 +219,14 @@ def _written(address: PeerAddress, body: Mapping[str, Any]) -> str:
 
 
 def _quiet_size(address: PeerAddress, child: Child, models: Sequence[str]) -> int:
-    """Bytes of the service once it has given everything back that it can; what a client that vanished left at work
-    ends first.
-    """
+    """Bytes of the service after it has released everything. Requests left by disconnected clients end first."""
     until = time.monotonic() + _SILENCE
     while (
         ask(address, "POST", "/memory/sleep", {"wake": "manual"}, seconds=_SILENCE).get("busy")
         and time.monotonic() < until
     ):
         time.sleep(_LOOK)
-    # A reading counts as now for a quarter of a second.
+    # A reading stays valid for a quarter of a second.
     time.sleep(0.3)
     size = child.own_bytes()
     ask(address, "POST", "/memory/wake", {}, seconds=_SILENCE)

@@ -1,5 +1,5 @@
-"""What a command needs of its terminal: output that no encoding can break, one JSON document, text from a pipe, an
-interrupt that asks.
+"""Terminal input and output of the command: output that no encoding can break, one JSON document, piped text,
+interrupts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from .core import Progress
 from .errors import Cancelled, FileError, OnedeskError, RequestError
 
-WIDTH = 100  # columns of a table and of the sentences below its rows
-TEXT_LIMIT = 16 << 20  # bytes; what a chat template takes
+WIDTH = 100  # columns of a table, and of sentences below its rows
+TEXT_LIMIT = 16 << 20  # bytes; the limit of a chat template
 
 
 class UsageError(Exception):
-    """The command line itself is wrong."""
+    """The command line is wrong."""
 
 
 class Stop:
-    """The cancel check of a run: the first interrupt asks it to stop, the second raises KeyboardInterrupt."""
+    """The cancel check of a run: the first interrupt requests a stop, the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -43,7 +43,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take SIGINT for the length of the block. What fails after one was interrupted: Cancelled."""
+        """Handle SIGINT while the block runs. A failure after an interrupt becomes Cancelled."""
         before = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield self
@@ -57,7 +57,7 @@ class Stop:
 
 @contextmanager
 def ends_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block as an interrupt does, so that children it started are ended too."""
+    """Treat SIGTERM and SIGHUP in the block as an interrupt, so that its child processes are ended too."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -71,34 +71,34 @@ def ends_as_interrupted() -> Iterator[None]:
 
 
 def make_streams_safe() -> None:
-    """Let stdout and stderr write what their encoding lacks as backslash escapes, instead of failing; one that is
-    closed takes nothing.
+    """Let stdout and stderr escape characters that their encoding lacks with backslashes, instead of failing. Writing
+    to a closed stream does nothing.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open until exit
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def discard_stdout() -> None:
-    """Point stdout at nothing: whoever read it is gone, and Python flushes it once more at exit."""
+    """Point stdout at the null device: its reader is gone, and Python flushes stdout once more at exit."""
     try:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
-    except (OSError, ValueError):  # a stdout without a descriptor is flushed to nobody
+    except (OSError, ValueError):  # a stdout without a descriptor: the flush goes nowhere
         return
 
 
 def write_json(document: Any) -> None:
-    """Write one JSON document to stdout, in ASCII, so that any reader and encoding takes it."""
+    """Write one JSON document to stdout, in ASCII, so that any reader and encoding accepts it."""
     sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
 
 
 def show_progress(progress: Progress) -> None:
-    """Keep one line of a terminal's stderr up to date; nothing where stderr is no terminal."""
+    """Keep one line of a terminal's stderr up to date; does nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         return
     share = progress.done / max(1, progress.total)
@@ -107,7 +107,7 @@ def show_progress(progress: Progress) -> None:
 
 
 def failure(error: Exception, message: str | None = None) -> dict[str, Any]:
-    """The document of an error, with its own message or another one."""
+    """The document of an error, with its own message or `message`."""
     return {"error": {"type": type(error).__name__, "message": str(error) if message is None else message}}
 
 
@@ -129,7 +129,7 @@ def read_text_file(path: Path) -> str:
 
 
 def read_piped_text() -> str:
-    """All of standard input without its last line end. Raises RequestError when it is not UTF-8 or too long."""
+    """All of standard input without the last line end. Raises RequestError if it is not UTF-8 or too long."""
     raw = sys.stdin.buffer.read(TEXT_LIMIT + 1)
     if len(raw) > TEXT_LIMIT:
         raise RequestError(f"standard input has more than {TEXT_LIMIT} bytes; give a shorter prompt")
@@ -141,7 +141,7 @@ def read_line(prompt: str) -> str | None:
     """The next line of standard input, None at its end; `prompt` is shown on a terminal. An interrupt here raises
     KeyboardInterrupt.
     """
-    if sys.stdin is None:  # closed by whoever started the command
+    if sys.stdin is None:  # closed by the parent process
         return None
     if sys.stdin.isatty():
         sys.stderr.write(prompt)
@@ -162,7 +162,7 @@ def _decoded(raw: bytes) -> str:
 
 
 def columns(rows: list[tuple[str, ...]]) -> str:
-    """Rows as left-aligned columns, the first row being the titles."""
+    """Rows as left-aligned columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -170,7 +170,7 @@ def columns(rows: list[tuple[str, ...]]) -> str:
 
 
 def wrapped(text: str, indent: str) -> list[str]:
-    """A sentence in lines of WIDTH columns, none for an empty one; a word that is longer stays whole."""
+    """A sentence wrapped to lines of WIDTH columns, none if it is empty; a longer word is not split."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

@@ -1,5 +1,5 @@
-"""Folders for work that may be cut off: each is named after its process, so that a later start can take away what a
-dead one left.
+"""Temporary folders for work that may be interrupted. Each has its process id in its name, so that a later start can
+remove those of dead processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def work_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder `.name-PID-*` in `parent` (made if absent), removed when the block ends. Raises OSError.
+    """A new folder `.name-PID-*` in `parent` (created if absent), removed when the block ends. Raises OSError.
 
-    Folders of this name whose process is gone are removed first: a process that is ended by a signal cannot tidy up.
+    Folders of this name whose process is gone are removed first: a process that is killed by a signal cannot clean up.
     """
     parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{name}-"
@@ -37,6 +37,6 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is somebody else's
+    except OSError:  # it belongs to another user
         return True
     return True

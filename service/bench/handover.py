@@ -97,11 +97,11 @@ def measure_handover(
     picture: int = PICTURE_BYTES,
 ) -> dict[str, Any]:
     """The document of `onedesk bench handover`; bytes are integers, times seconds. Measured in this process, through
-    the one door.
+    `api`.
 
-    `drift_bytes` is what the process holds more at the end than after the first third of the cycles, `drift_peak_bytes`
-    the most in between. Without `model` the demo writer is taken where it is, else a small random checkpoint. Raises
-    ModelError, FileError, MemoryFull.
+    `drift_bytes` is how much more the process holds at the end than after the first third of the cycles,
+    `drift_peak_bytes` the most in between. Without `model`, the demo's language model is used if it is there, otherwise
+    a small random checkpoint. Raises ModelError, FileError, MemoryFull.
     """
     name = model or _default_model(roots)
     path = find_model(name, config, roots)

@@ -94,7 +94,7 @@ class _Requests:
         self._files = files
 
     def load(self, files: Sequence[str] = ()) -> dict[str, Any]:
-        """`files`: those that are read, where they are not the model's own."""
+        """`files`: the files that are read, if they are not the model's own."""
         with PeakWatch(list(map(Path, files)) or self._files) as watch:
             started = time.perf_counter()
             self._subject.load()
@@ -118,7 +118,7 @@ class _Requests:
         return asdict(self._subject.prefix(ids, tails)) | {"peak_bytes": self._peak()}
 
     def _peak(self, grown: int | None = None) -> int:
-        """Device memory where the device has its own; else `grown`, or the most that the whole process ever held."""
+        """Device memory if the device has its own; otherwise `grown`, or the peak of the whole process."""
         on_device = self._subject.device_peak()
         if on_device is not None:
             return on_device

@@ -122,9 +122,9 @@ class OnedeskSubject:
         return self._model
 
     def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False) -> Request:
-        """Greedy. A cached prefix (unless that is what is measured) and accepted draft tokens would count as if they
-        had been
-        read."""
+        """Greedy. Without a prefix cache (unless that is measured) and draft tokens: they would count as computed
+        tokens.
+        """
         greedy = Sampling(temperature=0.0, logit_bias=dict.fromkeys(self._task.end_tokens, NEVER))
         return Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=keep, speculation=False)
 

@@ -154,7 +154,7 @@ def _context(plan: BenchPlan, checkpoint: Checkpoint) -> int:
 
 
 def checked_context(wanted: int, checkpoint: Checkpoint) -> int:
-    """`wanted` tokens of context. Raises RequestError where the model allows fewer."""
+    """`wanted` tokens of context. Raises RequestError if the model allows fewer."""
     allowed = checkpoint.config.get("max_position_embeddings")
     if isinstance(allowed, int) and wanted > allowed:
         raise RequestError(
@@ -177,7 +177,7 @@ def random_prompt(checkpoint: Checkpoint, tokens: int, seed: int = 1) -> list[in
 
 
 def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "onedesk") -> int:
-    """Weight bytes that a pass of `engine` reads, as they lie in memory; for llama.cpp, those of our own form of the
+    """Bytes of the weights in memory that a pass of `engine` reads; for llama.cpp, those of our own quantization of the
     same width.
     """
     quant = "none" if engine == "transformers" else plan.quant
@@ -242,8 +242,8 @@ def _run_row(
 
 
 def files_of_load(plan: BenchPlan, checkpoint: Checkpoint, cache: Path) -> Mapping[Path, int]:
-    """The files that we read to open the model, and the bytes of weights in each: where it was converted before,
-    what was made of it.
+    """The files read to open the model, and the bytes of weights in each; the converted file if the model was converted
+    before.
     """
     blueprint = draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, plan.quant, cache)
     infos = {reading.info for tensor in blueprint.plan.tensors for reading in tensor.readings}

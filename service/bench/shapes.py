@@ -28,7 +28,7 @@ _NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "BF16", torch.float32: "F32
 
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-toy": qwen3(256, 4, 4, 2, 768, True),  # 0.09 GB, for what is done many times over
+    "qwen3-toy": qwen3(256, 4, 4, 2, 768, True),  # 0.09 GB, for frequent runs
     **{name.lower(): PUBLISHED[name] for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")},
     # with its layer for multi-token prediction
     "qwen3.5-toy": {**text_config(PUBLISHED["Qwen3.5-0.8B"]), "num_hidden_layers": 8, "vocab_size": 32768},  # 0.3 GB

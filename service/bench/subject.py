@@ -50,8 +50,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """From a closed model to its first token: seconds in all, of which `prefill` with its waits, and the waits for
-    weights in it (None: nothing was waited for).
+    """From a closed model to its first token: seconds in total, the part `prefill` with its waits, and its waits for
+    weights (None: no waits).
     """
 
     seconds: float

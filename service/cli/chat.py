@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _turn(model: OpenModel, options: dict[str, Any], history: list[Message], stop: Stop) -> list[Message]:
-    """Answer the last message; returns the history for the next turn, without a message that got no answer."""
+    """Answer the last message; returns the history for the next turn, without an unanswered message."""
     stop.asked = False
     try:
         result = run_request(model, Request(messages=tuple(history), **options).validated(), stop, quiet=False)[0]

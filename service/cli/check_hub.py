@@ -1,4 +1,4 @@
-"""`onedesk doctor --hub`: whether the configured hubs and mirrors answer, and which hosts serve their files."""
+"""`onedesk doctor --hub`: whether the configured hubs and mirrors respond, and which hosts serve their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .examine import Check
 
 
 def check_hubs(config: Config) -> list[Check]:
-    """A check per endpoint. Connects to each, as `onedesk pull` would. Raises RequestError, FileError."""
+    """One check per endpoint. Connects to each, as `onedesk pull` would. Raises RequestError, FileError."""
     from ..hub.names import endpoints, parse_name
     from ..hub.probe import REPOSITORY, Probe, probe
     from .pull import limits_of

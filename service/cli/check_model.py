@@ -1,5 +1,5 @@
-"""`onedesk doctor --check MODEL`: the same text five times, every byte and state compared, and the first thing that
-differs named.
+"""`onedesk doctor --check MODEL`: generates the same text five times, compares every byte and state, and names the
+first difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .check_quantized import compared, listen
 from .examine import Check
 
 RUNS = 5
-# The model gives way once and is read anew, so that a fault of the file or of the reading shows too.
+# The model is released and loaded again once, so that a fault of the file or of reading it shows too.
 READ_ANEW_AFTER = 3
 TOKENS = 24
 CONTEXT = 512
@@ -37,7 +37,7 @@ PROMPT_IDS = tuple(range(3, 51))
 
 @dataclass(frozen=True, slots=True)
 class CheckRun:
-    """One run: the answer's ids and text, a checksum of the residual state by blocks passed, the leases that were
+    """One run: the answer's ids and text, checksums of the residual state per number of blocks, the leases that were
     overwritten.
     """
 
@@ -49,11 +49,11 @@ class CheckRun:
 def check_model(
     name: str, config: Config, roots: ModelRoots, *, device: str, context: int | None = None, quant: str = "none"
 ) -> list[Check]:
-    """Open `name` in a pool of its own with guard zones, write the same text RUNS times at one seed, and compare
+    """Open `name` in a separate pool with guard zones, generate the same text RUNS times with one seed, and compare
     everything.
 
-    Then compare the weights as stored with those in `quant`, or with all that can be chosen. One failure with the
-    reason when it cannot be opened. A process in which a lease is damaged should be ended.
+    Then compare the weights as stored with those in `quant`, or with every available quantization. If the model cannot
+    be opened, there is one failure with the reason. End the process after a damaged lease.
     """
     desk = _ModelOpener(name, config, roots, device, context)
     try:
@@ -63,7 +63,7 @@ def check_model(
                 f" {model.kernels}"
             )
             checks = [Check("opened", "ok", told), *_runs(model, desk.pool)]
-            # Greedy: of a prompt's scores the host draws, which is no operator of the model.
+            # Greedy: otherwise the host samples from the scores, which is not an operator of the model.
             greedy = replace(_request(model), sampling=Sampling(temperature=0.0))
             checks.append(check_operators(desk.pool.device, lambda: _result(model, greedy)))
             others = [*model.need.weights_of] if quant == "none" else ["none"]
@@ -79,7 +79,7 @@ def check_model(
 
 
 class _ModelOpener:
-    """Opens one model in any form, in a pool with guard zones."""
+    """Opens one model in any quantization, in a pool with guard zones."""
 
     def __init__(self, name: str, config: Config, roots: ModelRoots, device: str, context: int | None) -> None:
         values: dict[str, Any] = dict(config.memory) | {"debug": True}
@@ -130,7 +130,7 @@ def _result(model: OpenModel, request: Request) -> Result:
 
 
 def _request(model: OpenModel) -> Request:
-    # Every run reads the whole prompt and checks no guesses: what is compared is the same computation.
+    # Every run prefills the whole prompt and uses no draft tokens, so all runs compute the same.
     same: dict[str, Any] = {
         "sampling": Sampling(seed=SEED),
         "max_tokens": TOKENS,
@@ -147,12 +147,12 @@ def _folder(path: Path) -> Path:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes, wherever it lies."""
+    """CRC-32 of a tensor's bytes, on any device."""
     return zlib.crc32(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
 
 
 def _weights(found: Sequence[Mapping[str, int]]) -> Check:
-    """`found`: before the first run, after the third, read anew, after the last."""
+    """`found`: the checksums before the first run, after the third, after the reload, after the last."""
     for then, now, when in (
         (0, 1, "while it wrote"),
         (1, 2, "when it was read anew"),

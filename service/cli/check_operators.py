@@ -1,4 +1,4 @@
-"""Where the operators of a run compute: proof that none of a model on an accelerator fell back to the host."""
+"""Where the operators of a run compute: shows that no operator of a model on an accelerator fell back to the host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 from .examine import Check
 
-# They bring values from one place to another and compute nothing: the host's sampler reads scores, ids go the other
-# way.
+# These copy values and compute nothing: the host's sampler reads scores, and ids go back to the device.
 MOVES = frozenset({"copy_", "_to_copy", "_local_scalar_dense", "_pin_memory", "is_pinned", "clone"})
 SHOWN = 3
 
 
 class OperatorCounts(TorchDispatchMode):
-    """Counts torch's operators on numbers with a fraction while it is entered, by name: in `host` those that read
-    memory of the CPU, in
-    `device` all others. Views, moves, integers and single numbers are not counted; neither are kernels that torch does
-    not dispatch.
+    """While it is entered, counts torch's floating-point operators by name: in `host` those that read CPU memory, in
+    `device` all others. Views, copies, integers and scalars are not counted, nor are kernels outside torch's
+    dispatcher.
     """
 
     def __init__(self) -> None:
@@ -44,8 +42,8 @@ class OperatorCounts(TorchDispatchMode):
 
 
 def check_operators(device: str, run: Callable[[], object]) -> Check:
-    """Count what `run` computes for a model on `device`: a failure names the operators that ran on the host although
-    it is another.
+    """Count the operators of `run` for a model on `device`. A failure names those that ran on the host although
+    `device` is another.
     """
     with OperatorCounts() as counts:
         run()

@@ -1,5 +1,5 @@
-"""What a model loses by int8 and int4, as `onedesk doctor --check` tells it: scores of one text, and where the
-greedy answer turns.
+"""What a model loses with int8 and int4, for `onedesk doctor --check`: the perplexity of one text, and where the greedy
+answer first differs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..engine.scoring import perplexity
 from .examine import Check
 
 TOKENS = 24
-# How much larger a perplexity may get before rounding no longer explains it: ten times what int8, four times what int4
+# Relative increase of the perplexity beyond which rounding is no explanation: ten times what int8, four times what int4
 # may cost.
 BOUNDS = {"int8": 0.05, "int4": 0.25}
 TEXT = """The old harbour lies in morning fog. A fisherman mends his nets beside a blue boat while gulls circle above
@@ -29,9 +29,7 @@ IDS = 96
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """How one form of a model scores the text and answers: the types of its weights, log-probabilities, ids of its
-    greedy answer.
-    """
+    """One quantization's results on the text: the types of its weights, log-probabilities, ids of its greedy answer."""
 
     form: str
     logprobs: tuple[float, ...]
@@ -39,7 +37,7 @@ class Voice:
 
 
 def listen(model: OpenModel, request: Request) -> Voice:
-    """Score the text, and let the model answer `request` greedily. Raises what the model raises."""
+    """Score the text and answer `request` greedily. Raises what the model raises."""
     if request.ids is None:
         logprobs = model.score(model.encode(TEXT)[: model.context])
     else:
@@ -50,9 +48,7 @@ def listen(model: OpenModel, request: Request) -> Voice:
 
 
 def compared(stored: Voice, here: Voice, quant: str) -> Check:
-    """What the choice `quant` changed against the weights as stored: told, and a failure only beyond what rounding
-    can do.
-    """
+    """The difference between `quant` and the weights as stored. A failure only if rounding cannot explain it."""
     before, after = perplexity(stored.logprobs), perplexity(here.logprobs)
     if before is None or after is None:
         return Check(

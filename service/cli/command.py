@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 SUBCOMMANDS = (generate, chat, describe, score, models, pull, quantize, memory, doctor, bench, serve, demo)
 NO_COMMAND = 'no command was given; try onedesk models, or onedesk generate "a cat on a mat"; onedesk --help lists all'
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
-_FORMATS = ("onedesk: %(message)s", logging.BASIC_FORMAT)  # the logger's name is of use with -v alone
+_FORMATS = ("onedesk: %(message)s", logging.BASIC_FORMAT)  # the logger's name is useful with -v only
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
     except BrokenPipeError:
         raise
     except (OnedeskError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        # RuntimeError: torch, when a device fails or has no memory left; ImportError: no torch here (see onedesk
+        # RuntimeError: torch, when a device fails or is out of memory; ImportError: torch is missing (see onedesk
         # doctor)
         log.debug("the command failed", exc_info=True)
         return _fail(error, FAILURE, as_json, args)

@@ -1,4 +1,4 @@
-"""The main job in one command: an idea becomes a prompt, the prompt a picture, in a real ComfyUI that runs as our
+"""The main use in one command: an idea becomes a prompt, and the prompt an image, in a real ComfyUI that runs as a
 child.
 """
 
@@ -22,7 +22,8 @@ from .options import SUCCESS, Subcommands
 LOG = logging.getLogger(__name__)
 PAINTER = "onedesk-demo-painter.safetensors"
 CODER = "onedesk-demo-painter-vae.safetensors"
-# What the painter was trained with: the writer's states after these blocks, of the bare text; pictures of this side.
+# What the image model was trained with: the language model's states after these blocks, for the bare text; images of
+# this side length.
 LAYERS = "3, 6"
 TEMPLATE = "raw text"
 SIDE = 128
@@ -41,7 +42,7 @@ def add_to(subcommands: Subcommands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print what came of it; returns the exit status."""
+    """Run the demo and print the result; returns the exit status."""
     if args.model is not None or args.quant != "none" or args.context is not None:
         raise UsageError(
             "the demo has its own two models: leave --model, --quant and --context out; onedesk generate takes them"
@@ -57,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DemoModels:
-    """The three files that the demo works with, by the names that ComfyUI lists them under, and the layers that join
-    them.
-    """
+    """The three files of the demo, under the names that ComfyUI lists, and the layers that connect them."""
 
     writer: str = DEMO_WRITER
     painter: str = PAINTER
@@ -69,7 +68,7 @@ class DemoModels:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What came of an idea: the prompt that the writer made of it, and the picture."""
+    """The result of an idea: the prompt that the language model wrote, and the image."""
 
     idea: str
     prompt: str
@@ -77,7 +76,7 @@ class DemoResult:
 
 
 def graph(idea: str, seed: int, models: DemoModels) -> Graph:
-    """The workflow, in API format. The ids "write" and "save" are where the prompt and the picture come out."""
+    """The workflow, in API format. The nodes "write" and "save" output the prompt and the image."""
     return {
         "load": {
             "class_type": "OnedeskLoadModel",
@@ -125,7 +124,7 @@ def graph(idea: str, seed: int, models: DemoModels) -> Graph:
 
 
 def run_demo(idea: str, config: Config, *, seed: int = 1, models: DemoModels | None = None) -> DemoResult:
-    """Start the tree's ComfyUI without a browser, let it write and draw, end it.
+    """Start the tree's ComfyUI without a browser, run the workflow, end ComfyUI.
 
     Raises FileError if nothing is installed or a model is missing, PeerError if ComfyUI does not start or the workflow
     fails.

@@ -1,4 +1,4 @@
-"""`onedesk describe`: say what is in pictures."""
+"""`onedesk describe`: describe images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_to(subcommands: Subcommands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the question about the files; returns the exit status."""
+    """Answer the question about the images; returns the exit status."""
     options = checked_options(args)
     pictures = read_pictures(args.files)
     question = args.question or (QUESTION if len(pictures) == 1 else QUESTION_FOR_SEVERAL)

@@ -1,4 +1,4 @@
-"""Examining an installation: what each part is, whether it is right, and what to do where it is not."""
+"""Examines an installation: each part's state, and what to do if it is wrong."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..setup.tree import Desk, Tree
 Status = Literal["ok", "warning", "failure"]
 OLDEST_PYTHON = (3, 10)
 NEEDED = ("safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "pillow", "psutil")
-LITTLE_MEMORY = 2 << 30  # bytes available; below it not even a small model and a picture fit
+LITTLE_MEMORY = 2 << 30  # bytes available; less does not fit even a small model and an image
 HIGH_PRESSURE = 10.0  # percent of the last 10 s in which something waited for memory
 LITTLE_DISK = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the examination. `fix` says what to do; empty where nothing is to be done."""
+    """One line of the examination. `fix` says what to do; empty if nothing needs to be done."""
 
     name: str
     status: Status
@@ -35,8 +35,8 @@ class Check:
 
 
 def examine(config_file: Path | None, *, device: str) -> list[Check]:
-    """Every check in order. Nothing is changed but a compiled kernel that may be missing in the cache; no model is
-    loaded.
+    """All checks in order. Loads no model and changes nothing, except that it may compile a missing kernel into the
+    cache.
     """
     checks = [_python(), *_packages()]
     try:
@@ -64,7 +64,7 @@ def examine(config_file: Path | None, *, device: str) -> list[Check]:
 
 
 def _guarded(examined: Callable[[Config, str], Iterator[Check]], config: Config, device: str) -> list[Check]:
-    """The checks, or one failure with the reason why they could not be made."""
+    """The checks, or one failure with the reason why they could not run."""
     try:
         return list(examined(config, device))
     except OnedeskError as error:
@@ -185,7 +185,7 @@ def _memory(config: Config, device: str) -> Iterator[Check]:
 
 
 def _backends(config: Config, device: str) -> Iterator[Check]:
-    """What each kind of memory can do here; one that is not there is no fault, since it is an extra."""
+    """What each kind of memory can do here. A missing one is no fault, since it is optional."""
     from ..api import pick_device
     from ..catalog.memory_report import abilities
     from ..memory.backends.choose_backend import describe_backends
@@ -264,7 +264,7 @@ def _models(config: Config, device: str) -> Iterator[Check]:
 
 
 def _engines(config: Config, device: str) -> Iterator[Check]:
-    """What onedesk.toml names beside this process; none is started or asked."""
+    """The other engines in onedesk.toml. None is started or contacted."""
     from ..peers.choose import check_peer
 
     for name, settings in config.peers.items():
@@ -281,7 +281,7 @@ def _comfyui(config: Config) -> Check:
         return Check("comfyui", "ok", "none is looked for without an installed tree")
     tree = Tree(config.tree)
     desk = tree.load_desk() or Desk(str(tree.comfyui), sys.executable, made=True)
-    comfyui = Path(desk.comfyui)  # also one that was there before
+    comfyui = Path(desk.comfyui)  # also one that existed before
     pack = comfyui / "custom_nodes" / desk.pack
     if not comfyui.is_dir() and desk.made:
         return Check("comfyui", "ok", "this tree has none of its own (install.sh --comfyui links the pack into yours)")

@@ -1,4 +1,4 @@
-"""`onedesk memory`: what the memory is, how much of it Onedesk may use, and which owners hold it."""
+"""`onedesk memory`: the machine's memory, the part that Onedesk may use, and the owners that hold it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..config import load_config
 from ..console import UsageError, write_json
 from .options import SUCCESS, Subcommands
 
-CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
+CLEAR = "\x1b[H\x1b[2J"  # clears a terminal's screen
 WATCH_SECONDS = 1.0
 
 

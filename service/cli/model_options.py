@@ -1,4 +1,4 @@
-"""What the subcommands that open a model share: its opening, and the options of a request."""
+"""Shared by the subcommands that open a model: opening it, and the options of a request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opened(args: argparse.Namespace, config: Config) -> Iterator[OpenModel]:
 
 
 def checked_options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """The options of a request, checked before any file is read: a wrong value is wrong usage. Raises UsageError."""
+    """The options of a request, checked before any file is read: a wrong value is a usage error. Raises UsageError."""
     if args.greedy and args.temperature:
         raise UsageError("--greedy and --temperature exclude each other; give one of them")
     sampling = Sampling(

@@ -1,5 +1,5 @@
-"""The options of the command: those that every subcommand has, and how values are read (ArgumentTypeError says what
-would be right).
+"""The command's options: those that every subcommand has, and parsers of values. Their ArgumentTypeError says what is
+allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..toml_file import parse_bytes
 
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-# What --model defaults to; subcommands that open no model name no default.
+# Default of --model. Subcommands that open no model have no default.
 _MODEL_DEFAULTS: Mapping[str, str] = {
     **dict.fromkeys(("models", "serve"), "; default: all"),
     **dict.fromkeys(("memory", "doctor", "demo", "pull"), ""),
@@ -65,9 +65,7 @@ class Subcommands:
 
 
 def as_typed(error: Exception, taken: Container[str]) -> str:
-    """The message of an error for a terminal: a field that is one of the options `taken` is shown as it is typed
-    there.
-    """
+    """An error's message for a terminal: a field that is one of the options `taken` is shown as its option."""
     if not isinstance(error, OnedeskError):
         return str(error)
     return error.render(lambda name: f"--{name.replace('_', '-')}" if name in taken else name)
@@ -93,14 +91,14 @@ def whole_from(low: int) -> Callable[[str], int]:
 
 
 def whole(text: str) -> int:
-    """Read a whole number; what range it must lie in is checked with the request."""
+    """Read a whole number; its range is checked with the request."""
     if not _WHOLE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{short(text)} is no whole number; write for example 64")
     return int(text)
 
 
 def number(text: str) -> float:
-    """Read a number; what range it must lie in is checked with the request."""
+    """Read a number; its range is checked with the request."""
     if not _NUMBER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{short(text)} is no number; write for example 0.7")
     return float(text)

@@ -1,4 +1,4 @@
-"""Answers on a terminal, while they are written, and as documents."""
+"""Answers on a terminal while they are generated, and as documents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ONLY_REASONING = (
 
 
 def run_request(model: OpenModel, request: Request, stop: Stop, *, quiet: bool) -> list[Result]:
-    """Run one request; the result of each choice in order, those that had not begun when it was stopped left out but
-    the first.
+    """Run one request; returns the results of the choices in order. Choices that had not begun when it was stopped are
+    left out, except the first.
 
-    Unless quiet, texts go to stdout and reasoning to stderr, the first choice's while they are written, the others' one
+    Unless quiet, texts go to stdout and reasoning to stderr: the first choice's while it is generated, the others' one
     after the other.
     """
     screen = None if quiet else _Screen()
@@ -40,7 +40,7 @@ def run_request(model: OpenModel, request: Request, stop: Stop, *, quiet: bool) 
 
 
 class _Screen:
-    """Shows the choices in their order, though they are written at once: what comes early waits."""
+    """Shows concurrent choices in their order: output of a later choice waits."""
 
     def __init__(self) -> None:
         self._shown = 0
@@ -55,7 +55,7 @@ class _Screen:
             self._shown += 1
 
     def _show(self, events: Iterable[Event]) -> bool:
-        """Whether the last of them is the choice's last."""
+        """Whether the last event is the choice's last."""
         ended = False
         for event in events:
             if event.progress:
@@ -88,7 +88,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def answered(result: Result) -> bool:
-    """Whether there is an answer, or was stopped: not only reasoning."""
+    """False if the result is only reasoning and was not stopped."""
     return bool(result.text.strip() or not result.reasoning.strip() or result.finish == "cancelled")
 
 

@@ -1,4 +1,4 @@
-"""Pictures on the command line: the options, the files, and what documents say of them."""
+"""Images on the command line: the options, the files, and their description in documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_pictures(paths: Sequence[Path]) -> tuple[Picture, ...]:
 def picture_documents(
     model: OpenModel, paths: Sequence[Path], pictures: Sequence[Picture], pixels: int | None
 ) -> list[dict[str, Any]]:
-    """What --json says of the pictures: their files, sizes after resizing, and tokens."""
+    """The images for --json: their files, sizes after resizing, and tokens."""
     sizes = model.picture_sizes(pictures, pixels)
     return [
         {"file": str(path), "width": width, "height": height, "tokens": tokens}

@@ -1,4 +1,4 @@
-"""`onedesk pull`: fetch a model from a hub into the models folder, or check what was fetched."""
+"""`onedesk pull`: fetch a model from a hub into the models folder, or verify fetched files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_to(subcommands: Subcommands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the command line asks for; returns the exit status. Raises UsageError, OnedeskError."""
+    """Run the pull or the check; returns the exit status. Raises UsageError, OnedeskError."""
     from ..hub.image_models import find_image_model, read_image_models
     from ..hub.names import parse_name
 
@@ -155,13 +155,13 @@ class _Command:
 
 
 def _rows(config: Config, folder: Path) -> list[dict[str, Any]]:
-    """What `onedesk models` says of a folder: whether its tensors are those that its config asks for."""
+    """The rows of `onedesk models` for a folder, which say whether its tensors match its config."""
     from ..catalog.inventory import model_rows
 
     try:
         return model_rows(config, str(folder), device="auto", context=None)
     except OnedeskError:
-        return []  # single files that are no model by themselves
+        return []  # single files that are not a model by themselves
 
 
 def limits_of(config: Config) -> HubLimits:
@@ -182,7 +182,7 @@ def request_of(args: argparse.Namespace) -> PullRequest:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command that continues this pull, to be copied."""
+    """A command that continues this pull, to be copied."""
     words = ["onedesk", "pull", args.name]
     for option, value in (
         ("--from", args.source),
@@ -199,7 +199,7 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def make_verdict(config: Config, context: int | None, device: str) -> Callable[[str, dict[str, Any] | None, int], Fit]:
-    """The plan of `onedesk doctor --plan` as a verdict on what is about to be fetched."""
+    """Turns the plan of `onedesk doctor --plan` into a verdict on the model about to be fetched."""
 
     def verdict(name: str, described: dict[str, Any] | None, images: int) -> Fit:
         from ..catalog.plan import plan_model
@@ -230,8 +230,8 @@ def make_verdict(config: Config, context: int | None, device: str) -> Callable[[
 
 
 def _images_alone(config: Config, images: int, device: str) -> Fit:
-    """Whether image models fit by themselves: ComfyUI may load them one after the other, so this is the careful
-    answer.
+    """Whether image models fit without the language model. ComfyUI may load them one after the other, so this is the
+    conservative answer.
     """
     from ..api import pick_device
     from ..hub.plan import Fit

@@ -1,4 +1,4 @@
-"""What a pull shows: its plan, then a line per event, and on a terminal one line of progress."""
+"""The output of a pull: its plan, then a line per event, and on a terminal one line of progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..hub.progress import ProgressReading
 if TYPE_CHECKING:
     from ..hub.plan import PullPlan
 
-LINE_SECONDS = 10.0  # between two lines of progress where stderr is not a terminal
+LINE_SECONDS = 10.0  # between two lines of progress if stderr is not a terminal
 CLEAR = "\r\x1b[K"
 
 
 class Reporter:
-    """Receives events. With `as_json` each is one JSON line on stdout; else what a person needs goes to stderr."""
+    """Receives events. With `as_json` each is one JSON line on stdout; otherwise text for people goes to stderr."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json

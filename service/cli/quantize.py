@@ -1,5 +1,5 @@
-"""`onedesk quantize`: convert a model's weights once, into the cache, where the next opening with the same --quant
-finds them.
+"""`onedesk quantize`: convert a model's weights once, into the cache, where the next open with the same --quant finds
+them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConversionSummary:
-    """What was made, or found to be there already (`written` false). Sizes are bytes of tensors; `content` is the
-    source's hash.
+    """The converted file, new or already there (`written` false). Sizes are bytes of tensors; `content` is the source's
+    hash.
     """
 
     model: str
@@ -49,7 +49,7 @@ def add_to(subcommands: Subcommands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert the model; returns the exit status. Raises UsageError besides what `quantize_model` raises."""
+    """Convert the model; returns the exit status. Raises UsageError and what `quantize_model` raises."""
     from ..catalog.inventory import default_model
 
     if args.quant == "none":
@@ -88,7 +88,7 @@ def quantize_model(
     progress: ProgressReport | None = None,
     cancel: CancelCheck | None = None,
 ) -> ConversionSummary:
-    """Convert `name`, unless that is there already. Raises ModelError, FileError, MemoryFull, RequestError,
+    """Convert `name`, unless it is converted already. Raises ModelError, FileError, MemoryFull, RequestError,
     Cancelled.
     """
     from ..catalog.inventory import model_roots

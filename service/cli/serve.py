@@ -1,4 +1,4 @@
-"""`onedesk serve`: its options, and the service from its start to its end."""
+"""`onedesk serve`: its options, and the service's lifetime."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 1.0  # for models and engines to be closed, after everything that uses them has ended
-# Seconds after which a thread gives Python to another that waits for it; Python's own 5 ms are two tokens of a GPU.
+CLOSE_SECONDS = 1.0  # to close models and engines after everything that uses them has ended
+# Seconds after which a thread passes the interpreter lock on. Python's default of 5 ms is two tokens of a GPU.
 TURN = 0.0005
 
 
@@ -51,7 +51,7 @@ def add_to(subcommands: Subcommands) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """A service before it is made, everything about it checked."""
+    """A service before it is created, with everything checked."""
 
     config: Config
     address: ListenAddress
@@ -73,8 +73,8 @@ def serve(args: argparse.Namespace) -> int:
     with only_one(plan.config.cache):
         ended = asyncio.run(_run(plan))
     if not ended:
-        # A thread is in work that cannot be stopped, and Python would wait for it. What was to be kept is kept, and
-        # children end with us.
+        # A thread is in work that cannot be stopped, and Python would wait for it. All state is saved, and child
+        # processes end with this one.
         log.warning("some work did not end in time; the service ends without it")
         logging.shutdown()
         sys.stdout.flush()
@@ -84,7 +84,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> ServePlan:
-    """Check the command line and the settings, and make the token's file. Raises UsageError, FileError, ModelError,
+    """Check the command line and the settings, and create the token's file. Raises UsageError, FileError, ModelError,
     RequestError.
     """
     from ..catalog.inventory import model_roots
@@ -137,7 +137,7 @@ def _plan(args: argparse.Namespace) -> ServePlan:
 
 
 async def _run(plan: ServePlan) -> bool:
-    """Serve until a signal; whether every thread has ended."""
+    """Serve until a signal; returns whether every thread has ended."""
     from ..peers.note import noted
     from ..registry import REGISTRY
     from ..server.app import listen, make_app
@@ -177,7 +177,7 @@ async def _run(plan: ServePlan) -> bool:
 
 
 def _listen_for_signals(service: Service) -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; a second one stops what is worked on at once."""
+    """An event that the first SIGTERM or SIGINT sets. A second signal stops running work at once."""
     stopped = asyncio.Event()
 
     def asked() -> None:
@@ -200,7 +200,7 @@ def _note(plan: ServePlan, address: ListenAddress) -> Note:
 
 
 def _say(note: Note) -> None:
-    """Tell where it listens and where the token is; never the token itself."""
+    """Report the address and the token's file, never the token itself."""
     token = "it asks for no token" if note.token_file is None else f"its token is in {note.token_file}"
     sys.stderr.write(f"onedesk: serving at {note.where}; {token}\n")
     sys.stderr.flush()

@@ -37,7 +37,7 @@ def kind_of(address: Address) -> str:
 
 
 def literal(host: str) -> Address | None:
-    """The address that a URL's host spells, None for a name."""
+    """The address in a URL's host, None for a name."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -45,7 +45,9 @@ def literal(host: str) -> Address | None:
 
 
 class Reach:
-    """What may be connected to. Endpoints are trusted; the kinds of their addresses are what other hosts may have."""
+    """The hosts that may be connected to. Endpoints are trusted; another host's address must be public or of the
+    same kind as an endpoint's.
+    """
 
     def __init__(self, endpoints: list[URL], proxies: list[str]) -> None:
         self._own = {(url.host or "").lower() for url in endpoints}
@@ -58,7 +60,7 @@ class Reach:
                 self._kinds.add(kind_of(address))
 
     def check_url(self, url: URL, came_from: URL | None) -> None:
-        """Raise PeerError for an address that a redirect may not lead to: plain HTTP, or a private one."""
+        """Raise PeerError for an address that a redirect must not lead to: plain HTTP, or a private one."""
         host = (url.host or "").lower()
         source = f"{came_from.host} redirects to {host}" if came_from else host
         if url.scheme not in ("https", "http") or not host:
@@ -75,7 +77,7 @@ class Reach:
             self._check(address, source)
 
     def check_resolved(self, host: str, addresses: list[str]) -> None:
-        """Remember the kinds of an endpoint's addresses. Raise PeerError for another host's address of no such kind."""
+        """Remember the kinds of an endpoint's addresses. Raise PeerError for another host's address of another kind."""
         found = [address for text in addresses if (address := literal(text)) is not None]
         if host.lower() in self._own:
             self._kinds.update(kind_of(address) for address in found)
@@ -91,7 +93,9 @@ class Reach:
 
 
 class GuardedResolver(AbstractResolver):
-    """Resolves names, and refuses those that a Reach does not allow: what is checked is what is then connected to."""
+    """Resolves names and refuses addresses that a Reach does not allow: the checked address is the one that is
+    connected to.
+    """
 
     def __init__(self, reach: Reach, inner: AbstractResolver) -> None:
         self._reach = reach

@@ -1,4 +1,6 @@
-"""Carries out a plan: several files at once, each checked before it has its name, the manifest kept up to date."""
+"""Carries out a plan: fetches several files at once, checks each before its final rename, and keeps the manifest up to
+date.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class Fetch:
         return self._done()
 
     def _begin(self, folder: Folder) -> None:
-        """Write down what is wanted, so that `onedesk models` can say how much of it is there."""
+        """Record the wanted files, so that `onedesk models` can say how many of them are there."""
         path = folder.root / folder.manifest
         before = read_manifest(path)
         entries = {file.path: ManifestEntry(file.path, file.file.size) for file in folder.files}
@@ -82,7 +84,7 @@ class Fetch:
         manifest.write(path)
 
     def _complete(self, folder: Folder) -> None:
-        """Link what another folder holds, drop what an earlier commit had, and write the manifest."""
+        """Link files that another folder holds, delete files of an earlier commit, and write the manifest."""
         manifest = self._manifests[folder.root]
         if folder.link is not None:
             manifest = self._manifests[folder.root] = self._link(folder.root, *folder.link)
@@ -95,7 +97,9 @@ class Fetch:
         self._superseded = []
 
     def _link(self, root: Path, name: str, target: str) -> Manifest:
-        """Link `name` to weights in another folder. Returns the manifest, without the link if the disk has none."""
+        """Link `name` to weights in another folder. Returns the manifest, without the link if the disk does not support
+        links.
+        """
         path, manifest = root / name, self._manifests[root]
         entries = (entry for other in self._manifests.values() for entry in other.files)
         sha256 = next(
@@ -130,7 +134,7 @@ class Fetch:
         finally:
             for task in (*tasks, ticker):
                 task.cancel()
-            # Each one keeps what it has before it ends.
+            # Each one keeps its bytes before it ends.
             await asyncio.gather(*tasks, ticker, return_exceptions=True)
 
     async def _one(self, folder: Folder, file: PlannedFile) -> None:
@@ -183,7 +187,7 @@ class Fetch:
                 self._check_room()
 
     def _check_room(self) -> None:
-        """Cancel the pull where others have filled the disk meanwhile. Raises FileError."""
+        """Cancel the pull if other processes have filled the disk meanwhile. Raises FileError."""
         for folder in self._plan.folders:
             if shutil.disk_usage(folder.root).free < self._limits.reserve // 4:
                 raise FileError(
@@ -219,7 +223,7 @@ class Fetch:
 
 @contextmanager
 def _disk_errors(plan: PullPlan) -> Iterator[None]:
-    """Turn what the disk refuses into a FileError that says what to do."""
+    """Turn a disk error into a FileError that says what to do."""
     name = plan.folders[0].root.name
     try:
         yield

@@ -1,4 +1,4 @@
-"""Hashes of files: SHA-256, and git's SHA-1 of a blob where a hub has no other."""
+"""Hashes of files: SHA-256, and git's SHA-1 of a blob if a hub has no other."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ READ_BYTES = 4 << 20
 
 
 class Hashes:
-    """SHA-256 of what was fed so far; with `git_size`, also git's SHA-1 of a blob of so many bytes."""
+    """SHA-256 of the bytes so far; with `git_size`, also git's SHA-1 of a blob of that many bytes."""
 
     def __init__(self, git_size: int | None = None) -> None:
         self._sha256 = hashlib.sha256()
-        # Not for security: it is the name that git gives the content.
+        # Not for security: it is git's name for the content.
         self._git = None if git_size is None else hashlib.sha1(f"blob {git_size}\0".encode(), usedforsecurity=False)
 
     @classmethod
     def of(cls, file: RemoteFile) -> Hashes:
-        """What is needed to compare a file with what its hub says."""
+        """The hashes needed to compare a file with the hub's."""
         return cls(file.size if file.sha256 is None else None)
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
@@ -37,7 +37,7 @@ class Hashes:
         return self._sha256.hexdigest()
 
     def mismatch(self, file: RemoteFile) -> str | None:
-        """What does not agree with the hub's hash, in words; None when it agrees."""
+        """The mismatch with the hub's hash, in words; None if they agree."""
         if file.sha256 is not None:
             return None if self.sha256 == file.sha256 else f"SHA-256 {self.sha256[:16]}..., not {file.sha256[:16]}..."
         found = "" if self._git is None else self._git.hexdigest()
@@ -45,7 +45,8 @@ class Hashes:
 
 
 def feed(fd: int, hashes: Hashes, length: int, stop: Callable[[], bool] = lambda: False) -> int:
-    """Hash the first `length` bytes of an open file; returns how many there were. Its pages leave the page cache again.
+    """Hash the first `length` bytes of an open file; returns how many there were, and drops their pages from the page
+    cache.
 
     Raises Cancelled once `stop` is true.
     """
@@ -73,8 +74,8 @@ def hash_file(path: Path, file: RemoteFile, stop: Callable[[], bool] = lambda: F
 
 
 def drop_pages(fd: int, offset: int, length: int) -> None:
-    """Drop synced bytes from the page cache: on unified memory they would displace running models."""
+    """Drop synced bytes from the page cache: on unified memory they would displace loaded models."""
     try:
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-    except (AttributeError, OSError):  # a system or file system without this advice
+    except (AttributeError, OSError):  # a system or file system without posix_fadvise
         return

@@ -52,7 +52,7 @@ class Hubs:
             self._webs.append(await self._stack.enter_async_context(Web(endpoint, self._limits, self._report)))
 
     async def snapshot(self, repo: str, revision: str | None) -> RepositorySnapshot:
-        """The repository from the first hub that can be reached, else from a local cache.
+        """The repository from the first hub that can be reached, otherwise from a local cache.
 
         Raises PeerError, ModelError, RequestError.
         """
@@ -69,7 +69,7 @@ class Hubs:
             try:
                 return await read(web, repo, revision)
             except PeerError as error:
-                # Another hub only where this one did not answer at all: there the name may be somebody else's.
+                # Try another hub only if this one did not respond at all: the same name may have another owner there.
                 if web.answered:
                     raise
                 failure = error
@@ -80,7 +80,7 @@ class Hubs:
         return cached
 
     def web(self, snapshot: RepositorySnapshot) -> Web | None:
-        """The session of the hub that a snapshot is from; None for one of a local cache."""
+        """The session of a snapshot's hub; None for a local cache."""
         return next((web for web in self._webs if web.answered and web.endpoint.url == snapshot.endpoint), None)
 
     async def read(self, snapshot: RepositorySnapshot, file: RemoteFile) -> bytes:
@@ -97,6 +97,6 @@ class Hubs:
 
 
 def file_address(snapshot: RepositorySnapshot, path: str) -> URL:
-    """Where a file is fetched from."""
+    """The address from which a file is fetched."""
     module = modelscope if snapshot.hub == "modelscope" else huggingface
     return module.file_url(snapshot.endpoint, snapshot.repo, snapshot.revision, path)

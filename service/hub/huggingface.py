@@ -1,4 +1,4 @@
-"""Hugging Face over HTTP, and mirrors that speak the same: the tree of a commit, and where its files are."""
+"""Hugging Face over HTTP, and mirrors with the same API: the tree of a commit, and the addresses of its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..loader.files import short
 from .remote import RemoteFile, RepositorySnapshot, is_repo
 from .web import HubResponse, Web
 
-PAGES_LIMIT = 1000  # of a tree; one page has up to 1,000 rows
+PAGES_LIMIT = 1000  # per tree; one page has up to 1,000 rows
 FILES_LIMIT = 100_000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -22,7 +22,7 @@ _NEXT = re.compile(r'<([^<>]+)>\s*;[^,<]*\brel="?next"?')
 
 
 async def read_snapshot(web: Web, repo: str, revision: str | None) -> RepositorySnapshot:
-    """The repository at the commit that `revision` (default: main) names now.
+    """The repository at the commit that `revision` (default: main) points to now.
 
     Raises PeerError, ModelError, RequestError.
     """
@@ -48,7 +48,7 @@ async def read_snapshot(web: Web, repo: str, revision: str | None) -> Repository
 
 
 def file_url(endpoint: URL, repo: str, commit: str, path: str) -> URL:
-    """Where a file of a commit is served, by a redirect to the storage or at once."""
+    """The address of a commit's file; it may redirect to the storage."""
     return endpoint.joinpath(*repo.split("/"), "resolve", commit, *path.split("/"))
 
 
@@ -124,7 +124,7 @@ def _accepted(web: Web, answer: HubResponse, repo: str, revision: str) -> dict[s
 def refusal(
     web: Web, status: int, headers: Mapping[str, str], repo: str, revision: str, path: str | None
 ) -> PeerError | ModelError | RequestError:
-    """What a refused request means, in one line with what to do."""
+    """What a refused request means and what to do, in one line."""
     code, hub = headers.get("X-Error-Code", ""), web.endpoint.title
     has_token = web.endpoint.token is not None
     page = web.endpoint.url.joinpath(*repo.split("/"))

@@ -1,4 +1,4 @@
-"""Image models that are pulled by name: the files of each, as image_models.toml lists them."""
+"""Image models that can be pulled by name: the files of each, from image_models.toml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class PinnedFile:
-    """A file of a repository, and the folder of ComfyUI that it goes into. `size` is in bytes."""
+    """A file of a repository, and its folder in ComfyUI. `size` is in bytes."""
 
     repo: str
     commit: str
@@ -38,8 +38,9 @@ class PinnedFile:
 
 @dataclass(frozen=True, slots=True)
 class ImageModel:
-    """`forms`: files by form, the default one first. `language_model` is the repository of the model whose weights
-    `language_weights` (one of the files) are, so that the same file also writes prompts."""
+    """`forms`: files by variant, the default one first. `language_weights` is the file with the weights of the
+    repository `language_model`, so that one file is both text encoder and language model.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -50,7 +51,7 @@ class ImageModel:
     unverified: tuple[str, ...]
 
     def files(self, form: str | None) -> tuple[PinnedFile, ...]:
-        """The files of a form, None for the default one. Raises RequestError."""
+        """The files of a variant, None for the default one. Raises RequestError."""
         if form is None:
             return next(iter(self.forms.values()))
         if form not in self.forms:
@@ -59,7 +60,7 @@ class ImageModel:
 
 
 def read_image_models(path: Path = DATA) -> dict[str, ImageModel]:
-    """Every image model by its name. Raises FileError for a data file that is wrong."""
+    """Every image model by its name. Raises FileError for an invalid data file."""
     document = read_document(path)
     if set(document) != {"files", "models"}:
         raise FileError(f"{path.name} needs the tables files and models, and no other")
@@ -68,7 +69,7 @@ def read_image_models(path: Path = DATA) -> dict[str, ImageModel]:
 
 
 def find_image_model(text: str, models: Mapping[str, ImageModel]) -> ImageModel | None:
-    """The model of this name, in any case; None for another name."""
+    """The image model of this name, ignoring case; None for any other name."""
     wanted = text.strip().lower()
     return next((model for model in models.values() if wanted in (model.name, *model.names)), None)
 

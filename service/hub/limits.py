@@ -1,4 +1,4 @@
-"""How a pull behaves on a network: connections, waiting, retries, and how often data is synced to the disk."""
+"""A pull's behaviour on the network: connections, waiting, retries, and how often data is synced to the disk."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ class HubLimits:
     longest_wait: float = 600.0
     sync: int = 64 << 20
     reserve: int = 1 << 30
-    recheck: int = 4 << 30  # bytes between two looks at the free disk space
+    recheck: int = 4 << 30  # bytes between two checks of the free disk space

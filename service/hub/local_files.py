@@ -1,4 +1,4 @@
-"""Files that the user has already: caches of the hubs' clients, ComfyUI's folders, any folder. They are only read."""
+"""Files that the user already has: caches of the hubs' clients, ComfyUI's folders, any folder. They are only read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HASH_DIGITS = frozenset("0123456789abcdef")
 
 
 class LocalFiles:
-    """The regular files below a folder by their size. Raises FileError where there is no such folder."""
+    """The regular files below a folder by size. Raises FileError if there is no such folder."""
 
     def __init__(self, root: Path, stop: Callable[[], bool] = lambda: False) -> None:
         if not root.is_dir():
@@ -49,13 +49,13 @@ class LocalFiles:
                 self._by_size.setdefault(state.st_size, []).append(path)
 
     def candidates(self, file: RemoteFile) -> list[Path]:
-        """Files of the right size, each once, those of the same name first."""
+        """Files of the right size, each once, starting with those of the same name."""
         found = {path.resolve(): path for path in self._by_size.get(file.size, [])}
         name = file.path.rsplit("/", 1)[-1]
         return sorted(found, key=lambda real: (found[real].name != name, str(real)))
 
     def content(self, file: RemoteFile, limit: int) -> bytes | None:
-        """The content of a small file, None where none here has its hash."""
+        """The content of a small file, None if no file here has its hash."""
         if file.size > limit:
             return None
         for path in self.candidates(file):
@@ -69,7 +69,7 @@ class LocalFiles:
     def take(self, file: RemoteFile, target: Path) -> str | None:
         """Give `target` the content of a file here, by a reflink, a hard link or a copy; returns its SHA-256.
 
-        None where no file here has the hash. Raises OSError. What is checked is what is then kept.
+        None if no file here has the hash. Raises OSError. The checked bytes are the ones that are kept.
         """
         part = target.with_name(target.name + PART)
         for source in self.candidates(file):
@@ -98,7 +98,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _materialize(source: Path, part: Path, size: int) -> None:
-    """Make `part` from `source` without reading it where the disk can."""
+    """Make `part` from `source`, without reading it if the disk supports that."""
     with source.open("rb") as read, part.open("xb") as written:
         try:
             fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
@@ -160,7 +160,7 @@ def cached_snapshot(root: Path, repo: str, revision: str | None) -> RepositorySn
 
 
 def _blob(path: Path, name: str) -> RemoteFile | None:
-    """The file that a snapshot's link leads to, None where the blob's name is not a hash."""
+    """The file that a snapshot's link leads to, None if the blob's name is not a hash."""
     real = path.resolve()
     if not path.is_symlink() or not real.is_file() or not set(real.name) <= _HASH_DIGITS:
         return None

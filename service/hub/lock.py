@@ -1,4 +1,4 @@
-"""One pull per folder: a lock that ends with its process, however that ends."""
+"""One pull per folder: a lock that ends with its process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if absent. Raises FileError where another pull holds it."""
+    """Hold the lock of `folder`, which is created if absent. Raises FileError if another pull holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""onedesk.json: which files a pull put into a folder, and whether they are still what they were."""
+"""onedesk.json: the files that a pull put into a folder, and whether they are unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .part import write_atomically
 from .remote import RemoteFile
 
 MANIFEST = "onedesk.json"
-SMALL = 1 << 20  # bytes; a file up to this size is compared by its hash even where only a glance is asked for
+SMALL = 1 << 20  # bytes; files up to this size are compared by their hash even in a quick check
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a pull wants in a folder, and what of it is there. `source` is the hub's or mirror's address."""
+    """The files that a pull wants in a folder, and which are there. `source` is the hub's or mirror's address."""
 
     source: str
     repo: str
@@ -56,13 +56,13 @@ class Manifest:
         return next((entry for entry in self.files if entry.path == path), None)
 
     def with_file(self, path: str, file: Path, sha256: str) -> Manifest:
-        """The manifest with what is known of `file` now."""
+        """The manifest with what is now known of `file`."""
         state = file.stat()
         changed = ManifestEntry(path, state.st_size, sha256, state.st_mtime_ns)
         return replace(self, files=tuple(changed if entry.path == path else entry for entry in self.files))
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step. Raises OSError."""
+        """Replace the file atomically. Raises OSError."""
         files = [
             {"path": entry.path, "size": entry.size, "sha256": entry.sha256, "modified_ns": entry.modified_ns}
             for entry in self.files
@@ -79,7 +79,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest in a file, None where there is none. Raises FileError for one that cannot be used."""
+    """The manifest in a file, None if there is none. Raises FileError for an invalid one."""
     if not path.is_file():
         return None
     advice = f"remove {path.name}, and pull the model again"
@@ -110,7 +110,7 @@ def _entry(path: Path, row: Any, advice: str) -> ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How much of a pulled model is there: `missing` and `changed` are paths."""
+    """How complete a pulled model is: `missing` and `changed` are paths."""
 
     manifest: Manifest
     missing: tuple[str, ...]
@@ -126,9 +126,9 @@ class State:
 
 
 def state_of(folder: Path, name: str = MANIFEST) -> State | None:
-    """Compare a folder with its manifest at a glance: sizes, and the hashes of small files that were written since.
+    """A quick comparison of a folder with its manifest: sizes, and the hashes of small files written since.
 
-    None where it was not pulled. Raises FileError.
+    None if it was not pulled. Raises FileError.
     """
     manifest = read_manifest(folder / name)
     if manifest is None:

@@ -1,4 +1,4 @@
-"""ModelScope over HTTP: the list of a revision's files, and where each is served."""
+"""ModelScope over HTTP: the list of a revision's files, and their addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..loader.files import short
 from .remote import RemoteFile, RepositorySnapshot
 from .web import HubResponse, Web
 
-# The list is cut at this many rows, without a word.
+# The list is silently truncated at this many rows.
 CUT = 3000
 FOLDERS_LIMIT = 2000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -43,14 +43,14 @@ async def read_snapshot(web: Web, repo: str, revision: str | None) -> Repository
 
 
 def file_url(endpoint: URL, repo: str, revision: str, path: str) -> URL:
-    """Where a file of a revision is served, by a redirect to the storage or at once."""
+    """The address of a revision's file; it may redirect to the storage."""
     return endpoint.joinpath("api", "v1", "models", *repo.split("/"), "repo").with_query(
         {"Revision": revision, "FilePath": path}
     )
 
 
 async def _rows(web: Web, repo: str, revision: str) -> list[dict[str, Any]]:
-    """Every row of the list. Where it was cut, each folder is asked for by itself."""
+    """Every row of the list. If it was truncated, each folder is listed separately."""
     rows = await _list(web, repo, revision, root=None, recursive=True)
     if len(rows) < CUT:
         return rows
@@ -89,7 +89,7 @@ async def _list(web: Web, repo: str, revision: str, *, root: str | None, recursi
 async def _data(web: Web, url: URL, repo: str, revision: str) -> dict[str, Any]:
     answer = await web.json(url)
     document = answer.document
-    # An error may come with status 200: the body says so.
+    # An error may come with status 200 and be in the body.
     if (
         answer.status >= 400
         or not isinstance(document, dict)

@@ -1,4 +1,4 @@
-"""What a user names: a repository, a short name, a page's address, and the hub or mirror to ask."""
+"""Parses what a user names: a repository, a short name, a page's address, and the hub or mirror to ask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODELSCOPE_HOSTS = ("modelscope.cn", "modelscope.ai")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A repository, with what an address said besides: its hub, revision and one file."""
+    """A repository, and what its address also named: hub, revision and one file."""
 
     repo: str
     endpoint: tuple[HubKind, URL] | None = None
@@ -74,7 +74,7 @@ def read_address(text: str) -> URL:
 
 
 def hub_of(url: URL) -> HubKind:
-    """Which of the two hubs' protocols an address speaks: mirrors speak that of Hugging Face."""
+    """The hub whose API an address speaks: mirrors speak that of Hugging Face."""
     host = (url.host or "").lower()
     return (
         "modelscope"
@@ -101,7 +101,7 @@ def endpoints(config: Config, wanted: Wanted, source: str | None, environment: M
 
 
 def _configured(config: Config, hub: str, environment: Mapping[str, str]) -> list[tuple[HubKind, URL]]:
-    """A hub's addresses: of onedesk.toml, else of the hub's own variable, else its public one."""
+    """A hub's addresses: from onedesk.toml, otherwise from the hub's own variable, otherwise its public one."""
     if hub == "modelscope":
         return [
             ("modelscope", read_address(config.hub.modelscope or environment.get("MODELSCOPE_ENDPOINT") or MODELSCOPE))
@@ -111,7 +111,7 @@ def _configured(config: Config, hub: str, environment: Mapping[str, str]) -> lis
 
 
 def _token(config: Config, hub: HubKind, url: URL, environment: Mapping[str, str]) -> str | None:
-    """The token for an address: a mirror gets none, unless it was configured as the hub itself."""
+    """The token for an address. A mirror gets none, unless it was configured as the hub itself."""
     trusted = {configured.origin() for _, configured in _configured(config, hub, environment)}
     trusted |= {URL(HUGGING_FACE) if hub == "hf" else URL(MODELSCOPE)}
     return find_token(config, hub, environment) if url.origin() in trusted else None

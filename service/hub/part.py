@@ -1,4 +1,4 @@
-"""A file that is being fetched: NAME.part, and NAME.part.json, which says how many of its bytes are synced."""
+"""A file that is being fetched: NAME.part, and NAME.part.json with the number of its synced bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .remote import RemoteFile
 log = logging.getLogger(__name__)
 
 _SIDECAR_BYTES = 64 << 10
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: space is reserved, the file does not grow
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: reserves space without growing the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Origin:
 class PartialFile:
     """The unfinished form of the file `target`. Every method blocks on the disk: call them outside of an event loop.
 
-    After a crash exactly `done` of the sidecar counts: it is written after those bytes were synced.
+    After a crash, exactly the sidecar's `done` bytes count: it is written after those bytes were synced.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PartialFile:
         self._closed = False
 
     def open(self) -> None:
-        """Open or create the part; what an earlier pull synced is hashed again and counts as done.
+        """Open or create the part. Bytes synced by an earlier pull are hashed again and count as done.
 
         Raises FileError, OSError, Cancelled.
         """
@@ -74,7 +74,7 @@ class PartialFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._fd = os.open(self.path, flags, 0o666)
-            if os.fstat(self._fd).st_nlink > 1:  # left by an import: writing would change somebody's own file
+            if os.fstat(self._fd).st_nlink > 1:  # left by an import: writing would change the user's own file
                 self._discard()
                 self._fd = os.open(self.path, flags, 0o666)
         except OSError as error:
@@ -96,7 +96,7 @@ class PartialFile:
         self._reserve()
 
     def _earlier(self) -> dict[str, Any]:
-        """What the sidecar says, if it is about the same content; else nothing."""
+        """The sidecar's record if it is about the same content; otherwise an empty one."""
         try:
             with open(
                 self.sidecar, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -119,13 +119,13 @@ class PartialFile:
         )
 
     def _reserve(self) -> None:
-        """Reserve the file's space if the file system can: a full disk then shows at once. Raises OSError."""
+        """Reserve the file's space if the file system can, so that a full disk shows at once. Raises OSError."""
         if self._fd is None or not self.file.size:
             return
         call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
         if call is None:
             return
-        # Not os.posix_fallocate: where the file system cannot reserve, that writes every block.
+        # Not os.posix_fallocate: it writes every block if the file system cannot reserve.
         call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
         if call(self._fd, _KEEP_SIZE, 0, self.file.size):
             number = ctypes.get_errno()
@@ -134,7 +134,7 @@ class PartialFile:
             log.debug("no space can be reserved here: %s", os.strerror(number))
 
     def restart(self) -> None:
-        """Throw away what is there: the server has other bytes, or sends them from the start."""
+        """Discard the bytes: the server has other bytes, or sends them from the start."""
         with self._lock:
             self._restart()
 
@@ -184,7 +184,7 @@ class PartialFile:
         self._synced = self.done
 
     def close(self) -> None:
-        """Keep what there is for a later pull."""
+        """Close it and keep its bytes for a later pull."""
         with self._lock:
             self._closed = True
             if self._fd is None:
@@ -198,9 +198,9 @@ class PartialFile:
                 self._fd = None
 
     def finish(self) -> str:
-        """Check length, hash and header, then give the file its name; returns its SHA-256.
+        """Check length, hash and header, then rename the file; returns its SHA-256.
 
-        Raises FileError where the bytes are not those that the hub promises; the part is then removed.
+        Raises FileError if the bytes are not those that the hub lists; the part is then removed.
         """
         with self._lock:
             return self._finish()
@@ -244,13 +244,13 @@ class PartialFile:
 
 
 def forget(target: Path) -> None:
-    """Remove the record of a part of `target`, and what a crash left of writing it."""
+    """Remove the record of a part of `target`, and temporary files of writing it that a crash left."""
     for ending in (SIDECAR, SIDECAR + ".tmp"):
         target.with_name(target.name + ending).unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a small file by one step: after a crash there is the old content or the new. Raises OSError."""
+    """Replace a small file atomically: after a crash it has the old content or the new. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     with os.fdopen(fd, "wb") as file:
@@ -261,7 +261,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last; a file system that cannot sync folders is left alone."""
+    """Make a rename in `folder` durable; ignores file systems that cannot sync folders."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

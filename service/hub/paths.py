@@ -17,7 +17,7 @@ RESERVED = frozenset({"onedesk.json", ".lock"})
 
 
 def refused(path: str) -> str | None:
-    """Why a repository's path is not written; None when it is safe."""
+    """Why a repository's path is refused; None if it is safe."""
     parts = plain_parts(path)
     if parts is None:
         return "it is absolute, has an empty part, `.`, `..`, a backslash or a control character"
@@ -53,7 +53,7 @@ def check_paths(paths: Iterable[str]) -> None:
 
 
 def inside(root: Path, path: str) -> Path:
-    """The file `path` below `root`. FileError where a symlink or a file stands in the way of its folders."""
+    """The file `path` below `root`. Raises FileError if one of its folders is a symlink or a file."""
     parts = plain_parts(path)
     if parts is None:
         raise FileError(f"{short(path)} is not a path below {root.name}")

@@ -1,4 +1,4 @@
-"""What a pull will do, before it fetches a model: which files, what of them is there, what the disk has."""
+"""What a pull will do, before it fetches a model: which files, which bytes are there already, the free disk space."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FileState = Literal["present", "partial", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file, the snapshot that has it, and its path below the plan's folder. `done` bytes of it are there already."""
+    """A file, the snapshot that has it, and its path below the plan's folder. `done` of its bytes are there already."""
 
     snapshot: RepositorySnapshot
     file: RemoteFile
@@ -36,13 +36,13 @@ class PlannedFile:
 
     @property
     def missing(self) -> int:
-        """Bytes still to fetch."""
+        """Bytes left to fetch."""
         return self.file.size - self.done
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether the model would fit this machine: what `onedesk doctor --plan` says. None: it cannot be said."""
+    """Whether the model would fit this machine, by `onedesk doctor --plan`. None: unknown."""
 
     fits: bool | None
     text: str
@@ -71,7 +71,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """All that a pull will do. `license`, `gated` and `fit` are for the user to see before it."""
+    """The complete plan. `license`, `gated` and `fit` are for the user to see before the pull."""
 
     name: str
     folders: tuple[Folder, ...]
@@ -134,9 +134,9 @@ def plan_file(
     report: Report,
     stop: Callable[[], bool],
 ) -> PlannedFile:
-    """Look what of a file is there. Reads a whole file where its hash is not known.
+    """Check which bytes of a file are there. Reads the whole file if its hash is unknown.
 
-    Raises FileError where another file has its place that no pull put there.
+    Raises FileError if a file that no pull put there is in the way.
     """
     target = inside(root, path)
     entry = manifest.entry(path) if manifest else None
@@ -164,7 +164,7 @@ def plan_file(
 
 
 def _part_done(target: Path, file: RemoteFile) -> int:
-    """Bytes that an earlier pull is certain to have."""
+    """Bytes that an earlier pull has certainly synced."""
     part, sidecar = target.with_name(target.name + PART), target.with_name(target.name + SIDECAR)
     try:
         found = json.loads(sidecar.read_bytes()[:65536])
@@ -184,9 +184,9 @@ def plan_folder(
     report: Report,
     stop: Callable[[], bool],
 ) -> tuple[PlannedFile, ...]:
-    """Every chosen file with what of it is there.
+    """Every chosen file and its bytes on the disk.
 
-    Raises FileError for paths that are refused and for files in the way, Cancelled.
+    Raises FileError for refused paths and for files in the way, Cancelled.
     """
     check_paths(path for path, _, _ in chosen)
     manifest = read_manifest(root / manifest_name)
@@ -208,7 +208,7 @@ async def read_small(web: Web, address: URL, file: RemoteFile, limit: int) -> by
 
 
 def check_disk(plan: PullPlan, limits: HubLimits) -> None:
-    """Raise FileError where the disk cannot hold what is missing, 2 % more, and the reserve."""
+    """Raise FileError if the disk cannot hold the missing bytes, 2 % more, and the reserve."""
     needed, free = dict[int, int](), dict[int, int]()
     for folder in plan.folders:
         place = _existing(folder.root)
@@ -229,7 +229,7 @@ def check_disk(plan: PullPlan, limits: HubLimits) -> None:
 
 
 def _reserved(root: Path, file: PlannedFile) -> int:
-    """Bytes of the disk that a part holds already beyond those that are done."""
+    """Bytes of the disk that a part has reserved beyond those that are done."""
     try:
         state = inside(root, file.path + PART).stat()
     except OSError:
@@ -238,7 +238,7 @@ def _reserved(root: Path, file: PlannedFile) -> int:
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes that the disk of a folder, which may not exist yet, has free."""
+    """Free bytes on the disk of a folder, which may not exist yet."""
     return shutil.disk_usage(_existing(folder)).free
 
 

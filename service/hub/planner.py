@@ -1,4 +1,4 @@
-"""From what the user names to a plan: which hub, which files, which folders, and does it fit."""
+"""From the user's request to a plan: which hub, which files, which folders, and whether the model fits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Planner:
     async def _look(
         self, root: Path, chosen: list[tuple[str, RemoteFile, RepositorySnapshot]], manifest: str
     ) -> tuple[PlannedFile, ...]:
-        # Files that are there are hashed where their hash is not known: not on the event loop.
+        # Existing files without a known hash are hashed, so not on the event loop.
         return await asyncio.to_thread(plan_folder, root, chosen, manifest, self._report, self._stop)
 
     async def _config_of(self, snapshot: RepositorySnapshot) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Planner:
         return PullPlan(model.name, tuple(folders), model.license or first.license, gated, fit, model.unverified)
 
     async def _pinned(self, pinned: PinnedFile) -> tuple[RemoteFile, RepositorySnapshot]:
-        """The file on the hub, at its commit or else on the main branch. Raises ModelError if its bytes differ."""
+        """The file on the hub, at its commit or otherwise on the main branch. Raises ModelError if its bytes differ."""
         for revision in (pinned.commit, None):
             try:
                 snapshot = await self._hubs.snapshot(pinned.repo, revision)
@@ -141,7 +141,7 @@ class Planner:
         )
 
     async def _language_folder(self, root: Path, repo: str, weights: PinnedFile) -> Folder | None:
-        """The writer's folder that shares the text encoder's weights; None where that model is there with its own."""
+        """The language model's folder that shares the text encoder's weights; None if the model has its own."""
         folder = root / repo.rsplit("/", 1)[-1]
         link = (SINGLE, f"../{IMAGE_MODELS}/{weights.target}")
         own = sorted(folder.glob("*.safetensors*")) if folder.is_dir() else []
@@ -156,7 +156,7 @@ class Planner:
 
 
 def models_folder(config: Config) -> Path:
-    """Where models are pulled to: the first root of [models]. Raises FileError where no configuration names one."""
+    """Where models are pulled to: the first root of [models]. Raises FileError if the configuration names none."""
     if config.file is None or not config.model_roots:
         raise FileError(
             f"there is no {FILE_NAME} that says where models are; run install.sh, or name a file with --config"

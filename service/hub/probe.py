@@ -1,4 +1,4 @@
-"""One look at a hub: its list of one repository and the first KB of one file, with the host that serves it."""
+"""A single check of a hub: its list of one repository and the first KB of one file, with the host that serves it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What came of one endpoint: `detail` has status, seconds and the serving host, or what failed."""
+    """The result for one endpoint: `detail` has status, seconds and the serving host, or the failure."""
 
     endpoint: Endpoint
     works: bool
@@ -27,7 +27,7 @@ class Probe:
 
 
 async def probe(endpoint: Endpoint, limits: HubLimits, report: Report) -> Probe:
-    """Ask one endpoint, once: nothing is retried and nothing is written."""
+    """Check one endpoint once, without retries. Writes nothing."""
     started = time.monotonic()
     try:
         async with Web(endpoint, replace(limits, tries=1), report) as web:

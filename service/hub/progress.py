@@ -1,4 +1,4 @@
-"""How far a pull is: bytes, the rate of the last seconds, and what remains."""
+"""Progress of a pull: bytes, the rate of the last seconds, and the remaining time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-WINDOW = 10.0  # seconds over which the rate is taken
+WINDOW = 10.0  # seconds over which the rate is measured
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReading:
-    """Bytes done and in total, bytes per second, and seconds that remain (None while no rate is known)."""
+    """Bytes done and in total, bytes per second, and remaining seconds (None while no rate is known)."""
 
     done: int
     total: int

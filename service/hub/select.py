@@ -13,7 +13,7 @@ from ..loader.json_files import INDEX_DOCUMENT, parse_json_object
 from ..loader.shards import SHARD, SINGLE
 from .remote import RemoteFile, RepositorySnapshot
 
-# Formats that can run code. They are refused however they are asked for.
+# Formats that can run code. They are always refused.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".joblib")
 CODE = (".py", ".pyc", ".so", ".sh", ".exe", ".dll")
 _SETTINGS = (
@@ -42,9 +42,9 @@ ReadSmall = Callable[[RemoteFile], Awaitable[bytes]]
 async def choose_files(
     snapshot: RepositorySnapshot, globs: Sequence[str], form: str | None, read: ReadSmall
 ) -> list[RemoteFile]:
-    """The files to fetch. `globs` replace the own choice; `read` fetches a small file, for the index of shards.
+    """The files to fetch. `globs` replace the automatic choice; `read` fetches a small file, for the index of shards.
 
-    Raises ModelError where there is nothing usable, RequestError for a glob that asks for what is never fetched.
+    Raises ModelError if nothing is usable, RequestError for a glob that matches a refused format.
     """
     if globs:
         return _matching(snapshot, globs)
@@ -89,7 +89,7 @@ def _no_config(snapshot: RepositorySnapshot) -> str:
 
 
 async def _weights(snapshot: RepositorySnapshot, form: str | None, read: ReadSmall) -> list[RemoteFile]:
-    """The safetensors files that are one model: those of an index, the single one, or the only numbered shards."""
+    """The safetensors files of one model: those of an index, the single one, or the only numbered shards."""
     index, single = _variant(snapshot, INDEX, form), _variant(snapshot, SINGLE, form)
     if index is not None:
         return [index, *await _indexed(snapshot, index, read)]
@@ -130,7 +130,7 @@ def _no_form(snapshot: RepositorySnapshot, form: str) -> str:
 
 
 async def _indexed(snapshot: RepositorySnapshot, index: RemoteFile, read: ReadSmall) -> list[RemoteFile]:
-    """The shards that an index names. Others in the tree are a second format, and left out."""
+    """The shards that an index names. Others in the tree are a second format and left out."""
     weight_map = parse_json_object(await read(index), index.path, INDEX_DOCUMENT).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and plain_parts(name) for name in weight_map.values()

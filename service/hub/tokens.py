@@ -1,4 +1,4 @@
-"""Tokens of the hubs: where they are found. They are read for a pull alone, and shown nowhere."""
+"""Finds the hubs' tokens. They are read for a pull only, and never shown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def token_file(config: Config, hub: HubKind) -> Path:
 
 
 def find_token(config: Config, hub: HubKind, environment: Mapping[str, str]) -> str | None:
-    """The token for a hub: from our file (mode 0600), else from the hub's own variables and files, else None.
+    """The token for a hub: from our file (mode 0600), otherwise from the hub's own variables and files, otherwise None.
 
-    Raises FileError for a file of ours that others can read, and for a token that no HTTP header can carry.
+    Raises FileError for a file of ours that others can read, and for a token that is not valid in an HTTP header.
     """
     path = token_file(config, hub)
     if path.exists() or path.is_symlink():

@@ -1,4 +1,6 @@
-"""One file over one connection, as often as it takes: ranges, dropped connections, stalls, changed files."""
+"""One file over one connection at a time, with as many attempts as needed: ranges, dropped connections, stalls, changed
+files.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from .part import PartialFile
 from .remote import RepositorySnapshot
 from .web import PASSING, TransientError, Web, reason_of, wait_asked
 
-BLOCK = 1 << 20  # bytes that are written and hashed together
+BLOCK = 1 << 20  # bytes written and hashed at a time
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _HASH = re.compile(r'"?([0-9a-f]{64})"?')
 
@@ -49,7 +51,7 @@ class Transfer:
         self._pace = pace
 
     async def fetch(self, part: PartialFile) -> None:
-        """Bring an open part to its full length. Raises PeerError, ModelError, RequestError, OSError."""
+        """Complete an open part. Raises PeerError, ModelError, RequestError, OSError."""
         tries, limits = 0, self._web.limits
         while part.done < part.file.size:
             before = part.done
@@ -90,7 +92,7 @@ class Transfer:
     def _check(
         self, response: aiohttp.ClientResponse, redirects: list[aiohttp.ClientResponse], part: PartialFile
     ) -> None:
-        """Raise for an answer that is not the file's bytes from where they are needed."""
+        """Raise if a response does not have the file's bytes from the needed offset."""
         status, host, file = response.status, response.url.host, part.file
         if status in PASSING:
             raise TransientError(f"{host} answers {status}", wait_asked(response.headers))
@@ -141,7 +143,7 @@ class Transfer:
         return huggingface.refusal(self._web, response.status, response.headers, snapshot.repo, snapshot.commit, path)
 
     async def _read(self, response: aiohttp.ClientResponse, part: PartialFile) -> None:
-        """Write the body as it comes. Raises TransientError where it ends early or comes too slowly."""
+        """Write the body as it comes. Raises TransientError if it ends early or is too slow."""
         limits, host, block = self._web.limits, response.url.host, bytearray()
         since, in_window = time.monotonic(), 0
         writing: asyncio.Task[None] | None = None
@@ -175,7 +177,7 @@ class Transfer:
             if received < part.file.size:
                 raise TransientError(f"{host} ended the file after {received} of {part.file.size} bytes")
         finally:
-            # Also when the pull is interrupted: what has arrived is kept.
+            # Also on an interrupt: received bytes are kept.
             if writing is not None:
                 await asyncio.shield(writing)
             if block:

@@ -1,4 +1,4 @@
-"""HTTP as a pull needs it: redirects by our own rules, tokens for the endpoint alone, waiting when a server asks."""
+"""HTTP for a pull: redirects by our own rules, tokens for the endpoint only, waiting when a server asks for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REDIRECTS = 5
 JSON_BYTES = 64 << 20  # a tree of 100,000 files has about 30 MB
 _RATE_LEFT = re.compile(r"(?:^|;)\s*t=(\d+)")
 _REDIRECTED = (301, 302, 303, 307, 308)
-# Answers after which the same request may succeed.
+# Statuses after which the same request may succeed.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -38,9 +38,9 @@ class TransientError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address of a hub or mirror, and the token that goes to it and nowhere else.
+    """The address of a hub or mirror, and the token that is sent to it and no other host.
 
-    `token_hint` is what messages call the token's file.
+    `token_hint` is the name of the token's file in messages.
     """
 
     hub: HubKind
@@ -50,7 +50,7 @@ class Endpoint:
 
     @property
     def title(self) -> str:
-        """What messages call it: the hub's name, or the host of a mirror."""
+        """Its name in messages: the hub's name, or the host of a mirror."""
         host = self.url.host or ""
         return PAGES[self.hub] if host.endswith(("huggingface.co", "modelscope.cn", "modelscope.ai")) else host
 
@@ -65,7 +65,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class HubResponse:
-    """A JSON answer, the headers that came with it, and the address that gave it."""
+    """A JSON response, its headers, and the address that sent it."""
 
     status: int
     document: Any
@@ -81,7 +81,7 @@ class Web:
         self.endpoint = endpoint
         self.limits = limits
         self.report = report
-        self.answered = False  # whether the endpoint has answered anything at all
+        self.answered = False  # whether the endpoint has responded at all
         self._proxies = urllib.request.getproxies()
         hosts = [host for text in self._proxies.values() if (host := _host(text))]
         self._reach = Reach([endpoint.url], hosts)
@@ -92,7 +92,7 @@ class Web:
         connector = aiohttp.TCPConnector(
             resolver=resolver, ssl=ssl.create_default_context(), limit=self.limits.connections + 2
         )
-        # The time limits are per connection and per read; how long a file takes is not limited.
+        # Time limits are per connection and per read; a file may take any time.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect, sock_read=self.limits.stall)
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -111,9 +111,9 @@ class Web:
     async def open(
         self, url: URL, headers: Mapping[str, str]
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, list[aiohttp.ClientResponse]]]:
-        """Send a GET, following redirects by the rules; yields the last response, and the redirects before it.
+        """Send a GET and follow redirects by the rules; yields the last response, and the redirects before it.
 
-        Raises TransientError for a connection that fails, PeerError for an address that is not followed.
+        Raises TransientError for a failed connection, PeerError for an address that must not be followed.
         """
         if self._session is None:
             raise RuntimeError("the session is not open")
@@ -164,9 +164,9 @@ class Web:
         return self._proxies.get(url.scheme) or self._proxies.get("all")
 
     async def json(self, url: URL) -> HubResponse:
-        """The JSON answer of an address, whatever its status. Retries what may pass.
+        """The JSON response of an address, with any status. Retries temporary failures.
 
-        Raises PeerError for what is not JSON or stays unreachable.
+        Raises PeerError for a response that is not JSON, or a host that stays unreachable.
         """
         tries = 0
         while True:
@@ -232,7 +232,7 @@ class Web:
 
 
 def wait_asked(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a 429 or 503 asks to wait: `t` in Hugging Face's `ratelimit` header, else Retry-After."""
+    """Seconds to wait after a 429 or 503: `t` in Hugging Face's `ratelimit` header, otherwise Retry-After."""
     left = _RATE_LEFT.search(headers.get("ratelimit", ""))
     if left:
         return float(left[1]) + 1

@@ -1,6 +1,5 @@
-"""Other engines behind the same door: the service of this machine, servers that speak OpenAI's API, and children that
-we start.
+"""Models that run in other engines: the service of this machine, servers that speak OpenAI's API, and child processes.
 
-`peer.py` is what each kind of them is; `remote.py` is a model that one of them runs, with the methods of api.OpenModel
+`peer.py` is the interface of every kind; `remote.py` is a model of such an engine, with the methods of api.OpenModel
 that nodes use.
 """

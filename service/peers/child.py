@@ -1,5 +1,5 @@
-"""A child process of another engine: started with fixed words, watched, and ended by its own process group; never by
-name.
+"""A child process of another engine: started with fixed arguments, watched, and ended by its own process group, never
+by name.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..errors import FileError, PeerError
 from ..python_process import SAFE_FOLDER, isolated_command
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
-_START_SECONDS = 30.0  # for the guardian, a bare Python, on a machine that is busy
-_MARGIN_SECONDS = 5.0  # past the grace, until the guardian itself is killed
+_START_SECONDS = 30.0  # for the guardian, a bare Python, on a busy machine
+_MARGIN_SECONDS = 5.0  # after the grace period, until the guardian itself is killed
 _TAIL_BYTES, _TAIL_LINES = 4096, 8
-# How long a reading of the processes' memory counts as now: walking them takes milliseconds, and every lease asks.
+# Seconds for which a reading of the processes' memory stays valid: it takes milliseconds, and every lease asks.
 _FRESH_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to start: `argv` as it is, no shell; `environment` is all that the child sees. `secret` is never quoted from
-    its log.
+    """What to start: `argv` unchanged, without a shell; `environment` is everything that the child sees. `secret` is
+    removed from quotations of its log.
 
     `grace`: seconds between SIGTERM and SIGKILL.
     """
@@ -46,11 +46,11 @@ class Order:
 
 
 class Child:
-    """A child that runs, or has ended. Every method may be called from any thread."""
+    """A child that runs or has ended. Every method may be called from any thread."""
 
     def __init__(self, order: Order) -> None:
-        """Start it. Raises PeerError where the program is missing or cannot be run, FileError where its log cannot
-        be written.
+        """Start it. Raises PeerError if the program is missing or cannot be run, FileError if its log cannot be
+        written.
         """
         self.title = order.title
         self._order = order
@@ -65,9 +65,9 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=dict(order.environment),
-                # engines start Pythons of their own, which would import what lies in the working directory
+                # engines start other Pythons, which would import files of the working directory
                 cwd=SAFE_FOLDER,
-                start_new_session=True,  # Ctrl-C is for us, and we end it in order
+                start_new_session=True,  # Ctrl-C is for this process, which ends the child in order
             )
         self.pid = self._hear_pid()
 
@@ -77,7 +77,7 @@ class Child:
         return self._guardian.poll() is None
 
     def ending(self) -> str:
-        """How it ended, with the last lines of its log; only where it has."""
+        """How it ended, with the last lines of its log. Only valid after it has ended."""
         status = self._guardian.poll()
         if status is None:
             return f"{self.title} runs"
@@ -87,7 +87,7 @@ class Child:
         return f"{self.title} ended with {how}{self.last_words()}"
 
     def last_words(self) -> str:
-        """The last lines of its log, for the end of a message; what is secret is struck out."""
+        """The last lines of its log, for the end of an error message; secrets are removed."""
         try:
             with self._order.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -104,9 +104,7 @@ class Child:
         return f"; the end of {self._order.log.name}:\n  {text}"
 
     def own_bytes(self) -> int:
-        """Bytes of host memory that only it and its own children hold: anonymous and shared memory; 0 once it has
-        ended.
-        """
+        """Bytes of host memory that only it and its children hold: anonymous and shared memory; 0 once it has ended."""
         when, nbytes = self._measured
         if time.monotonic() - when >= _FRESH_SECONDS:
             nbytes = _group_bytes(self.pid) if self.running else 0
@@ -114,8 +112,8 @@ class Child:
         return nbytes
 
     def stop(self) -> None:
-        """End it and all of its group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError where even
-        that does not do.
+        """End its process group: SIGTERM, then SIGKILL; returns when it has ended. Raises PeerError if it survives
+        both.
         """
         with self._lock:
             self._measured = (0.0, 0)
@@ -124,7 +122,7 @@ class Child:
             try:
                 self._guardian.wait(self._order.grace + _MARGIN_SECONDS)
             except subprocess.TimeoutExpired:
-                self._guardian.kill()  # and the kernel kills the child
+                self._guardian.kill()  # and the kernel kills the child with it
                 try:
                     self._guardian.wait(_MARGIN_SECONDS)
                 except subprocess.TimeoutExpired:
@@ -136,7 +134,7 @@ class Child:
                     pipe.close()
 
     def _hear_pid(self) -> int:
-        """What the guardian says first."""
+        """Read the guardian's first line: the child's process id or an error."""
         heard = self._guardian.stdout
         ready = heard is not None and select.select([heard], [], [], _START_SECONDS)[0]
         said = heard.readline().decode("utf-8", "replace").strip() if heard is not None and ready else ""
@@ -149,7 +147,7 @@ class Child:
 
 
 def check_program(title: str, name: str, path: str | None) -> str:
-    """Where the program is. Raises PeerError where it is missing."""
+    """The path of the program. Raises PeerError if it is missing."""
     program = shutil.which(name, path=path)
     if program is None:
         raise PeerError(
@@ -159,7 +157,7 @@ def check_program(title: str, name: str, path: str | None) -> str:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """A new log; the one of the last run is kept beside it. Only its owner may read it: engines write prompts down."""
+    """A new log; the previous run's log is kept next to it. Only the owner may read them, since engines log prompts."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():

@@ -1,4 +1,4 @@
-"""An engine that we start when it is first needed: its process, its lease in the pool, and the way to ask it."""
+"""An engine that starts when it is first needed: its process, its lease in the pool, and its address."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .wire import Exchange
 
 log = logging.getLogger(__name__)
 
-_LOOK = 0.1  # seconds between two looks whether it is ready
+_LOOK = 0.1  # seconds between two checks of whether it is ready
 _PROBE_SECONDS, _PROBE_LIMIT = 2.0, 1 << 16
 _HELP_SECONDS = 20.0
 _SLEEP_SECONDS = 120.0
-_ENDING_SECONDS = 0.5  # a connection breaks a moment before the process is seen to have ended
-# For so long after it was reached it does not give way: whoever reached it is about to ask.
+_ENDING_SECONDS = 0.5  # a connection breaks shortly before the process is seen to have ended
+# Seconds after `reach` for which it does not give way: the caller is about to send a request.
 _ABOUT_TO_ASK = 1.0
 
 
@@ -44,7 +44,7 @@ class ChildEngine(Peer):
     """The engine of a [peers.NAME] of kind "vllm" or "llama-server". It starts at the first use, and again after it
     gave way or ended.
 
-    `cache` keeps its log and its key; `pool` is asked for the pool when it starts.
+    `cache` holds its log and its key; `pool` returns the pool when it starts.
     """
 
     has_memory = True
@@ -62,21 +62,21 @@ class ChildEngine(Peer):
         self._policy: Policy = STAY
         self._on_gpu = False
         self._closing = False
-        self._taken = 0  # by the machine's available memory, while it started
+        self._taken = 0  # bytes that the machine's available memory fell by while it started
         self._context = 0
         self._reached = -_ABOUT_TO_ASK
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, None while it does not run."""
+        """Process id of the engine, None while it is not running."""
         child = self._child
         return child.pid if child is not None and child.running else None
 
     def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
-        """Where it listens, started or woken first if need be.
+        """Its address. Starts or wakes it first if necessary.
 
-        Raises PeerError with the end of its log where it does not come up, MemoryFull where its memory does not fit,
-        Cancelled, FileError.
+        Raises PeerError with the end of its log if it fails to start, MemoryFull if its memory does not fit, Cancelled,
+        FileError.
         """
         while not self._lock.acquire(timeout=_LOOK):
             _check(cancel, self.title)
@@ -95,7 +95,7 @@ class ChildEngine(Peer):
 
     @contextmanager
     def using(self, wanted: ModelSpec) -> Generator[None, None, None]:
-        """It does not give way while the block runs."""
+        """Within the block, it does not give way."""
         lease = self._lease
         if lease is None:
             raise PeerError(f"{self.title} gave way before it was asked; run again")
@@ -103,23 +103,23 @@ class ChildEngine(Peer):
             yield
 
     def offer(self, wanted: ModelSpec, policy: Policy) -> None:
-        """When it gives way without being asked."""
+        """Set when it gives way without being asked."""
         self._policy = policy
         lease = self._lease
         if lease is not None:
             lease.offer(self._give_way, policy=policy)
 
     def describe(self, wanted: ModelSpec) -> Described:
-        """The context that it was started with, and the bytes that it may hold."""
+        """The context length that it was started with, and the bytes that it may hold."""
         return Described(self._context, self._settings.memory)
 
     def held(self, wanted: ModelSpec) -> int:
-        """Bytes that it has taken."""
+        """Bytes that it holds."""
         lease = self._lease
         return lease.held() if lease is not None else 0
 
     def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
-        """Let it sleep where it can, else end it; returns when its bytes are back, measured."""
+        """Put it to sleep if it can sleep, otherwise end it; returns when its bytes are back, measured."""
         return self._give_way()
 
     def busy(self, wanted: ModelSpec) -> bool:
@@ -134,7 +134,7 @@ class ChildEngine(Peer):
         return "" if child is None or child.running else child.ending()
 
     def close(self) -> None:
-        """End it, also while it starts or answers somebody."""
+        """End it, even while it starts or generates."""
         self._closing = True
         with self._lock:
             self._closing = False
@@ -148,7 +148,7 @@ class ChildEngine(Peer):
                 if lease is not None:
                     lease.process_ended()
 
-    # Under the lock
+    # With the lock held
 
     def _start(self, cancel: CancelCheck | None) -> None:
         pool = self._find_pool()
@@ -190,7 +190,7 @@ class ChildEngine(Peer):
         lease.offer(self._give_way, policy=self._policy)
 
     def _look_after(self) -> None:
-        """Take note of an end that nobody asked for."""
+        """Record an exit that was not requested."""
         child = self._child
         if child is None or child.running:
             return
@@ -222,7 +222,7 @@ class ChildEngine(Peer):
         return launch, address, Order(self.title, launch.argv, environment(launch, self._cache), log_file, secret=key)
 
     def _own_file(self, name: str, text: str) -> Path:
-        """A file that only this user can read; where there is nothing to write, only its place."""
+        """A file that only this user can read; without content, only its path."""
         path = self._cache / "peers" / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -237,7 +237,7 @@ class ChildEngine(Peer):
         return path
 
     def _help(self) -> bytes:
-        """What the program says of its options."""
+        """The program's help text about its options."""
         command = self._settings.command or llama_server.COMMAND
         check_program(self.title, command[0], os.environ.get("PATH"))
         try:
@@ -267,7 +267,7 @@ class ChildEngine(Peer):
             time.sleep(_LOOK)
 
     def _look_at_models(self, child: Child, address: PeerAddress) -> int:
-        """The context that it tells; also whether it is what it should be."""
+        """The context length that it reports. Also checks that it serves the expected model."""
         document = None
         try:
             with Exchange(address, "GET", "/models", silence=_PROBE_SECONDS * 5) as exchange:
@@ -286,10 +286,10 @@ class ChildEngine(Peer):
     # From any thread
 
     def _held(self) -> int:
-        """On a GPU what the machine had less once it was ready: not every driver tells a process's share. Else its own
-        pages.
+        """On a GPU, how much the machine's available memory fell until it was ready, since not every driver reports a
+        process's share. Otherwise its own pages.
 
-        Called under the pool's lock, so it must ask nobody for the pool.
+        Called with the pool's lock held, so it must not use the pool.
         """
         child = self._child
         if child is None or not child.running:
@@ -310,7 +310,7 @@ class ChildEngine(Peer):
             self._lock.release()
 
     def _quiet(self, child: Child) -> None:
-        """Let it sleep where it can; one that does not is ended, as all others are."""
+        """Put it to sleep if it can sleep. If that fails, or it cannot, end it."""
         if self._launch is not None and self._launch.sleeps and child.running:
             try:
                 return self._post("/sleep?level=1")
@@ -323,7 +323,7 @@ class ChildEngine(Peer):
     def _post(self, route: str) -> None:
         if self._address is None:
             raise PeerError(f"{self.title} has no address")
-        # Versions differ in whether they answer with a document.
+        # Some versions respond with a document, some without.
         said = _probe(self._address, route, "POST", _SLEEP_SECONDS)
         if said != "200":
             raise PeerError(
@@ -337,8 +337,8 @@ def _check(cancel: CancelCheck | None, title: str) -> None:
 
 
 def _free_port(asked: int, title: str) -> int:
-    """`asked`, or any that is free for 0. Raises PeerError for one that is taken: by another program, or an engine
-    that still ends.
+    """`asked`, or any free port for 0. Raises PeerError for a port in use: by another program, or by an engine that is
+    still ending.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -352,7 +352,7 @@ def _free_port(asked: int, title: str) -> int:
 
 
 def _probe(address: PeerAddress, route: str, method: str = "GET", seconds: float = _PROBE_SECONDS) -> str:
-    """The status of a route as text, or why there is none."""
+    """The status of a route as text, or the reason why there is none."""
     connection = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
     try:
         connection.request(method, route)
@@ -370,5 +370,5 @@ def _probe(address: PeerAddress, route: str, method: str = "GET", seconds: float
 
 
 def served_names(settings: PeerSettings) -> tuple[str, ...]:
-    """What our engines call their models."""
+    """The names under which our engines serve their models."""
     return (settings.name,) if settings.kind == "vllm" else tuple(llama_server.named_models(settings))

@@ -1,4 +1,4 @@
-"""From an entry of onedesk.toml to the engine that it names, and to the model that is asked for there."""
+"""From an entry of onedesk.toml to its engine and the model that is requested there."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .peer import Peer
 
 
 def make_peer(settings: PeerSettings, cache: Path, pool: Callable[[], Pool]) -> Peer:
-    """The engine of an entry; nothing is started or asked yet."""
+    """The engine of an entry. Starts nothing and sends nothing."""
     return ChildEngine(settings, cache, pool) if settings.ours else OtherServer(settings)
 
 
 def check_peer(settings: PeerSettings) -> str:
-    """What can be told of an entry without starting or asking anything, in one line. Raises PeerError, FileError for
-    what cannot work.
+    """One line about an entry, without starting or asking anything. Raises PeerError, FileError for an entry that
+    cannot work.
     """
     if not settings.ours:
         OtherServer(settings).reach()
@@ -40,10 +40,10 @@ def check_peer(settings: PeerSettings) -> str:
 
 
 def wanted_of(settings: PeerSettings) -> ModelSpec:
-    """The model of an entry, by its name there; "" where the entry names none."""
+    """The model of an entry, by its name in that engine; "" if the entry names none."""
     return ModelSpec((settings.asked or served_names(settings)[0]) if settings.ours else settings.model)
 
 
 def engine_of(settings: PeerSettings) -> PeerSettings:
-    """The same for all entries that one engine stands behind."""
+    """The settings without the requested model: equal for all entries of one engine."""
     return replace(settings, asked="")

@@ -1,5 +1,5 @@
-"""Several machines for one model: how vLLM splits it, and the words for each machine. A plan only; the machines are
-started by hand.
+"""Several machines for one model: how vLLM splits it, and the command line of each machine. Only a plan: the user
+starts the machines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import RequestError
 from ..memory.budget import show
 from . import vllm
 
-# Stands where each machine's own address goes, on the network between them.
+# Placeholder for each machine's own address on the network between them.
 HEAD = "HEAD_ADDRESS"
 RAY_PORT = 6379
 _NAME = "cluster"
@@ -22,7 +22,7 @@ _NAME = "cluster"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of the machines has and what it is to hold, in bytes: `memory` in all, `budget` for the model, of which
+    """One machine's memory and its share of the model, in bytes: `memory` in total, `budget` for the model, of which
     `kv` are for keys and values at `context` tokens.
     """
 
@@ -33,11 +33,11 @@ class Share:
 
 
 def cluster(model: str, share: Share, *, nodes: int, heads: int | None, gpus: int = 1) -> dict[str, Any]:
-    """The document: the split, the words of each machine by vLLM's own processes and over Ray, and the entry for
+    """The document: the split, each machine's command lines for vLLM's own processes and for Ray, and the entry for
     onedesk.toml.
 
-    `model` is the folder, the same on each machine. Raises RequestError for a single machine, or a budget that one of
-    them cannot hold.
+    `model` is the folder, the same on each machine. Raises RequestError for a single machine, or a budget that a
+    machine cannot hold.
     """
     if nodes < 2:
         raise RequestError(f"a cluster has 2 machines or more, {nodes} was asked for; leave --nodes out")

@@ -1,5 +1,5 @@
-"""From the engine's vocabulary to OpenAI's API as a client speaks it, and back: a request as a body, a stream's
-documents as events.
+"""Translates between the engine's vocabulary and OpenAI's API as a client: a request to a body, a stream's documents to
+events.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..vision.encode import uri_of_picture
 from .peer import PeerAddress
 from .wire import failure
 
-# Servers keep seeds in 31 to 64 bits; ours takes all of them.
+# Seeds are below this limit. Servers store them in 31 to 64 bits; ours accepts all of them.
 _FOREIGN_SEEDS = 2**31
 UNKNOWN_TOKEN = -1
-_TEXT_LIMIT = 64 << 20  # characters of one answer
+_TEXT_LIMIT = 64 << 20  # characters of one response
 _STAGES = ("queue", "load", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class DialectRequest:
-    """One choice of one request, on its way to a server: the route, the body, and the seed that people see."""
+    """One choice of a request, ready to send: the route, the body, and the seed that the user sees."""
 
     route: str
     body: Mapping[str, Any]
@@ -50,9 +50,9 @@ class DialectRequest:
 def ask_of(
     request: Request, choice: int, seed: int, address: PeerAddress, wanted: ModelSpec, policy: Policy
 ) -> DialectRequest:
-    """The question for choice `choice` of a validated request whose first choice has `seed`.
+    """The HTTP request for choice `choice` of a validated request whose first choice has `seed`.
 
-    Raises RequestError for what cannot be asked of a server of this dialect.
+    Raises RequestError for options that this server's dialect does not have.
     """
     ours = address.dialect == "onedesk"
     _check_askable(request, address, ours=ours)
@@ -131,8 +131,8 @@ def _own_options(request: Request, wanted: ModelSpec, policy: Policy) -> dict[st
 
 
 def told_policy(policy: Policy) -> dict[str, Any]:
-    """A policy as our service takes it. When the last text node of a workflow has run, ComfyUI alone knows: there it
-    is "stay".
+    """A policy in the form of our service. Only ComfyUI knows when the last text node of a workflow has run, so that
+    policy is sent as "stay".
     """
     told: dict[str, Any] = {"policy": "stay" if policy.name == "phase" else policy.name}
     return told | ({} if policy.seconds is None else {"ttl": policy.seconds})
@@ -146,7 +146,7 @@ def _message(message: Message, pixels: int | None) -> dict[str, Any]:
 
 
 def _content(message: Message, pixels: int | None) -> str | list[dict[str, Any]]:
-    """The text, or texts and pictures in their order; pictures go along in the request, nothing is fetched."""
+    """The text, or texts and images in their order. Images are sent inline; nothing is fetched."""
     if not message.pictures:
         return message.content
     return [
@@ -160,7 +160,7 @@ def _content(message: Message, pixels: int | None) -> str | list[dict[str, Any]]
 
 
 class Reader:
-    """Takes the documents of one choice's stream and gives events, the last one with the result. `started` is a
+    """Turns the documents of one choice's stream into events; the last event has the result. `started` is a
     perf_counter time.
     """
 
@@ -172,7 +172,7 @@ class Reader:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._characters = 0
-        # Half characters at the end of a document, whose other half begins the next.
+        # High surrogates at the end of a document, whose low surrogate begins the next one.
         self._halves = {"text": "", "reasoning": ""}
         self._ids: list[int] = []
         self._pieces = 0
@@ -180,11 +180,11 @@ class Reader:
         self._told: Mapping[str, Any] = {}
         self._finish: Finish | None = None
         self._splitter = ReasoningSplitter()
-        # The token of a piece of text for which a server tells none: there was one, at least.
+        # Stands for the token of a piece of text if the server reports none: there was at least one.
         self._unknown = None if address.dialect == "onedesk" else UNKNOWN_TOKEN
 
     def events(self, document: Mapping[str, Any]) -> Iterator[Event]:
-        """What a document brings. Raises the error that it tells, PeerError for one that makes no sense."""
+        """The events of a document. Raises the error that it reports, PeerError for one that is malformed."""
         if document.get("error") is not None:
             raise failure(self._address, 200, document)
         told = _object(document.get("onedesk"))
@@ -202,7 +202,7 @@ class Reader:
             self._told = told
 
     def end(self) -> Iterator[Event]:
-        """The stream has ended. Raises PeerError where the answer has not."""
+        """The stream has ended. Raises PeerError if the response is incomplete."""
         if self._finish is None:
             raise PeerError(
                 f"{self._address.title} ended in the middle of an answer, after {self._count} tokens; look at its log,"
@@ -218,7 +218,7 @@ class Reader:
         yield Event(result=self.result())
 
     def result(self, finish: Finish | None = None) -> Result:
-        """What there is of the answer; `finish` says why it ended where the server does not."""
+        """The result so far; `finish` is the reason for its end if the server reports none."""
         told, now = self._told, time.perf_counter()
         how = told.get("finish")
         ended: Finish = finish or (cast(Finish, how) if how in get_args(Finish) else self._finish or "stop")
@@ -244,7 +244,7 @@ class Reader:
 
     @property
     def _count(self) -> int:
-        """Tokens so far; where the server does not tell them, the pieces of text."""
+        """Tokens so far; if the server does not report them, pieces of text."""
         return len(self._ids) or self._pieces
 
     def _visible(self, choice: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Event]:
@@ -272,7 +272,7 @@ class Reader:
         yield Event(text=text, reasoning=thought + reasoning, token=ids[-1] if ids else self._unknown)
 
     def _segments(self, content: str) -> list[Segment]:
-        """What of the content is text: ours tells thoughts apart, other servers may leave them in it."""
+        """The segments of the content. Our service separates reasoning; other servers may leave it in the text."""
         if self._address.dialect == "onedesk":
             return [("text", content)]
         return self._splitter.push(content)
@@ -292,7 +292,7 @@ class Reader:
         return text, reasoning
 
     def _whole_characters(self, channel: str, content: str) -> str:
-        """`content` without halves of characters: JSON can say one half in a document and the other in the next."""
+        """`content` without lone surrogates: JSON can split a pair between two documents."""
         content, self._halves[channel] = self._halves[channel] + content, ""
         if content and "\ud800" <= content[-1] <= "\udbff":
             content, self._halves[channel] = content[:-1], content[-1]
@@ -332,7 +332,7 @@ def _progress(value: Any) -> Progress | None:
 
 
 def _sampling_in_force(told: Any) -> dict[str, SamplingValue]:
-    """What a service of ours says of the sampling; another engine says nothing."""
+    """The sampling options that our service reports; other engines report none."""
     found = {name: _object(one) for name, one in _object(told).items()}
     sources = get_args(SamplingSource)
     known = {

@@ -1,15 +1,15 @@
-"""Stands between us and a child process of another engine, so that no orphan is left however we end. Standard library
-only.
+"""Runs between this process and a child of another engine, so that no orphan is left, however this process ends.
+Standard library only.
 
 python -I -S guardian.py GRACE ARGV...
 
-Starts ARGV in a process group of its own and says on stdout either its process id or, after "!", why it cannot. Ends
-the group when it is told to by SIGTERM, when its standard input closes, or when its parent is gone: SIGTERM, then after
-GRACE seconds SIGKILL. Ends with the child's exit status, 128 + N for signal N. What is left of the group when the child
-has ended is killed.
+Starts ARGV in a process group of its own. Prints its process id to stdout, or "!" and the reason why it could not
+start. Ends the group at SIGTERM, when its standard input closes, or when its parent is gone: SIGTERM, then SIGKILL
+after GRACE seconds. Its exit status is the child's, 128 + N for signal N. When the child has ended, the rest of the
+group is killed.
 
-Why a process: the kernel's own way (PR_SET_PDEATHSIG) follows the thread that started the child, and our threads end
-before us; here there is one thread that lives as long as the child.
+Why a process: the kernel's own mechanism (PR_SET_PDEATHSIG) follows the thread that started the child, and our threads
+end before the process does. The guardian has one thread that lives as long as the child.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
             os._exit(1)
 
     try:
-        # Only this thread runs, so nothing can hold a lock that the child's preparation needs.
+        # There is only this thread, so no lock can be held that the code between fork and exec needs.
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=die_with_guardian)
     except (OSError, subprocess.SubprocessError) as error:
         _say(f"!{getattr(error, 'strerror', None) or error}")
@@ -55,8 +55,7 @@ def main() -> int:
     _say(str(child.pid))
     threading.Thread(target=_watch_parent, args=(parent, told), daemon=True).start()
     threading.Thread(target=_end_group, args=(child.pid, grace, told), daemon=True).start()
-    # Looked at without being collected, so that its id, and its group's, cannot become another's before the group is
-    # gone.
+    # Wait without reaping: its process id, and so its group's id, must not be reused before the group is gone.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     _signal_group(child.pid, signal.SIGKILL)
     status = child.wait()
@@ -69,7 +68,7 @@ def _say(text: str) -> None:
 
 
 def _watch_parent(parent: int, told: threading.Event) -> None:
-    """Until standard input closes, or, should a fork of the parent hold it open, until the parent is another."""
+    """Return when standard input closes or the parent changes (a fork of the parent could hold the input open)."""
     while os.getppid() == parent:
         if select.select([0], [], [], _LOOK_SECONDS)[0] and not os.read(0, 1):
             break
@@ -90,5 +89,5 @@ def _signal_group(group: int, number: int) -> None:
 
 if __name__ == "__main__":
     code = main()
-    # Threads that still wait for a reason to end must not hold up the end.
+    # Threads that still wait for a reason to end must not delay the exit.
     os._exit(code)

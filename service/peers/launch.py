@@ -1,6 +1,4 @@
-"""What it takes to start an engine of another kind: its words, its environment, and how to tell that it is ready.
-Pure data.
-"""
+"""How to start an engine of another kind: its arguments, its environment, and its readiness check. Pure data."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Literal
 from ..errors import FileError, PeerError
 from ..python_process import python_environment
 
-# Nothing is asked of any hub, and no engine reports home.
+# No engine contacts a hub or reports usage.
 OFFLINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -21,15 +19,15 @@ OFFLINE: Mapping[str, str] = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# Variables by which these engines take settings: what stands in ours is meant for another run.
+# Prefixes of variables that configure these engines. Values in our environment are meant for other runs.
 _FOREIGN = ("LLAMA_", "VLLM_")
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchMachine:
-    """What the engine will run on: bytes of its memory in all, and whether a GPU has memory of its own or shares the
-    host's.
+    """The machine that the engine will run on: its total memory in bytes, and whether a GPU has its own memory or
+    shares the host's.
     """
 
     total: int
@@ -37,15 +35,15 @@ class LaunchMachine:
 
     @property
     def one_pool(self) -> bool:
-        """Whether what sleeps beside the GPU still takes the same memory."""
+        """Whether memory moved from the GPU to the host stays in the same pool."""
         return self.kind != "discrete"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the child listens, and its key: in `key_file` (mode 0600) and `key`, never among its words. `preset`: what
-    Launch.preset
-    is written to."""
+    """Where the child listens, and its key, which is in `key_file` (mode 0600) and `key`, never in its arguments.
+    `preset`: the path to write Launch.preset to.
+    """
 
     port: int
     key: str = field(repr=False)
@@ -55,9 +53,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`argv` and what is put into its environment; `sleeps`: it can give its memory back and take it again without
-    ending; `preset`: a
-    file that it reads, "" for none."""
+    """`argv` and the additions to its environment. `sleeps`: it can release its memory and take it again without a
+    restart. `preset`: the content of a file that it reads, "" for none.
+    """
 
     argv: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), repr=False)
@@ -66,8 +64,8 @@ class Launch:
 
 
 def environment(launch: Launch, scratch: Path) -> dict[str, str]:
-    """All that the child sees: our variables without settings of such engines, what keeps it offline, its caches in
-    `scratch`.
+    """The child's complete environment: our variables without settings of such engines, the offline switches, its
+    caches in `scratch`.
     """
     kept = {name: value for name, value in python_environment().items() if not name.startswith(_FOREIGN)}
     return {
@@ -80,7 +78,7 @@ def environment(launch: Launch, scratch: Path) -> dict[str, str]:
 
 
 def weight_bytes(title: str, model: Path) -> int:
-    """Bytes of the weights in a file or folder. Raises FileError where there are none."""
+    """Bytes of the weights in a file or folder. Raises FileError if there are none."""
     try:
         files = [model] if model.is_file() else sorted(model.iterdir())
         nbytes = sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
@@ -96,7 +94,7 @@ def weight_bytes(title: str, model: Path) -> int:
 
 
 def check_options(title: str, options: Sequence[str], ours: Sequence[str]) -> None:
-    """Raise PeerError for an option that we set ourselves: what is said twice would be taken from the wrong place."""
+    """Raise PeerError for an option that we set ourselves: with two values, the wrong one might win."""
     for option in options:
         word = option.partition("=")[0]
         if word in ours:

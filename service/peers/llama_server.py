@@ -1,6 +1,4 @@
-"""llama.cpp's server as a child: its words from budgets. By its own description of its arguments
-(tools/server/README.md).
-"""
+"""llama.cpp's server as a child: its arguments from budgets. Based on its documentation (tools/server/README.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
 COMMAND = ("llama-server",)
 HEALTH = "/health"
 ALL_LAYERS = "999"
-# What a GGUF in several files is called: -00001-of-00003.gguf. The first of them names the rest.
+# The name of a split GGUF file: -00001-of-00003.gguf. The first part leads to the others.
 _FIRST_PART = "-00001-of-"
 OURS = (
     "-m",
@@ -44,16 +42,15 @@ OURS += (
     "--model-url",
 )
 OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-preset", "--models-max")
-# By a variable, because versions that do not know it pass over it.
+# By a variable, since versions that do not know it ignore it.
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
 
 def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: Callable[[str], bool]) -> Launch:
-    """Its words. `knows` says whether this version has an option. Raises PeerError, FileError.
+    """Its arguments. `knows` says whether this version has an option. Raises PeerError, FileError.
 
-    `context` is each sequence's: the server shares one size among its slots. With several models it starts as a router,
-    which runs each of them in a process of its own, loads what is asked for and ends the one that was used the longest
-    time ago.
+    `context` is per sequence; the server divides one total among its slots. With several models it starts as a router,
+    which runs each model in a process of its own, loads on demand, and ends the least recently used one.
     """
     title = f"[peers.{settings.name}]"
     check_options(title, settings.options, OURS)
@@ -87,22 +84,21 @@ def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: 
 
 
 def named_models(settings: PeerSettings) -> dict[str, str]:
-    """What it serves, by the names to ask for."""
+    """The models that it serves, by name."""
     return {model_name(model): model for model in settings.models} or {settings.name: settings.model}
 
 
 def _modes(settings: PeerSettings, machine: LaunchMachine, knows: Callable[[str], bool]) -> dict[str, str]:
-    """The options of a model by their long names; "" for one without a value."""
+    """A model's options by their long names; "" for an option without a value."""
     modes = {"ctx-size": str(settings.context * settings.sequences), "parallel": str(settings.sequences)}
-    # Pages of the file would be in memory and yet count as available: weights are read into memory of the process's
-    # own.
+    # Mapped file pages would be in memory and still count as available, so weights are read into private memory.
     modes |= {"load-mode": "none"} if knows("--load-mode") else {"no-mmap": ""}
     modes["n-gpu-layers"] = "0" if machine.kind == "cpu" else ALL_LAYERS
     return modes | ({"sleep-idle-seconds": str(max(1, round(settings.idle)))} if settings.idle else {})
 
 
 def _preset(files: Mapping[str, Path], modes: Mapping[str, str]) -> str:
-    """A router's file: a section for each model, its options as keys."""
+    """A router's preset file: a section per model, its options as keys."""
     lines = ["version = 1"]
     for name, file in files.items():
         lines += [f"[{name}]", f"model = {file}", *(f"{key} = {value or 'true'}" for key, value in modes.items())]
@@ -110,7 +106,7 @@ def _preset(files: Mapping[str, Path], modes: Mapping[str, str]) -> str:
 
 
 def _check_room(title: str, settings: PeerSettings, files: Mapping[str, Path]) -> None:
-    """The weights that are loaded at once must leave something of its memory."""
+    """Raise PeerError if the weights loaded at the same time leave none of its memory free."""
     sizes = sorted((_file_bytes(title, file) for file in files.values()), reverse=True)
     weights = sum(sizes[: settings.loaded] if settings.models else sizes)
     if weights >= settings.memory:
@@ -130,7 +126,7 @@ def _file_bytes(title: str, file: Path) -> int:
 
 
 def model_file(title: str, model: Path) -> Path:
-    """The GGUF file to load: `model` itself, or the only one in the folder, of several parts the first. Raises
+    """The GGUF file to load: `model` itself, or the only one in the folder; for a split file, the first part. Raises
     FileError.
     """
     if not model.is_dir():

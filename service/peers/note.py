@@ -1,6 +1,4 @@
-"""The note of a running service: where it listens and which process it is, for whoever looks for it. One service a
-tree.
-"""
+"""The note of a running service: its address and process id, for clients that look for it. One service per tree."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from ..errors import FileError, PeerError
 
 FILE_NAME = "service.json"
 LOCK_NAME = "service.lock"
-# Whoever looks whether a service runs holds its lock for a moment; so often, and so many seconds apart, a service tries
-# to get it.
+# A client that checks for a service holds its lock for a moment. A starting service retries this often, at this
+# interval in seconds.
 _TRIES, _TRY_SECONDS = 25, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A service that runs: `host` and `port`, or `uds`; `token_file` is None where it asks for no token."""
+    """A running service: `host` and `port`, or `uds`; `token_file` is None if it requires no token."""
 
     pid: int
     version: str
@@ -35,16 +33,14 @@ class Note:
 
     @property
     def where(self) -> str:
-        """For people."""
+        """The address, for people."""
         host = f"[{self.host}]" if self.host and ":" in self.host else self.host
         return self.uds or f"http://{host}:{self.port}/v1"
 
 
 @contextmanager
 def only_one(cache: Path) -> Iterator[None]:
-    """Hold the tree for one service; PeerError where another one runs. The lock goes with the process, however it
-    ends.
-    """
+    """Hold the tree for one service; PeerError if another one runs. The lock ends with the process, however it ends."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -64,7 +60,7 @@ def only_one(cache: Path) -> Iterator[None]:
 
 @contextmanager
 def noted(cache: Path, note: Note) -> Iterator[None]:
-    """Keep the note while the block runs."""
+    """Publish the note while the block runs."""
     path = cache / FILE_NAME
     part = path.with_name(f".{FILE_NAME}.part")
     part.write_text(json.dumps(asdict(note)), encoding="utf-8")
@@ -72,13 +68,13 @@ def noted(cache: Path, note: Note) -> Iterator[None]:
     try:
         yield
     finally:
-        if read_note(cache) == note:  # else it is another service's by now
+        if read_note(cache) == note:  # otherwise it is another service's by now
             path.unlink(missing_ok=True)
 
 
 def read_note(cache: Path) -> Note | None:
-    """The note of this tree's service, None where there is none or it cannot be read. It may be that of a service
-    that died.
+    """The note of this tree's service, None if there is none or it cannot be read. It may belong to a service that
+    died.
     """
     try:
         return Note(**json.loads((cache / FILE_NAME).read_text(encoding="utf-8")))
@@ -87,9 +83,7 @@ def read_note(cache: Path) -> Note | None:
 
 
 def note_stamp(cache: Path) -> tuple[int, int, int] | None:
-    """What tells this tree's note from a later one, None where there is none: a service writes its note once, as a
-    file of its own.
-    """
+    """Identifies this tree's note, None if there is none. A service writes its note once, as a new file."""
     try:
         state = (cache / FILE_NAME).stat()
     except OSError:
@@ -98,26 +92,27 @@ def note_stamp(cache: Path) -> tuple[int, int, int] | None:
 
 
 def running(cache: Path) -> Note | None:
-    """The note of this tree's service if it runs now."""
+    """The note of this tree's service if it is running."""
     return read_note(cache) if taken(cache) else None
 
 
 def taken(cache: Path) -> bool:
-    """Whether a service has the tree; one that only starts has written no note yet."""
+    """Whether a service holds the tree. One that is starting has written no note yet."""
     try:
         lock = os.open(cache / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        return not _locked(lock, fcntl.LOCK_SH)  # those who only look do not take each other for a service
+        return not _locked(lock, fcntl.LOCK_SH)  # a shared lock: clients that only check never look like a service
     finally:
         os.close(lock)
 
 
 def _begun(lock: int, cache: Path, *, wait: bool) -> bool:
-    """Whether the tree could be had, now or after a moment. First as one who only looks: then no service runs, and the
-    note of one that was
-    killed goes before the tree counts as taken. Behind that, who looked in between took it for this one's."""
+    """Try to lock the tree, now or after a moment; returns whether it was locked. A shared lock comes first: it shows
+    that no service runs, so a killed service's note is removed before the tree counts as held. Otherwise a client that
+    checks in between would read that note as this service's.
+    """
     if wait:
         time.sleep(_TRY_SECONDS)
     if not _locked(lock, fcntl.LOCK_SH):
@@ -127,7 +122,7 @@ def _begun(lock: int, cache: Path, *, wait: bool) -> bool:
 
 
 def _locked(lock: int, kind: int) -> bool:
-    """Whether the lock can be had."""
+    """Whether the lock was acquired."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except OSError:

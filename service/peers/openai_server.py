@@ -1,6 +1,4 @@
-"""A server that runs by itself and speaks OpenAI's API, by the name of its entry in onedesk.toml. It keeps its own
-memory.
-"""
+"""An independent server that speaks OpenAI's API, by its entry's name in onedesk.toml. It manages its own memory."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ class OtherServer(Peer):
         self._settings = settings
 
     def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
-        """Where it is, by its entry. Raises FileError for a url or a key that cannot be used; neither stands in a
-        message.
-        """
+        """Its address, from its entry. Raises FileError for an invalid url or key; messages contain neither."""
         entry = f"[peers.{self._settings.name}] in onedesk.toml"
         try:
             url = urlsplit(self._settings.url)
@@ -51,7 +47,7 @@ class OtherServer(Peer):
         )
 
     def close(self) -> None:
-        """Nothing: it is not ours."""
+        """Nothing to do: the server is not ours."""
 
 
 def _is_host(host: str) -> bool:

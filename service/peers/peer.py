@@ -1,4 +1,4 @@
-"""What a model that runs elsewhere needs of the engine that runs it: a way there, and its memory."""
+"""The interface of another engine: its address, and its models' memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..core import CancelCheck, ModelSpec
 from ..memory.policy import Policy
 from ..memory.pool import Released
 
-# "onedesk": our own service, which also tells tokens, progress and stages, and takes options that OpenAI's API does not
-# have.
+# "onedesk": our own service, which also sends tokens, progress and stages, and accepts options that OpenAI's API does
+# not have.
 Dialect = Literal["onedesk", "openai"]
 
-# Seconds without a byte after which a server is taken for dead. Ours says something every 10; others say nothing while
-# they read a prompt.
+# Seconds without a byte after which a server counts as dead. Ours sends something every 10 s; others send nothing
+# during prefill.
 SILENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a server listens and how to ask it. `title` is all of it that people, logs and errors may see, such as "the
-    server NAME".
+    """A server's address and how to call it. `title` is the only part that people, logs and errors may see, such as
+    "the server NAME".
 
-    `path` stands before every route, such as "/v1". `uds` is a unix socket in place of host and port.
+    `path` is the prefix of every route, such as "/v1". `uds` is a unix socket that replaces host and port.
     """
 
     title: str
@@ -41,8 +41,8 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What an engine says of a model: tokens of context, and bytes that it takes while it is loaded; 0 for not
-    known.
+    """What an engine reports about a model: its context length in tokens, and the bytes that it takes while loaded; 0
+    if unknown.
     """
 
     context: int = 0
@@ -50,10 +50,10 @@ class Described:
 
 
 class Peer(ABC):
-    """An engine in another process. Every method may be called from any thread; none waits longer than it must.
+    """An engine in another process. Every method may be called from any thread and waits no longer than it must.
 
-    `title` names it for people; `has_memory` says whether its models' bytes are on this machine, can be asked for and
-    given back.
+    `title` is its name for people. `has_memory` says whether its models' memory is on this machine and can be released
+    on request.
     """
 
     title: str
@@ -61,45 +61,43 @@ class Peer(ABC):
 
     @abstractmethod
     def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
-        """Where it is, started first if that is our task. Called before each use. Raises PeerError, FileError;
+        """Its address. Called before each use; starts the engine if that is our task. Raises PeerError, FileError;
         Cancelled by `cancel`.
         """
 
     def describe(self, wanted: ModelSpec) -> Described:
-        """What it says of a model that it was reached for. Raises ModelError for one that it does not have,
-        PeerError.
-        """
+        """What it reports about a model that it was reached for. Raises ModelError for an unknown model, PeerError."""
         return Described()
 
     def held(self, wanted: ModelSpec) -> int:
-        """Bytes that the model holds now; 0 where nobody runs or answers. Never raises, never starts anything."""
+        """Bytes that the model holds now; 0 if no engine is running or it does not respond. Never raises, never starts
+        anything.
+        """
         return 0
 
     def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
-        """Let the model give its bytes back; returns when they are back, measured. () when there is nothing, or while
-        it writes.
+        """Release the model's memory; returns when the bytes are back, measured. () if there is nothing to release, or
+        while it generates.
 
-        Never cuts an answer. Raises PeerError.
+        Never interrupts a response. Raises PeerError.
         """
         return ()
 
     def busy(self, wanted: ModelSpec) -> bool:
-        """Whether it kept its bytes at the last `release` because it writes for somebody."""
+        """Whether it kept its bytes at the last `release` because it was generating."""
         return False
 
     def using(self, wanted: ModelSpec) -> AbstractContextManager[None]:
-        """The model is at work for us while the block runs: where its memory is ours to end, it does not give way.
-        Raises PeerError.
-        """
+        """Mark the model as in use within the block: an engine that we manage does not give way. Raises PeerError."""
         return nullcontext()
 
-    def offer(self, wanted: ModelSpec, policy: Policy) -> None:  # noqa: B027 - nothing to do for most
-        """When the model should give way without being asked, where that is not told with each request."""
+    def offer(self, wanted: ModelSpec, policy: Policy) -> None:  # noqa: B027 - most have nothing to do
+        """Set when the model gives way without being asked, for engines that do not get this with each request."""
 
     def why(self) -> str:
-        """What is known of why it failed just now, such as the end of its log; empty for nothing."""
+        """The known reason for a recent failure, such as the end of its log; empty if there is none."""
         return ""
 
     @abstractmethod
     def close(self) -> None:
-        """End what we started, by its process id."""
+        """End the processes that we started, by their process ids."""

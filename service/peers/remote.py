@@ -1,6 +1,4 @@
-"""A model that runs in another process, with the methods of api.OpenModel that nodes use: the same requests, the
-same events.
-"""
+"""A model in another process, with the methods of api.OpenModel that nodes use: the same requests, the same events."""
 
 from __future__ import annotations
 
@@ -24,20 +22,20 @@ from .dialect import DialectRequest, Reader, ask_of
 from .peer import Described, Peer, PeerAddress
 from .wire import Exchange
 
-# Answers of one list that are asked for at once, as many as our own engine writes at once.
+# Concurrent requests per list, the same number as our own engine's batch.
 AT_ONCE = 8
-# Seconds between two looks whether it should stop.
+# Seconds between two checks of whether to stop.
 _LOOK = 0.05
-# Seconds for which what a server says of a model's bytes is taken as still true.
+# Seconds for which a server's report about a model's bytes stays valid.
 _FRESH = 1.0
 
 
 class RemoteModel:
-    """A handle of a model that `peer` runs. Opening it starts, loads and asks nothing. May be shared between threads.
+    """A handle of a model that `peer` runs. Opening it starts, loads and requests nothing. May be shared between
+    threads.
 
-    Unlike api.OpenModel it has no tensors: no hidden states, and no scores. `folder` is where the model's tokenizer
-    lies, where it lies on this machine. What a request asks is checked by the server; what is refused there is raised
-    here, in our error
+    Unlike api.OpenModel it has no tensors: no hidden states and no scores. `folder` is the folder of the model's
+    tokenizer, if that is on this machine. The server validates requests; its refusals are raised here, in our error
     family.
     """
 
@@ -45,7 +43,7 @@ class RemoteModel:
         self.wanted = wanted
         self.peer = peer
         self._policy: Policy = STAY
-        # What a host keeps for as long as the handle lives, such as ComfyUI's patcher; never looked at here.
+        # Data that a host attaches for the lifetime of the handle, such as ComfyUI's patcher; not used here.
         self.companion: object = None
         self._language = None if folder is None else Language(folder)
         self._lock = threading.Lock()
@@ -58,9 +56,9 @@ class RemoteModel:
 
     @property
     def policy(self) -> Policy:
-        """When the model gives way without being asked: told to our own service with each request, and to an engine
-        that we started;
-        other servers decide for themselves."""
+        """When the model gives way without being asked. It is sent to our own service with each request, and set for an
+        engine that we started; other servers decide for themselves.
+        """
         return self._policy
 
     @policy.setter
@@ -71,27 +69,27 @@ class RemoteModel:
 
     @property
     def name(self) -> str:
-        """Its name there, or who runs it where it has the server's only model."""
+        """Its name in that engine, or the engine's name if it has only this model."""
         return self.wanted.name or self.peer.title
 
     @property
     def title(self) -> str:
-        """For people: the model and who runs it."""
+        """For people: the model and its engine."""
         return f"{self.wanted.name} ({self.peer.title})" if self.wanted.name else self.peer.title
 
     @property
     def vocab_size(self) -> None:
-        """Not known here: the server checks token ids."""
+        """Unknown here: the server checks token ids."""
         return None
 
     @property
     def has_memory(self) -> bool:
-        """Whether its bytes are on this machine, can be asked for and given back."""
+        """Whether its memory is on this machine and can be released on request."""
         return self.peer.has_memory
 
     @property
     def need_bytes(self) -> int:
-        """Bytes that it takes while it is loaded, as the engine last said; 0 for not known."""
+        """Bytes that it takes while loaded, as last reported; 0 if unknown."""
         return max(self._described.nbytes, self._held)
 
     @property
@@ -100,24 +98,24 @@ class RemoteModel:
 
     @property
     def busy(self) -> bool:
-        """Whether we use it, or somebody else did when it was last asked to give way."""
+        """Whether it is in use here, or was in use elsewhere when it was last asked to give way."""
         return self._uses > 0 or self.peer.busy(self.wanted)
 
     @property
     def idle(self) -> float:
-        """Seconds since we used it last."""
+        """Seconds since its last use here."""
         return 0.0 if self._uses else time.monotonic() - self._last_used
 
     def held_bytes(self) -> int:
-        """Bytes that it holds now, as the engine says, asked at most once a second; 0 where nobody answers."""
+        """Bytes that it holds now, as reported, requested at most once per second; 0 if the engine does not respond."""
         began = time.monotonic()
         if began >= self._true_until:
             self._held, now = self.peer.held(self.wanted), time.monotonic()
-            self._true_until = now + max(_FRESH, 5 * (now - began))  # one that hangs is not asked all the time
+            self._true_until = now + max(_FRESH, 5 * (now - began))  # limits how often an engine that hangs is asked
         return self._held
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises RequestError where its tokenizer is not on this machine, ModelError."""
+        """Token ids of `text`. Raises RequestError if its tokenizer is not on this machine, ModelError."""
         if self._language is None:
             raise RequestError(f"{self.peer.title} does not tell the tokens of {text[:40]!r}; name a token by its id")
         return self._language.tokenizer.encode(text)
@@ -136,20 +134,18 @@ class RemoteModel:
         cancel_request: Callable[[int], bool] | None = None,
         progress: ProgressReport | None = None,
     ) -> _Events:
-        """As api.OpenModel.generate_batch: reaches the engine, which may be started for it, then gives events as they
-        come.
+        """As api.OpenModel.generate_batch: reaches the engine, which may start it, then yields events as they come.
 
-        `n` choices are as many questions, with seeds one after the other. Closing the events, or `cancel`, closes the
-        connections, and the server's places are free at once; the partial texts are kept, and their results say
-        "cancelled". Raises RequestError, ModelError, PeerError, MemoryFull, before the first event or instead of the
-        next; Cancelled
-        before it.
+        `n` choices are sent as `n` requests with consecutive seeds. Closing the iterator, or `cancel`, closes the
+        connections, which frees the server's slots at once; partial texts are kept, and their results say "cancelled".
+        Raises RequestError, ModelError, PeerError, MemoryFull, before the first event or instead of the next; Cancelled
+        before the first.
         """
         if not requests:
             raise RequestError("the list of requests is empty; give at least one")
         address = self.peer.reach(cancel)
         if address != self._described_by:
-            # Once for each start of an engine: it is a question more before the first token.
+            # Once per start of an engine: it is one more request before the first token.
             self._described, self._described_by = self.peer.describe(self.wanted), address
         lanes: list[_Lane] = []
         for place, request in enumerate(requests):
@@ -188,8 +184,8 @@ class RemoteModel:
             self._last_used, self._true_until = time.monotonic(), 0.0
 
     def give_way(self) -> tuple[Released, ...]:
-        """Let it give its bytes back, and return when they are, measured; the next use loads it again. A running answer
-        is never cut: while it writes, for us or for somebody else, nothing is returned. Raises PeerError.
+        """Release its memory, and return when the bytes are back, measured; the next use loads it again. Never
+        interrupts a response: while the model generates, for any client, nothing is returned. Raises PeerError.
         """
         if self._uses:
             return ()
@@ -204,7 +200,7 @@ _Inbox: TypeAlias = "queue.SimpleQueue[tuple[_Lane, Mapping[str, Any] | OnedeskE
 
 @dataclass(eq=False)
 class _Lane:
-    """One choice of one request on its way: its question, and what reads its answer."""
+    """One choice of one request in progress: its HTTP request and the reader of its response."""
 
     request: int
     choice: int
@@ -215,10 +211,11 @@ class _Lane:
     ended: bool = False
 
     def begin(self, started: float, inbox: _Inbox) -> None:
-        """Ask, in a thread that puts what comes into `inbox`: documents, then an error, or None where the stream ended.
+        """Send the request, in a thread that puts what comes into `inbox`: documents, then an error, or None at the end
+        of the stream.
 
-        A server on this machine is asked before the thread begins, which takes half a millisecond of the first token's
-        way.
+        For a server on this machine, it is sent before the thread starts, since starting a thread adds half a
+        millisecond to the first token.
         """
         self.reader = Reader(self.address, self.ask.seed, started)
         self.exchange = Exchange(self.address, "POST", self.ask.route, self.ask.body)
@@ -243,7 +240,7 @@ class _Lane:
             inbox.put((self, None))
 
     def events(self, came: Mapping[str, Any] | OnedeskError | None, started: float) -> Iterator[Event]:
-        """The events of what came. Raises the error that it is or tells, PeerError where the answer broke off."""
+        """The events of what came. Raises an error that it is or reports, PeerError if the response broke off."""
         if isinstance(came, OnedeskError):
             raise came
         reader = self._reader(started)
@@ -261,13 +258,13 @@ class _Lane:
         return replace(event, request=self.request, choice=self.choice)
 
     def stop(self) -> None:
-        """Nobody wants it any more."""
+        """Cancel it."""
         if self.exchange is not None:
             self.exchange.abort()
 
 
 class _Flow:
-    """Several lanes together: at most AT_ONCE are open, the others follow in their order."""
+    """Several lanes together: at most AT_ONCE are open, the others follow in order."""
 
     def __init__(
         self,
@@ -287,7 +284,7 @@ class _Flow:
         self._started = 0.0
 
     def events(self) -> _Events:
-        """Everything that comes, until every lane has its result."""
+        """All events, until every lane has its result."""
         self._started = time.perf_counter()
         try:
             while self._waiting or self._open:
@@ -323,7 +320,7 @@ class _Flow:
             raise _named(error, lane.request, self._requests) from None
 
     def _drop(self) -> _Events:
-        """End what is no longer wanted."""
+        """Stop the lanes that are no longer wanted."""
         everything = self._cancel is not None and self._cancel()
         for lane in [*self._open, *self._waiting]:
             if everything or (self._cancel_request is not None and self._cancel_request(lane.request)):
@@ -339,5 +336,5 @@ class _Flow:
 
 
 def _named(error: OnedeskError, place: int, count: int) -> OnedeskError:
-    """The error with its place in the list, where there are several."""
+    """The error, with its index in the list if there are several requests."""
     return error if count == 1 or isinstance(error, Cancelled) else type(error)(f"item {place + 1} of {count}: {error}")

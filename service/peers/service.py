@@ -34,30 +34,28 @@ log = logging.getLogger(__name__)
 
 TITLE = "the local service"
 LOG_NAME = "logs/service.log"
-# Seconds until a service that we start must listen (torch takes several on a busy machine), and between two looks
-# whether it does.
+# Seconds until a service that we start must listen (torch takes several on a busy machine), and between two checks.
 _STARTS_WITHIN, _LOOK = 120.0, 0.05
-# Seconds that a service has to end after it was asked to; it lets answers be finished first. And for a killed one to be
-# gone.
+# Seconds that a service has to exit after it was asked to, since it finishes responses first; and for a killed one to
+# be gone.
 _ENDS_WITHIN, _GOES_WITHIN = 30.0, 1.0
-# Seconds without a byte after which our own service is taken for dead: in a stream it says something every 10.
+# Seconds without a byte after which our own service counts as dead: it sends something every 10 s in a stream.
 _SILENCE = 60.0
-# Seconds for an answer about memory: where it must not stand in ComfyUI's way, and where bytes are given back before it
-# comes.
+# Timeouts in seconds for a response about memory: one that must not delay ComfyUI, and one that includes a release.
 _GLANCE, _RELEASE = 2.0, 120.0
 _LOG_LINES, _LOG_BYTES = 3, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """A service that runs, by its note, and the way to it."""
+    """A running service, by its note, and its address."""
 
     note: Note
     address: PeerAddress
 
 
 def find_service(cache: Path) -> RunningService | None:
-    """The service of the tree with this cache, None where none runs. Raises FileError for a token that cannot be
+    """The service of the tree with this cache, None if none is running. Raises FileError for a token that cannot be
     read.
     """
     note = running(cache)
@@ -65,9 +63,9 @@ def find_service(cache: Path) -> RunningService | None:
 
 
 class Finder:
-    """Looks for the service of a tree whenever it is asked, and reads a note and its token once: a look is five
-    questions to the system
-    then, before each first token, and was 24. Thread-safe."""
+    """Finds the service of a tree, and reads each note and its token once. That takes 5 system calls before each first
+    token instead of 24. Thread-safe.
+    """
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
@@ -94,7 +92,7 @@ def _address(note: Note) -> PeerAddress:
 
 
 class LocalService(Peer):
-    """The service of a tree. `arguments` are those of `onedesk serve`, for the case that we start it."""
+    """The service of a tree. `arguments` are those of `onedesk serve`, used if we start it."""
 
     title = TITLE
     has_memory = True
@@ -109,18 +107,19 @@ class LocalService(Peer):
         self._child: subprocess.Popen[bytes] | None = None
         self._up = False  # whether our child was seen to listen
         self._tenancy: Tenancy | None = None
-        self._busy: frozenset[ModelSpec] = frozenset()  # that kept their bytes when they were last asked
+        self._busy: frozenset[ModelSpec] = frozenset()  # models that kept their bytes at their last release
 
     @property
     def pid(self) -> int | None:
-        """Process id of the service that we started, None where we did not or it has ended."""
+        """Process id of the service that we started, None if we did not, or it has ended."""
         child = self._child
         return child.pid if child is not None and child.poll() is None else None
 
     def reach(self, cancel: CancelCheck | None = None) -> PeerAddress:
-        """Where it listens, started first if none runs. Raises PeerError for another version or one that does not
-        start, FileError for a
-        token that cannot be read, Cancelled; a start goes on after that, and the next call finds it."""
+        """Its address; starts it first if none is running. Raises PeerError for another version or a failed start,
+        FileError for a token that cannot be read, Cancelled; after that, the start continues and the next call finds
+        it.
+        """
         while not self._lock.acquire(timeout=_LOOK):
             _check(cancel)
         try:
@@ -131,16 +130,14 @@ class LocalService(Peer):
         return found.address
 
     def join(self, tenancy: Tenancy) -> None:
-        """Tell the service for as long as it runs what this process holds beside it; a second one is not wanted and
-        not begun.
-        """
+        """Report this process's own memory to the service for as long as it runs. A second call does nothing."""
         with self._lock:
             if self._tenancy is None:
                 self._tenancy = tenancy
                 tenancy.begin(self._running_address)
 
     def describe(self, wanted: ModelSpec) -> Described:
-        """What it says of a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
+        """What it reports about a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
         try:
             told = self._model(wanted, _SILENCE)
         except ModelError:
@@ -154,7 +151,7 @@ class LocalService(Peer):
         return Described(_whole(told.get("context")), _whole(told.get("bytes")))
 
     def held(self, wanted: ModelSpec) -> int:
-        """Bytes that it says the model holds."""
+        """Bytes that the model holds, as the service reports."""
         try:
             return _whole(self._model(wanted, _GLANCE).get("held")) if taken(self._cache) else 0
         except OnedeskError as error:
@@ -162,7 +159,7 @@ class LocalService(Peer):
             return 0
 
     def release(self, wanted: ModelSpec) -> tuple[Released, ...]:
-        """Let the model give way there; returns once its bytes are back, measured by the service."""
+        """Release the model there; returns once its bytes are back, measured by the service."""
         if not taken(self._cache):
             return ()
         try:
@@ -181,7 +178,7 @@ class LocalService(Peer):
         return wanted in self._busy
 
     def offer(self, wanted: ModelSpec, policy: Policy) -> None:
-        """When it gives way, told to the service if it runs; every request tells it too."""
+        """Set when the model gives way, if the service is running. Every request sends it too."""
         if not taken(self._cache):
             return
         try:
@@ -195,7 +192,7 @@ class LocalService(Peer):
             log.debug("%s does not take the policy of %s: %s", self.title, wanted.name, error)
 
     def close(self) -> None:
-        """Give back what this process was counted for, and end the service if we started it."""
+        """End this process's lease, and end the service if we started it."""
         atexit.unregister(self.close)
         with self._lock:
             tenancy, self._tenancy = self._tenancy, None
@@ -213,7 +210,7 @@ class LocalService(Peer):
             child.wait()
 
     def _model(self, wanted: ModelSpec, seconds: float) -> Mapping[str, Any]:
-        """What it says of a model in this form, beside OpenAI's fields."""
+        """What it reports about a model in this variant, besides OpenAI's fields."""
         more = self._ask("GET", f"/models/{quote(wanted.name)}?{urlencode(_form(wanted))}", seconds=seconds).get(
             "onedesk"
         )
@@ -231,8 +228,8 @@ class LocalService(Peer):
         return document
 
     def _ends(self) -> bool:
-        """Whether the service has gone, or goes now: one that is killed listens no longer some moments before its
-        lock is free.
+        """Whether the service has ended or is ending: a killed one stops listening some moments before its lock is
+        free.
         """
         until = time.monotonic() + _GOES_WITHIN
         while taken(self._cache):
@@ -242,7 +239,7 @@ class LocalService(Peer):
         return True
 
     def _running(self) -> RunningService | None:
-        """The service, if it runs; one that we started and that has ended is taken note of."""
+        """The service if it is running. Records the end of one that we started."""
         if self._child is not None and self._child.poll() is not None:
             log.info("%s (process %d) has ended with status %d", self.title, self._child.pid, self._child.returncode)
             self._child, self._up = None, False
@@ -255,16 +252,16 @@ class LocalService(Peer):
         return None if found is None else found.address
 
     def _started(self, cancel: CancelCheck | None) -> RunningService:
-        """Start it, or go on waiting for a start that was left before."""
+        """Start it, or continue to wait for an earlier start."""
         if self._child is not None and self._up:
-            while self._child.poll() is None:  # it was up and has let go of its lock: it is being ended
+            while self._child.poll() is None:  # it was up and has released its lock: it is ending
                 _check(cancel)
                 time.sleep(_LOOK)
             self._child, self._up = None, False
         if self._child is None:
             self._child = self._start()
         child, until = self._child, time.monotonic() + _STARTS_WITHIN
-        # Where another one has the tree, it was started at the same moment: ours ends, and that one is waited for.
+        # If another service holds the tree, it was started at the same moment: ours exits, and we wait for the other.
         while child.poll() is None or taken(self._cache):
             found = self._running()
             if found is not None:
@@ -285,8 +282,8 @@ class LocalService(Peer):
             if self._log.exists():
                 self._log.replace(self._log.with_name(f"{self._log.name}.old"))
             with self._log.open("wb") as out:
-                # A session of its own: Ctrl-C in the terminal of this process is for this process, which then ends the
-                # service itself.
+                # A session of its own: Ctrl-C in this process's terminal is for this process, which then ends the
+                # service.
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -304,7 +301,7 @@ class LocalService(Peer):
         return child
 
     def _last_words(self) -> str:
-        """The end of its log, for a message."""
+        """The end of its log, for an error message."""
         try:
             with self._log.open("rb") as file:
                 file.seek(-min(_LOG_BYTES, file.seek(0, 2)), 2)

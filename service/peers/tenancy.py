@@ -1,7 +1,6 @@
-"""This process as a tenant of the local service: it tells what it holds of the machine's memory, and gives back when it
-is asked to.
+"""This process as a tenant of the local service: it reports the memory that it holds, and gives memory back on request.
 
-A process that is killed says nothing any more, and the service gives its lease back after LATE seconds.
+If the process is killed, its heartbeat stops, and the service ends its lease after LATE seconds.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from .wire import ask
 
 log = logging.getLogger(__name__)
 
-# Seconds between two signs of life, after how many the service takes the process for dead, and for an answer.
+# Seconds between two heartbeats, seconds after which the service takes the process for dead, and the response timeout.
 BEAT, LATE, _ANSWER = 1.5, 5.0, 5.0
 
 
 class Tenancy:
-    """A lease of this process at the service. `held` tells the bytes that it holds, `free` is asked for bytes; both
+    """A lease of this process at the service. `held` returns the bytes that it holds, `free` releases bytes; both run
     in a thread of ours.
     """
 
@@ -34,7 +33,7 @@ class Tenancy:
         self._lease: tuple[PeerAddress, str] | None = None
 
     def begin(self, find: Callable[[], PeerAddress | None]) -> None:
-        """Tell whichever service `find` finds, from now on."""
+        """Start reporting to the service that `find` finds."""
         threading.Thread(target=self._run, args=(find,), name="onedesk-tenancy", daemon=True).start()
 
     def end(self) -> None:
@@ -55,8 +54,8 @@ class Tenancy:
                     self._tell(address)
                 failed = False
             except BaseException as error:  # noqa: BLE001
-                # What `find`, `held` and `free` of a host may raise is not known here, and without a heartbeat the
-                # lease is lost.
+                # The exceptions of a host's `find`, `held` and `free` are unknown here, and the lease is lost without a
+                # heartbeat.
                 log.log(logging.DEBUG if failed else logging.WARNING, "no heartbeat to the local service: %r", error)
                 failed = True
             self._ended.wait(BEAT)
@@ -77,7 +76,7 @@ class Tenancy:
 
 
 def _try(address: PeerAddress, method: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    """The answer, or {} where there is none."""
+    """The response, or {} if there is none."""
     try:
         document = ask(address, method, route, body, seconds=_ANSWER)
     except OnedeskError as error:

@@ -1,4 +1,4 @@
-"""The token that a client must show: made once, kept in a file that only its owner can read, compared in constant
+"""The token that a client must show: created once, stored in a file that only its owner can read, compared in constant
 time.
 """
 
@@ -21,10 +21,10 @@ _RANDOM_BYTES = 32
 
 
 def load_token(path: Path) -> str:
-    """The token in `path`; made, with a file of mode 0600, where there is none.
+    """The token in `path`. Creates it, in a file of mode 0600, if there is none.
 
-    Raises FileError for a file that others can read, that is no regular file of ours, or that holds no token. The token
-    itself never stands in a message.
+    Raises FileError for a file that others can read, that is not a regular file of ours, or that contains no token.
+    Messages never contain the token itself.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,9 +38,9 @@ def load_token(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Write a token, then give the file its name: a file of that name is whole, on a full disk, after a kill, and where
-    two services start
-    at once. Raises OSError."""
+    """Write a token to a temporary file, then rename it. The file is complete or absent, even on a full disk, after a
+    kill, or when two services start at once. Raises OSError.
+    """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -66,10 +66,10 @@ _ADVICE = "delete it to have one made, or name another with --token-file"
 def read_token(path: Path, *, shortest: int = SHORTEST, advice: str = _ADVICE) -> str:
     """The token in `path`, of at least `shortest` characters.
 
-    Raises FileError as `load_token` does, and where there is no file; it ends with `advice`.
+    Raises FileError as `load_token` does, and if there is no file; the message ends with `advice`.
     """
     try:
-        # O_NONBLOCK: a FIFO in place of the file must not block for ever
+        # O_NONBLOCK: a FIFO in place of the file must not block forever
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             content = file.read(FILE_LIMIT + 1)
@@ -88,7 +88,7 @@ def read_token(path: Path, *, shortest: int = SHORTEST, advice: str = _ADVICE) -
 
 
 def matches(shown: str, token: str) -> bool:
-    """Whether two tokens are equal, in a time that depends on neither."""
+    """Whether two tokens are equal, in constant time."""
     return hmac.compare_digest(
         *(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (shown, token))
     )

@@ -1,9 +1,8 @@
-"""vLLM as a child: its words from budgets.
+"""vLLM as a child: its arguments from budgets.
 
-By vLLM's own description of its arguments (0.33). On a machine whose CPU and GPU share one memory its share of "GPU
-memory" is of all memory, and the file cache counts as used there; so the keys and values get their bytes by number, and
-the share only
-bounds the rest.
+Based on vLLM's own documentation of its arguments (0.33). On a machine whose CPU and GPU share memory, its share of
+"GPU memory" refers to all memory, and the page cache counts as used. So keys and values get an explicit number of
+bytes, and the share only limits the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
 COMMAND = ("vllm",)
 HEALTH = "/health"
 MASTER_PORT = 29501
-# Of the bytes that it may hold: activations, graphs and what its libraries take beside weights, keys and values.
+# Part of its allowed bytes for activations, graphs and its libraries, besides weights, keys and values.
 SCRATCH_SHARE = 0.10
-# Host memory of each of its processes (the server, the core, a worker a GPU) beside weights and keys: 421, 389 and 424
-# MiB were measured on a CPU with a model of 1 MB (0.32). On one pool it comes out of the same bytes.
+# Host memory of each of its processes (the server, the core, a worker per GPU) besides weights and keys: 421, 389 and
+# 424 MiB, measured on a CPU with a model of 1 MB (0.32). On shared memory it comes out of the same bytes.
 PROCESS_BYTES = 424 << 20
 OURS = (
     "--model",
@@ -50,11 +49,11 @@ OURS = (
 
 
 def launch(settings: PeerSettings, machine: LaunchMachine, place: Place) -> Launch:
-    """Its words on this machine, the first of `settings.nodes`. Raises PeerError for budgets that it cannot keep,
+    """Its arguments on this machine, the first of `settings.nodes`. Raises PeerError for budgets that cannot be met,
     FileError.
 
-    The memory of a machine is shared by its `gpus`. Sleep is refused on one pool: what is set aside to the host takes
-    the same bytes.
+    A machine's memory is divided by its `gpus`. Sleep is refused on shared memory: what it moves to the host takes the
+    same bytes.
     """
     title = f"[peers.{settings.name}]"
     check_options(title, settings.options, OURS)
@@ -77,15 +76,14 @@ def launch(settings: PeerSettings, machine: LaunchMachine, place: Place) -> Laun
     words += split_words(settings.gpus, settings.nodes, attention_heads(Path(settings.model)))
     words += node_words(settings.nodes, 0, settings.address) if settings.nodes > 1 else []
     words += ["--enable-sleep-mode"] if settings.sleep else []
-    # Its routes for sleeping are there in this mode only; they ask for no key, so whoever is on this machine can use
-    # them.
+    # Its sleep routes exist in this mode only. They require no key, so any user of this machine can call them.
     variables = {"VLLM_API_KEY": place.key} | ({"VLLM_SERVER_DEV_MODE": "1"} if settings.sleep else {})
     return Launch((*words, *settings.options), variables, sleeps=settings.sleep)
 
 
 def kv_bytes(settings: PeerSettings, machine: LaunchMachine, weights: int) -> int:
-    """Bytes of keys and values on each GPU: what its memory leaves beside its part of the weights and the scratch.
-    Raises PeerError.
+    """Bytes of keys and values on each GPU: its memory minus its part of the weights and the scratch memory. Raises
+    PeerError.
     """
     if settings.memory // settings.gpus > machine.total:
         asked = show(settings.memory // settings.gpus)
@@ -108,12 +106,12 @@ def kv_bytes(settings: PeerSettings, machine: LaunchMachine, weights: int) -> in
 
 
 def process_bytes(gpus: int) -> int:
-    """Host memory of all its processes on a machine."""
+    """Host memory of all its processes on one machine."""
     return (2 + gpus) * PROCESS_BYTES
 
 
 def budget_words(settings: PeerSettings, total: int, kv: int) -> list[str]:
-    """How much memory it may take, for how much text at once."""
+    """The arguments that limit its memory and its batch."""
     share = math.floor(settings.memory / settings.gpus / total * 10_000) / 10_000
     words = ["--gpu-memory-utilization", f"{min(0.95, max(0.01, share)):g}", "--kv-cache-memory-bytes", str(kv)]
     words += ["--max-num-seqs", str(settings.sequences)]
@@ -121,7 +119,7 @@ def budget_words(settings: PeerSettings, total: int, kv: int) -> list[str]:
 
 
 def attention_heads(folder: Path) -> int | None:
-    """How many heads the model's config says; None where none can be read, and vLLM will tell why."""
+    """The number of attention heads in the model's config; None if it cannot be read: vLLM then reports the reason."""
     try:
         config = read_json_object(folder / "config.json", "config.json")
     except (FileError, ModelError):
@@ -132,8 +130,8 @@ def attention_heads(folder: Path) -> int | None:
 
 
 def split_words(gpus: int, nodes: int, heads: int | None) -> list[str]:
-    """Each matrix is split over all GPUs where the heads divide by them: then all work at each token. Else layers
-    between machines.
+    """Tensor parallelism over all GPUs if the number of heads is divisible by theirs: then all GPUs work on each token.
+    Otherwise layers are split between machines.
     """
     across = nodes == 1 or (heads is not None and heads % (gpus * nodes) == 0)
     words = ["--tensor-parallel-size", str(gpus * nodes if across else gpus)]
@@ -141,6 +139,6 @@ def split_words(gpus: int, nodes: int, heads: int | None) -> list[str]:
 
 
 def node_words(nodes: int, rank: int, address: str) -> list[str]:
-    """This machine's place among `nodes`, by vLLM's own processes; `address` is the first one's."""
+    """This machine's rank among `nodes`, for vLLM's own processes; `address` is the first machine's."""
     words = ["--nnodes", str(nodes), "--node-rank", str(rank)]
     return [*words, "--master-addr", address, "--master-port", str(MASTER_PORT), *(["--headless"] if rank else [])]

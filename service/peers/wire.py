@@ -1,8 +1,7 @@
-"""One question to a server over HTTP, its answer whole or as server-sent events, and what goes wrong in the words of
-our errors.
+"""One HTTP request to a server, its response whole or as server-sent events, and failures as errors of our family.
 
-Every question has a connection of its own: closing it is how a server learns that an answer is no longer wanted. No
-error names an address or a key; redirects are not followed, so that no key goes to another server.
+Every request has a connection of its own: closing it tells the server that the response is no longer wanted. Errors
+contain no address and no key. Redirects are not followed, so that no key goes to another server.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from .peer import PeerAddress
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
-DOCUMENT_LIMIT = 64 << 20  # bytes of a whole answer
+DOCUMENT_LIMIT = 64 << 20  # bytes of a complete response
 LINE_LIMIT = 16 << 20  # bytes of one event
-_PIECE = 1 << 16  # bytes that are read at most at a time, and of a question that a socket takes at once
+_PIECE = 1 << 16  # most bytes per read, and of a request that a socket accepts at once
 _HERE = ("127.0.0.1", "::1", "localhost")
-_SAID_LIMIT = 400  # characters of what a server says of an error
+_SAID_LIMIT = 400  # characters quoted from a server's error
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
-# What our own service calls its errors -> ours again. Others' are told by their status.
+# Our service's error codes and their classes. Other servers' errors are classified by status.
 _BY_CODE: Mapping[str, type[OnedeskError]] = {
     "memory_full": MemoryFull,
     "model_unusable": ModelError,
@@ -49,14 +48,14 @@ _BY_CODE: Mapping[str, type[OnedeskError]] = {
 
 
 class _Plain(http.client.HTTPConnection):
-    """Sends a request whole: its headers and then its body are two packets, two wake-ups and a task of the server's
-    that waits for more.
+    """Sends headers and body together. Separately they are two packets and two wake-ups, and the server needs one more
+    waiting task.
     """
 
     _parts: list[Any] | None = None
 
     def ask(self, method: str, route: str, body: bytes | None, headers: Mapping[str, str]) -> None:
-        """As `request`, of a connection that stands."""
+        """As `request`, on an open connection."""
         self._parts = parts = []
         try:
             self.request(method, route, body, headers)
@@ -89,10 +88,10 @@ class _Unix(_Plain):
 
 
 class Exchange:
-    """A question and its answer. `abort` may be called from any thread, everything else belongs to one.
+    """A request and its response. `abort` may be called from any thread, everything else from one thread.
 
-    `silence` is how many seconds may pass without a byte; None: what the address says. A context manager that ends the
-    connection.
+    `silence` is the longest time in seconds without a byte; None: the address's own value. A context manager that
+    closes the connection.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Exchange:
         self.close()
 
     def document(self) -> Any:
-        """The whole answer, which must be JSON. Raises PeerError, or the error of our family that the server told."""
+        """The complete response, which must be JSON. Raises PeerError, or the error that the server sent."""
         with self._telling():
             raw = self._open().read(DOCUMENT_LIMIT + 1)
         if len(raw) > DOCUMENT_LIMIT:
@@ -132,7 +131,7 @@ class Exchange:
         return self._parsed(raw)
 
     def documents(self) -> Iterator[dict[str, Any]]:
-        """The answer event by event, until it says [DONE] or ends. Raises as `document`."""
+        """The response, event by event, until [DONE] or its end. Raises as `document`."""
         with self._telling():
             response = self._open()
         kind = response.headers.get_content_type()
@@ -157,8 +156,8 @@ class Exchange:
                 yield document
 
     def abort(self) -> None:
-        """End it at once, also under somebody who waits for the answer; they get Cancelled. The server frees its
-        place.
+        """End it at once, even while another thread waits for the response; that thread gets Cancelled. The server
+        frees its slot.
         """
         with self._lock:
             self._aborted = True
@@ -166,7 +165,7 @@ class Exchange:
                 _shut(self._socket)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         for part in (self._response, self._connection):
             if part is not None:
                 part.close()
@@ -177,13 +176,13 @@ class Exchange:
 
     @property
     def near(self) -> bool:
-        """Whether sending the question waits for nobody: it goes to a socket of this machine, whole."""
+        """Whether sending the request does not block: it fits the buffer of a socket on this machine."""
         here = self._address.uds is not None or (self._address.host in _HERE and not self._address.tls)
         return here and len(self._body or b"") <= _PIECE
 
     def send(self) -> None:
-        """Connect, and send the question; whoever waits for the answer does it where it was not done. Raises
-        PeerError, Cancelled.
+        """Connect and send the request. If it was not called before, reading the response calls it. Raises PeerError,
+        Cancelled.
         """
         with self._telling():
             self._send()
@@ -215,9 +214,9 @@ class Exchange:
         return response
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """The lines that have come, without their ends: what is there is read at once, as the response's own readline
-        asks for each line
-        and chunk several times. Of a line that the connection's end cuts off nothing is told."""
+        """The complete lines, without line ends. Reads everything available at once; the response's own readline makes
+        several calls per line and chunk. A last line without an end is dropped.
+        """
         rest = b""
         while True:
             with self._telling():
@@ -240,7 +239,7 @@ class Exchange:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Turn what the connection raises into PeerError; into Cancelled once it was aborted."""
+        """Turn exceptions of the connection into PeerError, or into Cancelled after `abort`."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
@@ -253,7 +252,7 @@ class Exchange:
             raise Cancelled(f"stopped while waiting for {self._address.title}") from None
 
     def _why(self, error: OSError | http.client.HTTPException) -> str:
-        """What happened and what to do, without any address that the error may name."""
+        """What happened and what to do, without addresses that the exception may contain."""
         if isinstance(
             error, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError | http.client.IncompleteRead
         ):
@@ -289,13 +288,13 @@ def ask(
     *,
     seconds: float = ANSWER_SECONDS,
 ) -> Any:
-    """The document of an answer, waiting `seconds` at most for each part of it. Raises as Exchange.document."""
+    """The document of a response, waiting at most `seconds` for each part. Raises as Exchange.document."""
     with Exchange(address, method, route, body, silence=seconds) as exchange:
         return exchange.document()
 
 
 def failure(address: PeerAddress, status: int, raw: bytes | Mapping[str, Any]) -> OnedeskError:
-    """The error for an answer of `status` with the body `raw`, or for an error event within a stream (status 200)."""
+    """The error for a response of `status` with the body `raw`, or for an error event within a stream (status 200)."""
     told = _told(raw)
     message, code = told.get("message"), told.get("code")
     said = _shown(message, address) if isinstance(message, str) and message.strip() else ""
@@ -323,7 +322,7 @@ def failure(address: PeerAddress, status: int, raw: bytes | Mapping[str, Any]) -
 
 
 def _told(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `error` of a body in OpenAI's shape, as far as it is one."""
+    """The `error` of a body in OpenAI's shape; parts may be missing."""
     if isinstance(raw, bytes):
         try:
             raw = json.loads(raw)
@@ -336,7 +335,7 @@ def _told(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shown(text: str, address: PeerAddress) -> str:
-    """What a server says, fit for people and logs: one line, not long, without its address and key."""
+    """A server's text for people and logs: one short line, without its address and key."""
     names = (address.key, address.host if address.uds is None else address.uds)
     for secret in (name for name in names if name):
         text = text.replace(secret, "[...]")
@@ -354,5 +353,5 @@ def _connection(address: PeerAddress) -> _Plain:
 def _shut(made: socket.socket) -> None:
     try:
         made.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has ended already
+    except OSError:  # it has already ended
         return

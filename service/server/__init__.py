@@ -1,3 +1,3 @@
-"""The service: OpenAI's HTTP API, the memory API and figures over the one door, on loopback and behind a token
-unless told otherwise.
+"""The service: OpenAI's HTTP API, the memory API and metrics. By default it listens on loopback only and requires a
+token.
 """

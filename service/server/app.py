@@ -24,10 +24,10 @@ from .unix_socket import make_socket
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_SECONDS = 75.0  # also how long half-sent headers are waited for
-CLOSE_SECONDS = 0.5  # for answers on their way, twice: to end by themselves, then to end after they were cancelled
+KEEPALIVE_SECONDS = 75.0  # also the limit for half-sent headers
+CLOSE_SECONDS = 0.5  # grace for open responses, applied twice: to finish, then to finish after cancellation
 BACKLOG = 256
-GONE = 499  # what is counted for a client that went away
+GONE = 499  # status that is counted for a client that disconnected
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ListenAddress:
 
 
 def make_app(service: Service, guard: Guard) -> web.Application:
-    """The application; every answer to a wrong request has OpenAI's shape."""
+    """The application. Every error response has OpenAI's shape."""
     app = web.Application(middlewares=[_around(service, guard)])
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(route.handler, service), name=route.handler.__name__)
@@ -73,23 +73,23 @@ def _around(service: Service, guard: Guard) -> Middleware:
             status = response.status
             return response
         except BaseException as error:
-            # The edge of the service: whatever it is (a panic of a Rust library is no Exception), the client gets one
-            # whole answer in OpenAI's shape, and the log what is not ours.
+            # The outermost handler. Whatever was raised (a panic of a Rust library is no Exception), the client gets
+            # one complete response in OpenAI's shape, and the log gets every error that is not ours.
             if is_cancelled(request, error):
                 raise
             failed = _from_aiohttp(error) if isinstance(error, web.HTTPException) else None
             if is_gone(request):
                 if not isinstance(error, ConnectionError | OnedeskError) and failed is None:
                     as_api_error(error)  # which logs it
-                return web.Response(status=GONE)  # to nobody
-            if isinstance(error, asyncio.CancelledError) and service.stopping:  # of a body that was still being read
+                return web.Response(status=GONE)  # the client is gone
+            if isinstance(error, asyncio.CancelledError) and service.stopping:  # while its body was still being read
                 failed = ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
             failed = failed or as_api_error(error)
             log.debug("%s %s: %s", request.method, _route(request), failed)
             status = failed.status
             if (
                 request.writer.output_size > 0
-            ):  # a stream has begun, and its end could not be written: no second answer may follow
+            ):  # the stream has begun and its end failed: a second response must not follow
                 raise ConnectionResetError("the stream broke off") from error
             body = to_json(failed.document())
             return web.Response(body=body, status=status, headers=failed.headers(), content_type="application/json")
@@ -102,13 +102,13 @@ def _around(service: Service, guard: Guard) -> Middleware:
 
 
 def _route(request: web.Request) -> str:
-    """The route's own path, never the client's: labels must not grow with what is asked for."""
+    """The route's pattern, never the client's path: the number of labels must not grow with the paths requested."""
     resource = request.match_info.route.resource
     return "none" if resource is None else resource.canonical
 
 
 def _from_aiohttp(error: web.HTTPException) -> ApiError:
-    """What aiohttp itself answers: no such route, no such method."""
+    """The error response for what aiohttp itself rejects: an unknown route or method."""
     if error.status == 404:
         return ApiError(404, "there is no such route; /openapi.json lists them", code="unknown_route")
     if error.status == 405:
@@ -117,10 +117,10 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
 
 
 async def listen(app: web.Application, address: ListenAddress, cache: Path) -> tuple[web.AppRunner, ListenAddress]:
-    """Serve `app`; returns the runner, to be cleaned up, and the address with the port that it got. `cache` is the
-    tree's.
+    """Serve `app`. Returns the runner, which the caller cleans up, and the address with the actual port. `cache` is the
+    tree's cache folder.
 
-    Raises RequestError for an address that cannot be had, FileError for a unix socket that cannot be made.
+    Raises RequestError for an address that cannot be bound, FileError for a unix socket that cannot be created.
     """
     runner = ConnectionRunner(
         app,

@@ -1,4 +1,4 @@
-"""Reads a JSON body, within bounds of size, time and number, and without holding the event loop up."""
+"""Reads a JSON body, with limits on size, time and element count, and without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from .check import Schema, check
 from .error_documents import SOON, ApiError
 from .service import Service
 
-BODY_LIMIT = 8 << 20  # bytes; a text for the longest context of a Qwen, 1 million tokens, has 4 to 5 MB
-PICTURE_BODY_LIMIT = 32 << 20  # of a conversation, which may hold pictures in base64
+BODY_LIMIT = 8 << 20  # bytes; a text that fills the longest context of a Qwen, 1 million tokens, has 4 to 5 MB
+PICTURE_BODY_LIMIT = 32 << 20  # for a conversation, which may contain images in base64
 BODY_SECONDS = 30.0
-# Bytes up to which a body is parsed and checked on the event loop, at once: 1 ms. A larger one goes to a thread.
+# Bodies of up to this many bytes are parsed and checked on the event loop, which takes 1 ms. Larger ones go to a
+# thread.
 SMALL_BODY = 16 << 10
-# Bytes of larger bodies, of all requests that are being answered; what they become is up to ten times as much.
+# Total bytes of larger bodies over all open requests. Parsed, they take up to ten times as much.
 BODIES_LIMIT = 64 << 20
 
 
 async def read_json(service: Service, request: web.Request, schema: Schema, limit: int = BODY_LIMIT) -> dict[str, Any]:
-    """The body of `request`, an object that follows `schema`.
+    """The body of `request`, an object that matches `schema`.
 
-    Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 408 after BODY_SECONDS, 429 where other requests
-    have bodies as large, 400 for anything else that is wrong.
+    Raises ApiError: 415 for another content type, 413 above `limit` bytes, 408 after BODY_SECONDS, 429 while too many
+    bytes of large bodies are in use, 400 for any other fault.
     """
     if request.content_type != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="wrong_content_type")
@@ -34,7 +35,7 @@ async def read_json(service: Service, request: web.Request, schema: Schema, limi
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     try:
-        # A body that came with its headers needs no task that waits for it.
+        # A body that arrived with its headers needs no waiting task.
         at_once = request.content.is_eof()
         raw = (
             request.content.read_nowait()
@@ -67,7 +68,7 @@ async def _read(service: Service, request: web.Request, limit: int) -> bytes:
 
 
 def _count(service: Service, request: web.Request, nbytes: int) -> None:
-    """Count the bytes of a larger body, until its request is answered. Raises ApiError 429 where there are too many."""
+    """Count the bytes of a large body until its request is answered. Raises ApiError 429 if the total is too large."""
     more = nbytes - service.bodies.get(id(request), 0)
     if sum(service.bodies.values()) + more > BODIES_LIMIT:
         message = f"large bodies of other requests have more than {BODIES_LIMIT - nbytes:,} bytes together; try again"

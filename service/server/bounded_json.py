@@ -1,8 +1,8 @@
-"""JSON from outside, parsed only after what it would become was counted.
+"""Parses untrusted JSON, after counting the objects that it would become.
 
-Python's parser holds the interpreter lock from the first byte to the last, also in a thread: 8 MiB of `[],[],...`
-become 3 million lists, and for seconds nothing else in the process runs. Counting the same 8 MiB takes some tens of
-milliseconds, and what is within the limits is parsed in less than 0.2 s.
+Python's parser holds the interpreter lock from the first byte to the last, even in a thread: 8 MiB of `[],[],...`
+become 3 million lists, and nothing else in the process runs for seconds. Counting the same 8 MiB takes some tens of
+milliseconds. A document within the limits is parsed in less than 0.2 s.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-# A conversation of 10,000 messages has 50,000 texts; a prompt of the longest context of a Qwen is a list of 1 million
-# numbers.
+# A conversation of 10,000 messages has 50,000 strings. A prompt that fills the longest context of a Qwen is a list of 1
+# million numbers.
 LISTS_LIMIT, TEXTS_LIMIT, ITEMS_LIMIT = 65_536, 131_072, 1_500_000
 
 
 def parse(raw: bytes) -> Any:
-    """The document in `raw`, UTF-8. Raises ValueError, also for NaN and its like, and for more lists, texts or items
-    than the limits;
-    RecursionError for one that is nested too deeply."""
+    """The document in `raw`, UTF-8. Raises ValueError for invalid JSON, for NaN and infinities, and for more lists,
+    strings or items than the limits; RecursionError for a document that is nested too deeply.
+    """
     _check_counts(raw)
     return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
 
@@ -26,8 +26,7 @@ def parse(raw: bytes) -> Any:
 def _check_counts(raw: bytes) -> None:
     lists, texts, items = _counts(raw)
     if lists > LISTS_LIMIT or texts > TEXTS_LIMIT or items > ITEMS_LIMIT:
-        # What stands inside of texts counts for nothing. Behind an even number of backslashes a quotation mark ends its
-        # text.
+        # The content of strings does not count. A quotation mark after an even number of backslashes ends its string.
         plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
         texts = plain.count(b'"') // 2
         if texts <= TEXTS_LIMIT:
@@ -42,7 +41,7 @@ def _check_counts(raw: bytes) -> None:
 
 
 def _counts(raw: bytes) -> tuple[int, int, int]:
-    """Lists and objects, texts, and items of both, where all brackets, quotation marks and commas count."""
+    """Numbers of lists and objects, of strings, and of their items, counted by brackets, quotation marks and commas."""
     return raw.count(b"[") + raw.count(b"{"), raw.count(b'"') // 2, raw.count(b",")
 
 

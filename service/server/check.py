@@ -1,6 +1,4 @@
-"""Checks a document against the JSON Schemas of schemas.py, which are also what the OpenAPI document shows: one
-truth for both.
-"""
+"""Checks a document against the JSON Schemas of schemas.py. The OpenAPI document shows the same schemas."""
 
 from __future__ import annotations
 
@@ -19,12 +17,11 @@ _WHOLE = frozenset({"type", "minimum", "maximum"})
 
 
 def check(value: Any, schema: Schema, path: str = "") -> None:
-    """Raise ApiError 400 that names the first field of `value` that is wrong, and what would be right.
+    """Raise ApiError 400 that names the first wrong field of `value` and what is allowed.
 
     Understands type, enum, minimum, maximum, minLength, maxLength, pattern, minItems, maxItems, items, properties,
-    required, propertyNames, maxProperties, additionalProperties (a schema, or false) and anyOf; fields that no schema
-    names are
-    left alone otherwise.
+    required, propertyNames, maxProperties, additionalProperties (a schema, or false) and anyOf. Fields that the schema
+    does not name are otherwise ignored.
     """
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], path)
@@ -48,8 +45,8 @@ def check(value: Any, schema: Schema, path: str = "") -> None:
 
 
 def _check_any(value: Any, choices: Sequence[Schema], path: str) -> None:
-    """One of `choices` must fit; where none does and one has the value's type, what that one says is the most
-    helpful.
+    """One of `choices` must match. If none does, report the error of the choice that has the value's type: it is the
+    most helpful.
     """
     failures: list[ApiError] = []
     for choice in choices:
@@ -80,8 +77,8 @@ def _check_list(value: list[Any], schema: Schema, path: str) -> None:
 
 
 def _all_whole(values: list[Any], schema: Schema) -> bool:
-    """Whether all are plain integers within the bounds: token ids come by the thousand, and each would take 10 us
-    one by one.
+    """Whether all are plain integers within the bounds. Token ids come by the thousand, and the general check takes 10
+    us per id.
     """
     low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
     return all(type(value) is int and low <= value <= high for value in values)
@@ -113,7 +110,7 @@ def _check_object(value: dict[str, Any], schema: Schema, path: str) -> None:
 
 
 def describe(schema: Schema) -> str:
-    """What a schema takes, in words."""
+    """What a schema accepts, in words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(describe, schema["anyOf"])))
     if "enum" in schema:

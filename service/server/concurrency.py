@@ -1,5 +1,5 @@
-"""How many rows of a model write at once: as many as are set, fewer where the machine is not faster with more, one
-while it is short.
+"""The effective batch size per model: the configured maximum; less where the machine is not faster with more; 1 while
+memory is short.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..registry import Registry
 
 log = logging.getLogger(__name__)
 
-# A measurement: rows of so many tokens. 12 steps of an 8B model on two CPU cores take 5 s.
+# A measurement decodes this many tokens per sequence. 12 steps of an 8B model on two CPU cores take 5 s.
 _TOKENS = 12
-# Rows together must give this much more than one alone; less is noise, and each row then waits longer for its own
+# A batch must be faster than one sequence by this factor. Less is noise, and each sequence waits longer for its own
 # tokens.
 _GAIN = 1.1
 
 
 class Places:
-    """Answers the question for every model of a service. Thread-safe."""
+    """The effective batch size of every model of a service. Thread-safe."""
 
     def __init__(self, most: int, registry: Registry) -> None:
         self.most = min(most, MAX_BATCH)
@@ -31,22 +31,22 @@ class Places:
         self._measured: dict[str, int] = {}
 
     def now(self, model: OpenModel) -> int:
-        """Rows that may write at once now: 1 while memory is short or the machine too hot."""
+        """Sequences that may decode together now: 1 while memory is short or the machine is too hot."""
         if self._registry.watch(model.pool.device).slow:
             return 1
         return self.usual(model)
 
     def usual(self, model: OpenModel) -> int:
-        """Rows that write at once when nothing is short."""
+        """Sequences that decode together when nothing is short."""
         return self.of(model.name)
 
     def of(self, name: str) -> int:
-        """The same by the name of a model."""
+        """The same, by a model's name."""
         return self._measured.get(name, self.most)
 
     def measure(self, model: OpenModel, cancel: Callable[[], bool] | None = None) -> None:
-        """Find out whether several rows at once give more tokens a second than one after the other; once a model, in
-        its thread.
+        """Measure whether a batch gives more tokens per second than sequences one at a time. Once per model, in its
+        thread.
         """
         if self.most == 1 or model.name in self._measured:
             return
@@ -66,7 +66,7 @@ class Places:
 
 
 def _rate(model: OpenModel, rows: int, cancel: Callable[[], bool] | None) -> float | None:
-    """Tokens a second of decode with so many rows; None where it was stopped."""
+    """Tokens per second of decode with this batch size; None if it was stopped."""
     request = Request(ids=(0,), sampling=Sampling(seed=0), max_tokens=_TOKENS, prefix_reuse=False, speculation=False)
     began, tokens = 0.0, 0
     for event in model.generate_batch([request] * rows, cancel=cancel):
@@ -75,5 +75,5 @@ def _rate(model: OpenModel, rows: int, cancel: Callable[[], bool] | None) -> flo
             tokens += 1
         if event.result is not None and event.result.finish == "cancelled":
             return None
-    # The first token of each row is the prompt's; an answer may have ended early.
+    # The first token of each sequence comes from prefill; a sequence may have ended early.
     return max(0, tokens - rows) / max(1e-9, time.perf_counter() - began)

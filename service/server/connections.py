@@ -1,7 +1,8 @@
-"""The connections of the service: how many there are, how long a stranger stays, and what a malformed request is told.
+"""The connections of the service: how many, how long one may stay without a token, and the response to a malformed
+request.
 
-aiohttp quotes the lines of a request that it cannot parse in its answer and its log, and the token may stand in them;
-here neither does.
+aiohttp quotes the lines of a request that it cannot parse in its response and its log, and they may contain the token.
+Here neither does.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from .error_documents import ApiError, as_api_error, to_json
 
 log = logging.getLogger(__name__)
 
-# Seconds that a connection has to show the token with a request whose headers are whole; /health alone asks for none.
+# Seconds in which a connection must send complete request headers with the token. Only /health needs no token.
 STRANGER_SECONDS = 10.0
 CONNECTIONS_LIMIT = 1024
-# Descriptors kept for models, pipes and logs. Each connection may take two: a stream sends on a copy of its own.
+# File descriptors reserved for models, pipes and logs. Each connection may take two: a stream sends on a duplicate.
 _OTHER_DESCRIPTORS = 128
 _MALFORMED = "the request is not valid HTTP/1.1; send the request line and the headers as RFC 9112 has them"
 _FULL = ApiError(
@@ -33,13 +34,13 @@ _FULL = ApiError(
 
 
 def raise_descriptor_limit() -> int:
-    """Let the process open as many files as the system allows it; returns how many connections that is room for."""
+    """Raise the process's limit of open files to the hard limit; returns the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        except (OSError, ValueError) as error:  # some systems have a hard limit that none may reach
+        except (OSError, ValueError) as error:  # some systems have a hard limit that cannot be reached
             log.debug("the limit of open files stays at %d: %s", soft, error)
     if soft == resource.RLIM_INFINITY:
         return CONNECTIONS_LIMIT
@@ -47,8 +48,8 @@ def raise_descriptor_limit() -> int:
 
 
 class Connection(RequestHandler):
-    """One connection. Until `trust` was called it has STRANGER_SECONDS, and gives way to new ones where there are
-    too many.
+    """One connection. Until `trust` is called, it is closed after STRANGER_SECONDS, or earlier if there are too many
+    connections.
     """
 
     __slots__ = ("_limit", "_server", "_stranger_timer", "trusted")
@@ -61,12 +62,12 @@ class Connection(RequestHandler):
         self.trusted = False
 
     def trust(self) -> None:
-        """It has shown the token: it may stay as long as it is used."""
+        """Its request has shown the token: it may stay as long as it is used."""
         self.trusted = True
         self._end_timer()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it in, in place of the oldest that has shown no token where there are too many, or refuse it."""
+        """Accept it. If there are too many, close the oldest one without a token, or refuse the new one."""
         others = self._server.connections
         super().connection_made(transport)
         if len(others) >= self._limit:
@@ -81,16 +82,17 @@ class Connection(RequestHandler):
         self._stranger_timer = asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._expire)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """It is gone."""
+        """The connection is closed."""
         self._end_timer()
         super().connection_lost(exc)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """What a client gets where no handler answered: OpenAI's shape, and nothing of what it sent. Raises
-        ConnectionError where an answer
-        has begun: no second one may follow it."""
+        """The response where no handler has answered: OpenAI's shape, without any of the client's bytes.
+
+        Raises ConnectionError if a response has begun: a second one must not follow.
+        """
         if request.writer.output_size > 0:
             raise ConnectionResetError("an answer broke off")
         if status == 400:
@@ -103,7 +105,7 @@ class Connection(RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """What aiohttp finds wrong with itself; never with the client's own lines."""
+        """Log an internal error of aiohttp, without the client's lines."""
         error = kw.get("exc_info")
         log.error("a connection failed: %s", type(error).__name__ if isinstance(error, BaseException) else args[0])
 
@@ -126,7 +128,7 @@ class Connection(RequestHandler):
 
 
 class Server(web.Server):
-    """Makes the connections."""
+    """Creates the connections."""
 
     def __init__(self, made: web.Server, limit: int, options: dict[str, Any]) -> None:
         super().__init__(
@@ -139,12 +141,12 @@ class Server(web.Server):
         self._limit = limit
 
     def __call__(self) -> Connection:
-        """A new one, for the event loop."""
+        """A new connection, for the event loop."""
         return Connection(self, self._limit, loop=asyncio.get_running_loop(), **self._options)
 
 
 class ConnectionRunner(web.AppRunner):
-    """aiohttp's runner, with at most `limit` connections of ours."""
+    """aiohttp's runner, with at most `limit` of our connections."""
 
     def __init__(self, app: web.Application, limit: int, **options: Any) -> None:
         super().__init__(app, **options)
@@ -157,7 +159,7 @@ class ConnectionRunner(web.AppRunner):
 
 
 def trust(request: web.Request) -> None:
-    """The request showed the token: its connection may stay."""
+    """The request has shown the token: its connection may stay."""
     protocol = request.protocol
     if isinstance(protocol, Connection):
         protocol.trust()
@@ -169,8 +171,8 @@ def is_gone(request: web.Request) -> bool:
 
 
 def is_cancelled(request: web.Request, error: BaseException) -> bool:
-    """Whether `error` is the cancellation of this request's task; else it was raised by mistake, and the client
-    waits for an answer.
+    """Whether `error` is the cancellation of this request's task. If not, it was raised by mistake, and the client
+    still waits for a response.
     """
     if not isinstance(error, asyncio.CancelledError):
         return False

@@ -1,4 +1,4 @@
-"""/v1/embeddings: a vector for each text."""
+"""/v1/embeddings: one vector per text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .service import Service
 
 
 async def embeddings(service: Service, request: web.Request) -> web.StreamResponse:
-    """Vectors of length 1: the last token's state behind the final norm, cut to `dimensions` where that is given."""
+    """Vectors of length 1: the last token's state after the final norm, cut to `dimensions` if that is given."""
     body = await read_json(service, request, EMBEDDINGS)
     dimensions = whole(body.get("dimensions"))
     with service.models.using() as uses:
@@ -44,7 +44,7 @@ async def embeddings(service: Service, request: web.Request) -> web.StreamRespon
 def _begin(
     service: Service, body: Mapping[str, Any], dimensions: int | None, uses: Uses, cancel: CancelCheck
 ) -> tuple[str, OpenModel, list[list[int]]]:
-    """The model and the token ids of every input, checked before anything waits for its turn."""
+    """The model and the token ids of every input, checked before anything is queued."""
     name, model = service.find(body.get("model"), uses=uses)
     if dimensions is not None and dimensions > model.hidden_size:
         message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"

@@ -1,6 +1,4 @@
-"""What goes wrong, as OpenAI's API says it: {"error": {"message", "type", "param", "code"}} with a status, and when
-to come again.
-"""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}} with a status, and when to retry."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds after which a client may try again where nothing better is known.
+# Default for Retry-After.
 SOON = 5
 
 _TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -38,9 +36,7 @@ _FAMILY: tuple[tuple[type[OnedeskError], int, str], ...] = (
 
 
 class ApiError(OnedeskError):
-    """An answer other than success. `param` is the field that is wrong, `retry_after` seconds until another try may
-    succeed.
-    """
+    """An error response. `param` is the wrong field, `retry_after` the seconds after which a retry may succeed."""
 
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, retry_after: int | None = None
@@ -57,14 +53,14 @@ class ApiError(OnedeskError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Headers beside it."""
+        """The headers of the response."""
         found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """`error` for a client: our own family says what happened; anything else is logged, and the client hears that
-    something did.
+    """`error` for a client. An OnedeskError keeps its message. Anything else is logged, and the client gets a general
+    message.
     """
     if isinstance(error, ApiError):
         return error
@@ -80,12 +76,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def contained(work: Callable[..., T], *arguments: Any) -> T:
-    """The result of `work`, for a thread: whatever it raises outside our error family is logged and raised as an
-    ApiError.
+    """Call `work` within a pool thread; returns its result. Anything raised outside our error family is logged and
+    raised as an ApiError.
 
-    A future or a coroutine cannot carry every exception on: StopIteration leaves who waits without an end,
-    CancelledError looks as if the client had gone, SystemExit ends the process, and a panic of a Rust library is no
-    Exception at all.
+    A future or a coroutine cannot carry every exception: StopIteration leaves the waiting task without an end,
+    CancelledError looks like a disconnected client, SystemExit ends the process, and a panic of a Rust library is no
+    Exception.
     """
     try:
         return work(*arguments)
@@ -96,7 +92,7 @@ def contained(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def to_json(document: Any) -> bytes:
-    """ASCII, so that half characters cannot break it; infinities become null, as JSON has none."""
+    """ASCII, so that lone surrogates cannot break it. Infinities become null, since JSON has none."""
     try:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:

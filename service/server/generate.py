@@ -47,7 +47,7 @@ async def chat(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 async def completions(service: Service, request: web.Request) -> web.StreamResponse:
-    """Go on with a text, or with token ids."""
+    """Continue a text or a list of token ids."""
     body = await read_json(service, request, COMPLETION)
     with service.models.using() as uses:
         name, calls, ask = await begin(service, body, completion_ask, uses)
@@ -65,8 +65,8 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
 async def begin(
     service: Service, body: Mapping[str, Any], ask_of: Callable[[Mapping[str, Any], int], ParsedRequest], uses: Uses
 ) -> tuple[str, list[Call], ParsedRequest]:
-    """The model, the calls (one per prompt), what is asked, all checked. One trip to a thread: each delays the first
-    token.
+    """The model, the calls (one per prompt) and the options, all checked. One trip to a thread, because each trip
+    delays the first token.
     """
 
     def prepare(cancel: CancelCheck) -> tuple[str, OpenModel, ParsedRequest, list[Prepared]]:
@@ -83,7 +83,7 @@ async def begin(
 
 
 async def _echoes(service: Service, name: str, calls: Sequence[Call], ask: ParsedRequest) -> dict[int, Echo]:
-    """Each choice's prompt; with log-probabilities it is scored first, in a turn of its own."""
+    """Each choice's prompt. With log-probabilities, the prompt is scored first, queued by itself."""
     model, top = calls[0].model, ask.requests[0].logprobs
     texts = await service.prepare(name, lambda _: [_prompt_text(model, one) for one in ask.requests])
     scored: Sequence[Sequence[tuple[int, Logprobs | None]]] = [()] * len(texts)
@@ -101,7 +101,7 @@ def _prompt_text(model: OpenModel, request: Request) -> str:
 
 
 def _scored(model: OpenModel, ids: Sequence[int], top: int, cancel: CancelCheck) -> list[tuple[int, Logprobs | None]]:
-    """Each id with its log-probability; nothing is known before the first."""
+    """Each id with its log-probability; the first has none."""
     return [(ids[0], None), *zip(ids[1:], model.scored(ids, top, cancel=cancel), strict=True)]
 
 
@@ -114,9 +114,7 @@ def _offer(sink: _Sink, first: int, event: Event) -> bool:
 
 @dataclass(slots=True)
 class Answering:
-    """An answer on its way: its model, the calls that it is made of (one a prompt), who writes it down, and the
-    calls' results.
-    """
+    """One response in progress: its model, its calls (one per prompt), its writer, and the calls' results."""
 
     name: str
     calls: Sequence[Call]
@@ -126,8 +124,8 @@ class Answering:
     async def events(
         self, service: Service, sink: _Sink | None = None
     ) -> AsyncIterator[tuple[Call, Sequence[tuple[int, Event]]]]:
-        """What comes, prompt by prompt, each event with the index of its choice in the whole answer; `sink` may take
-        it before.
+        """Events, prompt by prompt, each with the index of its choice in the whole response. `sink` may take an event
+        first.
         """
         first = 0
         for call in self.calls:
@@ -142,19 +140,19 @@ class Answering:
             first += call.choices
 
     def collect(self, events: Sequence[tuple[int, Event]]) -> None:
-        """Take events for the whole document."""
+        """Collect events for the whole document."""
         for index, event in events:
             self.writer.collect(index, event)
 
     def collect_now(self, index: int, event: Event) -> bool:
-        """Take an event, in whichever thread, unless it ends a choice: its result is wanted elsewhere too."""
+        """Collect an event, in any thread, unless it ends a choice: its result is needed elsewhere too."""
         if event.result is None:
             self.writer.collect(index, event)
         return event.result is None
 
     @property
     def usage(self) -> Document:
-        """Tokens of all prompts that have ended."""
+        """The token counts of all finished prompts."""
         return added(usage(results) for results in self.results)
 
 
@@ -165,7 +163,7 @@ async def answer(
     answering: Answering,
     stream: Callable[[web.Request], EventStream] = EventStream,
 ) -> web.StreamResponse:
-    """Wait for the model and send what it writes, whole or as `stream` sends it."""
+    """Run the calls and send the response, whole or through `stream`."""
     async with service.waiting_for(answering.name, answering.calls):
         if ask.stream:
             return await _stream(service, stream(request), request, answering, include_usage=ask.include_usage)
@@ -175,7 +173,7 @@ async def answer(
 
 
 async def _only_prompts(request: web.Request, ask: ParsedRequest, answering: Answering) -> web.StreamResponse:
-    """The answers of no tokens: each choice is its prompt."""
+    """Responses with zero generated tokens: each choice is its prompt."""
     for prepared in (call.task for call in answering.calls if isinstance(call.task, Prepared)):
         read = Usage(len(prepared.ids), 0, 0)
         answering.results.append(
@@ -197,8 +195,8 @@ async def _only_prompts(request: web.Request, ask: ParsedRequest, answering: Ans
 async def _stream(
     service: Service, stream: EventStream, request: web.Request, answering: Answering, *, include_usage: bool
 ) -> web.StreamResponse:
-    """As server-sent events. Headers go out with the first event or comment: what fails before has a status of its
-    own.
+    """Send server-sent events. Headers go out with the first event or comment, so an earlier failure has a status of
+    its own.
     """
     with stream as out:
         try:
@@ -206,7 +204,7 @@ async def _stream(
             if include_usage:
                 await out.send([answering.writer.usage_chunk(answering.usage)])
         except BaseException as error:
-            # Before the first part the middleware answers. After it, whatever it is can only be a part too.
+            # Before the first part, the middleware sends the error. After it, an error can only be another part.
             begun = request.writer.output_size > 0
             if not begun or is_gone(request) or is_cancelled(request, error):
                 raise
@@ -215,10 +213,10 @@ async def _stream(
 
 
 async def _send_all(service: Service, answering: Answering, out: EventStream) -> None:
-    """Send what comes, and a comment where nothing does for long."""
+    """Send events as they come, and a comment during long pauses."""
     writer, frames = answering.writer, Frames(answering.writer)
     told: tuple[int, bool] | None = None
-    sent, since = 0, time.perf_counter()  # parts that were sent when it was last looked, and since when nothing was
+    sent, since = 0, time.perf_counter()  # parts sent at the last check, and the time of the last part
 
     def send_now(index: int, event: Event) -> bool:
         written = frames.of(index, event)

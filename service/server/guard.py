@@ -1,4 +1,4 @@
-"""Who may come in: the token, and the Host and Origin that a web page in the user's browser cannot fake."""
+"""Access control: the token, and the Host and Origin headers, which a web page in the user's browser cannot fake."""
 
 from __future__ import annotations
 
@@ -22,24 +22,21 @@ _LOCAL_NAMES = frozenset({"localhost"})
 class Guard:
     """What a request must show.
 
-    `token` None: none is asked for. `names` are the hosts that it may be addressed to, None on a unix socket, which no
-    browser reaches.
+    `token` None: no token is required. `names` are the accepted hosts; None on a unix socket, which no browser reaches.
     """
 
     token: str | None
     names: frozenset[str] | None
 
     def check(self, request: web.Request) -> None:
-        """Raise ApiError 403 for a Host or Origin that is not ours, 401 without the token (on every route but
-        /health).
-        """
+        """Raise ApiError 403 for a foreign Host or Origin, 401 without the token (on every route but /health)."""
         if self.names is not None:
             self._check_host(request.headers.getall("Host", []))
             _check_origin(request)
         if self.token is None or request.path in OPEN_ROUTES:
             return
         scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        if "Authorization" not in request.headers:  # as Anthropic's clients may send it
+        if "Authorization" not in request.headers:  # the header of Anthropic's clients
             scheme, shown = "bearer", request.headers.get("X-Api-Key", "")
         if scheme.lower() != "bearer" or not matches(shown.strip(), self.token):
             message = (
@@ -65,20 +62,20 @@ class Guard:
 
 
 def _check_origin(request: web.Request) -> None:
-    # Browsers say where a request comes from; programs do not.
+    # Browsers send the origin of a request; programs do not.
     if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "requests from web pages are not answered", code="wrong_origin")
 
 
 def own_names(host: str) -> frozenset[str]:
-    """The names that a service bound to `host` answers to; "*" stands for any address written in numbers."""
+    """The names that a service bound to `host` answers to; "*" stands for any numeric address."""
     if is_loopback(host):
         return _LOCAL_NAMES | {"127.0.0.1", "::1", host.lower()}
     return _LOCAL_NAMES | {socket.gethostname().lower(), socket.getfqdn().lower(), host.lower(), "*"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`. Raises RequestError for a name that cannot be found."""
+    """Whether `host` is reachable from this machine only. Raises RequestError for a name that cannot be resolved."""
     if host.lower() in _LOCAL_NAMES:
         return True
     try:

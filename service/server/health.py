@@ -13,11 +13,13 @@ from .requests import ModelForm, form_of
 from .schemas import OWN
 from .service import Service
 
-_DIGITS = 12  # more than any context has
+_DIGITS = 12  # more than any context length has
 
 
 async def health(service: Service, request: web.Request) -> web.Response:
-    """Whether the service lives, whether it takes work, and whether it is asleep and what wakes it; needs no token."""
+    """Whether the service is alive, whether it accepts work, and whether it is asleep and what wakes it. Needs no
+    token.
+    """
     document = {
         "live": True,
         "ready": service.ready,
@@ -29,13 +31,13 @@ async def health(service: Service, request: web.Request) -> web.Response:
 
 
 async def models(service: Service, request: web.Request) -> web.Response:
-    """Every model that can be asked for."""
+    """Every model that is served."""
     rows = await service.in_thread(lambda: [_document(service, entry) for entry in service.models.entries()])
     return web.Response(body=to_json({"object": "list", "data": rows}), content_type="application/json")
 
 
 async def model(service: Service, request: web.Request) -> web.Response:
-    """One of them."""
+    """One model."""
     name = request.match_info["name"]
     form = _form(request)
     found = await service.in_thread(
@@ -49,9 +51,7 @@ async def model(service: Service, request: web.Request) -> web.Response:
 
 
 def _form(request: web.Request) -> ModelForm:
-    """The form in which it is asked for: ?context=N&quant=Q, both as in the `onedesk` object of a request. Raises
-    ApiError 400.
-    """
+    """The requested variant: ?context=N&quant=Q, as in the `onedesk` object of a request. Raises ApiError 400."""
     asked: dict[str, Any] = dict(request.query)
     context = asked.get("context")
     if context is not None:

@@ -1,4 +1,4 @@
-"""/v1/memory/leases: another process says what it takes of the machine's memory, so that both sides know."""
+"""/v1/memory/leases: another process registers the memory that it takes, so that both sides account for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 async def take_lease(service: Service, request: web.Request) -> web.Response:
-    """Make room for another process, and count it as taken until it is given back or its heartbeat is late."""
+    """Free memory for another process, and count it as taken until it is given back or its heartbeat is late."""
     body = await read_json(service, request, LEASE)
     heartbeat = HEARTBEAT if body.get("heartbeat") is None else float(body["heartbeat"])
     tenant = Tenant(
@@ -35,7 +35,7 @@ async def take_lease(service: Service, request: web.Request) -> web.Response:
 
 
 async def tell_lease(service: Service, request: web.Request) -> web.Response:
-    """A heartbeat; the answer says how many bytes the process should give back, and when to come again."""
+    """A heartbeat. The response says how many bytes to give back, and when the next heartbeat is due."""
     body = await read_json(service, request, HEARTBEAT_OF_LEASE)
     tenant = service.tenants.tell(request.match_info["key"], whole(body.get("held")), whole(body.get("bytes")))
     _watch(service, tenant)
@@ -43,12 +43,12 @@ async def tell_lease(service: Service, request: web.Request) -> web.Response:
 
 
 async def give_back_lease(service: Service, request: web.Request) -> web.Response:
-    """The process has ended with it."""
+    """The process gives the lease back."""
     return _answer(service.tenants.give_back(request.match_info["key"]).document())
 
 
 def _watch(service: Service, tenant: Tenant) -> None:
-    """Look again when the heartbeat would be late."""
+    """Check the lease again when its next heartbeat would be late."""
 
     def look() -> None:
         for late in service.tenants.expire():

@@ -1,4 +1,4 @@
-"""Loads a model anew while nobody asks: after so many hours, or once its pool is in too many small pieces."""
+"""Reloads an idle model after a set number of hours, or when its pool is too fragmented."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
-IDLE_SECONDS = 300.0  # nobody has asked for so long, so that probably nobody will in the seconds that a load takes
+IDLE_SECONDS = 300.0  # idle for this long: probably no request comes in the seconds that a load takes
 
 
 class Renewal:
-    """Remembers since when models are loaded. `now` is a monotonic clock in seconds."""
+    """Remembers when each model was loaded. `now` is a monotonic clock in seconds."""
 
     def __init__(self, settings: ServiceSettings, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -32,8 +32,8 @@ class Renewal:
         self._since: dict[OpenModel, float] = {}
 
     def due(self, model: OpenModel, idle: float) -> bool:
-        """Whether a model should be loaded anew now; `idle` is seconds since somebody used it. Ask for each model
-        every LOOK_SECONDS.
+        """Whether a model should be reloaded now; `idle` is the seconds since its last use. Call it per model every
+        LOOK_SECONDS.
         """
         if not model.loaded:
             self._since.pop(model, None)
@@ -45,7 +45,7 @@ class Renewal:
         return (hours > 0 and loaded >= hours * 3600) or (0 < pieces <= model.pool.fragmentation())
 
     def renew(self, model: OpenModel, unwanted: Callable[[], bool], cancel: CancelCheck | None = None) -> bool:
-        """Give its bytes back and load it again; nothing where `unwanted` by then. In the model's thread. Raises
+        """Release the model and load it again; nothing if `unwanted` by then. Runs in the model's thread. Raises
         Cancelled.
         """
         if unwanted():
@@ -58,7 +58,7 @@ class Renewal:
 
 
 async def renew_when_idle(service: Service) -> None:
-    """Look every LOOK_SECONDS until it is cancelled."""
+    """Check every LOOK_SECONDS until cancelled."""
     renewal = Renewal(service.settings)
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -69,7 +69,7 @@ async def renew_when_idle(service: Service) -> None:
                         await worker.in_turn(lambda model=model, worker=worker: _renew(service, renewal, model, worker))
                     except (
                         OnedeskError
-                    ) as error:  # a thread raises nothing else; the next look is for the other models too
+                    ) as error:  # a thread raises nothing else; the next check covers the other models too
                         log.warning("%s was not loaded anew: %s", model.name, error)
 
 
@@ -78,7 +78,7 @@ def _renew(service: Service, renewal: Renewal, model: OpenModel, worker: Worker)
         renewed = renewal.renew(
             model, lambda: len(worker.line) > 0 or service.asleep or service.stopping, lambda: worker.aborting
         )
-    except OnedeskError as error:  # its files are gone, or its room: whoever asks next is told
+    except OnedeskError as error:  # its files are gone or its memory is taken: the next request reports it
         log.warning("%s was not loaded anew: %s", model.name, error)
         return
     if renewed:

@@ -1,4 +1,4 @@
-"""/v1/memory: what there is, who holds it, and making it free for somebody else."""
+"""/v1/memory: memory in use per owner, and releasing it for other programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .service import Service, Waking
 
 
 async def show_memory(service: Service, request: web.Request) -> web.Response:
-    """The document of `onedesk memory`, of this process."""
+    """The document of `onedesk memory` for this process."""
     report = await service.in_thread(_report, service)
     return web.Response(body=to_json(report), content_type="application/json")
 
@@ -36,7 +36,7 @@ def _report(service: Service) -> dict[str, Any]:
 
 
 async def release(service: Service, request: web.Request) -> web.Response:
-    """Let one owner give way, or as many as it takes for `bytes`; answers once the bytes are back, measured."""
+    """Release one owner, or as many owners as `bytes` needs. Responds once the bytes are back, measured."""
     body = await read_json(service, request, RELEASE)
     owner, nbytes = body.get("owner"), body.get("bytes")
     if (owner is None) == (nbytes is None):
@@ -52,7 +52,7 @@ async def release(service: Service, request: web.Request) -> web.Response:
 
 
 def _make_room(service: Service, nbytes: int) -> tuple[list[Released], list[OpenModel]]:
-    """What came back, and who was asked: nobody where there is room already."""
+    """The bytes that came back and the owners that were asked; none if there is enough memory already."""
     pool = service.registry.pool(service.models.choice.device)
     lacking = nbytes - max(0, pool.room().now)
     return (pool.make_room(lacking), service.registry.models()) if lacking > 0 else ([], [])
@@ -70,7 +70,7 @@ def _release(service: Service, owner: str) -> list[Released]:
 
 
 async def set_policy(service: Service, request: web.Request) -> web.Response:
-    """When a model gives way from now on; a time that has passed already counts."""
+    """Set when a model gives way. A time that has already passed counts."""
     own = {"onedesk": await read_json(service, request, POLICY)}
     policy = policy_of(own)
     name, model = await service.in_thread(service.find, own["onedesk"]["owner"], form_of(own))
@@ -80,11 +80,11 @@ async def set_policy(service: Service, request: web.Request) -> web.Response:
 
 
 async def sleep(service: Service, request: web.Request) -> web.Response:
-    """Give everything back, after what is worked on has ended. With "wake": "request" the next request for a model
-    wakes it; with "manual"
-    requests wait for their turn until `wake`."""
+    """Release everything after running requests have ended. With "wake": "request" the next request for a model wakes
+    it; with "manual" requests stay queued until `wake`.
+    """
     body = await read_json(service, request, SLEEP)
-    # A client that goes away meanwhile does not leave it half asleep.
+    # A client that disconnects meanwhile must not leave it half asleep.
     return await asyncio.shield(asyncio.ensure_future(_sleep(service, body.get("wake") or "request")))
 
 
@@ -97,7 +97,7 @@ async def _sleep(service: Service, waking: Waking) -> web.Response:
 
 
 async def wake(service: Service, request: web.Request) -> web.Response:
-    """Load what was loaded when it fell asleep, and work again."""
+    """Load what was loaded before sleep, and accept work again."""
     await read_json(service, request, NOTHING)
     slept, service.slept = service.slept, []
     try:
@@ -114,7 +114,7 @@ def _load(model: OpenModel, cancel: CancelCheck) -> dict[str, Any]:
 
 
 def _answer(service: Service, released: Iterable[Released], models: Sequence[OpenModel]) -> web.Response:
-    """What came back, and which of `models`, who were asked, kept their bytes because they write."""
+    """What came back, and which of the asked `models` kept their bytes because they are generating."""
     given = list(released)
     service.figures.returned(given)
     rows = [{"owner": one.owner, "asked": one.asked, "measured": one.measured, "seconds": one.seconds} for one in given]

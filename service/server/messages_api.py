@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the same engine as a chat."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the same engine as chat."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ async def _counted(service: Service, request: web.Request) -> web.StreamResponse
 async def _with_its_errors(
     request: web.Request, work: Callable[[], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The answer of `work`, or its error in the shape that this API's clients read."""
+    """The response of `work`, or its error in the shape that clients of this API read."""
     try:
         return await work()
     except OnedeskError as error:
-        if request.writer.output_size > 0:  # a stream has begun; no second answer may follow
+        if request.writer.output_size > 0:  # a stream has begun; a second response must not follow
             raise
         failed = as_api_error(error)
         body = to_json(error_document(failed))

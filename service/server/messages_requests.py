@@ -1,4 +1,4 @@
-"""/v1/messages: what a body may hold, and the body of a chat that asks the same."""
+"""/v1/messages: the schema of a body, and its translation to a chat body."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONTENT: dict[str, Any] = {
         },
     },
 }
-# Taken over as they are.
+# Passed through unchanged.
 _SHARED = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
     *("min_p", "repetition_penalty", "seed", "chat_template_kwargs", "onedesk"),
@@ -118,9 +118,9 @@ COUNT_TOKENS: Mapping[str, Any] = MESSAGES | {"required": ["messages"]}
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of /v1/chat/completions for one of MESSAGES. Raises ApiError 400 for what is not supported, by its name.
+    """The body of /v1/chat/completions for one of MESSAGES. Raises ApiError 400 that names an unsupported field.
 
-    A last message of the assistant is the beginning of the answer, as in Anthropic's API.
+    A last message of the assistant is a prefill of the answer, as in Anthropic's API.
     """
     for name, why in _UNSUPPORTED.items():
         if body.get(name):
@@ -175,9 +175,7 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """The messages of a chat that say the same: results of tools are messages of their own, before what the user
-    says.
-    """
+    """The equivalent chat messages: tool results become messages of their own, before the user's text."""
     content = message["content"]
     if isinstance(content, str):
         return [{"role": message["role"], "content": content}]
@@ -209,7 +207,7 @@ def _content(content: str | Sequence[Mapping[str, Any]], path: str) -> Any:
 
 
 def _part(block: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A part as a chat has it: pictures too, which the chat takes or refuses."""
+    """A part in chat form. Images are passed on: the chat code accepts or refuses them."""
     kind, source = block.get("type"), block.get("source") or {}
     if kind == "text":
         return {"type": "text", "text": block.get("text") or ""}

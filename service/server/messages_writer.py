@@ -1,4 +1,4 @@
-"""Answers as Anthropic's Messages API has them: a message of content blocks, or the events by which they come."""
+"""Responses as Anthropic's Messages API has them: a message of content blocks, or the events that build it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _ERROR_TYPES: Mapping[int, str] = {
 
 
 class MessagesWriter(TypedEventsWriter):
-    """Writes one answer. `prompt` are the prompt's tokens, `stop` the stop sequences that were asked for, `tools` and
-    `one_call` as
-    AnswerParts has them."""
+    """Writes one response. `prompt` is the number of prompt tokens, `stop` the requested stop sequences; `tools` and
+    `one_call` are as in AnswerParts.
+    """
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class MessagesWriter(TypedEventsWriter):
         self._parts = AnswerParts(tools, one_call=one_call)
         self._begun = False
         self._index = -1  # of the latest block
-        self._kind = ""  # of the block that is open, "" for none
+        self._kind = ""  # of the open block, "" for none
 
     def whole(self, total: Document) -> Document:
-        """The message; `total` is its usage as a chat tells it."""
+        """The message; `total` is its usage in chat form."""
         result = self.result()
         text, reasoning, calls = split_calls(result.text, result.reasoning, self._tools, one_call=self._one_call)
         content: list[Document] = [_thinking_block(reasoning)] if reasoning else []
@@ -79,7 +79,7 @@ class MessagesWriter(TypedEventsWriter):
         return self._head | {"content": content, **self._end(result, called=bool(calls)), **own}
 
     def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """The stream's events for what came together."""
+        """The stream's events for engine events that came together."""
         out: list[Document] = []
         if not self._begun:
             self._begun = True
@@ -100,7 +100,7 @@ class MessagesWriter(TypedEventsWriter):
         return out
 
     def failure(self, error: ApiError) -> Document:
-        """The event, and the document, of an error."""
+        """The error event, which is also the error document."""
         return error_document(error)
 
     def _end(self, result: Result, *, called: bool) -> Document:
@@ -110,7 +110,7 @@ class MessagesWriter(TypedEventsWriter):
         return {"stop_reason": reason, "stop_sequence": self._stopped(result) if reason == "stop_sequence" else None}
 
     def _stopped(self, result: Result) -> str | None:
-        """The stop sequence that ended the answer: it was cut from the text, and its tokens are still there."""
+        """The stop sequence that ended the text. It was cut from the text, but its tokens are still in the result."""
         written = self._tokenizer.decode(result.ids)
         found = [(written.rfind(stop) + len(stop), len(stop), stop) for stop in self._stop if stop in written]
         return max(found)[2] if found else None
@@ -123,7 +123,7 @@ class MessagesWriter(TypedEventsWriter):
                 out.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
             elif isinstance(part, str):
                 if self._kind != "text" and not part.strip() and self._index >= 0:
-                    continue  # blanks between thoughts and calls
+                    continue  # whitespace between reasoning and calls
                 out += self._opened("text", {"type": "text", "text": ""})
                 out.append(self._delta({"type": "text_delta", "text": part}))
             elif isinstance(part, CallStart):
@@ -135,7 +135,7 @@ class MessagesWriter(TypedEventsWriter):
         return out
 
     def _opened(self, kind: str, block: Document) -> list[Document]:
-        """Events after which a block of `kind` is open."""
+        """The events after which a block of `kind` is open."""
         if self._kind == kind:
             return []
         events = self._close()
@@ -153,13 +153,13 @@ class MessagesWriter(TypedEventsWriter):
 
 
 def error_document(error: ApiError) -> Document:
-    """An error as Anthropic's API says it."""
+    """An error in the shape of Anthropic's API."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def _usage(usage: Usage) -> Document:
-    """Tokens; those that were there from an earlier prompt are told apart."""
+    """Token counts; cached prompt tokens are counted separately."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""/metrics: the service's figures as Prometheus reads them (extra "service"). Gathered when they are asked for."""
+"""/metrics: the service's metrics in Prometheus's format (extra "service"), collected on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = Iterable[tuple[tuple[str, ...], float]]
 
 
 async def metrics(service: Service, request: web.Request) -> web.Response:
-    """Every figure in Prometheus's text form."""
+    """Every metric in Prometheus's text format."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
@@ -39,13 +39,13 @@ async def metrics(service: Service, request: web.Request) -> web.Response:
 
 
 class _Gatherer:
-    """A collector of prometheus_client: reads everything anew, keeps nothing."""
+    """A collector of prometheus_client: reads everything again at each scrape, keeps nothing."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Any]:
-        """The families."""
+        """The metric families."""
         yield from self._work()
         yield from self._memory()
 

@@ -21,12 +21,12 @@ from ..registry import Registry
 from .error_documents import ApiError
 from .requests import ModelForm
 
-FORMS_LIMIT = 8  # contexts and quantizations of one model whose handles are kept
+FORMS_LIMIT = 8  # handles that are kept per model, one per context length and quantization
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """How models are opened: the common options of the command. `names` empty: every model that is listed."""
+    """How models are opened: the command's common options. Empty `names`: every listed model."""
 
     names: tuple[str, ...] = ()
     quant: str = "none"
@@ -36,7 +36,7 @@ class ServedModels:
 
 @dataclass(slots=True)
 class Uses:
-    """The handles that one request has found; none is closed before the request has ended."""
+    """The handles that one request has found. They stay open until the request has ended."""
 
     models: list[OpenModel] = field(default_factory=list)
     ended: bool = False
@@ -51,12 +51,12 @@ class Models:
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
         self._lock = threading.Lock()
-        self._open: dict[ModelSpec, OpenModel] = {}  # the one that was asked for last after all others
-        self._uses_lock = threading.Lock()  # held for a moment only: the event loop takes it
+        self._open: dict[ModelSpec, OpenModel] = {}  # most recently requested last
+        self._uses_lock = threading.Lock()  # held briefly: the event loop takes it
         self._uses: Counter[OpenModel] = Counter()  # requests that have found a handle and have not ended
 
     def entries(self) -> list[ModelEntry]:
-        """What can be asked for; looked up anew, so that a folder dropped into the roots is there at once."""
+        """The available models, listed again at each call, so that a folder added to the roots appears at once."""
         found = self._roots.list()
         with self._lock:
             self._forget_stale({spec.name for spec in self._open} - {entry.name for entry in found})
@@ -64,8 +64,8 @@ class Models:
 
     @contextmanager
     def using(self) -> Iterator[Uses]:
-        """What a request finds stays open until the block ends, however many other contexts of the model are asked
-        for meanwhile.
+        """Handles found by a request stay open until the block ends, even if many other contexts of the model are
+        requested meanwhile.
         """
         uses = Uses()
         try:
@@ -85,12 +85,12 @@ class Models:
         return not opened.loaded and not opened.busy and not self._uses[opened]
 
     def find(self, asked: str | None, form: ModelForm | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The name and the handle for what a request asked for, which loads when it is first used. Raises as
-        `name_of` and `open`.
+        """The name and the handle for a requested name. The handle loads at its first use. Raises as `name_of` and
+        `open`.
         """
         key = self._key(asked or "", form or ModelForm())
         opened = self._open.get(key)
-        # The usual case, and one look at its files: each look is a dozen questions to the system before a first token.
+        # The usual case, with a single check of its files: each check is a dozen system calls before the first token.
         if opened is not None and not opened.stale:
             with self._lock:
                 if self._open.get(key) is opened:
@@ -101,9 +101,7 @@ class Models:
         return name, self.open(name, form, uses)
 
     def name_of(self, asked: str | None) -> str:
-        """The name to use for what a request asked for. Raises ApiError: 404 for one that is not served, 400 where
-        one must be named.
-        """
+        """The served name for a requested name. Raises ApiError 404 for an unknown model, 400 if a name is needed."""
         if asked is None:
             default = self.choice.names[0] if self.choice.names else default_model(self._config)
             if default is None:
@@ -119,9 +117,7 @@ class Models:
         return asked
 
     def open(self, name: str, form: ModelForm | None = None, uses: Uses | None = None) -> OpenModel:
-        """The handle of a served name, which loads when it is first used. Raises ModelError, FileError,
-        RequestError.
-        """
+        """The handle of a served name. It loads at its first use. Raises ModelError, FileError, RequestError."""
         with self._lock:
             key = self._key(name, form or ModelForm())
             opened = self._open.get(key)
@@ -153,8 +149,8 @@ class Models:
         )
 
     def _forget_stale(self, names: AbstractSet[str]) -> None:
-        """Of names that cannot be opened any more: give the bytes back. One that writes keeps them until a later
-        look finds it idle.
+        """Release models that can no longer be opened. One that is generating keeps its bytes until a later check finds
+        it idle.
         """
         for key in [key for key, opened in self._open.items() if key.name in names and opened.stale]:
             opened = self._open[key]
@@ -163,8 +159,8 @@ class Models:
                 self._registry.forget(self._open.pop(key))
 
     def _forget_forms(self, name: str) -> None:
-        """A client may ask for one context after the other: of forms that are neither loaded nor used only the
-        latest few are kept.
+        """A client may request many contexts in turn: of the variants that are neither loaded nor in use, keep only the
+        latest few.
         """
         forms = [key for key in self._open if key.name == name and key.context is not None]
         for key in forms[:-FORMS_LIMIT]:
@@ -172,7 +168,7 @@ class Models:
                 self._registry.forget(self._open.pop(key))
 
     def document(self, entry: ModelEntry, form: ModelForm | None = None) -> dict[str, Any]:
-        """A model as /v1/models shows it; a broken one says why."""
+        """A model as /v1/models shows it. A broken one has the reason."""
         more: dict[str, Any] = {
             "toy": is_toy(entry.name),
             "context": None,

@@ -1,4 +1,4 @@
-"""/openapi.json: the routes and what they take, in OpenAPI 3.1."""
+"""/openapi.json: the routes and their schemas, in OpenAPI 3.1."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WITH_BODY = (408, 413, 415)
 
 
 def document(version: str) -> dict[str, Any]:
-    """The whole of it."""
+    """The complete document."""
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path), {})[route.method.lower()] = _operation(route)

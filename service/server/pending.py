@@ -1,4 +1,4 @@
-"""A request on its way through the service: made and read on the event loop, worked on by its model's thread."""
+"""A pending request: created and read on the event loop, run by its model's thread."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from ..engine.completion import Prepared
 
 log = logging.getLogger(__name__)
 
-# What a call does that is no generation, such as an embedding: in the model's thread, told how to ask whether to stop.
+# Work other than generation, such as an embedding. It runs in the model's thread and gets the check that says whether
+# to stop.
 Work = Callable[[OpenModel, Callable[[], bool]], Any]
-# Seconds after which who waits is told its place for the first time. Most never wait so long, and what fails before has
-# a status.
+# Seconds until the first report of the queue position. Most requests never wait that long, and an earlier failure still
+# has a status of its own.
 HESITATION = 0.25
-# A prompt with more tokens to read is told of when that begins, not at the end of somebody's patience.
+# A longer prompt is reported when its prefill starts, without this delay.
 LONG = 256
-# What may take an event the moment it comes, in the thread that made it or on the loop; whether it has. It must not
+# May take an event as soon as it comes, in the thread that made it or on the loop; returns whether it has. It must not
 # wait or fail.
 Sink = Callable[[Event], bool]
-# When the reader should look: it need not, when the step is over, at once.
+# When the reader should look: not at all, after the current step, or at once.
 Look: TypeAlias = Literal["", "soon", "now"]
 
 
 class Call:
-    """One request that the engine has not refused, or one piece of other work, for one model.
+    """One accepted request, or one piece of other work, for one model.
 
     `put`, `found`, `enter` and `end` are for the model's thread, `take` is for the event loop.
     """
@@ -41,52 +42,52 @@ class Call:
         self.task = task
         self.stopping = False
         self.made = time.perf_counter()
-        self.entered: float | None = None  # when the model began with it
+        self.entered: float | None = None  # when the model started it
         self.first_token: float | None = None
-        self.outcome: Any = None  # what other work found
-        self.results = 0  # that the model's thread has handed over
+        self.outcome: Any = None  # the result of other work
+        self.results = 0  # handed over by the model's thread
         self.loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # held while the sink takes something, and where it is lent and taken back
+        self._lock = threading.Lock()  # held while the sink takes an event, and while the sink is lent or taken back
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._ended = False
-        self._woken = False  # whether the loop is going to look
-        self._news = False  # whether the reader has something to look at
+        self._woken = False  # whether the loop is about to look
+        self._news = False  # whether there is something new for the reader
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
 
     @property
     def choices(self) -> int:
-        """How many results it will have."""
+        """The number of results that it will have."""
         return self.task.n if isinstance(self.task, Prepared) else 0
 
     @property
     def places(self) -> int:
-        """Rows of a decode step that it takes."""
+        """Sequences that it adds to a batch."""
         return self.task.beams or self.task.best_of or self.task.n if isinstance(self.task, Prepared) else 1
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether it has ended: nothing more comes."""
         return self._ended
 
     # The model's thread
 
     def enter(self) -> None:
-        """The model begins with it. The loop is woken only where it may have told a place: what Python does there, the
-        model's thread waits
-        for, at the moment at which it is about to begin."""
+        """The model starts it. The loop is woken only if a queue position may have been reported: the model's thread
+        would wait for that Python code just when it is about to start.
+        """
         self.entered = time.perf_counter()
         if self._waited:
             self.wake()
 
     def put(self, event: Event, *, alone: bool) -> Look:
-        """Take what came; when its reader should look, see `hand_over`. `alone`: the reader's sink may take it here and
-        now, while the reader waits, and nobody is woken. Where a step writes for several that would hold it up: 8 sends
-        take the thread 1.2 ms, and the loop has time.
+        """Add an event. `hand_over` later tells the reader to look. `alone`: the reader's sink may take the event here
+        and now, without a wake-up. When a step decodes for several requests, that would delay the step: 8 sends take
+        the thread 1.2 ms, and the loop has time.
 
-        They may look at the end of their patience for the end of reading a prompt, which the first token follows, and
-        for the beginning of a short one.
+        Returns when the reader should look. The end of a prefill can wait, since the first token follows it; so can the
+        start of a short prefill.
         """
         first = event.token is not None and self.first_token is None
         if first:
@@ -106,27 +107,27 @@ class Call:
     # Any thread
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing comes any more; the first end counts."""
+        """End it: nothing more comes. Only the first call counts."""
         if not self._ended:
             self._error, self._ended = error, True
             self.wake()
 
     def stop(self) -> None:
-        """It is no longer wanted: the model ends it at the next token or layer."""
+        """Cancel it: the model stops it at the next token or layer."""
         self.stopping = True
 
     def wake(self) -> None:
-        """Let the reader look again. One call on the loop serves all that came until the reader looks."""
+        """Let the reader look again. One call on the loop covers everything that comes until the reader looks."""
         hand_over([self])
 
     # The event loop
 
     async def take(self, seconds: float, sink: Sink | None = None) -> Sequence[Event] | None:
-        """What came since the last look, perhaps nothing where only a place has changed or `seconds` went by; None at
-        the end.
+        """The events since the last call; perhaps none, if only the queue position has changed or `seconds` have
+        passed; None at the end.
 
-        While this waits, `sink` is lent to who has something: what it takes costs no turn of this task, or no wake-up
-        of the loop at all. Raises what the model failed with, once everything before it was taken.
+        While this waits, `sink` is lent to the producer: what it takes costs no turn of this task, or no wake-up of the
+        loop at all. Raises the model's failure after everything before it was taken.
         """
         if not self._news and not self._events and not self._ended:
             waiter = self.loop.create_future()
@@ -148,7 +149,7 @@ class Call:
         return None
 
     def look(self) -> None:
-        """Something came: offer it to the sink, else let the reader have it."""
+        """There is something new: offer it to the sink, otherwise wake the reader."""
         self._woken = False
         if not self._offered():
             self._news = True
@@ -163,9 +164,9 @@ class Call:
         return came and not self._events and not self._ended
 
     def _sinks(self, event: Event) -> bool:
-        """Whether the sink, if one is lent, took the event. One that fails is not asked again: the reader meets the
-        event next, and what
-        fails there ends its own answer, not those of the calls that are written together with it."""
+        """Whether the sink, if one is lent, took the event. A sink that fails is not used again. The reader then gets
+        the event, and its failure ends its own response, not those of other calls in the batch.
+        """
         if self._sink is None:
             return False
         try:
@@ -176,22 +177,20 @@ class Call:
             return False
 
     def _release(self) -> None:
-        """Take the sink back, then let the reader go on: what it sends comes behind everything that the sink has
-        sent.
-        """
+        """Take the sink back, then wake the reader: what it sends follows everything that the sink has sent."""
         with self._lock:
             self._sink = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def pending(self) -> bool:
-        """Whether its reader has yet to be told; from then on it counts as told."""
+        """Whether its reader has yet to be woken; from then on it counts as woken."""
         told, self._woken = self._woken, True
         return not told
 
 
 def hand_over(calls: Sequence[Call]) -> None:
-    """Let the readers of `calls`, all on one loop, look: one wake-up of the loop for all of them. From any thread."""
+    """Wake the readers of `calls`, all on one loop, with one wake-up of the loop. From any thread."""
     untold = [call for call in calls if call.pending()]
     if untold:
         untold[0].loop.call_soon_threadsafe(_look, untold)

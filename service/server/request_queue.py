@@ -1,4 +1,4 @@
-"""Who waits for a model: in the order of coming, and everybody may ask for their place."""
+"""The queue of one model: first in, first out, and each request can ask for its position."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ T = TypeVar("T")
 
 
 class Line(Generic[T]):
-    """A queue between the event loop, which lets in and out, and a model's thread, which takes. Thread-safe; pure
+    """A queue between the event loop, which adds and removes, and a model's thread, which takes. Thread-safe; pure
     Python.
 
-    `moved` is called, outside the lock, with those whose place has changed. While it is held nobody is taken.
+    `moved` is called, outside the lock, with the requests whose position has changed. While the queue is held, nothing
+    is taken.
     """
 
     def __init__(self, moved: Callable[[Sequence[T]], None]) -> None:
@@ -28,16 +29,16 @@ class Line(Generic[T]):
 
     @property
     def held(self) -> bool:
-        """Whether nobody is taken now."""
+        """Whether the queue is held."""
         return self._held
 
     def join(self, who: T) -> None:
-        """Wait behind everybody."""
+        """Join the end of the queue."""
         with self._lock:
             self._waiting.append(who)
 
     def leave(self, who: T) -> bool:
-        """Give the place up; False if it was taken or given up before."""
+        """Leave the queue; False if the request was taken or removed before."""
         with self._lock:
             place = self._index(who)
             if place is None:
@@ -48,8 +49,8 @@ class Line(Generic[T]):
         return True
 
     def take(self, fits: Callable[[T], bool]) -> T | None:
-        """Whoever waits longest, if it `fits`: then it waits no longer. None while the line is held or empty: nobody
-        overtakes.
+        """Take the first request if it `fits`. None if the queue is held or empty, or if the first does not fit: no
+        request overtakes.
         """
         with self._lock:
             if self._held or not self._waiting or not fits(self._waiting[0]):
@@ -59,21 +60,21 @@ class Line(Generic[T]):
         return taken
 
     def place(self, who: T) -> int | None:
-        """How many turns until it is its turn, 1 for the next; None if it does not wait."""
+        """The position in the queue, 1 for the next; None if the request is not queued."""
         with self._lock:
             place = self._index(who)
         return None if place is None else place + 1
 
     def hold(self) -> None:
-        """Take nobody until `go_on`."""
+        """Take nothing until `go_on`."""
         self._held = True
 
     def go_on(self) -> None:
-        """Take again."""
+        """Allow `take` again."""
         self._held = False
 
     def clear(self) -> list[T]:
-        """Send everybody away; returns them."""
+        """Empty the queue; returns the removed requests."""
         with self._lock:
             sent, self._waiting = list(self._waiting), deque()
         return sent

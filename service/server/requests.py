@@ -1,4 +1,4 @@
-"""From the body of a request, checked against schemas.py, to the vocabulary of the engine."""
+"""Translates a request body, checked against schemas.py, to the engine's vocabulary."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .error_documents import ApiError
 from .schemas import TOOLS_LIMIT
 
 ANY_OBJECT = '{"type":"object"}'
-# Pixels of a picture after resizing, by its detail; None: by the device.
+# Pixels of an image after resizing, by its `detail`; None: the device decides.
 DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """In which form a model is wanted; None for as the service has it."""
+    """The requested variant of a model; None: the service's default."""
 
     context: int | None = None
     quant: str | None = None
@@ -31,7 +31,7 @@ class ModelForm:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What a client wants: one engine request a prompt, and how the answer is to be told."""
+    """A parsed request: one engine request per prompt, and the shape of the response."""
 
     requests: tuple[Request, ...]
     stream: bool
@@ -44,14 +44,14 @@ class ParsedRequest:
 
 
 def form_of(body: Mapping[str, Any]) -> ModelForm:
-    """The form of the model that a body wants."""
+    """The variant of the model that a body asks for."""
     own = _own(body)
     return ModelForm(whole(own.get("context")), own.get("quant"))
 
 
 def policy_of(body: Mapping[str, Any]) -> Policy | None:
-    """When the model gives way from now on, None where the body does not say. Raises RequestError for a ttl without
-    its seconds.
+    """When the model gives way from now on; None if the body does not say. Raises RequestError for a ttl without its
+    seconds.
     """
     own = _own(body)
     name = own.get("policy")
@@ -63,9 +63,10 @@ def _own(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def chat_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
-    """A body that follows schemas.CHAT.
+    """A body that matches schemas.CHAT.
 
-    Raises ApiError 400 for what only looks right: URLs to fetch, damaged pictures, tool calls that are no JSON.
+    Raises ApiError 400 for what the schema cannot check: image URLs that would have to be fetched, damaged images, tool
+    calls that are not JSON.
     """
     options = dict(body.get("chat_template_kwargs") or {})
     thinking = _thinking(body, options)
@@ -75,7 +76,7 @@ def chat_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
     one_call = body.get("parallel_tool_calls") is False and bool(tools)
     shared = _shared(body, context)
     if one_call and not forced and schema is None:
-        shared = replace(shared, stop=(*shared.stop, CLOSE))  # nothing that comes after the first call is wanted
+        shared = replace(shared, stop=(*shared.stop, CLOSE))  # nothing after the first call is wanted
     request = replace(
         shared,
         messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
@@ -94,7 +95,7 @@ def chat_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
 
 
 def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
-    """How the prompt ends: with the beginning of an answer, or inside the last message."""
+    """How the prompt ends: with the start of an answer, or inside the last message."""
     continues = bool(body.get("continue_final_message"))
     added = body.get("add_generation_prompt")
     if continues and added:
@@ -104,8 +105,8 @@ def _generation_prompt(body: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def completion_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
-    """A body that follows schemas.COMPLETION: a request for each prompt. Raises ApiError 400 for one of no tokens
-    that shows no prompt.
+    """A body that matches schemas.COMPLETION, as one request per prompt. Raises ApiError 400 for zero tokens without an
+    echo of the prompt.
     """
     echo, only_prompt = bool(body.get("echo")), body.get("max_tokens") == 0
     if only_prompt and not echo:
@@ -124,22 +125,24 @@ def completion_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
 
 
 def _check_choices(count: int, each: int) -> None:
-    """Raise ApiError 400 where the prompts have more choices together than one request may."""
+    """Raise ApiError 400 if the prompts together have more choices than one request may have."""
     if count * each > CHOICES_LIMIT:
         message = f"{count} prompts with {each} choices each are {count * each:,}; use at most {CHOICES_LIMIT} in all"
         raise ApiError(400, message, code="wrong_value", param="n")
 
 
 def prompts(value: Any) -> Sequence[str | Sequence[int]]:
-    """The texts or token ids of a `prompt` or `input`, always a list of them."""
+    """The texts or lists of token ids in a `prompt` or `input`, always as a list."""
     if isinstance(value, str) or not isinstance(value[0], str | list):
         return [value]
     return value
 
 
 def _shared(body: Mapping[str, Any], context: int) -> Request:
-    """What chat and completions have in common: max_tokens bounds all that is generated, as OpenAI's API has it, and
-    answer_tokens in our own object the answer without its thoughts; without either the answer may fill the context."""
+    """The options that chat and completions share. max_tokens limits all generated tokens, as in OpenAI's API;
+    answer_tokens in our own object limits the answer without its reasoning. Without either, the answer may fill the
+    context.
+    """
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(
@@ -170,7 +173,9 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _thinking(body: Mapping[str, Any], options: dict[str, Any]) -> Thinking:
-    """enable_thinking is taken out of `options`, the template's variables; reasoning_effort is put into them."""
+    """The thinking option. Moves enable_thinking out of `options`, the template's variables, and reasoning_effort into
+    them.
+    """
     asked = options.pop("enable_thinking", None)
     if asked is not None and not isinstance(asked, bool):
         raise ApiError(
@@ -266,7 +271,7 @@ def _part(part: Mapping[str, Any], path: str) -> str | Picture:
 
 
 def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """As templates read it: the arguments as an object."""
+    """A tool call as templates read it: the arguments are an object."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -294,5 +299,5 @@ def _ids(numbers: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole(value: float | None) -> int | None:
-    """A JSON number that was checked to be whole."""
+    """A JSON number that was checked to be whole, as an int."""
     return None if value is None else int(value)

@@ -1,4 +1,4 @@
-"""From events and results of the engine to the documents of OpenAI's API, whole or in chunks."""
+"""Translates the engine's events and results to the documents of OpenAI's API, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Scored = Sequence[tuple[int, Logprobs]]
 
 
 def usage(results: Sequence[Result]) -> Document:
-    """Token counts of one prompt's choices."""
+    """The token counts of one prompt's choices."""
     prompt, completion = results[0].usage.prompt, sum(result.usage.completion for result in results)
     return {
         "prompt_tokens": prompt,
@@ -50,7 +50,7 @@ def usage(results: Sequence[Result]) -> Document:
 
 
 def added(usages: Iterable[Mapping[str, Any]]) -> Document:
-    """The usage of several prompts together."""
+    """The sum of several prompts' usage."""
     total: Document = {}
     for one in usages:
         for key, value in one.items():
@@ -59,7 +59,7 @@ def added(usages: Iterable[Mapping[str, Any]]) -> Document:
 
 
 def told(result: Result, *, detail: bool = False) -> Document:
-    """What OpenAI's API has no place for; with `detail` the whole result of the choice."""
+    """The fields that OpenAI's API has no names for; with `detail` the complete result of the choice."""
     stages = {name: _parts_of(stage) for name, stage in result.stages.items()}
     document: Document = {
         "finish": result.finish,
@@ -79,8 +79,8 @@ def told(result: Result, *, detail: bool = False) -> Document:
 
 
 class CharacterCount:
-    """Counts the characters of a text that comes as bytes, a character perhaps in parts; `count` are those that are
-    complete.
+    """Counts the characters of a text that comes as bytes, perhaps split inside a character; `count` is the number of
+    complete ones.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class CharacterCount:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, raw: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self.count += len(self._decoder.decode(raw))
 
 
 @dataclass(slots=True)
 class ChoiceState:
-    """A choice while it comes."""
+    """One choice in progress."""
 
     index: int
     parts: AnswerParts
@@ -106,7 +106,7 @@ class ChoiceState:
 
 
 class AnswerWriter(Protocol):
-    """Writes an answer in the words of one API, see Writer."""
+    """Writes a response in one API's format; see Writer."""
 
     def collect(self, index: int, event: Event) -> None: ...
 
@@ -122,7 +122,7 @@ class AnswerWriter(Protocol):
 
 
 class Writer(ABC):
-    """What chat and completions share: names, choices, chunks. `kind` is what the documents call themselves."""
+    """The part that chat and completions share: names, choices, chunks. `kind` is the documents' `object` field."""
 
     prefix: str
 
@@ -144,27 +144,27 @@ class Writer(ABC):
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._tools = tools
-        # Whether what comes after the first call is dropped.
+        # Whether text after the first call is dropped.
         self.one_call = False
         self._choices: dict[int, ChoiceState] = {}
-        # Whether chunks also tell token ids, progress, and each choice's whole result.
+        # Whether chunks also have token ids, progress, and each choice's complete result.
         self.detail = False
 
     def collect(self, index: int, event: Event) -> None:
-        """Take an event for the whole document."""
+        """Collect an event for the whole document."""
         choice = self._choice(index)
         choice.scored += _scored([event])
         choice.result = event.result or choice.result
 
     def whole(self, total: Document) -> Document:
-        """The document of everything collected; `total` is its usage."""
+        """The document of all collected events; `total` is its usage."""
         choices = [choice for _, choice in sorted(self._choices.items())]
         first = choices[0].result
         documents = [self._whole_choice(choice, choice.result) for choice in choices if choice.result is not None]
         return self._head | {"choices": documents, "usage": total, "onedesk": told(first) if first else None}
 
     def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """The chunks of events that came together; text of one choice is joined."""
+        """The chunks for events that came together; text of one choice is joined."""
         out: list[Document] = []
         for index, group in groupby(events, key=lambda pair: pair[0]):
             choice, came = self._choice(index), [event for _, event in group]
@@ -183,7 +183,9 @@ class Writer(ABC):
         return out
 
     def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """A chunk for the latest progress of each stage among events that came together, where it is wanted."""
+        """A chunk with the latest progress of each stage among events that came together, if the client asked for
+        progress.
+        """
         latest = (
             {event.progress.stage: event.progress for _, event in events if event.progress is not None}
             if self.detail
@@ -194,14 +196,14 @@ class Writer(ABC):
         ]
 
     def only_adds(self, index: int) -> bool:
-        """Whether a piece of text or thought changes nothing else of a choice: it has begun, and no tool call is
-        looked for in it.
+        """Whether a piece of text or reasoning only extends its choice: the choice has begun, and its text is not
+        searched for tool calls.
         """
         choice = self._choices.get(index)
         return choice is not None and choice.begun and choice.parts.plain
 
     def usage_chunk(self, total: Document) -> Document:
-        """The chunk behind all others, where it was asked for."""
+        """The last chunk, with the usage, if the client asked for it."""
         return self._head | {"choices": [], "usage": total}
 
     def _choice(self, index: int) -> ChoiceState:
@@ -225,7 +227,7 @@ class Writer(ABC):
 
 
 class ChatWriter(Writer):
-    """Answers of a conversation, whole or in chunks."""
+    """Chat responses, whole or in chunks."""
 
     prefix = "chatcmpl"
 
@@ -300,16 +302,14 @@ class ChatWriter(Writer):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is shown before its choices, and its ids with their log-probabilities, where they were asked
-    for.
-    """
+    """A prompt that is shown before its choices, and its ids with their log-probabilities, if requested."""
 
     text: str
     scored: Sequence[tuple[int, Logprobs | None]] = ()
 
 
 class CompletionWriter(Writer):
-    """Texts that go on, whole or in chunks. `echoes` are put before the choices of each prompt."""
+    """Completion responses, whole or in chunks. `echoes` go before the choices of each prompt."""
 
     prefix = "cmpl"
 
@@ -358,7 +358,7 @@ class CompletionWriter(Writer):
         }
 
     def _name(self, token: int) -> str:
-        """A token as the legacy API writes it: a part of a character begins with "bytes:"."""
+        """A token as the legacy API writes it: a partial character begins with "bytes:"."""
         text, raw = self._token(token)
         return text if text.encode() == raw else f"bytes:{text}"
 
@@ -367,7 +367,7 @@ _NO_ECHO = Echo("")
 
 
 def _parts_of(one: Stage | Usage | Progress | SamplingValue) -> Document:
-    """Its fields, which are plain values: asdict copies each of them deeply, 20 us a stage."""
+    """Its fields, all plain values. asdict would copy each of them deeply, 20 us per stage."""
     return {part.name: getattr(one, part.name) for part in fields(one)}
 
 
@@ -384,7 +384,7 @@ def _delta(choice: ChoiceState, delta: Document) -> Document:
 
 
 def _thought(reasoning: str) -> Document:
-    """Reasoning under both names that clients read: DeepSeek's, and vLLM's and OpenRouter's."""
+    """Reasoning under both names that clients read: DeepSeek's, and that of vLLM and OpenRouter."""
     return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 

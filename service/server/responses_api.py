@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses API over the same engine as a chat. Nothing is kept between requests."""
+"""POST /v1/responses: OpenAI's Responses API over the same engine as chat. Nothing is stored between requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/responses: what a body may hold, and the body of a chat that asks the same."""
+"""/v1/responses: the schema of a body, and its translation to a chat body."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .schemas import CHAT, MESSAGES_LIMIT, NAME_LIMIT, PARTS_LIMIT, TOOLS_LIMIT
 _CHAT = CHAT["properties"]
 _OPTIONAL_TEXT: dict[str, Any] = {"type": ["string", "null"]}
 _OPTIONAL_OBJECT: dict[str, Any] = {"type": ["object", "null"]}
-# Taken over as they are.
+# Passed through unchanged.
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("logit_bias", "stream", "parallel_tool_calls", "thinking_budget", "chat_template_kwargs", "onedesk", "model"),
 )
-# Fields that would change the answer and that nothing here does, with what to do instead.
+# Unsupported fields that would change the answer, with what to do instead.
 _UNSUPPORTED: Mapping[str, str] = {
     "previous_response_id": "no responses are kept; send the whole conversation as input",
     "conversation": "no conversations are kept; send the whole conversation as input",
@@ -118,9 +118,7 @@ RESPONSES: Mapping[str, Any] = {
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of /v1/chat/completions for one of RESPONSES. Raises ApiError 400 for what is not supported, by its
-    name.
-    """
+    """The body of /v1/chat/completions for one of RESPONSES. Raises ApiError 400 that names an unsupported field."""
     for name, why in _UNSUPPORTED.items():
         if body.get(name) not in (None, False, 0, [], ""):
             raise ApiError(400, f"{name} is not supported: {why}", code="unsupported", param=name)
@@ -152,7 +150,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat; reasoning, text and calls that follow each other are one message of the assistant."""
+    """The chat messages. Consecutive reasoning, text and calls become one message of the assistant."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -184,7 +182,7 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any] | None:
-    """The last message, if it is the assistant's and has none of `without` yet."""
+    """The last message, if it is the assistant's and has none of the keys `without`."""
     last = messages[-1] if messages else {"role": ""}
     return last if last["role"] == "assistant" and not any(name in last for name in without) else None
 
@@ -205,7 +203,7 @@ def _given(item: Mapping[str, Any], name: str, path: str) -> str:
 
 
 def _content(content: Any, path: str) -> Any:
-    """Content as a chat has it: pictures as parts of their own, which the chat takes or refuses."""
+    """Content in chat form: images are parts of their own, which the chat code accepts or refuses."""
     if content is None or isinstance(content, str):
         return content or ""
     return [_part(part, f"{path}[{at}]") for at, part in enumerate(content)]
@@ -233,7 +231,7 @@ def _joined(parts: Any) -> str:
 
 
 def _tools(given: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Tools and choice as a chat has them."""
+    """Tools and tool choice in chat form."""
     tools = []
     for at, tool in enumerate(given):
         path = f"tools[{at}]"

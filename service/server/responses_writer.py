@@ -1,4 +1,4 @@
-"""Answers as the Responses API has them: a document of output items, or the events by which they come."""
+"""Responses as the Responses API has them: a document of output items, or the events that build it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .error_documents import ApiError
 from .responses import FINISH, Document, told
 from .typed_events import TypedEventsWriter
 
-# Fields of the request that the document shows again, with what stands there where the request had none.
+# Request fields that the document repeats, with their defaults.
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -32,9 +32,7 @@ _ECHOED: Mapping[str, Any] = {
 
 
 class ResponsesWriter(TypedEventsWriter):
-    """Writes one answer to `body`, a checked request of /v1/responses. `tools` and `one_call` as AnswerParts has
-    them.
-    """
+    """Writes one response to `body`, a checked /v1/responses request. `tools` and `one_call`: see AnswerParts."""
 
     def __init__(
         self, model: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, one_call: bool
@@ -58,11 +56,11 @@ class ResponsesWriter(TypedEventsWriter):
         self._parts = AnswerParts(tools, one_call=one_call)
         self._output: list[Document] = []
         self._open: _Item | None = None
-        self._count = 0  # events that were written
+        self._count = 0  # events written so far
         self._begun = False
 
     def whole(self, total: Document) -> Document:
-        """The document of the whole answer; `total` is its usage as a chat tells it."""
+        """The document of the whole response; `total` is its usage in chat form."""
         result = self.result()
         text, reasoning, calls = split_calls(result.text, result.reasoning, self._tools, one_call=self._one_call)
         items = [_reasoning_item(reasoning)] if reasoning else []
@@ -72,7 +70,7 @@ class ResponsesWriter(TypedEventsWriter):
         return self._document(result, items)
 
     def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """The stream's events for what came together."""
+        """The stream's events for engine events that came together."""
         out: list[Document] = []
         if not self._begun:
             self._begun = True
@@ -90,7 +88,7 @@ class ResponsesWriter(TypedEventsWriter):
         return self._numbered(out)
 
     def failure(self, error: ApiError) -> Document:
-        """The event of an error in place of the rest."""
+        """The error event that ends the stream."""
         said = error.document()["error"]
         return self._numbered(
             [{"type": "error", "code": said["code"], "message": said["message"], "param": said["param"]}]
@@ -129,7 +127,7 @@ class ResponsesWriter(TypedEventsWriter):
                 text, kind = (part.text, "reasoning") if isinstance(part, Thought) else (part, "message")
                 if self._open is None or self._open.kind != kind:
                     if kind == "message" and not text.strip() and self._output:
-                        continue  # blanks between thoughts and calls
+                        continue  # whitespace between reasoning and calls
                     item = _reasoning_item("") if kind == "reasoning" else _message_item("")
                     out += self._close() + self._opened(_Item(kind, len(self._output), item))
                 out += self._add(text)
@@ -158,7 +156,7 @@ class ResponsesWriter(TypedEventsWriter):
 
 
 class _Item:
-    """An output item while it comes: `kind` is reasoning, message or call."""
+    """An output item in progress: `kind` is reasoning, message or call."""
 
     def __init__(self, kind: str, index: int, document: Document) -> None:
         self.kind = kind
@@ -188,7 +186,7 @@ class _Item:
         return [{"type": "response.output_text.delta", **self._inside, "delta": text, "logprobs": []}]
 
     def end(self) -> list[Document]:
-        """The events that close it; from then on `document` is whole."""
+        """The events that close it. After that, `document` is complete."""
         text = "".join(self._text)
         done: Document = {"type": "response.output_item.done", "output_index": self._at["output_index"]}
         if self.kind == "call":

@@ -1,4 +1,4 @@
-"""Every route once: the application and the OpenAPI document are both made from this list."""
+"""The list of all routes, from which the application and the OpenAPI document are made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A way in. `failures` are the statuses it may answer with, beside those that every route may."""
+    """One route. `failures` are the statuses that it may respond with, besides those of every route."""
 
     method: str
     path: str

@@ -1,17 +1,17 @@
-"""What the service writes to its log: no control character of a client, and never the token."""
+"""Makes the service's log safe: no control characters from a client, and never the token."""
 
 from __future__ import annotations
 
 import logging
 import re
 
-# C0 but tab and newline, DEL and C1: what moves a terminal's cursor, changes its colours or answers for its user. And
-# what reorders text.
+# C0 except tab and newline, DEL and C1, which move a terminal's cursor, change its colours or answer for its user; and
+# characters that reorder text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class SafeFormatter(logging.Formatter):
-    """Writes a record as `formatter` does, with control characters as escapes and the secret struck out."""
+    """Formats a record as `formatter` does, then escapes control characters and removes the secret."""
 
     def __init__(self, formatter: logging.Formatter | None, secret: str | None) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class SafeFormatter(logging.Formatter):
         self._secret = secret
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and those of a traceback where there is one."""
+        """One line, and the lines of its traceback if there is one."""
         text = self._formatter.format(record)
         if record.exc_info is None and record.stack_info is None:
             text = text.replace("\n", "\\n")
@@ -29,6 +29,6 @@ class SafeFormatter(logging.Formatter):
 
 
 def make_log_safe(secret: str | None) -> None:
-    """Let every handler of the process's log write so."""
+    """Give every handler of the process's log this formatter."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(SafeFormatter(handler.formatter, secret))

@@ -1,5 +1,5 @@
-"""What each route takes, as JSON Schema: `check` holds requests to it, and the OpenAPI document shows it. null
-counts as left out.
+"""What each route accepts, as JSON Schema. `check` validates requests with it, and the OpenAPI document shows it. null
+counts as absent.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 from ..core import CHOICES_LIMIT, LOGPROBS_LIMIT, QUANTIZATIONS
 
 NAME_LIMIT = 512
-INPUTS_LIMIT = 2048  # texts of one request for embeddings
-TOOLS_LIMIT = 256  # tools of a request, calls of a message
-MESSAGES_LIMIT, PARTS_LIMIT = 10_000, 1024  # of a conversation, of a message
+INPUTS_LIMIT = 2048  # texts per embeddings request
+TOOLS_LIMIT = 256  # tools per request, calls per message
+MESSAGES_LIMIT, PARTS_LIMIT = 10_000, 1024  # messages per conversation, parts per message
 STOPS_LIMIT, BIASES_LIMIT = 10_000, 10_000
 
 
@@ -53,11 +53,11 @@ OWN = _optional(
             "boolean", description="Streams also tell token ids, the progress of a load, and each choice's usage."
         ),
     },
-    # Other servers' fields may stand in a body, but here only ours do: one that is not known was written wrongly.
+    # A body may contain other servers' fields, but this object only has ours: an unknown field in it is a mistake.
     additionalProperties=False,
     description="What OpenAI's API has no place for.",
 )
-# What chat and plain completions share.
+# Shared by chat and plain completions.
 _SAMPLING: dict[str, Any] = {
     "max_tokens": _optional("integer", minimum=1, description="Tokens of all that is generated, thoughts included."),
     "temperature": _optional(

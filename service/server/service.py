@@ -1,4 +1,4 @@
-"""The service itself: its models with their lines, what it lets in, how it stops."""
+"""The service itself: its models and their queues, admission, and shutdown."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Waking: TypeAlias = Literal["request", "manual"]
 
-# Threads that read files and gather figures, and those that give memory back, which may wait for other processes:
+# Threads that read files and collect metrics, and threads that release memory, which may wait for other processes:
 # release, sleep, leases.
 READERS, RELEASERS = 4, 4
-# For a request to be checked and its prompt to be tokenized, behind others of its model; the first also starts the
-# template's process.
+# Limit for checking a request and tokenizing its prompt, including earlier requests for the same model. The first one
+# also starts the template's process.
 PREPARE_SECONDS = 120.0
-PARSERS = 1  # the interpreter lock lets one at a time work anyway
-# Seconds after the grace until what is stopped has ended and its partial answer has gone out, and for the threads after
-# that.
+PARSERS = 1  # the interpreter lock allows one at a time anyway
+# Seconds after the grace period in which stopped requests end and send their partial responses; then for the threads.
 _STOP_SECONDS, _END_SECONDS = 2.0, 1.0
-# Requests at once beside those that wait or are worked on: being read, refused, asked for memory or figures.
+# Open requests in addition to queued and running ones: those being read, refused, or asking for memory or metrics.
 BESIDE = 64
-# Seconds after which a stream in which nothing comes sends a comment, so that nobody on the way takes it for dead.
+# A stream without events sends a comment this often, in seconds, so that proxies keep the connection open.
 TICK = 10.0
 
 
 class Service:
-    """One process's service. Made on the event loop; `registry` and what it opened stay the caller's to close."""
+    """One process's service. Created on the event loop. The caller closes `registry` and the models that it opened."""
 
     def __init__(self, settings: ServiceSettings, models: Models, registry: Registry, version: str) -> None:
         self.settings = settings
@@ -58,39 +57,39 @@ class Service:
         self.figures = Figures()
         self.places = Places(settings.concurrency, registry)
         self.tenants = Tenants(lambda: registry.pool(models.choice.device))
-        self.aborting = False  # whether what takes long is to end at once
+        self.aborting = False  # whether long work should end at once
         self.ready = False
         self.stopping = False
         self.waking: Waking | None = None  # what wakes it while it is asleep
-        self.slept: list[OpenModel] = []  # what was loaded when it fell asleep
-        self.requests = 0  # HTTP requests that are being answered
+        self.slept: list[OpenModel] = []  # models that were loaded when it fell asleep
+        self.requests = 0  # open HTTP requests
         self.last_request = time.monotonic()  # when the latest one came
-        self.bodies: dict[int, int] = {}  # bytes of large bodies, by the id of their request, until it is answered
+        self.bodies: dict[int, int] = {}  # bytes of large bodies, by the id of their open request
         self._workers: dict[str, Worker] = {}
         self._parsers = ThreadPoolExecutor(PARSERS, "onedesk-parse")
         self._readers = ThreadPoolExecutor(READERS, "onedesk-read-files")
         self._releasers = ThreadPoolExecutor(RELEASERS, "onedesk-release")
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    # Letting in
+    # Admission
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for their turn, of all models."""
+        """Queued calls of all models."""
         return sum(len(worker.line) for worker in self._workers.values())
 
     @property
     def working(self) -> list[Call]:
-        """Calls that are worked on."""
+        """Running calls of all models."""
         return [call for worker in self._workers.values() for call in list(worker.working)]
 
     @property
     def workers(self) -> list[Worker]:
-        """Those of the models that were asked for."""
+        """The workers of all models that were requested."""
         return list(self._workers.values())
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do what may wait for files off the event loop. Raises OnedeskError."""
+        """Run file access off the event loop. Raises OnedeskError."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, contained, work, *arguments)
 
     async def parse(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -98,17 +97,15 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parsers, contained, work, *arguments)
 
     async def giving_back(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do what may wait until other owners gave memory back, in threads that nothing else needs. Raises
-        OnedeskError.
-        """
+        """Run work that may wait for other owners to give memory back, in its own threads. Raises OnedeskError."""
         return await asyncio.get_running_loop().run_in_executor(self._releasers, contained, work, *arguments)
 
     async def prepare(self, asked: str | None, work: Callable[[CancelCheck], T]) -> T:
-        """Check a request for a model, named as the client did, in threads of that model; `work` is told how to ask
-        whether to stop.
+        """Check a request for a model, named as the client did, in threads of that model. `work` gets the check that
+        says whether to stop.
 
-        Raises ApiError 404 for an unknown model, 429 where too many requests for it are being prepared, 503 where it
-        takes longer than PREPARE_SECONDS, and whatever `work` raises.
+        Raises ApiError 404 for an unknown model, 429 if too many requests for it are being prepared, 503 after
+        PREPARE_SECONDS, and whatever `work` raises.
         """
         name = asked if asked in self._workers else await self.in_thread(self.models.name_of, asked)
         worker, loop = self._worker(name), asyncio.get_running_loop()
@@ -133,16 +130,16 @@ class Service:
             gone.set()
 
     def find(self, asked: str | None, form: ModelForm | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The model that a request names, and its handle. Reads files. Raises ApiError 404, OnedeskError for a
-        broken one.
+        """The served name and the handle for a requested name. Reads files. Raises ApiError 404, OnedeskError for a
+        broken model.
         """
         return self.models.find(asked, form, uses)
 
     @asynccontextmanager
     async def waiting_for(self, name: str, calls: Sequence[Call]) -> AsyncIterator[Sequence[Call]]:
-        """Let calls for a model wait for their turns; they are dropped when the block ends before they have.
+        """Queue calls for a model. Calls still queued when the block ends are dropped.
 
-        Raises ApiError 429 where too many wait, 503 when the service stops.
+        Raises ApiError 429 if the queue is full, 503 if the service is stopping.
         """
         worker = self._worker(name)
         if self.waking == "request" and not self.stopping:
@@ -165,17 +162,17 @@ class Service:
 
     @property
     def asleep(self) -> bool:
-        """Whether requests wait until it is woken."""
+        """Whether requests stay queued until the service is woken."""
         return self.waking is not None
 
     def fall_asleep(self, waking: Waking) -> None:
-        """Begin no request before it is woken: by the next request, or by `wake_up` alone."""
+        """Start no request until it is woken: by the next request, or by `wake_up` alone."""
         self.waking = waking
         for worker in self._workers.values():
             worker.line.hold()
 
     def wake_up(self) -> None:
-        """Begin with requests again; each model loads when its turn comes."""
+        """Start requests again; each model loads when its first request runs."""
         self.waking = None
         self.slept.clear()
         for worker in self._workers.values():
@@ -184,7 +181,7 @@ class Service:
     def _check_room(self, worker: Worker, count: int) -> None:
         if self.stopping:
             raise ApiError(503, "the service is stopping", code="stopping", retry_after=SOON)
-        # Whoever finds nobody before it need not wait, so a queue of 0 still works.
+        # A request with an empty queue before it need not wait, so a queue limit of 0 still works.
         free = not worker.working and not len(worker.line) and not worker.line.held
         if self.waiting + count - free > self.settings.queue:
             after = self._wait_seconds(worker)
@@ -194,14 +191,14 @@ class Service:
             raise ApiError(429, message, code="queue_full", retry_after=after)
 
     def place(self, name: str, call: Call) -> int | None:
-        """How many turns until a call's own; None if it does not wait."""
+        """A call's queue position; None if it is not queued."""
         return self._workers[name].line.place(call)
 
     async def follow(self, name: str, call: Call, sink: Sink | None = None) -> AsyncIterator[Sequence[Event]]:
-        """What comes of a call, in parts; empty ones where its place has changed, after HESITATION, and every TICK
-        seconds. What `sink` takes does not come here.
+        """The events of a call, in parts. Empty parts come when its queue position has changed, after HESITATION, and
+        every TICK seconds. Events that `sink` takes do not come here.
 
-        Raises ApiError 503 where it waits for its turn longer than it may, and whatever its model fails with.
+        Raises ApiError 503 if it is queued longer than the limit, and whatever its model fails with.
         """
         patience = HESITATION
         while (events := await call.take(self._patience(call, patience), sink)) is not None:
@@ -210,8 +207,8 @@ class Service:
             patience = TICK
 
     async def work_out(self, name: str, model: OpenModel, work: Work) -> Any:
-        """What other work than writing finds, in its turn. Raises as `waiting_for` and `follow`, and ApiError 503
-        where it was stopped.
+        """The result of work other than generation, queued like a request. Raises as `waiting_for` and `follow`, and
+        ApiError 503 if it was stopped.
         """
         call = Call(model, work)
         async with self.waiting_for(name, [call]):
@@ -241,16 +238,16 @@ class Service:
     def _wait_seconds(self, worker: Worker) -> int:
         return self.figures.wait_seconds(worker.name, len(worker.line) + 1, self.settings.concurrency)
 
-    # Background work, and the end
+    # Background work and shutdown
 
     def start(self, title: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Run something besides the requests, until it or the service ends; one that fails begins again."""
+        """Run a background task until it or the service ends. A task that fails is started again."""
         task = asyncio.get_running_loop().create_task(kept_up(title, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def warm_up(self, names: Sequence[str]) -> None:
-        """Load the models of these names and measure how many rows at once pay; then the service is ready."""
+        """Load the named models and measure which batch size pays off; then the service is ready."""
         for name in names:
             try:
                 await self._prepare_model(name)
@@ -269,8 +266,8 @@ class Service:
         await worker.in_turn(prepare)
 
     async def stop(self, seconds: float) -> None:
-        """Send everybody away who waits, let what is worked on end within `seconds`, then stop it; its partial
-        answers still go out.
+        """Drop all queued calls, let running ones finish within `seconds`, then stop them. Partial responses are still
+        sent.
         """
         self.ready, self.stopping = False, True
         self.tenants.stop()
@@ -287,13 +284,15 @@ class Service:
             await asyncio.sleep(0.02)
 
     def stop_now(self) -> None:
-        """End at once what is worked on, loaded or prepared."""
+        """Stop all running, loading and preparing work at once."""
         self.aborting = True
         for call in self.working:
             call.stop()
 
     async def close(self) -> bool:
-        """End every thread and task; whether they have within a second. Nothing can be asked afterwards."""
+        """End every thread and task; returns whether they ended within a second. The service accepts nothing
+        afterwards.
+        """
         self.tenants.stop()
         self.stop_now()
         for task in list(self._tasks):

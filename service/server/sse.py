@@ -1,4 +1,4 @@
-"""A stream of server-sent events to one client, however slowly it reads."""
+"""A stream of server-sent events to one client, even a slow one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from aiohttp import web
 from .error_documents import ApiError, to_json
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-# A client that takes nothing for so long is gone. What waits for it meanwhile is bounded by the length of the answer.
+# Seconds without progress after which the client counts as disconnected. The data buffered meanwhile is bounded by the
+# length of the response.
 WRITE_SECONDS = 60.0
 
 
 class ClientGoneError(ConnectionError):
-    """The client reads no longer."""
+    """The client has disconnected or stopped reading."""
 
 
 def as_events(documents: Iterable[Any]) -> bytes:
@@ -27,26 +28,26 @@ def as_events(documents: Iterable[Any]) -> bytes:
 
 
 class _Response(web.StreamResponse):
-    """Sends its headers in one packet with the first part; aiohttp's own response sends them before."""
+    """Sends its headers in one packet with the first part. aiohttp's own response sends them separately."""
 
     _send_headers_immediately = False
 
 
 class EventStream:
-    """An answer in parts. The first part sends the headers; after that an error can only be a part too. A context
-    manager: to be ended.
+    """A response in parts. The first part sends the headers; after that, an error can only be another part. A context
+    manager that ends the response.
     """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._loop = asyncio.get_running_loop()
         self.response: web.StreamResponse | None = None
-        self.sent = 0  # parts so far
+        self.sent = 0  # parts sent so far
         self._chunked = False
-        # The connection by a number of its own, for `send_now`: the transport's may already be another client's when
-        # this one is gone.
+        # A duplicate of the connection's descriptor, for `send_now`. The transport's own number may belong to another
+        # client after this one disconnects.
         self._socket: socket.socket | None = None
-        self._clear = False  # whether all that was sent before is with the system
+        self._clear = False  # whether everything sent before is in the system's buffer
 
     def __enter__(self) -> EventStream:
         return self
@@ -56,7 +57,7 @@ class EventStream:
             self._socket.close()
 
     async def comment(self, text: str) -> None:
-        """Send what clients skip."""
+        """Send a comment, which clients skip."""
         await self._write(f": {text}\n\n".encode())
 
     async def send(self, documents: Iterable[Any]) -> None:
@@ -66,11 +67,11 @@ class EventStream:
             await self._write(data)
 
     def send_now(self, frames: bytes) -> bool:
-        """Send events that are written down already, without waiting, in any thread while no other sends; False where
-        the client has not taken all that was sent before.
+        """Send encoded events without waiting, in any thread while no other thread sends. False if earlier data is
+        still buffered.
 
-        Past the response's own writer, which would make four coroutines of it, and from the model's thread past the
-        loop: a wake-up and a hand-over of Python were 0.1 to 0.3 ms a token.
+        It bypasses the response's own writer, which would need four coroutines, and, in the model's thread, the loop: a
+        wake-up and a hand-over of Python's lock took 0.1 to 0.3 ms per token.
         """
         made, transport = self._socket, self._request.transport
         if not self._clear or made is None or transport is None or transport.is_closing():
@@ -80,7 +81,7 @@ class EventStream:
         data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames
         try:
             taken = made.send(data)
-        except OSError:  # full, or gone, which the loop is told by itself
+        except OSError:  # full, or disconnected, which the loop finds out itself
             return False
         self.sent += 1
         if taken < len(data):
@@ -89,7 +90,7 @@ class EventStream:
         return True
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error in place of the rest."""
+        """Send an error that ends the stream."""
         await self._write(as_events([error.document()]))
 
     async def done(self) -> web.StreamResponse:
@@ -118,7 +119,7 @@ class EventStream:
                 raise ClientGoneError("the client took nothing for too long") from None
         own = self._request.get_extra_info("socket")
         if self._socket is None and own is not None and not transport.is_closing():
-            with suppress(OSError):  # too many open files: then all goes this way
-                self._socket = own.dup()  # behind the first part, which is waited for
+            with suppress(OSError):  # too many open files: everything goes through the writer
+                self._socket = own.dup()  # after the first part, which is awaited
         self._clear = transport.get_write_buffer_size() == 0
         return response

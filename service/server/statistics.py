@@ -1,4 +1,4 @@
-"""What the service counts of its own work: plain numbers, no dependency. /metrics and Retry-After read them."""
+"""The service's counters: plain numbers without dependencies. /metrics and Retry-After read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ..core import Result
 from ..memory.pool import Released
 
-# Upper bounds in seconds: a token of a fast GPU takes 1 ms, a long answer of a CPU minutes.
+# Upper bounds in seconds: a token takes 1 ms on a fast GPU, a long answer minutes on a CPU.
 BOUNDS = (
     0.001,
     0.0025,
@@ -39,7 +39,7 @@ _LATEST = 0.2  # weight of the latest call in the running mean
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of observations by upper bound."""
+    """Counts of observations per upper bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(BOUNDS))
     total: float = 0.0
@@ -50,7 +50,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(bound, how many were at most that), as Prometheus has it."""
+        """Pairs of a bound and the number of observations up to it, as in Prometheus."""
         sums = [float(sum(self.counts[: at + 1])) for at in range(len(BOUNDS))]
         return [
             ("+Inf" if math.isinf(bound) else f"{bound:g}", count) for bound, count in zip(BOUNDS, sums, strict=True)
@@ -59,7 +59,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a call was made, entered, had its first token and ended, in perf_counter time; None for what never was."""
+    """When a call was made, started, had its first token and ended, in perf_counter time; None if it did not."""
 
     made: float
     entered: float | None
@@ -78,12 +78,12 @@ class Figures:
         self.seconds: defaultdict[tuple[str, str], Histogram] = defaultdict(Histogram)  # by model and stage
         self.faults: Counter[tuple[str, str]] = Counter()  # of decode, by model and kind
         self.shares: dict[str, float] = {}  # of the read bandwidth, by model
-        self.released: Counter[str] = Counter()  # bytes asked, bytes measured, and how often
+        self.released: Counter[str] = Counter()  # bytes requested, bytes measured, and number of releases
         self.renewals = 0
         self._mean_seconds: dict[str, float] = {}
 
     def answered(self, route: str, status: int) -> None:
-        """Count an answer."""
+        """Count a response."""
         with self._lock:
             self.answers[route, status] += 1
 
@@ -99,7 +99,7 @@ class Figures:
             self._mean_seconds[model] = taken if before is None else before + _LATEST * (taken - before)
 
     def wrote(self, model: str, choice: int, result: Result) -> None:
-        """Count one finished choice of a call; all share one prompt."""
+        """Count one finished choice of a call; all choices share one prompt."""
         usage, decode = result.usage, result.stages.get("decode")
         with self._lock:
             if choice == 0:
@@ -117,7 +117,7 @@ class Figures:
                     self.shares[model] = decode.bandwidth_share
 
     def returned(self, released: Iterable[Released]) -> None:
-        """Count bytes that were given back."""
+        """Count released bytes."""
         with self._lock:
             for one in released:
                 self.released["asked"] += one.asked
@@ -125,12 +125,12 @@ class Figures:
                 self.released["times"] += 1
 
     def renewed(self) -> None:
-        """Count a model that was loaded anew while nobody asked."""
+        """Count a reload of an idle model."""
         with self._lock:
             self.renewals += 1
 
     def wait_seconds(self, model: str, ahead: int, places: int) -> int:
-        """About how long `ahead` calls of a model take with `places` at a time, in whole seconds from 1, for
+        """Estimated seconds until `ahead` calls of a model have run, `places` at a time; whole and at least 1, for
         Retry-After.
         """
         each = self._mean_seconds.get(model, 1.0)

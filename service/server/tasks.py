@@ -1,4 +1,4 @@
-"""Tasks and threads of the service that run as long as it does, and their end."""
+"""Background tasks and threads of the service, and how they end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ REST_SECONDS = 1.0
 
 
 async def kept_up(title: str, work: Callable[[], Awaitable[object]]) -> None:
-    """Run `work` until it returns or this task is cancelled. Whatever it raises is logged, and after REST_SECONDS it
-    begins again: a task
-    that died for good would leave the requests behind it without an answer, or the service without its upkeep."""
+    """Run `work` until it returns or this task is cancelled. Exceptions are logged, and `work` starts again after
+    REST_SECONDS: a task that stayed dead would leave queued requests without a response, or the service without its
+    upkeep.
+    """
     while True:
         try:
             await work()
@@ -31,7 +32,7 @@ async def kept_up(title: str, work: Callable[[], Awaitable[object]]) -> None:
 
 
 async def ended(executors: Sequence[ThreadPoolExecutor], seconds: float) -> bool:
-    """Take no more work for these threads, and wait up to `seconds` until they have ended; whether all have."""
+    """Shut these threads' executors down and wait up to `seconds`; returns whether all have ended."""
 
     def wait() -> None:
         for executor in executors:
@@ -43,15 +44,17 @@ async def ended(executors: Sequence[ThreadPoolExecutor], seconds: float) -> bool
 
 
 async def in_daemon(work: Callable[[], object], seconds: float) -> bool:
-    """Do something in a thread that the end of the process does not wait for; whether it was done within `seconds`."""
+    """Run `work` in a thread that the end of the process does not wait for; returns whether it finished within
+    `seconds`.
+    """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
         try:
             work()
-        except BaseException:  # at the end nobody else is left to say so
+        except BaseException:  # at shutdown this is the only chance to log it
             log.exception("the service did not end in order")
-        with suppress(RuntimeError):  # the loop has ended before
+        with suppress(RuntimeError):  # the loop has already ended
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="onedesk-end", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Leases of other processes on the same memory, such as an image server: told with a heartbeat, and gone with it."""
+"""Leases of other processes on the same memory, such as an image server. A heartbeat keeps a lease alive."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ..memory.budget import show
 from ..memory.pool import Pool, Released
 from .error_documents import ApiError
 
-HEARTBEAT = 10.0  # seconds, where none is given
+HEARTBEAT = 10.0  # default, in seconds
 TENANTS_LIMIT = 64
-# How often somebody who waits for a tenant's bytes looks, and for how long at most: a load or a release waits behind
-# it.
+# How often a waiting thread checks a tenant's bytes, and for how long at most: a load or a release waits for it.
 _LOOK_SECONDS = 0.05
 WAIT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class Tenant:
-    """A lease of another process: `nbytes` in all, of which it says that it has taken `held`. `asked` is what it
+    """A lease of another process: `nbytes` in total, of which it has reported `held` as taken. `asked` is what it
     should give back.
     """
 
@@ -37,8 +36,8 @@ class Tenant:
     key: str = field(default_factory=lambda: secrets.token_hex(8))
     beat: float = field(default_factory=time.monotonic)
     asked: int = 0
-    timer: asyncio.TimerHandle | None = None  # looks when the next heartbeat would be late
-    silent: bool = False  # was asked, and has given no sign of life since: it is not waited for again before it does
+    timer: asyncio.TimerHandle | None = None  # checks when the next heartbeat would be late
+    silent: bool = False  # was asked and has sent no heartbeat since: no more waiting for it until it does
 
     @property
     def promised(self) -> int:
@@ -46,7 +45,7 @@ class Tenant:
         return max(0, self.nbytes - self.held)
 
     def document(self) -> dict[str, Any]:
-        """For its owner."""
+        """The document for its owner."""
         return {
             "id": self.key,
             "owner": self.owner,
@@ -58,21 +57,19 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one pool, which counts what they were promised as taken and asks those who give way.
-    Thread-safe.
-    """
+    """The tenants of one pool. The pool counts their promised bytes as taken and asks them to give way. Thread-safe."""
 
     def __init__(self, pool: Callable[[], Pool]) -> None:
-        """`pool` is called when the first tenant comes."""
+        """`pool` is called when the first tenant registers."""
         self._find_pool = pool
         self._pool: Pool | None = None
         self._lock = threading.Lock()
-        self._taking = threading.Lock()  # two who come at once must not both be promised the same bytes
+        self._taking = threading.Lock()  # two concurrent tenants must not be promised the same bytes
         self._tenants: dict[str, Tenant] = {}
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """The service ends: nobody waits for a tenant any more."""
+        """The service is stopping: stop waiting for tenants."""
         self._stopped.set()
 
     def __len__(self) -> int:
@@ -80,14 +77,14 @@ class Tenants:
 
     @property
     def all(self) -> list[Tenant]:
-        """Everybody, oldest first."""
+        """All tenants, oldest first."""
         with self._lock:
             return list(self._tenants.values())
 
     def take(self, tenant: Tenant) -> list[Released]:
-        """Make room for a new tenant, by letting our own owners give way if need be; returns what they gave back.
+        """Free memory for a new tenant, by releasing our own owners if necessary; returns what they gave back.
 
-        Raises MemoryFull with the figures where the machine has not so much, ApiError 429 where there are too many
+        Raises MemoryFull with the figures if the machine has too little memory, ApiError 429 if there are too many
         tenants.
         """
         with self._taking:
@@ -108,7 +105,7 @@ class Tenants:
                 )
         room = pool.room()
         most = max(0, room.machine + room.yielding + room.neighbours)
-        if tenant.promised > most:  # nobody gives way in vain
+        if tenant.promised > most:  # do not release anything in vain
             raise MemoryFull(
                 f"{tenant.owner} asks for {show(tenant.promised)}, and the machine would have {show(most)} above the"
                 " floor if everybody gave way who can; ask for less, or close other programs"
@@ -126,8 +123,8 @@ class Tenants:
         return released
 
     def tell(self, key: str, held: int | None, nbytes: int | None) -> Tenant:
-        """A heartbeat: what it holds now, and how much it wants in all where that has changed. Raises ApiError 404
-        for one that is gone.
+        """A heartbeat: the bytes held now, and the new total if it has changed. Raises ApiError 404 for an unknown
+        lease.
         """
         with self._lock:
             tenant = self._of(key)
@@ -139,14 +136,14 @@ class Tenants:
             return tenant
 
     def give_back(self, key: str) -> Tenant:
-        """The lease has ended. Raises ApiError 404 for one that is gone."""
+        """End the lease. Raises ApiError 404 for an unknown lease."""
         with self._lock:
             tenant = self._of(key)
             del self._tenants[key]
             return tenant
 
     def expire(self) -> list[Tenant]:
-        """Forget those whose heartbeat is late; returns them."""
+        """Remove tenants whose heartbeat is late; returns them."""
         now = time.monotonic()
         with self._lock:
             late = [tenant for tenant in self._tenants.values() if now - tenant.beat >= tenant.heartbeat]
@@ -154,14 +151,14 @@ class Tenants:
                 del self._tenants[tenant.key]
             return late
 
-    # What the pool asks its neighbours
+    # Called by the pool
 
     def could_free(self) -> int:
-        """Bytes that tenants who give way hold."""
+        """Bytes held by tenants that can give way."""
         return sum(tenant.held for tenant in self.all if tenant.gives_way)
 
     def free(self, nbytes: int) -> int:
-        """Ask tenants who give way for about `nbytes`, and wait for each as `ask` does."""
+        """Ask tenants that can give way for about `nbytes`, and wait for each as `ask` does."""
         freed = 0
         for tenant in self.all:
             if tenant.gives_way and freed < nbytes:
@@ -169,9 +166,10 @@ class Tenants:
         return freed
 
     def ask(self, tenant: Tenant, nbytes: int) -> int:
-        """Ask one tenant, and wait until it has told that it gave back, for two heartbeats and WAIT_SECONDS at most;
-        returns what it gave
-        back. One that was silent then is asked but not waited for until its next sign of life."""
+        """Ask one tenant, and wait until it has reported the release, for at most two heartbeats and WAIT_SECONDS;
+        returns what it gave back. A tenant that stayed silent is still asked, but not waited for until its next
+        heartbeat.
+        """
         with self._lock:
             before, asked_at, waits = tenant.held, time.monotonic(), not tenant.silent
             tenant.asked = min(tenant.held, tenant.asked + nbytes)
@@ -186,7 +184,9 @@ class Tenants:
             return before - tenant.held
 
     def release(self, owner: str) -> list[Released]:
-        """Ask every lease of an owner for all that it holds; what the machine has more afterwards is the measure."""
+        """Ask every lease of an owner for all that it holds. The result is the increase of the machine's available
+        memory.
+        """
         released = []
         for tenant in self.all:
             if tenant.owner == owner and tenant.gives_way and self._pool is not None:
@@ -197,7 +197,7 @@ class Tenants:
         return released
 
     def rows(self) -> list[dict[str, Any]]:
-        """As /v1/memory shows them; `idle` is seconds since the last heartbeat."""
+        """Rows for /v1/memory; `idle` is the seconds since the last heartbeat."""
         now = time.monotonic()
         return [
             {

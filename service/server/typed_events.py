@@ -1,4 +1,4 @@
-"""Streams whose events have types of their own, as the Responses and the Messages API have them."""
+"""Streams with named event types, as in the Responses and the Messages API."""
 
 from __future__ import annotations
 
@@ -15,50 +15,48 @@ from .sse import EventStream
 
 
 class TypedEventsWriter(ABC):
-    """What writers of such APIs share: one choice, no progress, and no event that could be written without looking
-    at it.
-    """
+    """The common base of such writers: one choice, no progress events, and no event that can skip the writer."""
 
     def __init__(self) -> None:
         self._result: Result | None = None
 
     def collect(self, index: int, event: Event) -> None:
-        """Take an event for the whole document."""
+        """Collect an event for the whole document."""
         self._result = event.result or self._result
 
     @abstractmethod
     def whole(self, total: Document) -> Document:
-        """The document of the whole answer; `total` is its usage as a chat tells it."""
+        """The document of the whole response; `total` is its usage in chat form."""
 
     @abstractmethod
     def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """The stream's events for what came together."""
+        """The stream's events for engine events that came together."""
 
     @abstractmethod
     def failure(self, error: ApiError) -> Document:
-        """The event of an error in place of the rest."""
+        """The error event that ends the stream."""
 
     def progress(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
-        """Nothing: these APIs have no event for it."""
+        """None: these APIs have no progress events."""
         return []
 
     def only_adds(self, index: int) -> bool:
-        """Whether an event changes nothing else; never known here."""
+        """Whether an event only extends the text; always False here."""
         return False
 
     def usage_chunk(self, total: Document) -> Document:
-        """Usage stands in the last event of an answer."""
+        """None: the last event of a response contains the usage."""
         return {}
 
     def result(self) -> Result:
-        """What was collected."""
+        """The collected result."""
         if self._result is None:
             raise ValueError("an answer without a result has no document")
         return self._result
 
 
 class TypedEventStream(EventStream):
-    """Names each event by the type of its document, and ends without a mark of its own."""
+    """Names each event by the type of its document. The stream has no end marker."""
 
     def __init__(self, request: web.Request, writer: TypedEventsWriter) -> None:
         super().__init__(request)
@@ -71,7 +69,7 @@ class TypedEventStream(EventStream):
             await self._write(data)
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error in place of the rest."""
+        """Send an error that ends the stream."""
         await self.send([self._writer.failure(error)])
 
     async def done(self) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The unix socket of a service, and the record by which a later service knows it for one that it may remove."""
+"""The unix socket of a service, and a record that identifies a stale socket, so that a later service may remove it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RECORD_NAME = "service.socket.json"
 
 
 def make_socket(path: Path, cache: Path) -> socket.socket:
-    """A bound socket that only this user can reach. Only a socket that a service of this tree left behind is replaced.
+    """A bound socket that only this user can reach. Replaces only a stale socket of a service of this tree.
 
-    Raises FileError where something else has the path, or it cannot be made.
+    Raises FileError if the path is taken by something else, or the socket cannot be created.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -42,9 +42,9 @@ def make_socket(path: Path, cache: Path) -> socket.socket:
 
 
 def remove_socket(cache: Path, path: Path | None = None) -> None:
-    """Remove the socket that this tree's record is for (`path`: only if it is that one), unless another file or another
-    socket has its
-    place by now. One service of a tree runs at a time, so nobody listens on it."""
+    """Remove the socket in this tree's record (with `path`: only if it is that one), unless another file or socket has
+    the path by now. One service per tree runs at a time, so no process listens on it.
+    """
     record = cache / RECORD_NAME
     try:
         known = json.loads(record.read_text(encoding="utf-8"))
@@ -65,6 +65,6 @@ def _write_record(path: Path, cache: Path) -> None:
 
 
 def _identity(path: Path) -> list[int] | None:
-    """What tells a socket from any other file that ever has its path; None where there is none."""
+    """What distinguishes a socket from any other file at its path; None if there is no file."""
     found = path.lstat()
     return [found.st_dev, found.st_ino, found.st_mtime_ns] if path.is_socket() and not path.is_symlink() else None

@@ -1,4 +1,4 @@
-"""The end of a service that was started on demand, once nobody uses it."""
+"""Ends a service that was started on demand, once it is unused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LOOK_SECONDS = 5.0
 
 
 async def end_when_unused(service: Service, stopped: asyncio.Event) -> None:
-    """Set `stopped` when no process has had a lease and nobody has asked for `linger` seconds.
+    """Set `stopped` when no process has held a lease and no request has come for `linger` seconds.
 
-    Whoever started it ends it by its process id; this is for one that was killed. Another one that comes meanwhile
-    takes it over.
+    The process that started the service normally ends it by its process id; this covers a killed one. A process that
+    comes meanwhile takes the service over.
     """
     used = time.monotonic()
     while not stopped.is_set():

@@ -1,4 +1,4 @@
-"""The thread of one model: takes calls from its line and works on them, those that write text together."""
+"""The thread of one model: takes calls from its queue and runs them, generations as one batch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from .tasks import ended, kept_up
 
 END_SECONDS = 60.0
 PREPARERS = 2  # one renders while the other tokenizes
-# Seconds for which a model that has nothing to do waits for requests that are just being prepared: what comes together
-# is read in one pass, and each pass more takes 13 ms of a GPU and 200 of two CPU cores. One is prepared in 1 to 2 ms.
+# An idle model waits this many seconds for requests that are being prepared. Requests that arrive together are
+# prefilled in one pass; each extra pass takes 13 ms of a GPU and 200 ms of two CPU cores. Preparing one takes 1 to 2
+# ms.
 GATHERING = 0.02
 
 
 class Coming:
-    """How many requests are just being prepared. `one` is for the event loop, `wait` for a model's thread."""
+    """Counts the requests being prepared. `one` is for the event loop, `wait` for a model's thread."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -37,7 +38,7 @@ class Coming:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """One more, until the loop has done what follows the block: by then it is in its line, or refused."""
+        """Count one more until the loop has run the code after the block: by then the request is queued or refused."""
         self._count += 1
         self._none.clear()
         try:
@@ -51,20 +52,20 @@ class Coming:
             self._none.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is none, or so long."""
+        """Wait until there is none, for at most this long."""
         if not self._none.is_set():
             self._none.wait(seconds)
 
 
 class Worker:
-    """Serves the line of one model. Made and closed on the event loop. `places` says how many rows may write at once
-    now.
+    """Serves the queue of one model. Created and closed on the event loop. `places` returns how many sequences may
+    decode together now.
     """
 
     def __init__(self, name: str, places: Callable[[OpenModel], int], figures: Figures, coming: Coming) -> None:
         self.name = name
         self.coming = coming
-        # Threads that check its requests and render its template. They are its own: one whose template never ends
+        # Threads that check its requests and render its template. Each model has its own, so a template that never ends
         # delays no other model.
         self.preparing = 0
         self.preparers = ThreadPoolExecutor(PREPARERS, "onedesk-prepare")
@@ -76,40 +77,40 @@ class Worker:
         self._figures = figures
         self._thread = ThreadPoolExecutor(1, "onedesk-serve")
         self._called = asyncio.Event()
-        self._came: list[Call] = []  # that have something to look at
+        self._came: list[Call] = []  # calls with something new for their readers
         self._task = asyncio.get_running_loop().create_task(kept_up(f"the queue of {name}", self._serve))
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since a call ended; 0 while one is worked on or waits."""
+        """Seconds since the last call ended; 0 while a call runs or is queued."""
         return 0.0 if self.working or len(self.line) else time.monotonic() - self._last_used
 
     def ask(self, call: Call) -> None:
-        """Put a call into the line."""
+        """Queue a call."""
         self.line.join(call)
         self._called.set()
 
     def drop(self, call: Call) -> None:
-        """Nobody wants it any more."""
+        """Drop a call that is no longer wanted."""
         call.stop()
         if self.line.leave(call):
             call.end()
 
     def go_on(self) -> None:
-        """Take from the line again, after it was held."""
+        """Take calls from the queue again, after it was held."""
         self.line.go_on()
         self._called.set()
 
     async def idle(self) -> None:
-        """Wait until the thread has ended what it works on now."""
+        """Wait until the thread has finished its current work."""
         await asyncio.wrap_future(self._thread.submit(lambda: None))
 
     async def in_turn(self, work: Callable[[], object]) -> None:
-        """Do something in the thread when it has ended what it works on now."""
+        """Run `work` in the thread after its current work."""
         await asyncio.wrap_future(self._thread.submit(contained, work))
 
     async def close(self, seconds: float = END_SECONDS) -> bool:
-        """Stop what it works on, and end its threads; whether they have within `seconds`."""
+        """Stop its current work and end its threads; returns whether they ended within `seconds`."""
         self.line.hold()
         self.aborting = True
         self._task.cancel()
@@ -121,15 +122,14 @@ class Worker:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        for call in list(self.working):  # left by a failure of this task
+        for call in list(self.working):  # left over from a failure of this task
             self._finish(call, as_api_error(RuntimeError("the queue of a model failed")))
         while True:
             await self._called.wait()
             done = loop.run_in_executor(self._thread, contained, self._work)
             self._called.clear()
             await asyncio.wait([done])
-            # Whatever the thread failed with belongs to the calls that it was at, and is raised to those who wait for
-            # them.
+            # A failure of the thread belongs to the calls that it was running. It is raised to their readers.
             error = done.exception()
             for call in list(self.working):
                 self._finish(call, error)
@@ -139,7 +139,7 @@ class Worker:
     # In the thread
 
     def _work(self) -> None:
-        """Until nobody waits."""
+        """Run calls until the queue is empty."""
         while (call := self.line.take(lambda _: True)) is not None:
             self.working.append(call)
             if isinstance(call.task, Prepared):
@@ -155,7 +155,7 @@ class Worker:
         return call.stopping or self.aborting
 
     def _write(self, first: Call) -> None:
-        """Write the answers of `first` and of those who come meanwhile, until none is left."""
+        """Generate for `first` and for calls that join meanwhile, until none is left."""
         model, coming = first.model, [first]
         numbered: dict[int, Call] = {}
         count = 0
@@ -184,7 +184,7 @@ class Worker:
             for event in events:
                 call = numbered.get(event.request)
                 if call is None:
-                    continue  # it could not be told before; the model writes on until it looks
+                    continue  # its stop could not be passed on earlier; the model generates until its next check
                 with Caught("telling of an answer") as caught:
                     if event.error is None:
                         self._tell(call, event)
@@ -195,7 +195,7 @@ class Worker:
                     del numbered[event.request]
 
     def _tell(self, call: Call, event: Event) -> None:
-        """Hand an event to who waits for it."""
+        """Pass an event to the call's reader."""
         if call.entered is None:
             call.enter()
         look = call.put(event, alone=len(self.working) == call.places == 1)
@@ -205,14 +205,14 @@ class Worker:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Let all who have got something look. Tokens of one step go together: the engine asks for arrivals before
-        the next.
+        """Wake the readers of all calls with new events. Tokens of one step go together: the engine asks for arrivals
+        before the next.
         """
         came, self._came = self._came, []
         hand_over(came)
 
     def _joining(self, model: OpenModel) -> Call | None:
-        """The next in line, if it can be written beside those that are."""
+        """The next call in the queue, if it can join the current batch."""
         if not len(self.line) or self.aborting:
             return None
         taken = sum(call.places for call in self.working)
@@ -225,7 +225,7 @@ class Worker:
         return call
 
     def _told(self, call: Call, event: Event) -> bool:
-        """Count a result; whether it was the call's last."""
+        """Count a result; returns whether it was the call's last."""
         if event.result is not None:
             self._figures.wrote(self.name, event.choice, event.result)
         call.results += 1

@@ -124,7 +124,7 @@ def play() -> Iterator[Any]:
         played.server.server_close()
 
 
-def test_a_run_that_keeps_every_promise_exits_0_with_the_spread_of_each_figure(play, capsys, tmp_path):
+def test_a_run_without_broken_promises_exits_0(play, capsys, tmp_path):
     played = play([kept(0), kept(1), kept(2), kept(3)])
     assert alternate.main([played.url, "--cycles", "3", "--json", "--rows", str(tmp_path / "rows")]) == 0
     printed = capsys.readouterr()
@@ -170,7 +170,7 @@ def test_a_broken_promise_is_exit_1_with_its_cycle(play, capsys):
     assert "cycle 1: the writer still holds 2147483648 bytes after drawing" in capsys.readouterr().out
 
 
-def test_a_workflow_that_fails_ends_the_run_and_keeps_what_was_measured(play):
+def test_a_failed_workflow_keeps_earlier_measurements(play):
     played = play([kept(0), kept(1), "CUDA out of memory"])
     document = measure(port_of(played.url), CHOICE, 50)
     assert document["cycles"] == 1
@@ -178,7 +178,7 @@ def test_a_workflow_that_fails_ends_the_run_and_keeps_what_was_measured(play):
     assert len(document["rows"]) == 2
 
 
-def test_a_comfyui_without_the_nodes_of_the_tests_is_told_what_it_lacks(play, capsys):
+def test_a_comfyui_without_the_test_nodes_is_refused(play, capsys):
     assert alternate.main([play([], absent="TestMemory").url, "--json"]) == 1
     (words,) = json.loads(capsys.readouterr().out)["failures"]
     assert "this ComfyUI has no node TestMemory; put the pack and its tests/comfyui_pack into custom_nodes" in words
@@ -217,7 +217,7 @@ def test_a_wrong_number_of_cycles_is_wrong_usage(cycles):
     assert ended.value.code == 2
 
 
-def test_where_there_is_room_for_both_nobody_is_evicted_and_that_is_said(comfyui: Comfy):
+def test_no_eviction_is_reported_with_memory_for_both(comfyui: Comfy):
     document = measure(comfyui.client.port, CHOICE, 2)
     assert document["cycles"] == 2
     assert all(row["ours"] > 0 for row in document["rows"])

@@ -120,7 +120,7 @@ def test_every_step_of_the_check_runs_and_finds_the_same_text(tmp_path: Path, mo
     assert "steps in a graph: qwen3_5\n" in summary(document)
 
 
-def test_the_command_passes_on_a_cuda_device_and_says_where_there_is_none(capsys: pytest.CaptureFixture[str]):
+def test_the_command_passes_on_cuda_and_refuses_without(capsys: pytest.CaptureFixture[str]):
     status = cuda_check.main(["--cycles", "1", "--json"])
     document = json.loads(capsys.readouterr().out)
     if torch.cuda.is_available():

@@ -120,7 +120,7 @@ def test_shapes_and_forms_are_known_ones():
     assert {form for forms in SHAPES.values() for form in forms} == set(FORMS)
 
 
-def test_registers_are_limited_only_where_tensor_cores_read_shared_memory(launches: list[KernelVariant]):
+def test_registers_are_limited_only_for_tensor_core_kernels(launches: list[KernelVariant]):
     found = {arch: launches_of(arch, DEVICES[arch], {"Qwen3.5-4B": ("bf16",)}) for arch in (80, 90)} | {SPARK: launches}
     limits = {
         arch: {one.options["maxnreg"] for one in every if one.name == "solve_piece"} for arch, every in found.items()

@@ -23,7 +23,7 @@ def test_every_case_is_written_both_ways_to_the_same_text(tmp_path, capsys):
     assert "TIME WITH / WITHOUT" in shown.err
 
 
-def test_a_layer_that_drafts_is_measured_at_the_rate_of_published_ones(tmp_path, capsys):
+def test_a_draft_layer_is_measured_at_the_published_rate(tmp_path, capsys):
     model, config = tmp_path / "tiny", tmp_path / "onedesk.toml"
     model.mkdir()
     small = {

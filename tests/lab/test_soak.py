@@ -43,9 +43,7 @@ def test_texts_that_are_mixed_up_would_be_found() -> None:
     assert crowd.seen.mixed == ["writer with seed 1: 'yours', alone 'mine'"]
 
 
-def test_it_needs_a_service_of_its_own_and_tells_one_that_does_not_start(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_needs_its_own_service_and_reports_a_failed_start(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PeerError, match=r"there is no onedesk.toml; name one with --config"):
         soak(Load((MODEL,), 1.0), Config(tree=tree))
     server = Server(tree).start()

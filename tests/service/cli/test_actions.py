@@ -173,7 +173,7 @@ def test_doctor_says_ok_or_what_to_do(run, tree, tmp_path):
     assert {"name", "status", "detail", "fix"} == set(document["checks"][0])
 
 
-def test_a_warning_reads_as_the_other_lines_and_tells_its_place_with_v_alone(tree, capsys):
+def test_a_warning_names_its_logger_with_v_only(tree, capsys):
     for words, shown in (((), "onedesk: it is slow"), (("-v",), "WARNING:onedesk.service.cli.command:it is slow")):
         assert cli.main(["models", *words, "--config", str(tree / "onedesk.toml")]) == 0
         cli.log.warning("it is %s", "slow")
@@ -188,7 +188,7 @@ def test_version_and_help_are_no_errors(capsys):
     assert "--repetition-stop" in capsys.readouterr().out
 
 
-def test_help_tells_of_every_option_and_of_the_default_of_each_that_has_a_value():
+def test_help_has_every_option_and_default():
     (commands,) = (action for action in cli.make_parser()._actions if isinstance(action.choices, dict))
     options = [(name, action) for name, parser in commands.choices.items() for action in parser._actions]
     told = {(name, action.dest): action.help or "" for name, action in options}

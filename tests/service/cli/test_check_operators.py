@@ -19,7 +19,7 @@ def on_both() -> None:
     scores.mul_(3)
 
 
-def test_views_moves_integers_and_single_numbers_are_no_computation() -> None:
+def test_views_copies_integers_and_scalars_do_not_count() -> None:
     scores, one = torch.ones(4, 2), torch.tensor(1.5)
     with OperatorCounts() as counts:
         scores.view(8)[2:].clone()

@@ -31,7 +31,7 @@ def test_generate_prints_one_document_with_every_key(run):
     assert set(document["stages"]["decode"]) >= {"seconds", "bytes", "major_faults", "minor_faults", "allocations"}
 
 
-def test_the_same_seed_writes_the_same_and_choices_count_on_from_it(run):
+def test_a_seed_repeats_and_choices_count_up_from_it(run):
     options = (
         "generate",
         "a cat",
@@ -51,7 +51,7 @@ def test_the_same_seed_writes_the_same_and_choices_count_on_from_it(run):
     assert len({tuple(choice["ids"]) for choice in choices}) == 3
 
 
-def test_the_best_of_several_and_a_search_are_told_the_best_first(run):
+def test_best_of_and_beam_search_list_the_best_first(run):
     options = ("generate", "a cat", "--model", "tiny", "--max-tokens", "6", "--seed", "5", "--n", "2")
     for way in ("--best-of", "--beams"):
         status, document = run(*options, way, "4")
@@ -285,7 +285,7 @@ def test_a_prompt_of_a_megabyte_is_refused_with_both_numbers(run, monkeypatch):
 
 
 @pytest.mark.parametrize(("default", "kind"), [("nosuch", "ModelError"), ("no\\u0000such", "FileError")])
-def test_a_default_model_that_is_not_there_is_told_with_where_it_was_named(run, tree, tmp_path, default, kind):
+def test_a_missing_default_model_is_named_with_its_setting(run, tree, tmp_path, default, kind):
     config = tmp_path / "onedesk.toml"
     config.write_text(f'[models]\nroots = ["{tree / "models"}"]\ndefault = "{default}"\n', encoding="utf-8")
     for words in (["generate", "a cat"], ["quantize", "--quant", "int8"]):

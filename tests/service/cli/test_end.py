@@ -55,7 +55,7 @@ def test_sigint_prints_what_was_written_and_ends_with_130(endless):
 
 
 @pytest.mark.parametrize("words", [("models",), ("models", "--json")], ids=" ".join)
-def test_an_interrupt_before_the_command_is_imported_is_no_traceback(words, monkeypatch, capsys):
+def test_an_early_interrupt_shows_no_traceback(words, monkeypatch, capsys):
     class Interrupted:
         @staticmethod
         def find_spec(name: str, *_: object) -> None:

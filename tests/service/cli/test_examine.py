@@ -109,7 +109,7 @@ def test_a_comfyui_that_was_there_before_is_looked_at(tree, tmp_path):
     assert (found.status, found.detail) == ("warning", f"{theirs} is gone")
 
 
-def test_a_wrong_configuration_ends_the_examination_with_its_reason(tree):
+def test_a_wrong_configuration_is_reported_with_its_reason(tree):
     tree.settings.write_text("[memory]\nfloor = 'much'\n", encoding="utf-8")
     last = examine(tree.settings, device="auto")[-1]
     assert (last.name, last.status) == ("configuration", "failure")
@@ -123,7 +123,7 @@ def test_settings_that_this_machine_cannot_meet_are_a_failure(tree):
     assert "floor" in found["memory"].detail
 
 
-def test_a_missing_model_folder_is_a_failure_and_an_empty_one_a_warning(tree):
+def test_a_missing_folder_fails_and_an_empty_one_warns(tree):
     tree.settings.write_text("[models]\nroots = ['lost']\n", encoding="utf-8")
     found = checks(tree)
     assert (found["model folder"].status, found["models"].status) == ("failure", "warning")
@@ -138,7 +138,7 @@ def test_a_broken_model_is_a_warning_with_its_reason(tree):
     assert "take the folder away" in found.fix
 
 
-def test_each_engine_of_the_configuration_is_looked_at_and_none_started(tree):
+def test_configured_engines_are_checked_but_not_started(tree):
     (tree.prefix / "x.gguf").write_bytes(bytes(1000))
     entries = """
     [peers.right]

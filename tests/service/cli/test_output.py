@@ -155,7 +155,7 @@ def test_the_vector_of_a_text_is_what_transformers_computes(model: OpenModel, ch
         model.embed([100_000])
 
 
-def test_requests_that_come_meanwhile_are_what_they_would_be_alone(model: OpenModel) -> None:
+def test_concurrent_requests_give_the_same_texts_as_alone(model: OpenModel) -> None:
     requests = [ask(f"cat number {place}", sampling=Sampling(seed=place), max_tokens=10 + place) for place in range(12)]
     alone = [run(model, request)[1] for request in requests]
     waiting = [model.prepared(request) for request in requests]

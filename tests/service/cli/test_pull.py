@@ -138,7 +138,7 @@ def started(tree: Path, *arguments: str, **options: Any) -> subprocess.Popen[byt
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
 
 
-def test_an_interrupt_keeps_what_has_arrived_and_says_how_to_continue(
+def test_an_interrupted_pull_can_be_continued(
     tree: Path, hub: Hub, writer_files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ):
     hub.always["storage", WEIGHTS] = Fault("stall", 100_000)
@@ -195,7 +195,7 @@ def test_the_doctor_asks_each_hub_once(
     assert list((tree / "models").iterdir()) == []
 
 
-def test_image_models_are_judged_with_the_language_model_they_come_with(tree: Path):
+def test_the_verdict_includes_the_language_model(tree: Path):
     config = load_config(tree / "onedesk.toml")
     verdict = make_verdict(config, None, "cpu")
     assert verdict("Qwen3-0.6B", None, 1).fits in (True, False)

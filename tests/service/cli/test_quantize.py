@@ -98,7 +98,7 @@ def test_wrong_usage_is_told(run: Run, arguments: list[str], message: str) -> No
     assert message in document["error"]["message"]
 
 
-def test_what_is_stored_quantized_is_converted_only_as_far_as_it_is_not(run: Run, tree: Path) -> None:
+def test_only_unquantized_weights_are_converted(run: Run, tree: Path) -> None:
     by_name = {case.name: case for case in CASES}
     write_published(tree / "models" / "gptq", by_name["gptq-sym-128"], dtype="float16", tied=False)
     status, document = run("quantize", "--model", "gptq", "--quant", "int8")

@@ -14,9 +14,7 @@ from onedesk.service.cli import serve as command
 from onedesk.service.cli.serve import TURN, _plan
 
 
-def test_a_model_folder_that_is_not_there_is_named_with_where_it_was_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_model_folder_is_named_with_its_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there, file = tmp_path / "models", tmp_path / "file"
     there.mkdir()
     file.touch()

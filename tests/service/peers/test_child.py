@@ -73,7 +73,7 @@ def test_its_own_children_end_with_it(tmp_path):
     assert not alive(child.pid)
 
 
-def test_one_that_dies_tells_how_and_its_last_lines_without_the_secret(tmp_path):
+def test_a_crash_reports_its_log_without_the_secret(tmp_path):
     code = (
         "import sys; print('\\n'.join(f'line {i}' for i in range(99)), flush=True); sys.exit('key is s3cr3t-key: no"
         " model')"

@@ -80,7 +80,7 @@ def as_small_as_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama-server", "vllm"])
-def test_it_starts_when_it_is_first_asked_and_gives_its_bytes_back(desk, kind):
+def test_it_starts_on_demand_and_releases_its_bytes(desk, kind):
     if kind == "vllm":
         desk.model = desk.model.rename(desk.model.with_name("m.safetensors"))
     engine = desk.engine(kind=kind, context=4096)
@@ -212,7 +212,7 @@ def test_one_that_is_killed_between_two_uses_is_started_anew(desk, caplog):
     assert len(desk.pool.leases()) == 1
 
 
-def test_one_that_dies_while_it_writes_says_why_and_the_next_run_works(desk):
+def test_a_crash_reports_why_and_the_next_run_works(desk):
     engine = desk.engine("dies-while-writing")
     with pytest.raises(PeerError, match=r"(?s)ended with signal SIGKILL.*illegal memory access"):
         write(engine)
@@ -221,7 +221,7 @@ def test_one_that_dies_while_it_writes_says_why_and_the_next_run_works(desk):
     assert desk.log().count("starting with key") == 1
 
 
-def test_a_model_that_needs_the_room_ends_it_but_not_while_it_writes(desk):
+def test_a_model_that_needs_memory_ends_it_when_idle(desk):
     engine = desk.engine("slow", memory=400 * MIB)
     events = RemoteModel(WANTED, engine).generate(REQUEST)
     next(events)

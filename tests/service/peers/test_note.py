@@ -71,9 +71,7 @@ def test_what_a_dying_service_held_is_back_once_its_lock_is_free(tmp_path: Path)
     dying.join()
 
 
-def test_the_note_of_a_killed_service_is_never_taken_for_the_next_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_services_note_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / FILE_NAME
     with only_one(tmp_path), noted(tmp_path, Note(7, "1", "127.0.0.1", 1, None, None)):
         written = left.read_bytes()

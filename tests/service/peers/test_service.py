@@ -161,11 +161,11 @@ def test_a_list_and_choices_are_each_what_they_are_alone(desk: Desk) -> None:
     assert len(texts) == 13
 
 
-def test_a_model_of_a_folder_that_only_this_process_knows_is_there_too(desk: Desk) -> None:
+def test_a_model_in_a_folder_of_this_process_is_served(desk: Desk) -> None:
     assert answer(desk.remote(STRAY, context=256).generate(request(tokens=3)))[1].usage.completion == 3
 
 
-def test_a_model_that_the_service_does_not_serve_is_told_with_what_it_does(desk: Desk) -> None:
+def test_an_unknown_model_is_refused_with_the_served_ones(desk: Desk) -> None:
     with pytest.raises(
         ModelError, match="the local service serves no model 'ghost'; put it into the tree's models, or end"
     ):

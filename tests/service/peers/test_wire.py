@@ -70,7 +70,7 @@ class Near(Peer):
     def close(self) -> None: ...
 
 
-def test_a_server_on_this_machine_is_asked_before_a_thread_begins_to_wait(
+def test_a_local_server_gets_the_request_before_the_thread(
     address: PeerAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked_in: list[threading.Thread] = []

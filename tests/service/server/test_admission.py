@@ -94,7 +94,7 @@ def test_a_client_that_waits_and_goes_away_is_not_written_for(server: Server, cl
     assert server.figure("onedesk_finishes_total") == before + 1
 
 
-def test_clients_that_vanish_in_the_line_leave_no_traceback_in_the_log(server: Server, clients: ExitStack) -> None:
+def test_disconnects_in_the_queue_log_no_traceback(server: Server, clients: ExitStack) -> None:
     first = begun(server, clients)
     for _ in range(20):
         gone = server.open_stream(LONG)

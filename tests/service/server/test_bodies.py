@@ -42,7 +42,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_body_of_small_pieces_is_refused_with_its_figures_unparsed(
+def test_a_body_of_many_small_pieces_is_refused_unparsed(
     server: Server, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     status, _, document = server.ask("POST", CHAT, LARGE[name])

@@ -161,7 +161,7 @@ def test_a_message(claude: Anthropic) -> None:
     assert count == short.usage.input_tokens + (short.usage.cache_read_input_tokens or 0)
 
 
-def test_a_last_message_of_the_assistant_is_the_beginning_of_the_answer(claude: Anthropic) -> None:
+def test_a_last_assistant_message_starts_the_answer(claude: Anthropic) -> None:
     turns: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say: Hello"}]
     plain = claude.messages.count_tokens(model="talker", messages=turns[:1]).input_tokens
     assert claude.messages.count_tokens(model="talker", messages=turns).input_tokens < plain + len("I say: Hello")

@@ -132,7 +132,7 @@ class Moving:
         return self.now
 
 
-def test_a_model_is_loaded_anew_after_hours_of_which_nobody_notices(model: OpenModel) -> None:
+def test_an_old_model_is_reloaded_while_idle(model: OpenModel) -> None:
     clock = Moving()
     renewal = Renewal(ServiceSettings(renew_hours=2, renew_fragmentation=0), clock)
     assert not renewal.due(model, 1e9)  # not loaded

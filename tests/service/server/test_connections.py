@@ -67,7 +67,7 @@ def malformed(token: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", malformed(""))
-def test_a_malformed_request_shows_its_token_neither_in_the_answer_nor_in_the_log(server: Server, name: str) -> None:
+def test_a_malformed_request_never_reveals_its_token(server: Server, name: str) -> None:
     before = server.log()
     told = answered(server, malformed(server.token)[name])
     assert told.split(b" ")[:2] == [b"HTTP/1.0", b"400"]
@@ -173,7 +173,7 @@ def test_descriptors_are_raised_to_the_hard_limit() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=40), st.booleans())
-def test_a_line_of_the_log_has_no_control_character_and_no_secret(text: str, raised: bool) -> None:
+def test_log_lines_have_no_control_characters_and_no_secret(text: str, raised: bool) -> None:
     info: Any = (ValueError, ValueError(text), None) if raised else None
     record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s and the-secret", (text,), info)
     line = SafeFormatter(logging.Formatter("onedesk: %(message)s"), "the-secret").format(record)

@@ -101,7 +101,7 @@ def test_events_that_come_together_are_one_chunk() -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_complete_call_in_thoughts_that_were_never_closed_is_a_call(step: int, stream: bool) -> None:
+def test_a_complete_call_in_unclosed_reasoning_is_a_call(step: int, stream: bool) -> None:
     thoughts = f"I should draw.\n{CALLS[8:]}"
     for text, expected in (("", 2), ("no, I only talk", 0)):
         writer = ChatWriter("m", None, stream=stream, with_logprobs=False, tools=[TOOL])

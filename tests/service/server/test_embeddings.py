@@ -50,7 +50,7 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
 
 
-def test_a_text_is_pooled_from_the_end_token_that_its_tokenizer_adds_once(client: OpenAI, folder: Path) -> None:
+def test_a_text_is_pooled_from_its_single_end_token(client: OpenAI, folder: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "models" / "embedder" / "tokenizer.json"))

@@ -65,7 +65,7 @@ def ask_socket(server: Server, method: str, path: str, body: Any = None) -> tupl
     return found
 
 
-def test_only_the_models_that_were_named_are_served_and_loaded_before_it_is_ready(
+def test_named_models_are_loaded_before_it_is_ready(
     starting: tuple[Server, Server],
 ) -> None:
     server = starting[0].wait()
@@ -123,7 +123,7 @@ def test_a_unix_socket_that_only_its_owner_reaches(starting: tuple[Server, Serve
     assert events[-1].result.usage.completion == 4
 
 
-def test_killed_in_the_middle_of_an_answer_it_leaves_nothing_and_starts_again(starting: tuple[Server, Server]) -> None:
+def test_it_starts_again_after_a_kill_during_an_answer(starting: tuple[Server, Server]) -> None:
     server = starting[1].wait()
     assert server.process is not None
     assert server.note is not None

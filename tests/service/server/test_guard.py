@@ -115,7 +115,7 @@ def test_the_token_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -
     assert not matches("\udcff", token)
 
 
-def test_a_token_file_is_complete_or_absent_however_its_making_ends(tmp_path: Path) -> None:
+def test_a_token_file_is_complete_or_absent(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\nfrom pathlib import Path\nfrom onedesk.service.errors import FileError\nfrom"
         " onedesk.service.peers.token_file import load_token\nsignal.signal(signal.SIGXFSZ,"
@@ -133,9 +133,7 @@ def test_a_token_file_is_complete_or_absent_however_its_making_ends(tmp_path: Pa
 
 
 @pytest.mark.parametrize("step", ["open", "fsync", "link", "unlink"])
-def test_a_start_that_was_killed_leaves_no_token_file_that_stops_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_killed_start_does_not_block_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "service.token"
 
     class KilledError(BaseException):

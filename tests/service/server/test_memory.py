@@ -94,7 +94,7 @@ def test_sleeping_and_waking_ten_times_changes_nothing(server: Server) -> None:
         assert server.client().chat.completions.create(**SHORT).choices[0].message.content == text
 
 
-def test_the_next_request_wakes_it_unless_an_owner_that_draws_does(server: Server) -> None:
+def test_the_next_request_wakes_it(server: Server) -> None:
     text = server.client().chat.completions.create(**SHORT).choices[0].message.content
     for body in ({}, {"wake": "request"}, {"wake": None}):
         assert post(server, "sleep", body)["released"]
@@ -159,7 +159,7 @@ def rows(server: Server) -> dict[str, Any]:
     return {row["owner"]: row for row in server.ask("GET", "/v1/memory")[2]["leases"] if row["kind"] == "other process"}
 
 
-def test_another_process_has_a_lease_as_long_as_it_gives_signs_of_life(server: Server) -> None:
+def test_a_lease_lasts_as_long_as_its_heartbeat(server: Server) -> None:
     made = lease(server, heartbeat=0.3)
     path = f"/v1/memory/leases/{made['id']}"
     for held in (0, 5000, 1 << 20):
@@ -177,7 +177,7 @@ def test_another_process_has_a_lease_as_long_as_it_gives_signs_of_life(server: S
     assert server.ask("DELETE", f"/v1/memory/leases/{again['id']}")[0] == 404
 
 
-def test_another_process_has_room_and_nobody_gives_way_for_what_can_never_be_had(server: Server) -> None:
+def test_nothing_is_released_for_an_impossible_lease(server: Server) -> None:
     server.client().chat.completions.create(**SHORT)
     loaded, available = held(server), server.ask("GET", "/v1/memory")[2]["truth"]["available"]
     status, _, document = server.ask("POST", "/v1/memory/leases", {"owner": "images", "bytes": 2 * available})
@@ -244,7 +244,7 @@ def test_a_form_of_a_model_is_one_of_its_own(server: Server) -> None:
         assert server.ask("GET", f"/v1/models/{MODEL}?{query}")[0] == 400
 
 
-def test_forms_that_are_asked_for_one_after_the_other_are_not_all_kept(server: Server) -> None:
+def test_only_the_latest_variants_of_a_model_are_kept(server: Server) -> None:
     config, registry = load_config(server.tree / "onedesk.toml"), Registry()
     registry.configure(config)
     models = Models(config, registry, ServedModels(device="cpu"))

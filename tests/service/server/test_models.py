@@ -49,7 +49,7 @@ def found(served: Models, asked: str | None, form: ModelForm | None = None) -> O
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["folder gone", "folder empty"])
-def test_a_model_whose_files_are_gone_is_not_found_and_gives_its_bytes_back(
+def test_a_model_without_files_is_not_found_and_released(
     served: Models, registry: Registry, tmp_path: Path, empty: bool
 ) -> None:
     forms = [found(served, "writer"), found(served, "writer", ModelForm(context=64)), found(served, "other")]
@@ -70,9 +70,7 @@ def test_a_model_whose_files_are_gone_is_not_found_and_gives_its_bytes_back(
     assert found(served, "other") is forms[2]
 
 
-def test_a_model_that_is_gone_while_it_writes_ends_its_answer_first(
-    served: Models, registry: Registry, tmp_path: Path
-) -> None:
+def test_a_removed_model_finishes_its_answer_first(served: Models, registry: Registry, tmp_path: Path) -> None:
     model = found(served, "writer")
     model.load()
     with closing(model.generate(ask(max_tokens=8))) as events:
@@ -130,9 +128,7 @@ class Looks:
         monkeypatch.setattr(Path, "stat", stat)
 
 
-def test_a_model_that_is_open_is_found_with_one_look_at_its_files(
-    served: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_open_model_is_found_with_one_file_check(served: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = [served.find(name, form) for name in ("writer", "other") for form in (None, ModelForm(context=64))]
     for looks in (Looks(monkeypatch, "config.json"), Looks(monkeypatch, "tokenizer.json")):
         before = looks.count

@@ -431,7 +431,7 @@ def test_the_first_event_of_a_stream_comes_with_its_headers(server: Server) -> N
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_an_unknown_field_of_our_own_is_refused_with_those_that_there_are(server: Server, path: str) -> None:
+def test_an_unknown_onedesk_field_is_refused_with_the_list(server: Server, path: str) -> None:
     """OpenAI's fields are many and grow; ours are read by nobody else, so one that is not known was meant to be
     another.
     """

@@ -60,7 +60,7 @@ def made(loop: asyncio.AbstractEventLoop) -> Call:
     st.sampled_from([0.0, 0.0005, LONG]),
     st.lists(st.booleans(), min_size=1, max_size=20),
 )
-def test_what_the_sink_takes_and_what_the_loop_takes_are_in_order(
+def test_sink_and_loop_take_events_in_order(
     count: int, refused: frozenset[int], patience: float, alone: list[bool]
 ) -> None:
     loop = asyncio.new_event_loop()

@@ -116,9 +116,7 @@ def test_the_queue_of_a_model_outlives_a_failure_of_its_own(tmp_path: Path, monk
     inside.stop()
 
 
-def test_a_model_that_cannot_be_loaded_is_named_and_the_others_are_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_fails_to_load_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     inside = Inside(write_tree(tmp_path, context=256)).start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

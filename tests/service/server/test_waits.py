@@ -48,7 +48,7 @@ def ending(tmp_path: Path) -> Iterator[Server]:
         made.process.wait()
 
 
-def test_a_lease_whose_owner_is_silent_stops_neither_the_service_nor_its_end(ending: Server) -> None:
+def test_a_silent_lease_blocks_neither_service_nor_shutdown(ending: Server) -> None:
     assert ending.ask("POST", CHAT, ASK)[0] == 200
     assert ending.ask("POST", "/v1/memory/leases", SILENT)[0] == 200
     answers: list[int] = []
@@ -126,7 +126,7 @@ def test_only_so_many_requests_of_a_model_are_prepared(inside: Inside) -> None:
     assert "Retry-After" in headers
 
 
-def test_a_request_that_waits_keeps_its_model_however_many_contexts_are_asked_for(inside: Inside) -> None:
+def test_a_queued_request_keeps_its_model_open(inside: Inside) -> None:
     assert inside.ask("POST", CHAT, ASK)[0] == 200
     assert inside.ask("POST", "/v1/memory/sleep", {"wake": "manual"})[0] == 200
     answers: list[Any] = []
@@ -145,9 +145,7 @@ def pool() -> Pool:
     return Pool("cpu", MemorySettings(), lambda: read_truth("cpu"))
 
 
-def test_a_silent_lease_is_waited_for_once_and_again_after_a_sign_of_life(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_lease_is_waited_for_again_after_a_heartbeat(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants_module, "WAIT_SECONDS", 0.2)
     tenants, tenant = Tenants(lambda: pool), Tenant("painter", 100, 100, 3600.0, True)
     tenants.take(tenant)

@@ -143,7 +143,7 @@ def test_a_step_wakes_the_loop_once_however_many_it_writes_for(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("choices", [1, 8])
-def test_the_model_sends_one_text_itself_and_leaves_several_of_a_request_to_the_loop(choices: int) -> None:
+def test_only_a_single_text_is_sent_by_the_models_thread(choices: int) -> None:
     async def run() -> set[bool]:
         desk, own, found = Desk(), threading.get_ident(), set()
         call = Call(desk.model, replace(PREPARED, n=choices))  # type: ignore[arg-type]
