@@ -44,7 +44,7 @@ def test_every_documented_command_can_be_asked_for_help(capsys):
 
 
 def test_every_option_in_the_reference_exists_and_every_one_that_exists_is_there(capsys):
-    text = (REPOSITORY / "docs" / "service.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
     common = {*re.findall(r"--[\w-]+", text[: text.index("- **Model.**")]), "--help", "--verbose"}
     for row in re.findall(
         r"^\| `(?:generate|score|models|pull|quantize|memory|doctor|bench|serve|demo)[^\n]*", text, re.M

@@ -59,7 +59,7 @@ OFFLINE: Mapping[str, str] = {
 
 SETTINGS = """\
 # Onedesk's one configuration file. Every value is optional; unknown names are errors. See docs/memory.md and
-# docs/service.md.
+# docs/settings.md.
 
 [models]
 roots = ["models"]

@@ -59,7 +59,7 @@ def unit_text(tree: Tree, command: Path, checkout: Path, installation: str) -> s
         prefix=tree.prefix,
         id=_ID,
         installation=installation,
-        documentation=_escaped(str(checkout / "docs" / "service.md")).replace(" ", "%%20"),
+        documentation=_escaped(str(checkout / "docs" / "http.md")).replace(" ", "%%20"),
         command=_quoted(str(command)).replace("$", "$$"),
         environment="\n".join(variables),
         stop=STOP_SECONDS,
