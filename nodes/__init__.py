@@ -1,1 +1,1 @@
-"""The ComfyUI face: thin wrappers of service/api."""
+"""The ComfyUI nodes: thin wrappers of service/api."""

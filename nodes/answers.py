@@ -1,4 +1,4 @@
-"""Rows of questions to answers, for every node that writes: one run per model, streamed, with statistics."""
+"""From rows of questions to answers, for every text node: one run per model, streamed, with statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def repeated_rows(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 async def answered(rows: Sequence[tuple[ModelChoice, Question]], hidden: Any) -> io.NodeOutput:
-    """The outputs `writing_outputs` of the questions, which appear in the node while they are written."""
+    """The outputs `writing_outputs` for the questions, which the node shows while they are written."""
     view = PageView(hidden.unique_id)
     answers: list[TextReply] = []
     stats: list[str] = []
@@ -77,7 +77,7 @@ def sampling_input() -> io.Input:
 
 
 def writing_outputs() -> list[io.Output]:
-    """What every node that writes gives."""
+    """The outputs of every text node."""
     return [
         io.String.Output(
             display_name="text", is_output_list=True, tooltip="The answer, word for word, without the model's thoughts."

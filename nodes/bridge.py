@@ -1,12 +1,12 @@
-"""ComfyUI's view of our models, and ours of its memory. The only file that touches comfy.model_management.
+"""ComfyUI's view of our models, and our view of its memory. The only file that touches comfy.model_management.
 
-Each open model is one patcher in ComfyUI's list of loaded models, with the bytes that it really holds, so that ComfyUI
-evicts it with its own code when it needs room, and POST /free frees it. Before a model loads, ComfyUI is asked to free
-what it needs. With --cpu, where ComfyUI never evicts, its models are a neighbour of our pool, and ours give way before
-its nodes run.
+Each open model is one patcher in ComfyUI's list of loaded models, with its real size in bytes. So ComfyUI evicts it
+with its own code when it needs memory, and POST /free frees it. Before a model loads, ComfyUI is asked to free the
+memory that it needs. With --cpu ComfyUI never evicts: there its models are a neighbour of our pool, and ours give way
+before its nodes run.
 
-Threads: ComfyUI's list has no lock. It is touched only by the thread that runs prompts (node code between awaits, and
-ComfyUI's own calls of a patcher); models work in other threads, which never wait for that thread.
+Threads: ComfyUI's list has no lock. Only the thread that runs prompts touches it (node code between awaits, and
+ComfyUI's own calls of a patcher). Models work in other threads, which never wait for that thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .values import HERE, SERVICE, ModelChoice
 
 log = logging.getLogger(__name__)
 
-# How often a wait for a running generation looks again, in seconds.
+# Seconds between two checks while waiting for a running generation.
 LOOK = 0.02
 
 
@@ -53,26 +53,24 @@ def cancelled() -> bool:
 
 
 def interrupted() -> InterruptProcessingException:
-    """The exception that ends the running prompt as stopped; the flag is cleared, as ComfyUI expects of who raises
-    it.
-    """
+    """The exception that ends the running prompt as stopped. Clears the flag, as ComfyUI expects."""
     mm.interrupt_current_processing(False)
     return InterruptProcessingException()
 
 
 def device() -> str:
-    """The device for our models: the one that ComfyUI uses."""
+    """The device for our models: ComfyUI's."""
     return "cuda" if torch.device(mm.get_torch_device()).type == "cuda" else "cpu"
 
 
 class OnedeskModel(torch.nn.Module):
-    """What ComfyUI keeps a weak reference to and names in its log."""
+    """The object that ComfyUI references weakly and names in its log."""
 
     device: torch.device | None = None
 
 
 class Guest:
-    """An open model of which ComfyUI's memory manager hears nothing: its bytes are not on this machine."""
+    """An open model whose memory is on another machine; invisible to ComfyUI's memory manager."""
 
     def __init__(self) -> None:
         self.tracker = Tracker()
@@ -81,28 +79,28 @@ class Guest:
 
 
 class LanguageModel(ModelPatcher):
-    """An open model as ComfyUI's memory manager sees it, in this process or in another one. Sizes are bytes."""
+    """An open model as ComfyUI's memory manager sees it, in this process or another one. Sizes are bytes."""
 
     def __init__(self, model: Model) -> None:
         home = mm.get_torch_device() if device() == "cuda" else torch.device("cpu")
         super().__init__(OnedeskModel(), home, torch.device("cpu"), size=1)
         self._open = weakref.ref(model)
         self.tracker = Tracker()
-        # How often ComfyUI took the room, and what came back the last time.
+        # How often ComfyUI evicted it, and what the last eviction returned.
         self.evictions = 0
         self.given: tuple[Released, ...] = ()
 
     def is_dynamic(self) -> bool:
-        """False: the bytes are there as a whole or not at all, never paged on demand."""
+        """False: all bytes are in memory or none, never paged on demand."""
         return False
 
     def model_size(self) -> int:
-        """What the model holds when it is loaded."""
+        """Bytes that the model holds when it is loaded."""
         model = self._open()
         return max(1, self.loaded_size(), need(model, headroom=0) if model else 0)
 
     def loaded_size(self) -> int:
-        """What it holds now."""
+        """Bytes that it holds now."""
         model = self._open()
         return model.held_bytes() if model else 0
 
@@ -113,7 +111,7 @@ class LanguageModel(ModelPatcher):
         return None
 
     def model_patches_to(self, device: object) -> None:
-        """Nothing: there are no patches."""
+        """Does nothing: there are no patches."""
 
     def clone(self, *_: object, **__: object) -> LanguageModel:
         return self
@@ -121,28 +119,26 @@ class LanguageModel(ModelPatcher):
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Nothing is loaded by ComfyUI's hand: the node that asked for room loads, where it can be stopped and shows
-        progress.
-        """
+        """Loads nothing: the node that requested memory loads the model, where it can be stopped and shows progress."""
         return 0
 
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Give way as a whole; returns the bytes that came back. ComfyUI would take the rest at once if less than
-        asked came back.
+        """Evict the whole model; returns the bytes returned. If that were less than requested, ComfyUI would detach it
+        at once.
         """
         return sum(item.measured for item in self.evict())
 
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
-        """Give way; with unpatch_all False ComfyUI only sorts its list anew, then nothing is given."""
+        """Evict the model. With unpatch_all False ComfyUI only reorders its list, and nothing is evicted."""
         if unpatch_all:
             self.evict()
         return self.model
 
     def evict(self, *, wait: bool = True) -> tuple[Released, ...]:
-        """Let the model give way to ComfyUI, and count it. A pinned one keeps its bytes; with `wait` False a busy
-        one too.
+        """Evict the model for ComfyUI, and count it. A pinned model keeps its bytes; with `wait` False a busy one does
+        too.
         """
         model = self._open()
         if model is None or model.policy.name == "pinned":
@@ -156,10 +152,10 @@ class LanguageModel(ModelPatcher):
 
 
 def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
-    """Return the model's bytes, with `wait` after a running generation has ended; that ends by itself or by Stop, and
-    is never cut.
+    """Return the model's bytes, with `wait` after a running generation has ended, by itself or by Stop; it is never
+    cut.
 
-    What another process writes for somebody else, Stop does not end: there Stop ends the waiting.
+    Stop does not end another client's generation in another process: it only ends the wait.
     """
     while True:
         try:
@@ -174,9 +170,9 @@ def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
 
 def open_model(choice: ModelChoice) -> Model:
     """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises
-    ModelError, FileError,
-    RequestError for a place that is not there."""
-    # Left at its default it is the usual one, which a model of a shorter context does not refuse.
+    ModelError, FileError, RequestError for an unknown place.
+    """
+    # At its default it is the usual context, which a model with a shorter context accepts.
     context = None if choice.context == ModelChoice.context else choice.context
     options: Any = {"context": context, "quant": choice.quant, "device": device()}
     if choice.where == HERE:
@@ -192,7 +188,7 @@ def open_model(choice: ModelChoice) -> Model:
 
 
 def tell_service() -> None:
-    """Let the local service know, while it runs, what ComfyUI's models hold, and ask them for room."""
+    """Report to the running local service what ComfyUI's models hold, so that it can ask them for memory."""
     models = ComfyModels(REGISTRY.pool(device()))
     REGISTRY.service(model_roots(), device()).join(Tenancy("ComfyUI", models.could_free, models.free))
 
@@ -203,21 +199,19 @@ def open_models() -> list[Model]:
 
 
 def title(model: Model) -> str:
-    """For people: its name, and who runs it if that is another process."""
+    """Display name, with the engine that runs it if that is another process."""
     return model.title if isinstance(model, RemoteModel) else model.name
 
 
 def need(model: Model, *, headroom: float) -> int:
-    """Bytes that a model takes while it is loaded, and that share of them more; 0 where another process has not told
-    yet.
-    """
+    """Bytes of a loaded model, plus the given share of them; 0 where another process has not reported them yet."""
     if isinstance(model, OpenModel):
         return model.need.with_headroom(headroom)
     return int(model.need_bytes * (1 + headroom))
 
 
 def pool_of(model: Model) -> Pool:
-    """The pool from which a model takes its bytes, or whose machine it shares."""
+    """The pool that a model's bytes come from, or the pool of the machine that it shares."""
     return model.pool if isinstance(model, OpenModel) else REGISTRY.pool(device())
 
 
@@ -235,7 +229,7 @@ def know_comfyui(pool: Pool) -> None:
 
 
 def listed(model: Model) -> LanguageModel | Guest:
-    """The model as ComfyUI sees it. ComfyUI holds that only weakly, so the handle keeps it."""
+    """ComfyUI's view of the model. ComfyUI references it only weakly, so the handle keeps it."""
     if not isinstance(model.companion, LanguageModel | Guest):
         elsewhere = isinstance(model, RemoteModel) and not model.has_memory
         model.companion = Guest() if elsewhere else LanguageModel(model)
@@ -245,8 +239,8 @@ def listed(model: Model) -> LanguageModel | Guest:
 def make_room(model: Model) -> None:
     """Ask ComfyUI to free what the model needs beyond what it holds, and put it first in ComfyUI's list.
 
-    What the pool then still lacks, its idle leases and its neighbours are asked for, unless even all of them could not
-    give it.
+    If the pool is still short, it evicts idle leases and asks its neighbours, unless all of them together are too
+    small.
     """
     seat = listed(model)
     if isinstance(seat, Guest):
@@ -254,7 +248,7 @@ def make_room(model: Model) -> None:
     mm.load_models_gpu([seat])
     pool = pool_of(model)
     room, wanted = pool.room(), need(model, headroom=pool.settings.headroom)
-    # Another process has a budget of its own, on the same machine.
+    # Another process has its own budget, on the same machine.
     now, most = (
         (room.now, room.most)
         if isinstance(model, OpenModel)
@@ -265,8 +259,8 @@ def make_room(model: Model) -> None:
 
 
 def make_more_room(model: Model, reason: MemoryFull) -> bool:
-    """Ask ComfyUI to unload everything else, for when the machine still lacks room; False if the budget is what is
-    too small.
+    """Ask ComfyUI to unload everything else, where the machine is still short of memory; False if the budget is too
+    small.
     """
     seat, pool = listed(model), pool_of(model)
     wanted = need(model, headroom=pool.settings.headroom)
@@ -281,7 +275,7 @@ def make_more_room(model: Model, reason: MemoryFull) -> bool:
 
 
 def keep_listed(model: Model) -> None:
-    """Put the model back into ComfyUI's list if it was taken out while it loaded."""
+    """Put the model back into ComfyUI's list if it was removed while it loaded."""
     seat = listed(model)
     if (
         isinstance(seat, LanguageModel)
@@ -292,7 +286,7 @@ def keep_listed(model: Model) -> None:
 
 
 def release(name: str | None) -> list[Released]:
-    """Let the models of one name, or all, give way."""
+    """Evict the models of one name, or all."""
     return [item for model in open_models() if name in (None, model.name) for item in give_way(model)]
 
 
@@ -308,26 +302,25 @@ def comfyui_models() -> list[tuple[str, int]]:
 
 
 class ComfyModels:
-    """ComfyUI's models as a neighbour of a pool: what they would free, and freeing it.
+    """ComfyUI's models as a neighbour of a pool: reports what they would free, and frees it.
 
-    On one memory, moving a model from the device to the host frees nothing, and ComfyUI keeps each model for as long as
-    it keeps the loader's output: there the outputs of earlier workflows are dropped, by ComfyUI's own function for
-    that.
+    On unified memory, moving a model from the device to the host frees nothing, and ComfyUI keeps each model for as
+    long as it keeps the loader's output. There the outputs of earlier workflows are dropped, by ComfyUI's own function
+    for that.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def could_free(self) -> int:
-        """Bytes that ComfyUI's models hold. At most that comes back: a model that the running workflow still needs
+        """Bytes that ComfyUI's models hold. This is an upper bound: a model that the running workflow still needs
         stays.
         """
         return sum(nbytes for _, nbytes in comfyui_models())
 
     def free(self, nbytes: int) -> int:
-        """Free about `nbytes` and return what came back. ComfyUI's list may be touched only by the thread that runs
-        workflows: in any other thread nothing comes back now, and ComfyUI is asked to free memory itself when no
-        workflow is queued.
+        """Free about `nbytes` and return the bytes freed. Only the thread that runs workflows may touch ComfyUI's list.
+        In any other thread nothing is freed now, and ComfyUI is asked to free memory itself when no workflow is queued.
         """
         if not runs_workflows():
             queue = PromptServer.instance.prompt_queue
@@ -357,17 +350,16 @@ def _ours() -> list[mm.LoadedModel]:
 
 def _drop_outputs(nbytes: int, *, free_active: bool = False) -> None:
     """Let ComfyUI's cache drop outputs until `nbytes` more of the host's memory are available: models of earlier
-    workflows first, with
-    `free_active` also outputs of the running one that no node waits for. Other kinds of cache than the default one drop
-    nothing.
+    workflows first, with `free_active` also outputs of the running one that no node waits for. Only the default kind of
+    cache drops anything.
     """
     available = mm.get_free_memory(torch.device("cpu"))
     ram.extra_ram_release(available + nbytes, free_active=free_active)
-    gc.collect()  # a model and its patcher refer to each other
+    gc.collect()  # a model and its patcher form a reference cycle
 
 
 def runs_workflows() -> bool:
-    """Whether this is the thread that runs workflows: it has an event loop of its own, which is not the server's."""
+    """Whether this is the thread that runs workflows: it has its own event loop, which is not the server's."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -381,12 +373,12 @@ def never_evicts() -> bool:
 
 
 def inference_minimum() -> int:
-    """Bytes that ComfyUI itself wants free beside the weights while it computes."""
+    """Bytes that ComfyUI itself wants free in addition to the weights while it computes."""
     return int(mm.minimum_inference_memory())
 
 
 def give_room(nbytes: int) -> tuple[Released, ...]:
-    """Let idle models give way, the longest unused first, until ComfyUI can have `nbytes` above the floor. Busy and
+    """Evict idle models, the least recently used first, until ComfyUI can have `nbytes` above the floor. Busy and
     pinned ones stay.
     """
     released: list[Released] = []

@@ -1,10 +1,9 @@
-"""ComfyUI's reading of free memory on a GPU that shares its memory with the CPU: there the driver counts reclaimable
-page cache as used.
+"""Corrects ComfyUI's reading of free memory on a GPU with unified memory, whose driver counts reclaimable page cache as
+used.
 
 The only change that Onedesk makes to a running ComfyUI. It is made only where torch says that the GPU is integrated,
 only for versions whose function is known, only if that function is still ComfyUI's own, and only if onedesk.toml does
-not forbid it; it
-can be undone.
+not forbid it. It can be undone.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from ..service.memory.truth import DeviceFigures, DeviceProbe, Truth, probe_torc
 log = logging.getLogger(__name__)
 
 NAME = "get_free_memory"
-# Releases whose function was read: it takes these parameters and gives bytes, or (bytes, bytes of them in torch's
-# cache).
+# Tested releases: their function takes these parameters and returns bytes, or (bytes, bytes of them in torch's cache).
 FIRST, BEYOND = (0, 30), (0, 39)
 PARAMETERS = {"dev": None, "torch_free_too": False}
 _UNDO = "onedesk_undo"
 
 
 class FreeMemoryCorrection:
-    """Lets `manager.get_free_memory` answer with the truth for integrated CUDA devices, and as ever for all others.
+    """Makes `manager.get_free_memory` return the corrected figure for integrated CUDA devices, and leaves all others
+    unchanged.
 
-    `manager` is comfy.model_management, `version` ComfyUI's. `probe`, `proc` and `cgroup` are where the truth comes
-    from.
+    `manager` is comfy.model_management, `version` ComfyUI's. `probe`, `proc` and `cgroup` are the sources of the
+    figure.
     """
 
     def __init__(
@@ -53,13 +52,12 @@ class FreeMemoryCorrection:
         self._ours: Callable[..., Any] | None = None
 
     def apply(self, device: str) -> bool:
-        """Correct the reading if `device`, such as "cuda:0", is integrated and everything is as expected; say once what
-        was done.
+        """Correct the reading if `device`, such as "cuda:0", is integrated and everything is as expected; log it once.
 
-        Raises RequestError if there is no such device, FileError if meminfo cannot be read.
+        Raises RequestError if there is no such device, FileError if meminfo is unreadable.
         """
         earlier = getattr(getattr(self._manager, NAME, None), _UNDO, None)
-        if earlier is not None:  # the pack was loaded before in this process
+        if earlier is not None:  # the pack was loaded earlier in this process
             earlier()
         truth = self._truth(device)[0]
         if not truth.integrated:
@@ -84,9 +82,7 @@ class FreeMemoryCorrection:
         return True
 
     def undo(self) -> None:
-        """Put ComfyUI's own function back; if somebody has replaced ours since, ours only passes everything on from
-        now on.
-        """
+        """Restore ComfyUI's own function. If ours was replaced since, it only forwards calls from now on."""
         original, self._original = self._original, None
         if original is not None and getattr(self._manager, NAME) is self._ours:
             setattr(self._manager, NAME, original)
@@ -106,7 +102,7 @@ class FreeMemoryCorrection:
         return get_free_memory
 
     def _truth(self, device: str) -> tuple[Truth, int]:
-        """A reading, and the bytes in torch's cache that no tensor uses: for the system they are used."""
+        """The corrected reading, and the unused bytes in torch's cache: the system counts those as used."""
         figures = self._probe(device)
 
         def measured(device: str) -> DeviceFigures:

@@ -1,4 +1,4 @@
-"""OnedeskDescribeImage: a model that sees answers a question about pictures."""
+"""OnedeskDescribeImage: a vision model answers a question about pictures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .values import Conversation, ModelChoice, SamplingChoice
 
 
 class OnedeskDescribeImage(io.ComfyNode):
-    """Looks at pictures and writes. Lists, Stop and policies are as in Write Text; a batch is a list of pictures, or
-    one question.
+    """Describes pictures in text. Lists, Stop and policies are as in Write Text; a batch is a list of pictures, or one
+    question.
     """
 
     @classmethod

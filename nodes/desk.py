@@ -1,4 +1,4 @@
-"""What OnedeskMemory shows: the truth, the budget, who holds what, and what gave way; as text and as bars."""
+"""The output of OnedeskMemory: memory readings, the budget, leases, and evictions; as text and as bars."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .picture import (
 )
 from .show import evicted
 
-# More leases than this are only counted in the picture; the text has all.
+# Further leases are only counted in the picture; the text lists all.
 SHOWN_LEASES = 12
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A model's place at the desk: how often ComfyUI took its room, and what came back the last time."""
+    """A model's row on the desk: how often ComfyUI evicted it, and what the last eviction returned."""
 
     name: str
     policy: str
@@ -39,7 +39,9 @@ class Seat:
 
 @dataclass(frozen=True)
 class DeskMemory:
-    """One look at everything. `resident` is what of the leases is in memory, `comfyui` ComfyUI's own models; bytes."""
+    """One snapshot of everything. `resident`: the part of the leases in memory; `comfyui`: ComfyUI's own
+    models; bytes.
+    """
 
     truth: Truth
     pool: Pool

@@ -22,7 +22,7 @@ PAD_TOKEN = "<|endoftext|>"  # noqa: S105 - Qwen's padding token, no secret
 
 
 class Encoding:
-    """Reads a text with a model and keeps the states after the chosen blocks: [1, tokens, hidden * layers] fp32."""
+    """Reads a text with a model and returns the states after the chosen blocks: [1, tokens, hidden * layers] fp32."""
 
     def __init__(self, text: str, layers: tuple[int, ...], template: str, min_tokens: int, view: View) -> None:
         self._text = text
@@ -57,7 +57,7 @@ class Encoding:
 
 
 def _here(model: Model) -> OpenModel:
-    """A model of this process; others tell texts, and no hidden states."""
+    """The model, if it runs in this process; remote ones return texts, not hidden states."""
     if not isinstance(model, OpenModel):
         raise RequestError(
             f"{model.title} runs in another process, which gives no hidden states; load it {HERE!r} to encode"
@@ -66,7 +66,7 @@ def _here(model: Model) -> OpenModel:
 
 
 class OnedeskTextEncoder(io.ComfyNode):
-    """Lets an image model read a text through a language model that is open anyway."""
+    """Encodes a text for an image model with a language model that is open already."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

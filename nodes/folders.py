@@ -1,4 +1,6 @@
-"""Where ComfyUI and the tree keep what the nodes offer by name: language models and the user's presets."""
+"""The folders in which ComfyUI and the tree keep what the nodes offer by name: language models and the user's
+presets.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ log = logging.getLogger(__name__)
 
 KIND = "llm"
 WEIGHTS = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
-# Packs that came earlier use both spellings; on Linux they are two folders.
+# Earlier packs use both spellings; on Linux they are two folders.
 KINDS = (KIND, "LLM")
 
 
 def offer_folders() -> None:
-    """Make models/llm and the pack's own demo image models known to ComfyUI, behind what is there under the same
-    names.
+    """Register models/llm and the pack's own demo image models with ComfyUI, after existing folders of the same
+    kind.
     """
     folder_paths.add_model_folder_path(KIND, str(Path(folder_paths.models_dir) / KIND))
     for kind in ("diffusion_models", "vae"):
@@ -34,8 +36,8 @@ def offer_folders() -> None:
 
 
 def model_roots() -> ModelRoots:
-    """Every folder that holds language models: ComfyUI's, then those of onedesk.toml. A broken onedesk.toml costs
-    only its own folders.
+    """Every folder that holds language models: ComfyUI's, then those of onedesk.toml. A broken onedesk.toml costs only
+    its own folders.
     """
     roots = [
         Path(path)
@@ -69,8 +71,8 @@ def places() -> list[str]:
 
 
 def peer_settings(where: str) -> PeerSettings:
-    """The entry of onedesk.toml that a place names. Raises RequestError for a name that is not there, FileError for
-    a broken file.
+    """The onedesk.toml entry that a place names. Raises RequestError for an unknown name, FileError for a
+    broken file.
     """
     peers = load_config().peers
     name = where.removeprefix(OTHER)
@@ -83,13 +85,13 @@ def peer_settings(where: str) -> PeerSettings:
 
 
 def check_place(where: str) -> None:
-    """Refuse a place that is not there. Raises as `peer_settings`."""
+    """Refuse an unknown place. Raises as `peer_settings`."""
     if where not in (HERE, SERVICE):
         peer_settings(where)
 
 
 def check_model(choice: ModelChoice) -> None:
-    """Read a model's headers, so that a missing shard is told when the loader runs. Raises FileError, ModelError."""
+    """Read a model's headers, so that the loader node reports a missing shard. Raises FileError, ModelError."""
     if choice.where not in (HERE, SERVICE):
         return
     roots = model_roots()
@@ -97,17 +99,15 @@ def check_model(choice: ModelChoice) -> None:
 
 
 def config_stamp(where: str) -> list[list[str | int]]:
-    """[place, nanoseconds] of the entry's file: an entry that was changed is another model. Nothing of what stands
-    in it.
+    """[place, nanoseconds] of the entry's file: a changed entry is another model. Contains nothing of the entry
+    itself.
     """
     file = load_config().file
     return [[where, file.stat().st_mtime_ns if file else 0]]
 
 
 def file_stamps(name: str) -> list[list[str | int]]:
-    """[name, bytes, nanoseconds] of each file of a model, sorted. Raises FileError, ModelError for a name that is
-    not there.
-    """
+    """[name, bytes, nanoseconds] of each file of a model, sorted. Raises FileError, ModelError for an unknown name."""
     path = model_roots().resolve(name)
     files = path.iterdir() if path.is_dir() else (path, path.with_name("config.json"))
     states = ((file.name, file.stat()) for file in sorted(files) if file.is_file())

@@ -1,4 +1,4 @@
-"""OnedeskGenerate: a language model answers messages, and the text appears in the node while it is written."""
+"""OnedeskGenerate: a language model answers messages; the node shows the text while it is written."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .values import Conversation, ModelChoice, SamplingChoice
 
 
 class OnedeskGenerate(io.ComfyNode):
-    """Writes. Takes lists as one piece of work: the model loads once for all items, writes them together and gives
-    way after the last.
+    """Writes text. A list is one job: the model loads once, writes all items in a batch, and gives way after
+    the last.
     """
 
     @classmethod

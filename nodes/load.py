@@ -1,4 +1,4 @@
-"""OnedeskLoadModel: which model, in which form, and when it gives way."""
+"""OnedeskLoadModel: which model, in which quantization, and when it gives way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .values import (
 
 
 class OnedeskLoadModel(io.ComfyNode):
-    """Chooses a model. Nothing is loaded here: the first node that writes or encodes with it loads it."""
+    """Chooses a model. Loads nothing: the first node that writes or encodes with the model loads it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -109,7 +109,7 @@ class OnedeskLoadModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, model: str | None = None, where: str | None = None) -> bool | str:
-        """Refuse a bad name when the workflow is queued. What is named here, ComfyUI leaves to us to check."""
+        """Refuse a bad name when the workflow is queued. ComfyUI leaves the check of the inputs named here to us."""
         try:
             if where is not None:
                 check_place(where)
@@ -123,8 +123,8 @@ class OnedeskLoadModel(io.ComfyNode):
     def fingerprint_inputs(
         cls, model: str | None = None, where: str | None = None, **_: object
     ) -> list[list[str | int]]:
-        """Names, sizes and times of the model's files: a model that was replaced on disk is not answered from the
-        cache.
+        """Names, sizes and times of the model's files: after a model was replaced on disk, cached answers are
+        not used.
         """
         if where is not None and where.startswith(OTHER):
             return config_stamp(where)
@@ -136,6 +136,6 @@ class OnedeskLoadModel(io.ComfyNode):
     ) -> io.NodeOutput:
         check_place(where)
         choice = ModelChoice(model, weights, context, policy, ttl, where)
-        _ = choice.terms  # a wrong time is told here
+        _ = choice.terms  # raises for an invalid time
         check_model(choice)
         return io.NodeOutput(choice)

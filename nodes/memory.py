@@ -1,5 +1,5 @@
-"""OnedeskMemory: budget, floor and policies, and what memory holds. OnedeskRelease: models give their memory back,
-and it is measured.
+"""OnedeskMemory: budget, floor, policies, and what memory holds. OnedeskRelease: evicts models and measures the memory
+returned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AS_CHOSEN = "as their loaders say"
 
 
 class OnedeskRelease(io.ComfyNode):
-    """Passes a value on once models have given way. A model that is used again later loads again by itself."""
+    """Passes a value on after models have been evicted. A model that is used again later loads again by itself."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -70,7 +70,7 @@ class OnedeskRelease(io.ComfyNode):
 
 
 class OnedeskMemory(io.ComfyNode):
-    """Sets what language models may hold and when they give way, and shows who holds what at this point. Loads
+    """Sets the memory limits of language models and their eviction policy, and shows all leases at this point. Loads
     nothing.
     """
 
@@ -145,7 +145,7 @@ class OnedeskMemory(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: object) -> float:
-        """Never the same, not even as an object: what is in memory changes by itself."""
+        """Never equal, not even to itself: memory changes without a change of inputs."""
         return float("nan")
 
     @classmethod
@@ -177,8 +177,8 @@ class OnedeskMemory(io.ComfyNode):
 
 
 def _resize(pool: Pool, budget: int, floor: float) -> None:
-    """Give the pool a budget in percent and a floor in GiB; 0 as configured. Raises RequestError. Counts anew only
-    what is new.
+    """Give the pool a budget in percent and a floor in GiB; 0: as configured. Raises RequestError. Recomputes only what
+    has changed.
     """
     configured: dict[str, Any] = dict(REGISTRY.config.memory)
     settings = MemorySettings(**configured)
@@ -192,12 +192,12 @@ def _resize(pool: Pool, budget: int, floor: float) -> None:
 
 
 def _as_widget(name: str) -> str:
-    """What the node calls a setting of the pool."""
+    """The node's name for a setting of the pool."""
     return "budget" if name == "limit" else name
 
 
 def _look(pool: Pool) -> DeskMemory:
-    """Who holds what now."""
+    """The current state of all memory."""
     return DeskMemory(
         truth=pool.read_truth(),
         pool=pool,

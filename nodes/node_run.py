@@ -1,5 +1,5 @@
-"""One run of a node that uses a model: room, load, work in a thread, what the page sees meanwhile, Stop, and giving
-way afterwards.
+"""One run of a node that uses a model: memory, load, work in a thread, updates of the page, Stop, and eviction
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .values import GIVE_WAY, ModelChoice
 
 log = logging.getLogger(__name__)
 
-# How often the page is told of new text and progress, in seconds.
+# Seconds between two updates of the page.
 TICK = 0.1
 
 T = TypeVar("T")
@@ -36,15 +36,15 @@ R = TypeVar("R")
 
 
 class Hidden(Protocol):
-    """What ComfyUI tells a node about where it stands."""
+    """ComfyUI's information for a node about its position in the workflow."""
 
     unique_id: str
     dynprompt: Graph
 
 
 class Task(Protocol[T]):
-    """The work of a node. Both methods run in a thread of their own; `prepare` checks everything that can be refused
-    before loading.
+    """The work of a node. Both methods run in a separate thread; `prepare` makes every check that is possible before
+    loading.
     """
 
     def prepare(self, model: Model, cancel: CancelCheck) -> None: ...
@@ -52,7 +52,7 @@ class Task(Protocol[T]):
     def run(self, model: Model, cancel: CancelCheck) -> T: ...
 
     def kept(self, value: T, /) -> object:
-        """The part of the value that ComfyUI's cache will hold, and nothing else will."""
+        """The part of the value that only ComfyUI's cache keeps alive."""
         ...
 
 
@@ -60,7 +60,7 @@ class PageView(View):
     """A view that ComfyUI's page follows."""
 
     async def send(self) -> None:
-        """Tell the page what has changed since the last time. Called by the thread that runs workflows."""
+        """Send the page the changes since the last call. Called by the thread that runs workflows."""
         text, progress = self.changes()
         if progress is not None:
             await ComfyAPI().execution.set_progress(progress.done, max(1, progress.total), node_id=self.node_id)
@@ -76,9 +76,9 @@ class Job(Generic[T]):
         self.choice = choice
         self.view = view
         self.released: tuple[Released, ...] = ()
-        # The model for people, once it is known who runs it.
+        # The model's display name, once its engine is known.
         self.title = choice.name
-        # How often ComfyUI took this model's room so far, in words.
+        # How often ComfyUI has evicted this model, in words.
         self.evictions = ""
         self._node_id = hidden.unique_id
         self._graph = hidden.dynprompt
@@ -90,7 +90,7 @@ class Job(Generic[T]):
         return self._given_up.is_set() or bridge.cancelled()
 
     async def run(self) -> T:
-        """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; the model gives way then too if its
+        """Do the task. Raises OnedeskError, or ComfyUI's interruption on Stop; in both cases the model gives way if its
         policy says so.
         """
         model = bridge.open_model(self.choice)
@@ -113,7 +113,7 @@ class Job(Generic[T]):
         return value
 
     async def _attempt(self, model: Model) -> T:
-        """Refuse, make room, work; once more if the pool is full and ComfyUI can unload what it holds."""
+        """Check, free memory, work; retry once if the pool is full and ComfyUI can unload its models."""
         await self._in_thread(lambda: self._task.prepare(model, self._cancelled))
         if not model.loaded:
             bridge.make_room(model)
@@ -126,8 +126,8 @@ class Job(Generic[T]):
         return await self._in_thread(lambda: self._task.run(model, self._cancelled))
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
-        """Run `work` in a thread while the page follows. Returns or raises what it does, never before the thread is
-        done with it.
+        """Run `work` in a thread while the page follows. Returns its result or raises its error, never before the
+        thread has finished.
         """
         context = contextvars.copy_context()
         future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work))
@@ -151,10 +151,9 @@ class Job(Generic[T]):
 
 
 class AtTheEnd(Caching.CacheProvider):
-    """Lets a model give way when the running workflow ends, in case the text node that it waits for is never run.
+    """Evicts a model when the running workflow ends, in case the text node that it waits for never runs.
 
-    ComfyUI tells only cache providers of the end. This one caches nothing and takes itself out at the first end it
-    hears of.
+    ComfyUI reports the end only to cache providers. This one caches nothing and unregisters itself at the first end.
     """
 
     def __init__(self, model: Model) -> None:
@@ -164,14 +163,14 @@ class AtTheEnd(Caching.CacheProvider):
         return None
 
     async def on_store(self, context: Caching.CacheContext, value: Caching.CacheValue) -> None:
-        """Nothing is kept."""
+        """Stores nothing."""
 
     def should_cache(self, context: Caching.CacheContext, value: Caching.CacheValue | None = None) -> bool:
         return False
 
     def on_prompt_end(self, prompt_id: str) -> None:
         unregister_cache_provider(self)
-        # A node that still runs is being cancelled, and lets the model give way itself.
+        # A node that still runs is being cancelled, and evicts the model itself.
         if not bridge.listed(self._model).tracker.running:
             log.info(
                 "%s",

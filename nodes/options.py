@@ -1,4 +1,4 @@
-"""From what people type into a widget to values: stop strings, logit biases, lists of layers."""
+"""From the text of a widget to values: stop strings, logit biases, lists of layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BIAS = re.compile(r"""\s*(?P<token>\d+|"(?:[^"\\]|\\.)*")\s*[:=\s]\s*(?P<bias>[
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
-    r"""One stop string per line; `\n`, `\t`, `\\` are line end, tab, backslash. Skips empty lines, keeps blanks."""
+    r"""One stop string per line, blanks kept; `\n`, `\t` and `\\` are line end, tab, backslash. Skips empty lines."""
     return tuple(_ESCAPE.sub(lambda match: _ESCAPES[match[1]], line) for line in text.splitlines() if line)
 
 
 def parse_bias(text: str) -> tuple[tuple[int | str, float], ...]:
-    """One `TOKEN: BIAS` a line; TOKEN is an id or a text in double quotes (JSON escapes), BIAS a number or -inf.
+    """One `TOKEN: BIAS` per line; TOKEN is an id or a text in double quotes (JSON escapes), BIAS a number or -inf.
 
     Raises RequestError naming the line that cannot be read.
     """
@@ -42,8 +42,8 @@ def _bias(number: int, line: str) -> tuple[int | str, float]:
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """`3, 6` or `-2`: after how many blocks states are taken, negative from the end. Raises RequestError if a part
-    is no number.
+    """`3, 6` or `-2`: the blocks after which states are taken, negative from the end. Raises RequestError for a part
+    that is no number.
     """
     parts = [part for part in re.split(r"[,;\s]+", text.strip()) if part]
     try:
@@ -58,5 +58,5 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 def or_default(value: float, lowest: float) -> float | None:
-    """None, the model's own default, for a number below the lowest that has a meaning."""
+    """None, the model's own default, for a number below the lowest valid one."""
     return None if value < lowest else value

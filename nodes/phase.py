@@ -1,10 +1,9 @@
-"""Which Onedesk text nodes of a running workflow still need a model: read from its graph, so that the model gives way
-after the last.
+"""Finds the text nodes of a running workflow that still need a model, so that the model gives way after the last of
+them.
 
-A node that ComfyUI answers from its cache never runs, and ComfyUI does not tell other nodes so. What a text node
-returned is alive only as long as ComfyUI keeps it; a node whose answer is alive and whose inputs (all ancestors) are
-what they were then is answered from the cache. When this is wrong, nothing breaks: too early costs a reload, too late
-is caught at the
+ComfyUI never runs a node that it answers from its cache, and does not report that to other nodes. A text node's answer
+is alive only as long as ComfyUI keeps it. A node is answered from the cache if its answer is alive and its inputs (all
+ancestors) are unchanged. A wrong prediction breaks nothing: too early costs a reload, and too late is handled at the
 workflow's end.
 """
 
@@ -36,7 +35,7 @@ def is_link(value: object) -> bool:
 
 
 def ancestors(graph: Graph, node_id: str) -> set[str]:
-    """Every node that `node_id` depends on, itself included; links to absent nodes lead nowhere."""
+    """Every node that `node_id` depends on, itself included; links to absent nodes are ignored."""
     known = graph.all_node_ids()
     found: set[str] = set()
     waiting = [node_id]
@@ -63,8 +62,8 @@ def may_use(graph: Graph, node_id: str, model: str) -> bool:
 
 
 def signature(graph: Graph, node_id: str) -> str | None:
-    """A digest of a node, its fixed inputs, fingerprints and all its ancestors; None if ComfyUI would never answer
-    it from its cache.
+    """A digest of a node, its fixed inputs, fingerprints and all its ancestors; None if ComfyUI never answers it from
+    its cache.
     """
     nodes = {n: graph.get_node(n) for n in ancestors(graph, node_id)}
     order = TopologicalSorter(
@@ -91,10 +90,10 @@ def still_to_run(
     is_output: Callable[[str], bool],
     is_cached: Callable[[str, str], bool],
 ) -> set[str]:
-    """Ids of the text nodes that may use `model`, lead to an output node, have not finished, and are not answered from
-    the cache.
+    """Ids of the text nodes that may use `model`, lead to an output node, have not finished, and will not come from the
+    cache.
 
-    `is_output` is asked for class names, `is_cached` for a node id and its signature.
+    `is_output` is called with class names, `is_cached` with a node id and its signature.
     """
     return {
         node_id
@@ -119,8 +118,7 @@ def _cached(graph: Graph, node_id: str, is_cached: Callable[[str, str], bool]) -
 
 
 class Tracker:
-    """What one model's text nodes have done in the running workflow, and which answers ComfyUI still keeps from earlier
-    ones.
+    """The state of one model's text nodes in the running workflow, and the earlier answers that ComfyUI still keeps.
 
     Used only by the thread that runs workflows.
     """
@@ -141,7 +139,7 @@ class Tracker:
         self.running += 1
 
     def finish(self, graph: Graph, node_id: str, answer: object | None) -> None:
-        """The node is done. `answer` is what it returns and ComfyUI keeps; None when it failed or was stopped: the
+        """The node is done. `answer` is its return value, which ComfyUI keeps; None when it failed or was stopped: the
         workflow ends.
         """
         self.running -= 1
@@ -152,7 +150,7 @@ class Tracker:
             self._answers[node_id, digest] = answer
 
     def needed(self, graph: Graph, model: str, is_output: Callable[[str], bool]) -> bool:
-        """Whether another text node of this workflow will use the model: one runs now, or is still to run."""
+        """Whether another text node of this workflow will use the model: one is running or pending."""
         if self.running or self.ending:
             return self.running > 0
         return bool(

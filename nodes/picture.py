@@ -1,4 +1,4 @@
-"""A picture of memory: bars whose lengths are the bytes, to the pixel."""
+"""A picture of memory: bars whose lengths are proportional to bytes, to the pixel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WIDTH = 640
 MARGIN = 16
 BAR = 22
 LINE = 20
-# Characters of a line that could fit at all.
+# Longer lines would never fit.
 LONGEST = 300
-# The length of a whole bar in pixels.
+# Length of a whole bar in pixels.
 LENGTH = WIDTH - 2 * MARGIN
 
 Colour = tuple[int, int, int]
@@ -38,7 +38,7 @@ KINDS: dict[str, Colour] = {
 
 @dataclass(frozen=True)
 class BarPart:
-    """A stretch of a bar: what it is, bytes, colour."""
+    """A segment of a bar: label, bytes, colour."""
 
     label: str
     nbytes: int
@@ -47,8 +47,8 @@ class BarPart:
 
 @dataclass(frozen=True)
 class Bar:
-    """`parts` of `total` bytes, from the left; what they leave is `rest`. Parts beyond the total are cut off at the
-    bar's end.
+    """`parts` of `total` bytes, from the left; the remainder is `rest`. Parts beyond the total are cut off at the bar's
+    end.
     """
 
     title: str
@@ -57,8 +57,8 @@ class Bar:
     rest: str
 
     def edges(self) -> list[int]:
-        """Where each part ends, in pixels from the bar's left end. Sums are rounded, not the parts, so that errors
-        do not add up.
+        """The end of each part, in pixels from the bar's left end. Sums are rounded, not parts, so that errors do not
+        add up.
         """
         ends, at = [], 0
         for part in self.parts:
@@ -67,14 +67,14 @@ class Bar:
         return ends
 
     def legend(self) -> str:
-        """The parts in words, and what is left."""
+        """The parts in words, and the remainder."""
         left = max(0, self.total - sum(part.nbytes for part in self.parts))
         words = [f"{part.label} {show(part.nbytes)}" for part in self.parts if part.nbytes]
         return ", ".join([*words, f"{self.rest} {show(left)}"])
 
 
 def draw(bars: Sequence[Bar]) -> torch.Tensor:
-    """The bars one below the other as ComfyUI's IMAGE: [1, height, 640, 3] fp32 in 0..1."""
+    """The bars, top to bottom, as ComfyUI's IMAGE: [1, height, 640, 3] fp32 in 0..1."""
     height = 2 * MARGIN + len(bars) * (2 * LINE + BAR + MARGIN)
     image = Image.new("RGB", (WIDTH, height), BACKGROUND)
     pen = ImageDraw.Draw(image)
@@ -94,7 +94,7 @@ def draw(bars: Sequence[Bar]) -> torch.Tensor:
 
 
 def _fill(pen: ImageDraw.ImageDraw, top: int, start: int, end: int, colour: Colour) -> None:
-    """Colour the pixels from `start` up to, but not including, `end`; nothing if that is none."""
+    """Colour the pixels from `start` up to, but not including, `end`; an empty range colours none."""
     if end > start:
         pen.rectangle((MARGIN + start, top, MARGIN + end - 1, top + BAR - 1), fill=colour)
 

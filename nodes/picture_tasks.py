@@ -1,4 +1,4 @@
-"""What a model can be asked about a picture, as ready questions. Names are only ever appended."""
+"""Ready questions about a picture. Names are only ever appended."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ TASKS = {
 
 
 def question_of(task: str, question: str) -> str:
-    """The ready question, then one's own. Raises KeyError for a task that is not known."""
+    """The ready question, then the user's own. Raises KeyError for an unknown task."""
     return "\n\n".join(part for part in (TASKS[task], question.strip()) if part)

@@ -1,4 +1,4 @@
-"""System prompts as plain text files: those of the pack, and those that the user adds."""
+"""System prompts as plain text files: the pack's, and the user's own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 NONE = "none"
 PACK_FOLDER = Path(__file__).resolve().parent / "presets"
-# More than any system prompt needs; keeps a wrongly named file from being read whole.
+# More than any system prompt needs; keeps a misnamed file from being read whole.
 MAX_BYTES = 1 << 20
 
 
 def preset_files(folders: Sequence[Path]) -> dict[str, Path]:
-    """Names (file names without .txt) and their files, sorted; the last folder that has a name wins. Absent folders
-    hold nothing.
+    """Names (file names without .txt) and their files, sorted; the last folder with a name wins. Absent folders are
+    empty.
     """
     found: dict[str, Path] = {}
     for folder in folders:

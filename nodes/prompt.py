@@ -1,4 +1,4 @@
-"""OnedeskPrompt: a system prompt, what the user says, and the turns before it, as messages for a model."""
+"""OnedeskPrompt: a system prompt, the user's text, and earlier turns, as messages for a model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class OnedeskPrompt(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, preset: str | None = None) -> bool | str:
-        """Name the presets there are when a workflow asks for one that is gone."""
+        """Name the existing presets when a workflow uses a deleted one."""
         try:
             read_preset(preset or NONE, preset_folders())
         except OnedeskError as error:
@@ -123,7 +123,8 @@ class OnedeskPrompt(io.ComfyNode):
         parts = [part for part in (read_preset(preset, preset_folders()), system) if part.strip()]
         instruction = "\n\n".join(parts)
         if dynamic:
-            # One draw for each text, so that editing the system prompt does not change the words drawn for the text.
+            # Each text draws separately, so editing the system prompt does not change the words drawn for the user's
+            # text.
             instruction, text = expand(instruction, seed), expand(text, seed)
         earlier = history.messages if history else ()
         if instruction:

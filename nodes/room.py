@@ -1,7 +1,7 @@
-"""With --cpu ComfyUI frees nothing before it loads or draws: here idle language models give way to its nodes.
+"""Evicts idle language models before ComfyUI's nodes run: with --cpu ComfyUI frees nothing before it loads or draws.
 
-ComfyUI tells cache providers, which any pack may register, of each node that it is about to run and cannot answer from
-its cache. It does not tell them of nodes behind one that always runs anew; before those nothing is checked.
+ComfyUI notifies cache providers, which any pack may register, of each node that it is about to run and cannot answer
+from its cache. It does not notify them of nodes after one that always runs again; before those nothing is checked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .show import returned
 
 log = logging.getLogger(__name__)
 
-# Links of these types bring a model that a node computes with.
+# Link types that bring a model with which a node computes.
 MODEL_TYPES = frozenset(("MODEL", "CLIP", "VAE", "CONTROL_NET", "CLIP_VISION", "UPSCALE_MODEL", "GUIDER"))
 
 
 class RoomForComfyUI(Caching.CacheProvider):
-    """Looks before each node of ComfyUI whether the files that it names, and its computation, fit in what is
-    available. Caches nothing.
+    """Checks before each node of ComfyUI whether the files that it names, and its computation, fit in the available
+    memory. Caches nothing.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,16 @@ class RoomForComfyUI(Caching.CacheProvider):
         self._planning = True
 
     def should_cache(self, context: Caching.CacheContext, value: Caching.CacheValue | None = None) -> bool:
-        """Yes for a question, no for an output."""
+        """True for lookups, false for outputs."""
         return value is None
 
     async def on_store(self, context: Caching.CacheContext, value: Caching.CacheValue) -> None:
-        """Nothing is kept."""
+        """Stores nothing."""
 
     async def on_lookup(self, context: Caching.CacheContext) -> None:
-        """ComfyUI asks for every node once when it plans a workflow, then again for each that it is about to run."""
+        """ComfyUI asks once for every node when it plans a workflow, then again for each node that it is about
+        to run.
+        """
         self._planning = self._planning and context.node_id not in self._asked
         self._asked.add(context.node_id)
         if self._planning:
@@ -59,8 +61,8 @@ class RoomForComfyUI(Caching.CacheProvider):
             log.info("ComfyUI's node %s needs room; %s", context.node_id, returned(released))
 
     def _need(self, context: Caching.CacheContext) -> int:
-        """Bytes that the node may take: the model files that it names, and what ComfyUI wants free while it
-        computes.
+        """Bytes that the node may need: the model files that it names, and the memory that ComfyUI wants free for
+        computing.
         """
         files = sum(
             model_file_bytes(value) for value in self._inputs(context.node_id).values() if isinstance(value, str)
@@ -69,7 +71,7 @@ class RoomForComfyUI(Caching.CacheProvider):
         return files + bridge.inference_minimum() if computes else 0
 
     def _inputs(self, node_id: str) -> Mapping[str, Any]:
-        """The node's inputs as they were queued; none for a node that came up while the workflow runs."""
+        """The node's inputs as they were queued; none for a node that was added while the workflow runs."""
         running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
         graph = next((item[2] for item in running if item[1] == self._prompt_id), {})
         return graph.get(node_id, {}).get("inputs", {})

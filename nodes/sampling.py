@@ -10,7 +10,7 @@ from .sockets import CATEGORY, SAMPLING
 from .values import SamplingChoice
 
 DEFAULT = -1
-# Presence and frequency penalties have a meaning down to -2, so their "default" lies below that.
+# Presence and frequency penalties are valid down to -2, so their "default" is below that.
 PENALTY_DEFAULT = -3
 
 
@@ -126,7 +126,7 @@ def _inputs() -> list[io.Input]:
 
 
 class OnedeskSampling(io.ComfyNode):
-    """Options of writing. Everything left at its default is the model's own choice (generation_config.json)."""
+    """Options of text generation. A value left at its default is the model's own (generation_config.json)."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

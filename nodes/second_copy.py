@@ -1,4 +1,4 @@
-"""What a second copy of the pack in custom_nodes offers: nothing, so that nodes and scripts are registered once."""
+"""The nodes of a second copy of the pack in custom_nodes: none, so that nodes and scripts are registered once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes show to people: text that is safe to display, and one line of statistics."""
+"""Display of nodes: text that is safe to show, and one line of statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..service.core import Progress, Result
 from ..service.memory.budget import show as show_bytes
 from ..service.memory.pool import Released
 
-# The page gets the whole text ten times a second; more than this it cannot show usefully anyway.
+# The page gets the whole text ten times per second; more than this is no use there.
 SHOWN_CHARACTERS = 20_000
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|[\ud800-\udfff]")
 _FINISH = {
@@ -22,8 +22,8 @@ _FINISH = {
 
 
 def displayable(text: str) -> str:
-    """The end of a text, with control characters that a page or a console would act on shown as U+FFFD; line ends
-    and tabs stay.
+    """The end of a text, with control characters that a page or a console would interpret as U+FFFD; line ends and tabs
+    stay.
     """
     shown = _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return shown if len(shown) <= SHOWN_CHARACTERS else "… " + shown[-SHOWN_CHARACTERS:]
@@ -33,7 +33,7 @@ _SOURCE = {"request": "as asked", "checkpoint": "the model's generation_config.j
 
 
 class View:
-    """What a node shows while it works: written by the working thread, followed by another."""
+    """The display of a working node: written by the working thread, read by another one."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
@@ -44,16 +44,16 @@ class View:
         self._sent_progress: Progress | None = None
 
     def write(self, text: str) -> None:
-        """Show `text` instead of what was shown."""
+        """Show `text` instead of the previous text."""
         self._render = lambda: text
 
     def follow(self, render: Callable[[], str]) -> None:
-        """Show what `render` gives whenever somebody looks; called by the thread that looks."""
+        """Show the result of `render` at each look; it is called by the reading thread."""
         self._render = render
 
     def report(self, progress: Progress) -> None:
-        """Move the node's progress bar. May be called from several threads: a prompt is read while the rest of the
-        model loads.
+        """Move the node's progress bar. May be called from several threads: prefill overlaps with the rest of
+        the load.
         """
         if progress.stage == "load":
             self._load = progress
@@ -63,7 +63,7 @@ class View:
     def changes(self) -> tuple[str | None, Progress | None]:
         """The text and the progress, each None unless it has changed since the last call."""
         text, load, work = self._render(), self._load, self._work
-        # The slower of the two that run at once is shown: a load until it is done.
+        # While both run, the slower one is shown: the load until it is done.
         progress = load if load is not None and (work is None or load.done < load.total) else work
         new_text = text if text != self._sent_text else None
         new_progress = progress if progress is not self._sent_progress else None
@@ -72,7 +72,7 @@ class View:
 
 
 def statistics(model: str, result: Result) -> str:
-    """One line: tokens, speeds, seconds, the effective seed, why the answer ended, and which sampling was in force."""
+    """One line: tokens, speeds, seconds, the effective seed, the finish reason, and the sampling values in force."""
     usage = result.usage
     first, total = result.seconds["first_token"], result.seconds["total"]
     speed = (
@@ -88,7 +88,7 @@ def statistics(model: str, result: Result) -> str:
 
 
 def _in_force(result: Result) -> str:
-    """The values of the sampling, by where they come from; those that change nothing are left out."""
+    """The sampling values, grouped by their source; those without effect are left out."""
     by_source: dict[str, list[str]] = {}
     for name, one in result.sampling.items():
         if one.source != "default":
@@ -97,7 +97,7 @@ def _in_force(result: Result) -> str:
 
 
 def returned(released: Iterable[Released]) -> str:
-    """What gave way: asked and measured bytes, and seconds. "" for nothing."""
+    """The evicted models: requested and measured bytes, and seconds. "" for none."""
     items = list(released)
     if not items:
         return ""
@@ -108,7 +108,7 @@ def returned(released: Iterable[Released]) -> str:
 
 
 def evicted(times: int, given: Iterable[Released]) -> str:
-    """How often ComfyUI took a model's room, and what came back the last time. "" for never."""
+    """How often ComfyUI evicted a model, and what the last eviction returned. "" for never."""
     if not times:
         return ""
     items = list(given)
@@ -118,7 +118,7 @@ def evicted(times: int, given: Iterable[Released]) -> str:
 
 
 def numbered(texts: Sequence[str], total: int) -> str:
-    """Several answers one below the other, each with its number; a single one as it is."""
+    """Several answers in sequence, each with its number; a single one unchanged."""
     return (
         texts[0]
         if total == 1 and texts

@@ -1,4 +1,4 @@
-"""The link types of Onedesk, as ComfyUI names them; what travels on them is in values.py."""
+"""The link types of Onedesk, under ComfyUI's names; their values are in values.py."""
 
 from __future__ import annotations
 

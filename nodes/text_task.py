@@ -1,4 +1,4 @@
-"""Writing one or several answers with a model: the work behind OnedeskGenerate, in its own thread."""
+"""Writes one or several answers with a model: the work of OnedeskGenerate, in a separate thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .values import Conversation, SamplingChoice
 
 @dataclass(frozen=True)
 class Question:
-    """What one answer is asked for."""
+    """The input of one answer."""
 
     conversation: Conversation
     seed: int
@@ -33,8 +33,8 @@ class Question:
     pixels: int | None = None
 
     def request(self, model: Model) -> Request:
-        """The request for `model`. Raises RequestError if a bias names a text that is not one token, or no user
-        message has text.
+        """The request for `model`. Raises RequestError if a bias names a text that is not one token, or no user message
+        has text.
         """
         require_user_text(self.conversation.messages)
         bias = {_token(model, token): value for token, value in self.options.bias}
@@ -66,10 +66,10 @@ class Writing:
         self._view = view
         self._stream: Events | None = None
         self._written: list[_WrittenText] = []
-        self._place = 0  # in the queue of the service, 0 for none
+        self._place = 0  # position in the service's queue, 0: not queued
 
     def prepare(self, model: Model, cancel: CancelCheck) -> None:
-        """Refuse what can be refused of any question before the first is answered. Raises RequestError, ModelError."""
+        """Check all questions before the first is answered. Raises RequestError, ModelError."""
         requests = []
         for place, question in enumerate(self._questions):
             if cancel():
@@ -85,7 +85,7 @@ class Writing:
         self._view.follow(lambda: numbered(self._shown(), len(self._questions)))
 
     def run(self, model: Model, cancel: CancelCheck) -> list[TextReply]:
-        """Raises RequestError for an answer without text, Cancelled on Stop; the texts so far stay shown."""
+        """Raises RequestError for an answer without text, Cancelled on Stop; the texts so far stay visible."""
         if self._stream is None:
             raise RequestError("nothing was prepared; prepare before running")
         with closing(self._stream) as events:
@@ -103,12 +103,12 @@ class Writing:
         return answers
 
     def kept(self, answers: list[TextReply]) -> object:
-        """The first conversation: ComfyUI holds it with the node's outputs."""
+        """The first conversation: ComfyUI keeps it with the node's outputs."""
         return answers[0].conversation
 
     def _shown(self) -> list[str]:
-        """The texts that have begun, and the first in any case: they begin in the order of the questions. While all
-        wait, their place.
+        """The started texts, and always the first: they start in the order of the questions. While all wait, the queue
+        position.
         """
         if self._place and not any(one.begun or one.result for one in self._written):
             return [f"(waiting for its turn at the service, place {self._place})"]
@@ -130,7 +130,7 @@ class Writing:
             )
 
     def _report(self, progress: Progress) -> None:
-        """Prompts that are read while others write do not move the bar back. A place in a queue is told in words."""
+        """Prefill during decoding does not move the bar back. The position in a queue is shown in words."""
         self._place = progress.done if progress.stage == "queue" else 0
         if progress.stage == "queue":
             return
@@ -142,7 +142,7 @@ class Writing:
 
 
 class _WrittenText:
-    """What is there of one answer."""
+    """The parts of one answer so far."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -151,7 +151,7 @@ class _WrittenText:
         self._text = self._reasoning = ""
 
     def take(self, event: Event) -> None:
-        """Take in the next event of it."""
+        """Add the answer's next event."""
         self.begun = (
             self.begun or event.token is not None or (event.result is not None and event.result.finish != "cancelled")
         )
@@ -161,7 +161,7 @@ class _WrittenText:
 
     @property
     def text(self) -> str:
-        """As it is shown."""
+        """The displayed text."""
         if self.result is None:
             return self._text or (self._reasoning and f"(thinking) {self._reasoning}")
         if self.result.finish == "cancelled":

@@ -1,5 +1,5 @@
-"""What travels along the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop
-them freely.
+"""The values on the links between Onedesk's nodes. Plain frozen values: ComfyUI's output cache may keep or drop them
+freely.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TTL_SECONDS = 300.0
 AS_STORED = "as stored"
 # Where a model runs; the last is followed by the name of an entry [peers.NAME] of onedesk.toml.
 HERE, SERVICE, OTHER = "in this process", "local service", "other server: "
-# What the loader's `weights` choice is called in service.api; later choices are appended.
+# The service.api name of each `weights` choice of the loader; later choices are appended.
 QUANT_OF_WEIGHTS = {AS_STORED: "none", "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """ONEDESK_MODEL: which model, in which form, and when it gives way. A description, never the model: the registry
-    owns that.
+    """ONEDESK_MODEL: which model, in which quantization, and when it gives way. A description, never the model: the
+    registry owns that.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ModelChoice:
 
     @property
     def terms(self) -> Policy:
-        """The policy in the pool's words. Raises RequestError for seconds that are no time."""
+        """The policy in the pool's terms. Raises RequestError for an invalid number of seconds."""
         return policy_of(self.policy, self.ttl)
 
     @property
@@ -47,8 +47,8 @@ class ModelChoice:
 
 
 def policy_of(choice: str, ttl: float) -> Policy:
-    """One of POLICIES in the pool's words; `ttl` is seconds, used by TTL alone. Raises RequestError for seconds that
-    are no time.
+    """One of POLICIES in the pool's terms; `ttl` is seconds, used by TTL alone. Raises RequestError for an invalid
+    number of seconds.
     """
     if choice == TTL:
         return Policy("ttl", ttl)
@@ -62,7 +62,7 @@ class Conversation:
     messages: tuple[Message, ...]
 
     def __str__(self) -> str:
-        """For people, as Preview as Text shows it."""
+        """Its text in Preview as Text."""
         return "\n\n".join(f"[{message.role}]\n{_shown(message)}" for message in self.messages)
 
 

@@ -1,4 +1,4 @@
-"""How a test asks an open model through the one door: a request, and what came of it."""
+"""Sends a request to an open model through its public API, and collects the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models for a real graphics card, of a size at which a painter and a writer do not fit one beside the other.
+"""Random models for a real graphics card, of a size at which a painter and a writer do not fit together.
 
     python tests/big_models.py MODELS [PAINTER_WIDTH,DOUBLE,SINGLE WRITER_WIDTH,LAYERS]
 
@@ -18,7 +18,7 @@ PAINTER, WRITER = "2048,3,14", "2048,31"
 
 
 def write_big_models(models: Path, painter: str = PAINTER, writer: str = WRITER) -> None:
-    """Fill a models folder of ComfyUI: what write_image_models makes, diffusion_models/big_painter.safetensors,
+    """Fill a models folder of ComfyUI: the files of write_image_models, diffusion_models/big_painter.safetensors,
     llm/big-writer.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = (
-    1  # kept through exec; follows the thread that started the child, so that must be one that lives as long as it
+    1  # kept through exec; it fires when the starting thread ends, so that thread must outlive the child
 )
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """The command line that runs `argv`, with the same process id, until this process is gone."""
+    """The command line that runs `argv`, with the same process id, until this process ends."""
     return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *argv]
 
 

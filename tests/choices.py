@@ -1,4 +1,4 @@
-"""What a list of requests gives, choice by choice, and what each gives alone."""
+"""The results of a list of requests, choice by choice, and the result of each request alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THINKING = "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n<think>"
 
 
 def results(events: Sequence[Event]) -> dict[Place, Result]:
-    """The result of each choice; its events must add up to it, and none may come after it."""
+    """The result of each choice; its events must add up to it, and none may follow it."""
     found: dict[Place, Result] = {}
     tokens: dict[Place, list[int]] = {}
     texts: dict[Place, str] = {}
@@ -39,7 +39,7 @@ def run(model: OpenModel, *requests: Request, **options: Any) -> dict[Place, Res
 
 
 def check(model: OpenModel) -> None:
-    """Nothing is held when nothing runs, but what is kept for reuse."""
+    """Nothing is held when nothing runs, except what is kept for reuse."""
     session = model._session
     assert session is not None
     session.runner.kv.check()
@@ -48,7 +48,7 @@ def check(model: OpenModel) -> None:
 
 
 def alone(model: OpenModel, request: Request, choice: int = 0, *, known: dict[tuple[int, str], Result] = {}) -> Result:  # noqa: B006
-    """The one choice, alone, without a cached prefix and drafts; computed once for all tests."""
+    """One choice alone, without prefix cache and draft tokens; computed once for all tests."""
     seed = ((request.sampling.seed or 0) + choice) % 2**64
     single = replace(
         request, n=1, best_of=None, sampling=replace(request.sampling, seed=seed), prefix_reuse=False, speculation=False
@@ -74,7 +74,7 @@ def tokens(events: Sequence[Event], request: int) -> int:
 
 
 def thinker(seed: int, **changes: Any) -> Request:
-    """Thinks until its context is full, for a random model all but never closes its thoughts."""
+    """Reasons until its context is full: a random model almost never ends its reasoning."""
     asked = Request(
         prompt=THINKING, sampling=Sampling(seed=seed, temperature=0.5, top_k=0), max_tokens=10, repetition_stop=False
     )

@@ -1,4 +1,4 @@
-"""How a test talks to the real ComfyUI: queue a workflow, follow its messages, stop it, look at what it made."""
+"""How a test drives the real ComfyUI: queue a workflow, follow its messages, stop it, read its outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
         url = f"ws://127.0.0.1:{self.client.port}/ws?clientId={self._client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
             async for raw in socket:
-                self._open.set()  # ComfyUI greets with its status
+                self._open.set()  # ComfyUI first sends its status
                 message = self._read(raw)
                 with self._news:
                     self.messages.append(message)
@@ -82,8 +82,8 @@ class Run:
         )
 
     def wait_until(self, wanted: Callable[[Message], bool], *, timeout: float = TIMEOUT) -> Message:
-        """The first message that is wanted, waiting at most `timeout` seconds for it; an error if the workflow ends
-        without it.
+        """The first message that `wanted` accepts, waiting at most `timeout` seconds; an error if the workflow ends
+        before.
         """
 
         def found() -> Message | None:
@@ -109,7 +109,7 @@ class Run:
         return at
 
     def result(self, *, timeout: float = TIMEOUT) -> Outcome:
-        """Wait for the end and return what came of it."""
+        """Wait for the end and return the outcome."""
         with self._news:
             if not self._news.wait_for(self._ended, timeout):
                 raise TimeoutError(
@@ -177,16 +177,16 @@ class Comfy:
         return Run(self.client, prompt)
 
     def run(self, prompt: Prompt, *, timeout: float = TIMEOUT) -> Outcome:
-        """Queue a workflow and wait for its end, whatever it is."""
+        """Queue a workflow and wait for its end, whatever its outcome."""
         return self.start(prompt).result(timeout=timeout)
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:
-        """What ComfyUI says of all nodes, or of one."""
+        """ComfyUI's description of all nodes, or of one."""
         info = self.client.ask("/object_info" if node is None else f"/object_info/{node}")
         return info if node is None else info[node]
 
     def free(self) -> None:
-        """Ask ComfyUI to unload its models and to forget its cached outputs."""
+        """Ask ComfyUI to unload its models and to drop its cached outputs."""
         self.client.ask("/free", {"unload_models": True, "free_memory": True})
 
     def pictures(self, outcome: Outcome) -> list[Path]:

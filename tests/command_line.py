@@ -1,4 +1,4 @@
-"""The command as a child, and what its tests share."""
+"""The command as a child process, and the helpers that its tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests share: the real ComfyUI, started once a session, and tiny models."""
+"""Shared fixtures: the real ComfyUI, started once per session, and tiny models."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_built_once() -> Iterator[None]:
-    """What a test of this process compiles into a new cache is copied there. test_cpu_library.py, with sources of
-    its own, compiles.
+    """A compile into a new cache, in this process, copies an existing library. test_cpu_library.py has its own sources
+    and compiles.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_build", building_once(compile._build))
@@ -40,7 +40,7 @@ def kernels_built_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def claims_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What other processes of this user were promised is nothing to the tests, nor theirs to others."""
+    """Memory claims of this user's other processes do not reach the tests, nor the tests' claims them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         yield
@@ -48,9 +48,7 @@ def claims_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(autouse=True, scope="module")
 def registry_as_new() -> Iterator[None]:
-    """No file of tests leaves models, pools or settings to the next one: the command's tests run with budgets of 1
-    MiB.
-    """
+    """No test file leaves models, pools or settings to the next one: the command's tests run with budgets of 1 MiB."""
     yield
     REGISTRY.close()
     REGISTRY.configure(load_config(None))
@@ -64,17 +62,15 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3 checkpoint (a folder) that writes printable ASCII and never ends by itself. Read only:
-    copy it to change it.
+    """A tiny random Qwen3 checkpoint (a folder) that writes printable ASCII and never ends by itself. Read only: copy
+    it to change it.
     """
     return write_language_model(tmp_path_factory.mktemp("checkpoint") / TINY_WRITER, hidden=TINY_WRITER_HIDDEN)
 
 
 @pytest.fixture(scope="session")
 def comfyui_folder(request: pytest.FixtureRequest) -> Path:
-    """Where the real ComfyUI lies: beside this Python's environment, as install.sh makes it, or where --comfyui
-    says.
-    """
+    """The folder of the real ComfyUI: next to this Python's environment, as install.sh makes it, or from --comfyui."""
     folder: Path = request.config.getoption("--comfyui") or Path(sys.prefix).parent / "ComfyUI"
     if not (folder / "main.py").is_file():
         pytest.fail(

@@ -1,4 +1,4 @@
-"""Models with a layer for multi-token prediction, opened with fixed costs of passes."""
+"""Models with a multi-token prediction layer, opened with fixed pass costs."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def passes(model: OpenModel, result: Result) -> int:
 
 
 def arbitrary(request: Request, wanted: Sequence[int], draw: random.Random, chance: float) -> type[Speculator]:
-    """A speculator whose drafts have any length; each token is right with `chance`, or the layer drafts. `wanted`:
-    the right ones.
+    """A speculator with drafts of random length; each draft token is right with `chance`, or comes from the layer.
+    `wanted`: the right tokens.
     """
 
     class Arbitrary(Speculator):

@@ -1,4 +1,4 @@
-"""Model folders with a fault in one of their JSON files: any value of any type and size, anywhere in it."""
+"""Model folders with a fault in one of their JSON files: a value of any type and size, at any position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safe
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 HF_QUANT, PREPROCESSOR = "hf_quant_config.json", "preprocessor_config.json"
 FILES = (CONFIG, GENERATION, TOKENIZER_CONFIG, TOKENIZER, INDEX, HF_QUANT, PREPROCESSOR)
-# JSON texts. Numbers at the edges of every type that they are ever used in; then every other type, and sizes.
+# JSON texts: numbers at the limits of every type in use; then every other type, and sizes.
 NUMBERS = (
     "0",
     "1",
@@ -77,7 +77,7 @@ OTHERS = (
     "[" + '"full_attention",' * 1500 + '"full_attention"]',
     '["re:' + "(a+)+" * 9 + '$"]',
 )
-# Keys that are read where they are there.
+# Keys that are read where they exist.
 KEYS = (
     "model_type",
     "architectures",
@@ -173,7 +173,7 @@ KEYS = (
     "vocab",
     "merges",
 )
-# Of those the ones that a config need not have.
+# The optional ones among them.
 ADDED = (
     "rope_scaling",
     "quantization_config",
@@ -235,7 +235,7 @@ MARK = "\0fault\0"
 
 
 def values(draw: random.Random) -> str:
-    """A JSON text to put into a place."""
+    """A JSON text to insert as a value."""
     kind = draw.randrange(10)
     if kind < 5:
         return draw.choice(NUMBERS)
@@ -245,7 +245,7 @@ def values(draw: random.Random) -> str:
 
 
 def changed(document: dict[str, Any], draw: random.Random) -> bytes:
-    """`document` as JSON with one to three values changed, added or taken away, sometimes cut short."""
+    """`document` as JSON with one to three values changed, added or removed, sometimes truncated."""
     whole = json.loads(json.dumps(document))
     put: list[str] = []
     for _ in range(draw.randint(1, 3)):
@@ -265,7 +265,7 @@ def changed(document: dict[str, Any], draw: random.Random) -> bytes:
 
 
 def _spots(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Every place of a document that holds a value, of long lists and objects the first few."""
+    """Every position of a value in a document; of long lists and objects only the first few."""
     items = list(value.items() if isinstance(value, dict) else enumerate(value))[:200]
     for key, inner in items:
         yield value, key
@@ -274,6 +274,6 @@ def _spots(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
 
 
 def document_of(folder: Path, name: str) -> dict[str, Any]:
-    """The file of a whole folder as it is, or one that is made up where it has none."""
+    """The file of a complete folder, or a generated one where the folder has none."""
     path = folder / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else DOCUMENTS[name]

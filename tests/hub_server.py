@@ -1,4 +1,4 @@
-"""A stand-in for both hubs on 127.0.0.1: one port for the hub, one for its storage, and faults to order per path."""
+"""A stand-in for both hubs on 127.0.0.1: one port for the hub, one for its storage, and faults on request per path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LFS_FROM = 10_000  # bytes; smaller files are plain git blobs
 
 @dataclass(frozen=True)
 class Fault:
-    """What one answer does wrong: `kind` as `Hub._send` and `Hub._fault` read it; `at` is a number of bytes."""
+    """The fault of one response: `kind` as `Hub._send` and `Hub._fault` read it; `at` is a number of bytes."""
 
     kind: str
     at: int = 0
@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass
 class Repository:
-    """Files by path, as they are at `commit`."""
+    """Files by path, at `commit`."""
 
     files: dict[str, bytes]
     commit: str = "c" * 40
@@ -50,7 +50,7 @@ class Repository:
 
 @dataclass
 class Asked:
-    """One request as it came."""
+    """One request as received."""
 
     place: str
     method: str
@@ -67,7 +67,7 @@ def tensor_file(name: str, seed: int, size: int = SHARD_BYTES) -> bytes:
 
 
 def tiny_repository() -> Repository:
-    """Two shards with their index, and what lies beside them in a repository."""
+    """Two shards with their index, and the other usual files of a repository."""
     shards = {f"model-{i:05d}-of-00002.safetensors": tensor_file(f"t{i}", i) for i in (1, 2)}
     index = {"metadata": {}, "weight_map": {f"t{i}": name for i, name in enumerate(shards, 1)}}
     return Repository(
@@ -96,7 +96,7 @@ def sha256(content: bytes) -> str:
 
 
 class Hub:
-    """Both hubs. Its attributes may be changed while it runs; `asked` is what came, in order."""
+    """Both hubs. Its attributes may be changed while it runs; `asked` holds the received requests, in order."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {REPO: tiny_repository()}
@@ -110,7 +110,7 @@ class Hub:
         self.storage = ""
 
     def fault(self, path: str, *faults: Fault, place: str = "storage") -> None:
-        """Order faults for the next answers about a path."""
+        """Add faults for the next responses about a path."""
         self.faults[place, path] += faults
 
     def count(self, path: str, place: str = "storage") -> int:
@@ -120,7 +120,7 @@ class Hub:
         waiting = self.faults[place, path]
         return waiting.popleft() if waiting else self.always.get((place, path))
 
-    # What is asked of the hub
+    # The hub's routes
 
     async def hub(self, request: web.Request) -> web.StreamResponse:
         path = request.rel_url.raw_path
@@ -297,7 +297,7 @@ class Hub:
                 }
         return list(rows.values())[: self.cut_list_at]
 
-    # The storage
+    # The storage routes
 
     async def store(self, request: web.Request) -> web.StreamResponse:
         parts = [part for part in request.path.split("/") if part]
@@ -313,7 +313,7 @@ class Hub:
         return answer
 
     async def _fault(self, request: web.Request, fault: Fault) -> web.StreamResponse | None:
-        """The whole answer of a fault that sends no file; None for those that spoil one."""
+        """The complete response of a fault that sends no file; None for faults that spoil a file."""
         if fault.kind == "status":
             return web.Response(status=fault.status, headers=fault.headers, text=fault.text)
         if fault.kind == "html":
@@ -358,7 +358,7 @@ class Hub:
 
     @staticmethod
     def _first(request: web.Request, size: int, headers: dict[str, str], kind: str) -> int | bool | None:
-        """The first byte of a partial answer; False for a whole one, None for a range that is not there."""
+        """The first byte of a partial response; False for a whole one, None for an unsatisfiable range."""
         asked = request.headers.get("Range", "")
         condition = request.headers.get("If-Range")
         if (
@@ -376,14 +376,14 @@ class Hub:
         if kind in ("cut", "stall", "dribble"):
             await answer.write(body[:at])
             if kind == "cut" and request.transport is not None:
-                await asyncio.sleep(0.02)  # what was written must leave before the connection is reset
+                await asyncio.sleep(0.02)  # the bytes must leave before the connection is reset
                 request.transport.abort()
                 return
             for byte in body[at:]:
                 await asyncio.sleep(0.05 if kind == "dribble" else 20)
                 await answer.write(bytes([byte]))
             return
-        if kind == "slow":  # so that a client can be ended in the middle
+        if kind == "slow":  # so that a client can be ended half-way
             for first in range(0, len(body), at):
                 await answer.write(body[first : first + at])
                 await asyncio.sleep(0.002)
@@ -393,7 +393,7 @@ class Hub:
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A stand-in that answers for the length of the block, on a thread of its own."""
+    """A stand-in that serves for the length of the block, on its own thread."""
     hub, loop, ready = Hub(), asyncio.new_event_loop(), threading.Event()
     stop = asyncio.Event()
 

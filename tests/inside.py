@@ -1,4 +1,4 @@
-"""The real service with real models in this process, so that a test can make any part of it fail."""
+"""The real service with real models in this process, so that a test can inject a fault into any part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "a-token-that-is-long-enough"
 
 @dataclass
 class Inside(Server):
-    """As serving.Server, on an event loop in a thread of this process. `service` and `registry` are its own."""
+    """As serving.Server, on an event loop in a thread of this process. It has its own `service` and `registry`."""
 
     service: Service = field(init=False)
     registry: Registry = field(init=False)
@@ -61,7 +61,7 @@ class Inside(Server):
         self.registry.close()
 
     def on_loop(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, done on the event loop."""
+        """The result of `work`, run on the event loop."""
 
         async def done() -> Any:
             return work()
@@ -69,7 +69,7 @@ class Inside(Server):
         return asyncio.run_coroutine_threadsafe(done(), self.loop).result(60)
 
     def stop(self, kind: int = 0) -> int:
-        """End it; every thread of it must end."""
+        """Stop it; all of its threads must end."""
         self.loop.call_soon_threadsafe(self._end.set)
         self._thread.join(60)
         assert not self._thread.is_alive()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def results(part: str) -> dict[str, Any]:
-    """What `part` (kernels, layers or sampler) found, from a child process."""
+    """The results of `part` (kernels, layers or sampler), from a child process."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     child = subprocess.run(
         [sys.executable, __file__, part],
@@ -33,11 +33,11 @@ def results(part: str) -> dict[str, Any]:
     return json.loads(child.stdout)
 
 
-# What follows runs in the child.
+# The rest runs in the child.
 
 
 def let_loops_run() -> None:
-    """The interpreter of Triton 3.6 makes an int of an array of one element, which numpy refuses from 2.4 on."""
+    """Triton 3.6's interpreter converts arrays of one element to int, which numpy refuses from 2.4 on."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -50,7 +50,7 @@ def let_loops_run() -> None:
 
 
 def kernels() -> dict[str, Any]:
-    """Errors of every kernel, by its name and form; see lab/cuda_timing, whose cases these are, made small."""
+    """Errors of every kernel, by its name and form: the cases of lab/cuda_timing with small sizes."""
     from itertools import islice
 
     import torch
@@ -77,7 +77,8 @@ def kernels() -> dict[str, Any]:
     for held in cases.FORMATS:
         for rows, outputs in ((1, 4), (3, 18), (20, 18)):
             cases.ROWS = (rows,)
-            # 160 columns fill neither a group of 128 nor a tile. Where only scales differ, the first product shows it.
+            # 160 columns fill neither a group of 128 nor a tile. Where only scales differ, the first product reveals
+            # it.
             several = held in (None, INT8, int4(128))
             found += islice(cases.product_findings(fused, make, held, outputs, 160), 4 if several else 1)
     cases.ROWS = (2,)
@@ -87,7 +88,7 @@ def kernels() -> dict[str, Any]:
 
 
 def layers() -> dict[str, Any]:
-    """As `kernels` the kernels of whole layers; see lab/cuda_layers."""
+    """As `kernels`, for the kernels of whole layers; see lab/cuda_layers."""
     import torch
     from onedesk.lab import cuda_layers as cases
     from onedesk.lab import cuda_positions as places
@@ -118,7 +119,7 @@ def layers() -> dict[str, Any]:
         cases.EXPERT_ROWS = rows
         found += cases.expert_findings(fused, make, held, case)
     cases.DELTA_STEPS, cases.DELTA_TRAILS, cases.DELTA_CHUNKS = (2,), (2, 5), (2, 66)
-    cuda_delta.SOLVED = 16  # of 24 columns two pieces, and of 16 one
+    cuda_delta.SOLVED = 16  # 24 columns make two tiles, 16 make one
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 1, 2, 24, 24, False, "silu"))
     cases.STREAM_ROWS = (1, 2, 20)
     found += cases.stream_findings(fused, make, 32, 16, 4, injects=True)
@@ -137,14 +138,14 @@ def layers() -> dict[str, Any]:
     found += places.indexed_findings(fused, make, heads, 16)
     cases.DELTA_TRAILS, cases.DELTA_CHUNKS = (3,), (5,)
     found += cases.delta_findings(fused, make, cases.delta_heads(make, 2, 2, 8, 16, True, "sigmoid"))
-    # Where a weight fits the cache a few rows stream it: into buffers that are larger than the rows too.
+    # Where a weight fits the cache, passes of a few rows stream it, also with buffers larger than the rows.
     fused.device, cases.EXPERT_ROWS = GpuDevice(2, 100_000, 1 << 20, early=False), (1, 3)
     found += cases.expert_findings(fused, make, None, small)
     return {f"{f.kernel} {f.form}": {"error": f.error, "bound": f.bound} for f in found}
 
 
 def sampler() -> dict[str, Any]:
-    """Tokens of the device sampler and of the host's, with their scores, for several ways to choose."""
+    """Tokens of the device sampler and of the host's, with their scores, for several sampling settings."""
     import numpy as np
     import torch
     from onedesk.service.core import Sampling

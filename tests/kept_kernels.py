@@ -1,4 +1,4 @@
-"""Compiled kernels for the trees that tests make: building them anew for each takes ten seconds of a processor."""
+"""Compiled kernels for the trees that tests make: compiling them for each would take ten seconds of CPU time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from onedesk.service.kernels.cpu.compile import compile_library
 
 
 def keep_kernels(cache: Path) -> None:
-    """Put the compiled kernels into the cache of a new tree, as whoever used it before would have left them there."""
+    """Put the compiled kernels into the cache of a new tree, as an earlier use would have."""
     cache.mkdir(parents=True, exist_ok=True)
     for library in kept():
         shutil.copy(library, cache)
 
 
 def kept() -> list[Path]:
-    """The compiled kernels in the checkout's own cache, built there if they are not."""
+    """The compiled kernels in the checkout's own cache, compiled there if absent."""
     here = load_config(None).cache
     compile_library(here)
     return sorted(here.glob("kernels-*.so"))
 
 
 def building_once(build: Callable[..., str]) -> Callable[..., str]:
-    """`build` of kernels/cpu/compile.py for this process: a kept library is copied; other sources, or a full disk,
-    are built.
+    """`build` of kernels/cpu/compile.py for this process: an existing library is copied; other sources, or a full disk,
+    are compiled.
     """
     there = {library.name: library for library in kept()}
 

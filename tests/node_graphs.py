@@ -66,7 +66,7 @@ def writing(
 ) -> Graph:
     """One model ("load"), one prompt ("prompt"), one answer ("write"), its text and statistics shown ("text", "stats").
 
-    The sampling options are those of the model, but an answer that repeats itself goes on, so that counts are certain.
+    The sampling options are the model's, but repetition does not end an answer, so that counts are certain.
     """
     return {
         "load": load(model, context=context, policy=policy, where=where),
@@ -86,7 +86,7 @@ def shown(outcome: Outcome, node_id: str) -> str:
 
 
 def state(comfyui: Comfy) -> dict[str, Any]:
-    """What the process holds: models, allocations, used (bytes leased), comfyui (its list of loaded models)."""
+    """The state of the process: models, allocations, used (bytes leased), comfyui (its list of loaded models)."""
     return comfyui.client.ask("/onedesk_tests/state")
 
 
@@ -96,8 +96,8 @@ def held(comfyui: Comfy, model: str) -> int:
 
 
 def free(comfyui: Comfy) -> None:
-    """Unload models and forget outputs before the next workflow runs: ComfyUI's worker comes to it after a workflow,
-    so one is queued.
+    """Unload models and drop outputs before the next workflow: ComfyUI's worker does this only after a workflow, so one
+    is queued.
     """
     comfyui.free()
     if not comfyui.run({"between": node("PreviewAny", source="between")}).ok:

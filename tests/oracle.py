@@ -1,4 +1,4 @@
-"""transformers as the oracle: it imports torchvision, whose operators may have to be declared first (see
+"""transformers as the reference: it imports torchvision, whose operators may need declaring first (see
 setup/launch_comfyui.py).
 """
 
@@ -15,8 +15,8 @@ from onedesk.service.setup.launch_comfyui import OperatorsFirst
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model over the checkpoint in `folder`, as its config names the class, eager attention, for
-    evaluation.
+    """transformers' model over the checkpoint in `folder`: the class from its config, eager attention,
+    evaluation mode.
     """
     try:
         importlib.import_module("torchvision")

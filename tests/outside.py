@@ -1,6 +1,4 @@
-"""Whether a process or a child of it reaches for another machine: a library loaded into all of them refuses that and
-keeps a record.
-"""
+"""Detects connections to other machines by a process or its children: a preloaded library refuses and records them."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# In C and not a hook of Python's: a child with -I -S, as templates have one, reads neither PYTHONPATH nor a
-# sitecustomize.
+# In C, not a Python hook: a child with -I -S, as templates use, reads neither PYTHONPATH nor sitecustomize.
 _SOURCE = r"""
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -77,18 +74,18 @@ int getaddrinfo(const char *node, const char *service, const struct addrinfo *hi
 
 @dataclass(frozen=True)
 class Outside:
-    """The library, for LD_PRELOAD, and the file that it writes to."""
+    """The library, for LD_PRELOAD, and its log file."""
 
     library: Path
     record: Path
 
     def asked(self) -> list[str]:
-        """What was asked for so far and refused, such as "connect 192.0.2.1"."""
+        """The refused attempts so far, such as "connect 192.0.2.1"."""
         return self.record.read_text().splitlines() if self.record.exists() else []
 
 
 def build_outside(folder: Path) -> Outside:
-    """Compile it into `folder`, a second's work."""
+    """Compile it into `folder`; this takes about a second."""
     made = Outside(folder / "outside.so", folder / "asked.txt")
     source = folder / "outside.c"
     source.write_text(_SOURCE)

@@ -1,4 +1,4 @@
-"""Pictures for tests, drawn by a seed: noise with smooth parts, so that resizing shows every difference."""
+"""Pictures for tests, drawn by a seed: noise with smooth parts, so that every difference in resizing shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def array(picture: Picture) -> np.ndarray:
     return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
 
 
-# What the published preprocessor_config.json files of two generations say.
+# The content of published preprocessor_config.json files of two generations.
 QWEN3_VL = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "patch_size": 16,

@@ -1,8 +1,8 @@
-"""Writes tiny Qwen3 checkpoints as others publish them quantized, each built with plain torch from its format's
+"""Writes tiny quantized Qwen3 checkpoints in the published formats, each built with plain torch from the format's
 description.
 
-Every function makes random numbers and factors of a matrix [rows, cols] and returns the stored tensors by suffix and
-the matrix itself.
+Every function makes random numbers and scales of a matrix [rows, cols] and returns the stored tensors by suffix and the
+matrix itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Made = tuple[Stored, torch.Tensor]
 
 
 def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [..., n * bits / 32] of numbers [..., n] from 0 on: the first in the lowest bits; what is missing of the
-    last word is 0.
+    """int32 [..., n * bits / 32] of non-negative numbers [..., n]: the first in the lowest bits; the last word is
+    padded with 0.
     """
     count = 32 // bits
     numbers = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[-1] % count))
@@ -34,7 +34,7 @@ def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def spread(values: torch.Tensor, group: int, cols: int) -> torch.Tensor:
-    """A value a group as a value a column."""
+    """One value per column from one value per group."""
     return values.float().repeat_interleave(group, 1)[:, :cols]
 
 
@@ -44,7 +44,7 @@ def factors(rows: int, groups: int, dtype: torch.dtype, generator: torch.Generat
 
 @dataclass(frozen=True)
 class Case:
-    """One way to publish: quantization_config, and how a matrix is made. `exact`: no offset is rounded."""
+    """One published format: quantization_config, and how a matrix is made. `exact`: no offset is rounded."""
 
     name: str
     config: dict[str, Any]
@@ -67,7 +67,7 @@ def gptq(
         scale = factors(rows, groups, torch.float16, generator)
         kept = (zero - (1 if version == 1 else 0)) % top
         stored = {"qweight": words(q, bits).t(), "scales": scale.t(), "qzeros": words(kept.t(), bits)}
-        # words(q) packs along columns; the published tensor has the words of a column below each other
+        # words(q) packs along columns; the published tensor stacks a column's words
         if order:
             stored["g_idx"] = (torch.arange(cols) // size).to(torch.int32)
         wanted = (q - zero.repeat_interleave(size, 1)[:, :cols]).float() * spread(scale, size, cols)
@@ -134,14 +134,14 @@ def numbers8(kind: str, strategy: str, scale_name: str = "weight_scale") -> Call
 
 
 def e2m1(rows: int, cols: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random E2M1 numbers: two in a byte, the earlier column in the low nibble; and what they are."""
+    """Random E2M1 numbers, two per byte with the earlier column in the low nibble; and their values."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     nibbles = torch.randint(0, 16, (rows, cols), generator=generator)
     return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).to(torch.uint8), values[nibbles]
 
 
 def nvfp4(*, divides: bool) -> Callable[[int, int, torch.Generator], Made]:
-    """As compressed-tensors (`divides`) and ModelOpt store it. The factor is a power of two: then no product is
+    """As compressed-tensors (`divides`) and ModelOpt store it. The scale is a power of two, so no product is
     rounded.
     """
 
@@ -165,7 +165,7 @@ def mxfp8(rows: int, cols: int, generator: torch.Generator) -> Made:
 
 
 def scalar8(rows: int, cols: int, generator: torch.Generator) -> Made:
-    """FP8 with one factor of no dimensions."""
+    """FP8 with one scalar scale."""
     stored, wanted = numbers8("float", "tensor")(rows, cols, generator)
     return stored | {"weight_scale": stored["weight_scale"].view(()), "input_scale": torch.tensor(1.0)}, wanted
 
@@ -326,7 +326,7 @@ def is_projection(name: str, tensor: torch.Tensor) -> bool:
 def write_published(
     folder: Path, case: Case, *, dtype: str = "bfloat16", **shape: Any
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint in the case's way, and what its tensors mean, by their names in an unquantized checkpoint, fp32."""
+    """A checkpoint in the case's format, and the values of its tensors by their unquantized names, fp32."""
     sizes = {"hidden": case.hidden, "intermediate": case.wide, "layers": 2, "vocab": 300} | shape
     write_tiny_qwen3(folder, dtype=dtype, **sizes)
     plain = load_file(folder / "model.safetensors")
@@ -344,12 +344,12 @@ def write_published(
     return folder, wanted
 
 
-# Which case each projection of a mixed checkpoint is in, by a part of its name.
+# The case of each projection of a mixed checkpoint, by a part of its name.
 MIXED_KINDS = {"self_attn": "modelopt-mxfp8", "layers.0.mlp": "modelopt-nvfp4", "layers.1.mlp.down": "modelopt-fp8"}
 
 
 def mixed_layers(prefix: str) -> dict[str, Any]:
-    """What ModelOpt writes of MIXED_KINDS."""
+    """ModelOpt's settings for MIXED_KINDS."""
     named: dict[str, Any] = {
         f"{prefix}layers.{i}.self_attn": {"quant_algo": "MXFP8", "group_size": 32} for i in range(2)
     }
@@ -361,9 +361,7 @@ def mixed_layers(prefix: str) -> dict[str, Any]:
 def write_mixed(
     folder: Path, config: dict[str, Any], kinds: dict[str, str], **shape: Any
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint whose projections are in the cases that `kinds` names by a part of their names, the others in
-    BF16.
-    """
+    """A checkpoint whose projections use the cases that `kinds` gives by parts of their names; the others are BF16."""
     write_tiny_qwen3(
         folder, dtype="bfloat16", **{"hidden": 128, "intermediate": 256, "layers": 2, "vocab": 300} | shape
     )
@@ -384,7 +382,7 @@ def write_mixed(
 
 
 def write_meaning(folder: Path, published: Path, wanted: dict[str, torch.Tensor]) -> Path:
-    """The same model unquantized: what the published tensors mean, in fp32."""
+    """The same model unquantized: the values of the published tensors, in fp32."""
     shutil.copytree(published, folder)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -407,7 +405,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
 
 
 def quantize_embedding(tensors: dict[str, torch.Tensor]) -> None:
-    """Store the embedding in 8 bits with a factor a row, as int8-channel stores matrices."""
+    """Store the embedding in 8 bits with one scale per row, as int8-channel stores matrices."""
     name = "model.embed_tokens.weight"
     factor = tensors[name].float().abs().amax(1, keepdim=True) / 127
     tensors[name] = (tensors[name].float() / factor).round().to(torch.int8)

@@ -1,6 +1,6 @@
-"""A pull that kills itself: TREE ADDRESS PHASE POINT. Without a point it prints how many points each phase has.
+"""A pull that kills itself: TREE ADDRESS PHASE POINT. Without a point it prints the number of points per phase.
 
-Points lie before and after each call that changes the disk; a write is killed after half of its bytes.
+Points are before and after each call that changes the disk; a write is killed after half of its bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reached(phase: str, wanted: str, point: int) -> None:
 
 
 def phase_of(name: str, arguments: tuple[Any, ...]) -> str | None:
-    """What a call is part of: the bytes of a file, the record of how many there are, or giving the file its name."""
+    """The phase of a call: writing a file's bytes, recording their count, or renaming the file."""
     first = arguments[0]
     path = str(Path(f"/proc/self/fd/{first}").readlink()) if isinstance(first, int) else str(first)
     if name == "pwrite":

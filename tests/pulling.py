@@ -22,7 +22,7 @@ LIMITS = HubLimits(stall=0.5, backoff=0.01, longest_backoff=0.02, sync=32 << 10,
 
 @dataclass
 class Desk:
-    """A tree with a configuration that knows the stand-in alone."""
+    """A tree with a configuration that knows only the stand-in."""
 
     tree: Path
     hub: Hub
@@ -44,7 +44,7 @@ class Desk:
         return [event for event in self.events if event["event"] == kind]
 
     def pull(self, name: str = "tiny/model", *, local: Path | None = None, **more: Any) -> dict[str, Any]:
-        """Plan and fetch; the last event."""
+        """Plan and fetch; returns the last event."""
         return asyncio.run(self._pull(PullRequest(name, **more), local, fetch=True))
 
     def plan(self, name: str = "tiny/model", **more: Any) -> PullPlan:
@@ -68,7 +68,7 @@ class Desk:
         self.limits = replace(self.limits, **changes)
 
     def same_files(self, repository: str = "tiny/model", folder: str = "model") -> bool:
-        """Whether every fetched file is the hub's, and nothing else lies there but the pull's own two."""
+        """Whether every fetched file equals the hub's, with no other files but the pull's own two."""
         files = self.hub.repositories[repository].files
         found = {
             path.relative_to(self.models / folder).as_posix()
@@ -80,7 +80,7 @@ class Desk:
 
 
 def make_desk(tree: Path, hub: Hub, order: str = "hf") -> Desk:
-    """A tree whose configuration knows the stand-in alone, as `order`."""
+    """A tree whose configuration knows only the stand-in, with `order` as its order of hubs."""
     (tree / "models").mkdir(parents=True)
     text = f'[hub]\nendpoints = ["{hub.address}"]\nmodelscope = "{hub.address}"\norder = ["{order}"]\n'
     (tree / "onedesk.toml").write_text(text)

@@ -74,8 +74,8 @@ NAMES = tuple(_REAL)
 
 
 def cache_folder() -> Path:
-    """Where the built tokenizers stay: one folder a user and a version of the vocabularies, under the system's
-    temporary folder.
+    """The folder of the built tokenizers: one per user and version of the vocabularies, under the system's temporary
+    folder.
     """
     folder = (
         Path(tempfile.gettempdir())
@@ -87,7 +87,7 @@ def cache_folder() -> Path:
 
 
 def real_tokenizer(name: str) -> Path:
-    """The folder with tokenizer.json of "qwen3" or "qwen3_5", built at the first call; two test runs at once build
+    """The folder with tokenizer.json of "qwen3" or "qwen3_5", built at the first call; two concurrent test runs build
     it once.
     """
     folder = cache_folder() / name
@@ -99,14 +99,14 @@ def real_tokenizer(name: str) -> Path:
 
 
 def copy_real_tokenizer(name: str, target: Path) -> Path:
-    """tokenizer.json of a real tokenizer, copied into `target`, for a test that changes what lies beside it."""
+    """tokenizer.json of a real tokenizer, copied into `target`, for a test that changes the other files there."""
     target.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(real_tokenizer(name) / "tokenizer.json", target / "tokenizer.json"))
 
 
 def write_byte_tokenizer(target: Path) -> Path:
-    """A tokenizer.json for tiny models: 256 bytes, Qwen's control tokens from id 256, then the visible ones; 282 ids
-    in all.
+    """A tokenizer.json for tiny models: 256 bytes, Qwen's control tokens from id 256, then the visible ones;
+    282 ids.
     """
     target.mkdir(parents=True, exist_ok=True)
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -162,10 +162,10 @@ def _byte_characters() -> list[str]:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """For each token, in rank order, the two parts that merging with lower ranks leaves of it.
+    """For each token, in rank order, the two parts that merges of lower rank produce.
 
-    31 tokens were merged out of order and leave more; those are split with all ranks but their own. The few that still
-    do not fall into two parts cannot be reached by merging at all.
+    31 tokens were merged out of order and give more parts; those are split with all ranks but their own. The few that
+    still do not split into two parts cannot be produced by merging at all.
     """
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
         parts = _merged(token, ranks, below=ranks[token])

@@ -1,5 +1,5 @@
-"""Writes safetensors files byte by byte, honest and hostile ones, without the library that Onedesk's reader is
-compared with.
+"""Writes safetensors files byte by byte, valid and hostile ones, without the library that Onedesk's reader is compared
+with.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 
 
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
-    """One tensor of a header."""
+    """The header entry of one tensor."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 def raw_bytes(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
-    """A file: the header (bytes as they are, anything else as JSON) behind its length, which may lie, then the data."""
+    """A file: its length field (which may be wrong), the header (bytes unchanged, anything else as JSON), then the
+    data.
+    """
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -30,7 +32,7 @@ def write_raw(path: Path, header: Any, data: bytes = b"", *, length: int | None 
 def write_tensors(
     path: Path, tensors: dict[str, tuple[str, list[int], bytes]], *, header_bytes: int | None = None
 ) -> Path:
-    """Write an honest file of (dtype, shape, bytes); `header_bytes` pads the header with spaces to exactly that
+    """Write a valid file of (dtype, shape, bytes); `header_bytes` pads the header with spaces to exactly that
     length.
     """
     header: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Tiny models that write what a test says: each token decides the next, so a text is a chain of distinct tokens.
+"""Tiny models that write a given text: each token determines the next, so a text is a chain of distinct tokens.
 
-A chain begins after a line feed, which is how a prompt ends, and its parts are added tokens of the model's tokenizer.
+A chain starts after a line feed, which ends every prompt. Its parts are added tokens of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def write_script_model(
 ) -> Path:
     """Write a checkpoint that answers with the texts of `chain`, then ends its turn; returns `folder`.
 
-    `template` names one of TEMPLATES. `pools_end`: the tokenizer puts <|endoftext|> after a text, as embedding models'
-    do. Without
-    `head` there is no output matrix and no "model." before the names, as embedding models are published.
+    `template` names one of TEMPLATES. `pools_end`: the tokenizer puts <|endoftext|> after a text, as for embedding
+    models. Without `head` there is no output matrix and no "model." prefix, as embedding models are published.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
@@ -53,7 +52,7 @@ def write_script_model(
             for layer in range(LAYERS)
             for part in ("self_attn.o_proj", "mlp.down_proj")
         ):
-            tensors[name].zero_()  # what was read before must not reach the scores
+            tensors[name].zero_()  # earlier tokens must not affect the scores
         ids = [tokenizer.token_to_id("Ċ"), *(tokenizer.token_to_id(text) for text in chain), turn]
         assert len(set(ids)) == len(ids), "a token comes twice"
         output = torch.randn(vocabulary, HIDDEN, generator=torch.Generator().manual_seed(3)) * 0.02

@@ -1,4 +1,4 @@
-"""The real service for tests: `onedesk serve` as a process of its own, and the ways to talk to it."""
+"""The real service for tests: `onedesk serve` as a separate process, and clients for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STARTS_WITHIN = (
 )
 MODEL = "writer"
 THINKER = "thinker"
-# Opens reasoning where it is asked to, and shows tools and variables, as Qwen's templates do.
+# Starts reasoning on request, and shows tools and variables, as Qwen's templates do.
 TEMPLATE = (
     "{%- if tools %}{{ tools | tojson }}{% endif %}{%- if mood is defined %}{{ mood }}{% endif %}{%- for message in"
     " messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{%- for call in message.tool_calls or [] %}{{"
@@ -88,7 +88,7 @@ class Server:
         return self
 
     def wait(self) -> Server:
-        """Wait until it listens."""
+        """Wait until it accepts connections."""
         assert self.process is not None
         until = time.monotonic() + STARTS_WITHIN
         while time.monotonic() < until:
@@ -101,14 +101,14 @@ class Server:
         raise TimeoutError(f"the service does not start: {self.log()}")
 
     def start(self) -> Server:
-        """Start it and wait until it listens."""
+        """Start it and wait until it accepts connections."""
         return self.begin().wait()
 
     def log(self) -> str:
         return (self.tree / "serve.log").read_text(errors="replace")
 
     def stop(self, kind: int = signal.SIGTERM) -> int:
-        """Ask it to end; returns its exit status."""
+        """Stop it; returns its exit status."""
         assert self.process is not None
         self.process.send_signal(kind)
         return self.process.wait(STARTS_WITHIN)
@@ -143,9 +143,7 @@ class Server:
     def open_stream(
         self, body: Mapping[str, Any], *, receive_buffer: int | None = None, cut: bool = False
     ) -> socket.socket:
-        """A raw connection on which a chat has been asked for, nothing of its answer read yet. `cut`: all but the
-        last byte was sent.
-        """
+        """A raw connection with a chat request sent and nothing read yet. `cut`: all but the last byte was sent."""
         data = json.dumps({"messages": [{"role": "user", "content": "go on"}], "stream": True, **body}).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nAuthorization: Bearer"
@@ -175,7 +173,7 @@ class Server:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this id runs; one that has ended and was not waited for does not."""
+    """Whether a process of this id runs; an ended but unreaped one does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

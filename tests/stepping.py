@@ -1,5 +1,5 @@
-"""Graph steps without a CUDA device: graphs are work that is done again, and the host's sampler chooses by the
-device's plan.
+"""Graph steps without a CUDA device: replay repeats the captured work, and the host's sampler chooses by the device's
+plan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from onedesk.service.engine.stepper import Checked, HostStepper
 
 
 class Replayed:
-    """What a captured graph does: the same work again, on what the buffers hold by then."""
+    """What a captured graph does: the same work again, on the current content of the buffers."""
 
     def __init__(self, work: Any) -> None:
         self.replay = work
 
 
 class Event:
-    """Everything is done when the CPU returns."""
+    """Always complete: the CPU's work is done when the call returns."""
 
     def record(self) -> None: ...
 
@@ -38,7 +38,7 @@ class Event:
 
 
 class PlannedSampler:
-    """Chooses by the numbers of the plan alone, as the kernels do, with the host's sampler."""
+    """Chooses by the plan's numbers alone, as the kernels do, with the host's sampler."""
 
     def __init__(self) -> None:
         self.plan = torch.zeros(PLAN_ROWS * MAX_BATCH, dtype=torch.int32)
@@ -46,7 +46,7 @@ class PlannedSampler:
 
     def feed(self, plan: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
         batch = plan.shape[1]
-        before = self.chosen[plan[1].long()].clamp(min=0)  # as the kernel does: -1 stands for no number
+        before = self.chosen[plan[1].long()].clamp(min=0)  # as in the kernel: -1 means no index
         ids[:batch] = torch.where(plan[0] < 0, before, plan[0])
         positions[:batch] = plan[2]
 
@@ -64,7 +64,7 @@ class PlannedSampler:
 
 
 class ReplayedGraphs(Graphs):
-    """Graphs are work that is done again."""
+    """Graphs whose replay repeats the work."""
 
     @property
     def keys(self) -> list[Any]:
@@ -75,7 +75,7 @@ class ReplayedGraphs(Graphs):
 
 
 class OnTheCpu(GraphStepper):
-    """Counts what it does."""
+    """Counts its steps."""
 
     launches = 0
     checked = 0
@@ -90,7 +90,7 @@ class OnTheCpu(GraphStepper):
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of rows that steps have graphs for."""
+        """The row counts for which steps have graphs."""
         graphs = self._graphs
         assert isinstance(graphs, ReplayedGraphs)
         return [key[0] for key in graphs.keys if key[0] not in ("check", "draft")]
@@ -98,7 +98,7 @@ class OnTheCpu(GraphStepper):
 
 @contextmanager
 def stepping(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnTheCpu]:
-    """The loaded model steps so until the block ends."""
+    """The loaded model steps with them until the block ends."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(graph_module.torch.cuda, "Event", Event)
     session = model._session

@@ -1,4 +1,4 @@
-"""What the tests of streaming share: destinations, comparison with the file, and reads that can be disturbed."""
+"""Shared by the streaming tests: destinations, comparison with the file, and reads that can be disturbed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from onedesk.service.loader.header import TensorInfo, read_header
 
 CHUNK = 4096
-LONG_AGO = (1_000_000_000, 1_000_000_000)  # a change in the same tick as the file's making would not show in its time
+LONG_AGO = (1_000_000_000, 1_000_000_000)  # a change within the file's first clock tick would not show in its time
 
 
 def empty_jobs(path: Path) -> list[tuple[TensorInfo, torch.Tensor]]:
-    """A destination of its own for each tensor of a file, filled with what no tensor is meant to keep."""
+    """A separate destination for each tensor of a file, filled with values that no tensor keeps."""
     return [(info, torch.full((info.nbytes,), 0xA5, dtype=torch.uint8)) for info in read_header(path).tensors.values()]
 
 
@@ -35,7 +35,7 @@ def assert_no_reader_left() -> None:
 
 
 def intercept(monkeypatch: pytest.MonkeyPatch, at: int, act: Callable[[], Any]) -> list[int]:
-    """Call `act` before the read number `at` (from 0); the offsets of all reads come back."""
+    """Call `act` before read number `at` (from 0); returns the offsets of all reads."""
     offsets: list[int] = []
     real, count = os.preadv, itertools.count()
 

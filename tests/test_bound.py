@@ -1,4 +1,4 @@
-"""A child that is bound to the tests ends with them, and is else what it would have been."""
+"""A child that is bound to the tests ends with them, and is otherwise unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents say can be followed: every link leads to a file, every option and command that is named exists."""
+"""The documents are accurate: every link points to a file, every named option and command exists."""
 
 from __future__ import annotations
 

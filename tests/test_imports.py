@@ -1,6 +1,4 @@
-"""The direction of dependency: reads every import of the package and holds it to the list of rooms in
-docs/architecture.md.
-"""
+"""The direction of dependency: checks every import of the package against the list of rooms in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# From the top down. A module may import from its own room and from rooms below it, never from one above.
+# From top to bottom. A module may import from its own room and from rooms below it, never from one above.
 ROOMS = (
     ("service/__main__", "service/cli"),
     ("service/server",),
@@ -61,9 +59,9 @@ ROOT = Path(__file__).resolve().parents[1]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}
 COMFYUI |= {"node_helpers", "nodes", "server"}
 RUN_TIME = {"torch", "safetensors", "tokenizers", "aiohttp", "jinja2", "numpy", "PIL", "psutil", "tomli", "yarl"}
-# Optional extras and what only a bench compares with; imported where they are used, never at the top of a module.
+# Optional extras and engines that a bench compares with; imported where they are used, never at module level.
 LATE = {"transformers", "triton", "cuda", "llguidance", "prometheus_client", "llama_cpp"}
-# What only part of the nodes may touch.
+# Modules that only part of the nodes may import.
 COMFYUI_FREE = {
     "values",
     "wildcards",
@@ -84,8 +82,8 @@ def sources(folder: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """(module, whether it is inside the package, whether it stands at the top level) for each import; inside names
-    start at the root.
+    """(module, whether it is inside the package, whether it is at the top level) for each import; inside names start at
+    the root.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = {id(node) for node in _top_level(tree)}
@@ -117,7 +115,7 @@ def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def room_of(module: str) -> int:
-    """The place of a module in ROOMS. KeyError for one that stands in no room."""
+    """The position of a module in ROOMS. KeyError for one in no room."""
     for place, names in enumerate(ROOMS):
         if any(module == name or module.startswith(name + "/") for name in names):
             return place

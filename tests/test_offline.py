@@ -1,4 +1,4 @@
-"""The command and the service reach for no other machine, nor does any child of theirs."""
+"""The command, the service and their children contact no other machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from command_line import ENDS_WITHIN, start
 from outside import Outside, build_outside
 from serving import MODEL, Server, write_tree
 
-# Three ways out, each from a child of the child that sees no environment of Python's. 192.0.2.0/24 is nobody's.
+# Three ways out, each from a grandchild without Python's environment variables. 192.0.2.0/24 is reserved for
+# documentation.
 REACHING = """
 import socket, subprocess, sys
 if len(sys.argv) == 1:
@@ -36,7 +37,7 @@ with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Outside]:
-    """Every process started meanwhile is watched."""
+    """Every process started during the fixture is watched."""
     made = build_outside(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(made.library))
@@ -66,7 +67,7 @@ def test_a_written_and_a_served_answer_reach_for_no_other_machine(outside: Outsi
 
 
 def test_only_the_hub_has_a_client_for_other_hosts():
-    """Nodes and service may speak to servers that the user named (peers), ComfyUI on this machine (setup), and no
+    """Nodes and service may contact servers that the user named (peers) and ComfyUI on this machine (setup), and no
     other host.
     """
     root = Path(__file__).resolve().parents[1]

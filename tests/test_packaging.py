@@ -1,4 +1,4 @@
-"""pyproject.toml names every package and every data file that is needed at run time."""
+"""pyproject.toml names every package and data file that is needed at run time."""
 
 from __future__ import annotations
 

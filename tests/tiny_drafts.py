@@ -1,5 +1,6 @@
-"""Tiny checkpoints with a layer for multi-token prediction: with random weights, or made so that every draft token is
-right."""
+"""Tiny checkpoints with a multi-token prediction layer: with random weights, or rigged so that every draft token is
+right.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tiny_families import write_family
 from torch.nn.functional import normalize
 
 Tensors = dict[str, torch.Tensor]
-# What a layer that is to add nothing has zeros for.
+# The weights that are zero in a layer without effect.
 SILENT = (
     "o_proj.weight",
     "out_proj.weight",
@@ -28,12 +29,12 @@ SILENT = (
 
 
 def write_drafter(folder: Path, family: str, **changes: Any) -> Path:
-    """A random checkpoint of `family` with a random draft layer: hardly any draft token is right."""
+    """A random checkpoint of `family` with a random draft layer: almost no draft token is right."""
     return add_draft(write_family(folder, family, seed=5, **changes))
 
 
 def add_draft(folder: Path, *, said: int | None = 1) -> Path:
-    """Give a checkpoint of transformers the layer, with random numbers; `said`: what its config says of it."""
+    """Add a draft layer with random weights to a transformers checkpoint; `said`: the config's entries for it."""
     generator, own = torch.Generator().manual_seed(5), {}
     config = json.loads((folder / "config.json").read_text())
     for destination in drafting(describe(config)):
@@ -48,7 +49,7 @@ def add_draft(folder: Path, *, said: int | None = 1) -> Path:
 
 
 def change(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
-    """Rewrite the checkpoint's tensors, edited."""
+    """Rewrite the checkpoint's tensors after editing."""
     path = folder / "model.safetensors"
     save_file(
         {name: tensor.contiguous() for name, tensor in edit(load_file(path)).items()}, path, metadata={"format": "pt"}
@@ -56,10 +57,9 @@ def change(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
 
 
 def write_rigged(folder: Path, family: str, *, wrong: float = 0.0, **changes: Any) -> Path:
-    """A checkpoint whose text is one cycle of all tokens, whatever came before, with the same drafts: every draft token
-    is right.
+    """A checkpoint whose text is one fixed cycle of all tokens, and whose drafts follow it: every draft token is right.
 
-    `wrong`: how much noise the draft layer has; with 0.25 about every third draft token is wrong.
+    `wrong`: noise of the draft layer; with 0.25 about every third draft token is wrong.
     """
     add_draft(write_family(folder, family, seed=5, tie_word_embeddings=False, **changes))
     change(folder, lambda tensors: tensors | _rigged(tensors, wrong))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every Qwen family as transformers makes and saves them: the right tensors, random numbers."""
+"""Tiny checkpoints of every Qwen family, made and saved by transformers: the right tensors, random numbers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
 
 
-# The names of transformers' classes before "ForCausalLM" and "Config", and what the config is made of.
+# The names of transformers' classes before "ForCausalLM" and "Config", and the config's arguments.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", "Qwen2Config", _COMMON | {"intermediate_size": 128} | _rope(1e6)),
     "qwen3": ("Qwen3", "Qwen3Config", _COMMON | {"intermediate_size": 128, "tie_word_embeddings": True} | _rope(1e6)),
@@ -105,7 +105,7 @@ WITH_VISION = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 
 def transformers_module() -> Any:
-    """transformers, behind torchvision's operators where these must be declared first."""
+    """transformers, imported after torchvision's operators are declared where necessary."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
@@ -114,11 +114,10 @@ def transformers_module() -> Any:
 
 
 def write_family(folder: Path, family: str, *, vision: bool = False, seed: int | None = None, **changes: Any) -> Path:
-    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole picture-reading
-    model.
+    """A checkpoint of `family` in FP32 under `folder`, saved by transformers; with `vision` the whole multimodal model.
 
-    With `seed` every parameter is stirred: as they begin, matrices are so small that scores hardly differ, and norms
-    are all the same.
+    With `seed` every parameter is perturbed: initial matrices are so small that scores hardly differ, and initial norms
+    are all equal.
     """
     transformers = transformers_module()
     if seed is not None:

@@ -1,6 +1,4 @@
-"""Tiny random model files that the stock loaders of ComfyUI and our own loader accept: the right shapes, no sense in
-them.
-"""
+"""Tiny random model files that ComfyUI's stock loaders and our own loader accept: the right shapes, random content."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ TEMPLATE = (
 def random_tensors(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Norm weights are ones, biases zeros, everything else normal with variance 1 / fan-in. Made on `device`,
-    returned on the CPU.
+    """Norm weights are ones, biases zeros, all others normal with variance 1 / fan-in. Made on `device`, returned on
+    the CPU.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
@@ -65,7 +63,7 @@ def _dense(shapes: Shapes, name: str, out: int, into: int) -> None:
 
 
 def painter_shapes(context_width: int, *, width: int = PAINTER_WIDTH, double: int = 1, single: int = 1) -> Shapes:
-    """A Flux-style transformer of `double` and `single` blocks that reads a context of `context_width` features a
+    """A Flux-style transformer of `double` and `single` blocks that reads a context of `context_width` features per
     token.
     """
     shapes = Shapes()
@@ -128,7 +126,7 @@ def picture_coder_shapes() -> Shapes:
 
 
 def qwen3_shapes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int) -> Shapes:
-    """A Qwen3 dense network without an output matrix of its own."""
+    """A dense Qwen3 network without an output matrix."""
     shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
     for index in range(layers):
         layer = f"model.layers.{index}"
@@ -174,7 +172,7 @@ def write_image_models(folder: Path, context_widths: tuple[int, ...]) -> None:
 
 
 def small_tokenizer() -> Tokenizer:
-    """A byte-level tokenizer without merges: 256 bytes, then the control tokens and the marks of reasoning."""
+    """A byte-level tokenizer without merges: 256 bytes, then the control tokens and the reasoning markers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -194,10 +192,10 @@ def write_language_model(
     seed: int = 0,
     device: str = "cpu",
 ) -> Path:
-    """Write a random Qwen3 checkpoint that talks printable ASCII and all but never ends by itself; returns `folder`.
+    """Write a random Qwen3 checkpoint that writes printable ASCII and almost never ends by itself; returns `folder`.
 
     The output matrix gives every token but the printable ones a logit of 0, and the printable ones logits with a spread
-    of about 10, so that the best of 95 printable tokens all but always wins.
+    of about 10, so that the best of 95 printable tokens almost always wins.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
@@ -257,8 +255,7 @@ def write_language_model(
 
 
 def write_hole(model: Path, folder: Path) -> int:
-    """Copy a tiny model to `folder` with weights of 1.2 GB that take no room on the disk (one hole). Good for loading
-    only.
+    """Copy a tiny model to `folder` with sparse weights of 1.2 GB that take no disk space. Good for loading only.
 
     Returns the bytes of the weights.
     """

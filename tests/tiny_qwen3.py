@@ -1,4 +1,4 @@
-"""Writes a tiny random Qwen3 checkpoint, tokenizer and template, with sizes that a test chooses. Nothing is
+"""Writes a tiny random Qwen3 checkpoint, tokenizer and template, in sizes that a test chooses. Nothing is
 downloaded.
 """
 
@@ -20,8 +20,7 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISIBLE = ("<think>", "</think>")
 EOS_WITHOUT_TOKENIZER = 2
 
-# What a Qwen3 template does, in as few lines: turns, past reasoning dropped, and an empty think block when thinking is
-# off.
+# A Qwen3 template in the fewest lines: turns, earlier reasoning dropped, and an empty think block when thinking is off.
 TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -42,7 +41,7 @@ TEMPLATE = """\
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Byte-level BPE: ids 0..255 are bytes, then a few merges, then the control and think tokens; 277 ids in all."""
+    """Byte-level BPE: ids 0..255 are bytes, then a few merges, then the control and think tokens; 277 ids."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(symbols)}
     merges: list[tuple[str, str]] = []
@@ -88,7 +87,7 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
 
 
 def tiny_tensors(config: Mapping[str, Any], dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Random tensors by their names on disk; projections have variance 1 / inputs, norms lie around 1."""
+    """Random tensors by their names on disk; projections have variance 1 / inputs, norms are near 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -143,10 +142,9 @@ def write_tiny_qwen3(
 ) -> Path:
     """Write the checkpoint into `folder` (made if absent) and return it.
 
-    `dtype` is float32, bfloat16 or float16. With a tokenizer the end of a turn is its <|im_end|>, else token 2.
-    `generation` is merged into generation_config.json; `changes` go into config.json as they are. More than one shard
-    writes an
-    index.json.
+    `dtype` is float32, bfloat16 or float16. With a tokenizer a turn ends with its <|im_end|>, else with token 2.
+    `generation` is merged into generation_config.json; `changes` go into config.json unchanged. More than one shard
+    writes an index.json.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

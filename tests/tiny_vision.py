@@ -1,4 +1,4 @@
-"""Tiny random checkpoints that see, as transformers makes and saves them, and transformers' own computation on them."""
+"""Tiny random vision checkpoints, made and saved by transformers, and transformers' own results for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_models import small_tokenizer
 
 IMAGE, VIDEO, START, END = 500, 501, 502, 503
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-# Heads of 36: a quarter of them is odd. The square of positions is 8 x 8.
+# Heads of 36: a quarter of them is odd. The square of learned positions is 8 x 8.
 _TOWER = {
     "depth": 4,
     "hidden_size": 72,
@@ -49,7 +49,7 @@ _TEXT = {
     "pad_token_id": None,
 }
 _AXES = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-# The part of the class's name before Config, the text config, the tower.
+# The class name before Config, the text config, the tower's config.
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VL",
@@ -85,7 +85,7 @@ def write_seeing(
     text: dict[str, Any] | None = None,
     tokens: dict[str, int] | None = None,
 ) -> Path:
-    """A checkpoint of `family` with its tower and its preprocessor_config.json, in FP32, every parameter stirred by
+    """A checkpoint of `family` with its tower and its preprocessor_config.json, in FP32, every parameter perturbed by
     `seed`.
     """
     transformers = transformers_module()
@@ -99,7 +99,7 @@ def write_seeing(
         _stir(model, torch.Generator().manual_seed(seed))
         model.eval().save_pretrained(folder)
     document = QWEN2_5_VL | {"min_pixels": 784} if family == "qwen2_5_vl" else QWEN3_VL | {"size": _AREAS}
-    if family == "qwen3_vl_moe":  # as the published checkpoints have them, which transformers reads but does not write
+    if family == "qwen3_vl_moe":  # the published layout, which transformers reads but does not write
         change_tensors(folder, turn_experts)
     (folder / "preprocessor_config.json").write_text(json.dumps(document))
     return folder
@@ -114,7 +114,7 @@ TEMPLATE = (
 
 
 def write_seer(folder: Path, family: str = "qwen3_vl") -> Path:
-    """As `write_seeing` with a tokenizer and a chat template, for conversations."""
+    """As `write_seeing`, with a tokenizer and a chat template, for conversations."""
     tokenizer = small_tokenizer()
     marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer.add_special_tokens(marks)
@@ -136,13 +136,15 @@ _AREAS = {"shortest_edge": 1024, "longest_edge": 16777216}
 
 
 def turn_experts(tensors: dict[str, torch.Tensor]) -> None:
-    """Store experts column by column instead of row by row, or the other way round."""
+    """Switch experts between column and row storage."""
     for name in [name for name in tensors if ".experts." in name]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
 class Oracle:
-    """transformers' model over a checkpoint: its tower and its whole, for pictures of the same preprocessing."""
+    """transformers' model over a checkpoint: its tower and the whole model, for pictures with the same
+    preprocessing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.model = load_model(folder)

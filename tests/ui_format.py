@@ -1,5 +1,5 @@
-"""From ComfyUI's UI format (what the page saves) to its API format (what is queued), checked against what ComfyUI
-says of its nodes.
+"""Converts ComfyUI's UI format (saved by the page) to its API format (queued), checked against ComfyUI's node
+descriptions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ ANY = "*"
 
 
 class MismatchError(AssertionError):
-    """A saved workflow that does not fit the nodes that ComfyUI has."""
+    """A saved workflow that does not match ComfyUI's nodes."""
 
 
 def to_api(workflow: Mapping[str, Any], object_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Convert a whole workflow; raises MismatchError naming the first node and input that do not fit."""
+    """Convert a whole workflow; raises MismatchError naming the first node and input that do not match."""
     nodes = {str(entry["id"]): entry for entry in workflow["nodes"] if entry["type"] not in PAGE_ONLY}
     links = {link[0]: link for link in workflow["links"]}
     for link in links.values():
@@ -47,7 +47,7 @@ def _node(
 
 
 def _specs(info: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Inputs in ComfyUI's own order: (type, options); a list as the type is an old way to write a combo."""
+    """Inputs in ComfyUI's order: (type, options); a list as the type is the older notation for a combo."""
     specs = {}
     for part in ("required", "optional"):
         for name in info["input_order"].get(part, []):
@@ -68,14 +68,14 @@ def _widget_values(
         try:
             value = next(values)
         except StopIteration:
-            if name in optional:  # appended later than the workflow was saved: the page takes the default
+            if name in optional:  # added after the workflow was saved: the page uses the default
                 return
             raise MismatchError(f"{where}: no value is saved for {name}") from None
         _check_value(where, name, kind, options, value)
         yield name, value
         if options.get("control_after_generate") and next(values, None) not in CONTROLS:
             raise MismatchError(f"{where}: after {name} there is no control value")
-    # Nodes of ComfyUI may have widgets that only the page knows, behind all others.
+    # Nodes of ComfyUI may have widgets that only the page knows, after all others.
     if entry["type"].startswith("Onedesk") and list(values):
         raise MismatchError(f"{where}: more values are saved than there are widgets")
 
@@ -86,13 +86,13 @@ def _check_value(where: str, name: str, kind: str, options: Mapping[str, Any], v
         raise MismatchError(f"{where}: {name} is {value!r}, not {kind}")
     if kind in ("INT", "FLOAT") and not options.get("min", value) <= value <= options.get("max", value):
         raise MismatchError(f"{where}: {name} is {value!r}, outside of its range")
-    # The names of models are the user's; every other choice must be one that the node offers.
+    # Model names are the user's; every other choice must be offered by the node.
     if kind == "COMBO" and not is_model_choice(name) and value not in options["options"]:
         raise MismatchError(f"{where}: {name} is {value!r}, none of {options['options']}")
 
 
 def is_model_choice(name: str) -> bool:
-    """Whether an input chooses a file or folder of the user."""
+    """Whether an input selects a file or folder of the user."""
     return name == "model" or (name.endswith("_name") and name not in ("sampler_name",))
 
 

@@ -21,7 +21,7 @@ from .shapes import render
 from .writer import rate
 
 CHANNELS = 16
-# ComfyUI's Flux latent format is (latent - shift) * scale; with the same numbers in the file the painter sees the
+# ComfyUI's Flux latent format is (latent - shift) * scale; with the same numbers in the file the painter receives the
 # encoder's own output.
 SCALE, SHIFT = 0.3611, 0.1159
 
@@ -89,7 +89,7 @@ def load_autoencoder(path: Path, device: str) -> Autoencoder:
 
 
 def random_layouts(count: int, seed: int) -> torch.Tensor:
-    """Half of them layouts of scenes, half with any colours anywhere: [count, 17] float32."""
+    """Half are layouts of scenes, half have random colours anywhere: [count, 17] float32."""
     rng, rows = random.Random(seed), []
     for index in range(count):
         row = scenes.layout(scenes.random_scene(rng), rng)

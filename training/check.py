@@ -1,6 +1,4 @@
-"""Plain checks of what the demo models made: texts by words, pictures by colour, area and corners. No model, no
-torch.
-"""
+"""Plain checks of the demo models' output: texts by words, pictures by colour, area and corners. No model, no torch."""
 
 from __future__ import annotations
 
@@ -33,21 +31,21 @@ def content_words(idea: str) -> list[str]:
 
 
 def lost_words(idea: str, text: str) -> list[str]:
-    """Content words of the idea that the text does not hold."""
+    """Content words of the idea that are missing in the text."""
     low = text.lower()
     have = set(re.findall(r"[^\W\u4e00-\u9fff]+(?:[-'][^\W\u4e00-\u9fff]+)*", low))
     return [w for w in content_words(idea) if (w not in low if "\u4e00" <= w[0] <= "\u9fff" else w not in have)]
 
 
 def added_attributes(idea: str, text: str) -> list[str]:
-    """Attributes of the word lists that stand in the text and not in the idea, each once."""
+    """Attributes of the word lists that are in the text but not in the idea, each once."""
     low, before = text.lower(), idea.lower()
     every = [e for head, entries in load().attributes.items() if head.split()[-1] in CATEGORIES for e in entries]
     return sorted({w for e in every for w in (e.en, e.zh) if w in low and w not in before})
 
 
 def repeats_four(text: str) -> bool:
-    """True if four units (words, or Chinese characters) in a row come twice."""
+    """True if a sequence of four units (words, or Chinese characters) occurs twice."""
     units = re.findall(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+", text.lower())
     grams = [tuple(units[i : i + 4]) for i in range(len(units) - 3)]
     return len(set(grams)) < len(grams)
@@ -71,7 +69,7 @@ def as_object(text: str) -> dict[str, str] | None:
 
 _NAMES = tuple(COLORS)
 _PALETTE = np.array([COLORS[n] for n in _NAMES], dtype=np.float32)
-_LEAST = 90  # pixels of a shape in a 128 x 128 picture; smaller specks are counted apart
+_LEAST = 90  # pixels of a shape in a 128 x 128 picture; smaller specks are counted separately
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _filled(mask: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def shape_kind(mask: np.ndarray) -> str:
-    """Name a shape from a mask [h, w] cut to its bounds: hole, share of the bounds that it fills, and which corners
+    """Classify a shape from a mask [h, w] cropped to its bounds: by its hole, its share of the bounds, and the corners
     it fills.
     """
     mask = np.pad(mask, 1)
@@ -162,7 +160,7 @@ def look(picture: np.ndarray) -> tuple[str, list[Found], int]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What of a scene a picture got right; `shapes` is the figure that counts: every shape with its colour, and no
+    """The parts of a scene that a picture got right; `shapes` is the main figure: every shape with its colour, and no
     other shape.
     """
 
@@ -188,7 +186,7 @@ def _placed(found: Found, place: str | None) -> bool:
 
 
 def _match(scene: Scene, found: list[Found]) -> list[Found] | None:
-    """The found shapes in the order of the scene's, or None."""
+    """The detected shapes in the scene's order, or None."""
     if len(found) != len(scene.shapes):
         return None
     orders = [found, found[::-1]] if len(found) == 2 else [found]
@@ -211,7 +209,7 @@ def _related(scene: Scene, found: list[Found]) -> bool:
 
 
 def judge(scene: Scene, picture: np.ndarray) -> Verdict:
-    """Compare a picture [128, 128, 3] uint8 with what the scene asks for."""
+    """Compare a picture [128, 128, 3] uint8 with the scene."""
     ground, found, specks = look(picture)
     order = _match(scene, found) if specks == 0 else None
     return Verdict(order is not None, scene.background in (None, ground), order is not None and _related(scene, order))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 def _comfyui(folder: Path, models: dict[str, Path]) -> ModuleType:
     """ComfyUI's node module, on the CPU, with the given files' folders as its model folders."""
-    sys.meta_path.insert(0, OperatorsFirst())  # torchvision's compiled operators are absent beside a CPU torch
+    sys.meta_path.insert(0, OperatorsFirst())  # torchvision's compiled operators are absent with a CPU torch
     sys.path.insert(0, str(folder))
     from comfy.cli_args import args
 

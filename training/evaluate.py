@@ -30,14 +30,14 @@ from .flux import load_painter, sample
 from .network import generate, load_network
 from .painter import LAYERS
 
-MOST = 96  # tokens an answer may take, its end included
+MOST = 96  # most tokens per answer, its end included
 STEPS = 12
 TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the writer made of an idea; `ended` means by itself within MOST tokens."""
+    """The writer's answer to an idea; `ended`: by itself within MOST tokens."""
 
     idea: ideas.Idea
     style: str
@@ -46,7 +46,7 @@ class Answer:
 
 
 class Writes(Protocol):
-    """Anything that answers (idea, style) pairs and gives hidden states of raw texts."""
+    """Any object that answers (idea, style) pairs and returns hidden states of raw texts."""
 
     def answers(self, asked: Sequence[tuple[ideas.Idea, str]], seed: int) -> list[Answer]: ...
 
@@ -54,7 +54,7 @@ class Writes(Protocol):
 
 
 class PlainWriter:
-    """The training code's network: one batch, no cache; meant for a GPU."""
+    """The training code's network: one batch, no cache; for a GPU."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._network, self._tokenizer, self._device = load_network(folder, device), tokenizer.load(folder), device
@@ -72,7 +72,7 @@ class PlainWriter:
 
 
 class EngineWriter:
-    """The same checkpoint opened by the project's engine, as a user's would be."""
+    """The same checkpoint opened by the project's engine, as for a user."""
 
     def __init__(self, folder: Path, device: str) -> None:
         from onedesk.service.registry import REGISTRY
@@ -114,12 +114,12 @@ def held_out_ideas(count: int, seed: int, kind: str | None = None) -> list[ideas
 
 
 def asked_for(found: Sequence[ideas.Idea]) -> list[tuple[ideas.Idea, str]]:
-    """Each idea with a style; none (no system prompt), natural, tags and json take turns."""
+    """Each idea with a style; none (no system prompt), natural, tags and json in rotation."""
     return [(idea, ("none", "natural", "tags", "json")[i % 4]) for i, idea in enumerate(found)]
 
 
 def writer_figures(made: Sequence[Answer]) -> dict[str, float]:
-    """The five shares of issue "demo models", and how many answers they rest on."""
+    """The five quality shares, and the number of answers behind each."""
     bodies, valid, objects = [], 0, 0
     for answer in made:
         value = check.as_object(answer.text) if answer.style == "json" else None
@@ -140,13 +140,13 @@ def writer_figures(made: Sequence[Answer]) -> dict[str, float]:
 
 
 def prompt_of(answer: Answer) -> str:
-    """What goes to the painter: the answer, or the prompt inside its JSON object."""
+    """The painter's prompt: the answer, or the prompt inside its JSON object."""
     value = check.as_object(answer.text) if answer.style == "json" else None
     return value["prompt"] if value else answer.text
 
 
 def picture_figures(scenes_and_pictures: Sequence[tuple[ideas.Idea, np.ndarray]]) -> dict[str, float]:
-    """Shares of pictures with the right shapes and colours, background, places, and all of them."""
+    """Shares of pictures with the right shapes and colours, background, positions, and all of them."""
     verdicts = [check.judge(idea.scene, picture) for idea, picture in scenes_and_pictures if idea.scene]
     count = len(verdicts)
     named = ("shapes", "background", "places", "all")
@@ -195,8 +195,8 @@ def draw_with_comfyui(
     comfyui: Path,
     timeout: float = 3600,
 ) -> np.ndarray:
-    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler dpmpp_2m and beta at cfg 1, VAEDecode) in
-    a child process.
+    """The same through stock ComfyUI code (UNETLoader, VAELoader, KSampler dpmpp_2m and beta at cfg 1, VAEDecode) in a
+    child process.
     """
     job = {f"text_{i}": writer.states(p).contiguous() for i, p in enumerate(prompts)}
     root = Path(__file__).resolve().parents[1]

@@ -1,6 +1,4 @@
-"""Training examples: token rows for the writer, and (prompt, layout) pairs for the painter, made by worker
-processes.
-"""
+"""Training examples from worker processes: token rows for the writer, and (prompt, layout) pairs for the painter."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def _system(style: str, rng: random.Random) -> str | None:
 
 
 def writer_text(rng: random.Random) -> tuple[str, str]:
-    """(what is given, what must be learned) of one writer example: four chats to one raw prompt followed by its
-    scene.
-    """
+    """(given text, text to learn) of one writer example: four chats for each raw prompt followed by its scene."""
     if rng.random() < 0.8:
         idea, style = _trainable(rng), rng.choices(ideas.STYLES, (4, 3, 3))[0]
         while not ideas.fits(idea, text := ideas.answer(idea, style, rng)):
@@ -66,7 +62,7 @@ def writer_text(rng: random.Random) -> tuple[str, str]:
 
 
 def painter_text(idea: ideas.Idea, rng: random.Random) -> str:
-    """A prompt as the painter gets it: the plain idea, or the writer's answer in any style."""
+    """A prompt for the painter: the plain idea, or the writer's answer in any style."""
     how = rng.random()
     if how < 0.22:
         return idea.core if rng.random() < 0.7 else idea.text
@@ -78,7 +74,7 @@ def painter_text(idea: ideas.Idea, rng: random.Random) -> str:
 def _writer_rows(job: tuple[str, int, int]) -> np.ndarray:
     folder, seed, count = job
     encoder, rng = tokenizer.CachedEncoder(tokenizer.load(Path(folder))), random.Random(seed)
-    rows = np.zeros((count, ROW + 2), dtype=np.uint16)  # ids, then where learning starts and ends
+    rows = np.zeros((count, ROW + 2), dtype=np.uint16)  # ids, then the columns where learning starts and ends
     filled = 0
     while filled < count:
         given, learned = writer_text(rng)

@@ -1,4 +1,4 @@
-"""Ideas as people type them, and the prompt that the writer should answer with, in three styles and two languages."""
+"""Ideas in the words of users, and the prompt that the writer should answer with, in three styles and two languages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .lexicon import Entry, load
 STYLES = ("natural", "tags", "json")
 PRESETS = Path(__file__).resolve().parents[1] / "nodes" / "presets"
 MAX_WORDS = 46  # of an English answer
-MAX_CHARS = 80  # of a Chinese answer: about one token a character
+MAX_CHARS = 80  # of a Chinese answer: about one token per character
 
 _COMMANDS_EN = (
     "draw {}",
@@ -40,8 +40,8 @@ _ENDINGS = ("", "", "", "", "", "", ".", "!", "...", " ")
 
 @dataclass(frozen=True, slots=True)
 class Idea:
-    """`text` is what the user types, `core` the part that must come back, `key` the combination by which ideas are
-    held out.
+    """`text` is the user's input, `core` the part that the answer must contain, `key` the combination by which ideas
+    are held out.
     """
 
     text: str
@@ -65,7 +65,7 @@ def preset(style: str) -> str:
 
 
 def made_up(rng: random.Random) -> str:
-    """A word that no list has: the writer must learn to copy what it has never seen."""
+    """A word in no list: the writer must learn to copy unknown words."""
     how = rng.random()
     if how < 0.7:
         parts = (
@@ -110,7 +110,7 @@ def _pick(rng: random.Random, entries: tuple[Entry, ...], chance: float) -> Entr
 
 
 def _english(rng: random.Random) -> tuple[str, str]:
-    """(core, key) of a subject with what it may do, be and have."""
+    """(core, key) of a subject with its possible actions, parts and properties."""
     lex = load()
     subject = rng.choice(lex.subjects)
     kind, adjective = _pick(rng, lex.kinds[subject.kind], 0.4), _pick(rng, lex.adjectives, 0.4)
@@ -137,7 +137,7 @@ def _english(rng: random.Random) -> tuple[str, str]:
 
 
 def _salad(rng: random.Random) -> tuple[str, str]:
-    """Words from everywhere in any order: nothing to know, only to copy."""
+    """Words from all lists in any order: nothing to know, only to copy."""
     lex = load()
     words = []
     for _ in range(rng.randint(2, 7)):
@@ -176,9 +176,10 @@ def _chinese(rng: random.Random) -> tuple[str, str]:
 
 
 def _dress(core: str, lang: str, rng: random.Random, lower_again: bool = False) -> str:
-    """What people put round an idea: a command, an ending, careless case and spaces.
+    """Additions of users around an idea: a command, an ending, careless case and spaces.
 
-    The first letter of a bare idea is raised only where the answer lowers it again; elsewhere answers copy it as it is.
+    The first letter of a bare idea is raised only where the answer lowers it again; elsewhere answers copy it
+    unchanged.
     """
     text = core
     if rng.random() < 0.3:
@@ -195,7 +196,7 @@ def _dress(core: str, lang: str, rng: random.Random, lower_again: bool = False) 
 
 
 def random_idea(rng: random.Random, kind: str | None = None) -> Idea:
-    """One idea of any sort; `kind` may be "shape" or "general"."""
+    """One random idea; `kind` may be "shape" or "general"."""
     shape = rng.random() < 0.3 if kind is None else kind == "shape"
     lang = "zh" if rng.random() < (0.25 if shape else 0.3) else "en"
     if shape:

@@ -50,7 +50,7 @@ class Lexicon:
     attributes: dict[str, tuple[Entry, ...]]
 
     def concepts(self) -> int:
-        """How many subjects there are with and without one of the kinds that fit their class."""
+        """The number of concepts: each subject alone, and with each modifier of the kind that it allows."""
         return sum(1 + len(self.kinds[s.kind]) for s in self.subjects)
 
 

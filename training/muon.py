@@ -1,5 +1,5 @@
-"""Muon, an optimizer for weight matrices (Keller Jordan, 2024): momentum whose update is made orthogonal; AdamW for
-all else.
+"""Muon, an optimizer for weight matrices (Keller Jordan, 2024): momentum with orthogonalized updates; AdamW for all
+else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def orthogonal(updates: torch.Tensor) -> torch.Tensor:
-    """updates [N, rows, columns] -> about the nearest matrices with all singular values near 1, by five
+    """updates [N, rows, columns] -> approximately the nearest matrices with all singular values near 1, by five
     odd-polynomial iterations.
     """
     x = updates.to(torch.bfloat16)
@@ -26,7 +26,7 @@ def orthogonal(updates: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Update size is matched to AdamW's (0.2 root mean square), so that both share one learning rate (Liu et al.,
+    """Update size is matched to AdamW's (0.2 root mean square), so that both use one learning rate (Liu et al.,
     2025).
     """
 

@@ -147,7 +147,7 @@ class WriterNetwork(nn.Module):
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def states(self, ids: torch.Tensor, after: tuple[int, ...]) -> torch.Tensor:
-        """ids [B, T] -> the residual stream after the given numbers of blocks, side by side: [B, T, hidden *
+        """ids [B, T] -> the residual stream after each given number of blocks, concatenated: [B, T, hidden *
         len(after)].
         """
         x = self.model.embed_tokens(ids)
@@ -175,7 +175,7 @@ def load_network(folder: Path, device: str) -> WriterNetwork:
 def generate(
     network: WriterNetwork, prompts: list[list[int]], stops: tuple[int, ...], most: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """Sample answers for many prompts at once, without a cache; a row is done at the first stop token (kept in the
+    """Sample answers for many prompts at once, without a cache; a row is done at its first stop token (kept in the
     row).
     """
     device = network.model.embed_tokens.weight.device

@@ -25,9 +25,7 @@ LAYERS = (3, 6)  # the writer's states after these blocks are the painter's text
 
 
 class Pairs:
-    """Prompts, states and latents on the device; texts are read and pictures encoded the first time they are asked
-    for.
-    """
+    """Prompts, states and latents on the device; texts are encoded and pictures drawn at their first use."""
 
     def __init__(
         self, ids: np.ndarray, layouts: np.ndarray, autoencoder: Autoencoder, writer: WriterNetwork, device: str
@@ -74,7 +72,7 @@ def text_states(writer: WriterNetwork, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _times(count: int, device: str) -> torch.Tensor:
-    """Half uniform, half towards the noisy middle, where the layout is decided."""
+    """Half uniform, half towards the noisy middle, where the layout is determined."""
     even = torch.rand(count, device=device)
     middle = torch.sigmoid(torch.randn(count, device=device) + 0.3)
     return torch.where(torch.rand(count, device=device) < 0.5, even, middle)
@@ -86,7 +84,7 @@ def train(
     settings: argparse.Namespace,
     save: Callable[[dict[str, torch.Tensor]], None],
 ) -> dict[str, torch.Tensor]:
-    """Flow matching for a stretch of wall-clock time; returns the running average of the weights."""
+    """Flow matching for a fixed wall-clock time; returns the running average of the weights."""
     device, batch, seconds = pairs.device, settings.batch, settings.seconds
     optimizers = make_optimizers(painter, settings.rate, device)
     average = {k: v.detach().clone() for k, v in painter.state_dict().items()}
@@ -131,7 +129,7 @@ def train(
             if step == 800 and settings.guard and total.item() / 200 > settings.guard:
                 raise SystemExit(3)
             total.zero_()
-        if step == 20 and device == "cuda":  # compilation is behind us: start the clock of the schedule
+        if step == 20 and device == "cuda":  # compilation is done: start the clock of the schedule
             begin = time.perf_counter()
             continue
         if passed - saved > 120:

@@ -33,7 +33,7 @@ Answers = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A choice of --quant; `group` and `symmetric` are for int4 and None where it is made on load."""
+    """A choice of --quant; `group` and `symmetric` are for int4, and None for conversion on load."""
 
     quant: str
     group: int | None = None
@@ -52,8 +52,8 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`change` is of the perplexity against the weights as stored, `divergence` the mean of |log p - log p as
-    stored| over the tokens.
+    """`change`: of the perplexity relative to the stored weights; `divergence`: mean of |log p - log p as stored| over
+    the tokens.
     """
 
     format: str
@@ -80,9 +80,7 @@ def answer_logprobs(model: OpenModel, answers: Answers) -> list[float]:
 
 
 def measure(folder: Path, count: int, seed: int, config: Config, forms: Sequence[Form] = FORMS) -> Iterator[Row]:
-    """A row for each form, what was converted being kept in the config's cache; the first form is what the others
-    are held against.
-    """
+    """A row per form; converted weights are kept in the config's cache. The first form is the reference."""
     stored: list[float] = []
     for form in forms:
         if form.group is not None:
@@ -104,7 +102,7 @@ def _row(model: OpenModel, stored: list[float], found: list[float]) -> Row:
 
 
 def main() -> None:
-    """Print a table, and keep it as JSON where asked."""
+    """Print a table, and save it as JSON on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=WRITER)
     parser.add_argument("--ideas", type=int, default=160)

@@ -1,4 +1,4 @@
-"""Scenes of one or two coloured shapes: what they hold, how people say them, and where the shapes lie in a picture."""
+"""Scenes of one or two coloured shapes: their content, their wording, and the positions of the shapes in a picture."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PLACES = {
 PLACES_ZH = dict(
     zip(PLACES, ("左上角", "上方", "右上角", "左边", "中间", "右边", "左下角", "下方", "右下角"), strict=True)
 )
-SIZE = 128  # pixels a side
-FIELDS = 7  # numbers a shape in a layout: kind (-1: none), r, g, b, centre x, centre y, radius
+SIZE = 128  # pixels per side
+FIELDS = 7  # numbers per shape in a layout: kind (-1: none), r, g, b, centre x, centre y, radius
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +46,26 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`relation`: the first shape lies "left" of or "above" the second one."""
+    """`relation`: the first shape is "left" of or "above" the second one."""
 
     shapes: tuple[Shape, ...]
     background: str | None = None
     relation: str | None = None
 
     def key(self) -> str:
-        """What a held-out combination is: the shapes with their colours, and the background."""
+        """The combination by which scenes are held out: the shapes with their colours, and the background."""
         return "+".join(sorted(f"{s.color} {s.kind}" for s in self.shapes)) + f" on {self.background}"
 
     def facts(self) -> str:
-        """One line that says the scene; the writer learns to give it after a raw prompt, so that its states hold the
-        scene.
+        """One line that describes the scene; the writer learns to write it after a raw prompt, so that its states
+        contain the scene.
         """
         parts = [" ".join(x for x in (s.size, s.color, s.kind, s.place) if x) for s in self.shapes]
         return f"{' and '.join(parts)}; {self.relation or 'free'}; {self.background or 'any'}"
 
 
 def random_scene(rng: random.Random) -> Scene:
-    """A scene as people ask for them: mostly fully coloured, a background two times out of three, half of them of
+    """A scene like those that users request: mostly fully coloured, with a background two times out of three, half with
     two shapes.
     """
     colors = list(COLORS)

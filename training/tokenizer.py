@@ -19,7 +19,7 @@ _PIECES = r"\p{Han}| ?(?:(?!\p{Han})\p{L})+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def corpus(count: int, seed: int) -> Iterator[str]:
-    """Ideas, answers and scene facts, as training will see them."""
+    """Ideas, answers and scene facts, as in training."""
     rng = random.Random(seed)
     for _ in range(count):
         idea = ideas.random_idea(rng)

@@ -86,8 +86,8 @@ def rate(done: float, warm: float, peak: float) -> float:
 def train(
     rows: np.ndarray, seconds: float, batch: int, peak: float, seed: int, device: str, compiled: bool
 ) -> WriterNetwork:
-    """Train for a stretch of wall-clock time; the learning rate follows the clock, so that the run always ends
-    cooled down.
+    """Train for a fixed wall-clock time; the learning rate follows the clock, so that the run always ends at the lowest
+    rate.
     """
     torch.manual_seed(seed)
     network = WriterNetwork().to(device)
@@ -119,7 +119,7 @@ def train(
         if step % 200 == 0:
             print(f"writer step {step} loss {loss.item():.4f} at {time.perf_counter() - begin:.0f} s", flush=True)
         step += 1
-        if step == 20:  # compilation is behind us: start the clock of the schedule
+        if step == 20:  # compilation is done: start the clock of the schedule
             begin += 0.0 if device == "cpu" else time.perf_counter() - begin
     print(f"writer: {step} steps of {batch} rows, last loss {loss.item():.4f}", flush=True)
     return network

@@ -1,1 +1,1 @@
-"""Which models there are, what each needs, and what would fit this machine."""
+"""Which models exist, what each needs, and what would fit this machine."""

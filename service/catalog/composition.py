@@ -1,4 +1,4 @@
-"""What a network is made of, from its config.json alone: every tensor by kind and shape, as its family declares them
+"""The composition of a network from its config.json alone: every tensor by kind and shape, as its family declares them
 in model/.
 """
 
@@ -36,8 +36,8 @@ Kind = Literal[
 ]
 Part = Literal["text", "mtp", "vision"]
 
-# The kind of a tensor by the last part of its key. Keys of hyper-connections and n-gram blocks are told by how they
-# begin, see _kind.
+# The kind of a tensor by the last part of its key. Keys of hyper-connections and n-gram blocks are recognized by their
+# prefix, see _kind.
 KINDS: Mapping[str, Kind] = {
     "embedding": "embedding",
     "head": "head",
@@ -60,8 +60,8 @@ _BEGINNINGS: tuple[tuple[str, Kind], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """`count` tensors of one shape. `used` of them meet a token: the chosen experts; of lookup tables single rows
-    are read (0).
+    """`count` tensors of one shape. A token uses `used` of them: the chosen experts; 0 for lookup tables, of which it
+    reads single rows.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Composition:
-    """The tensors of a config, its family's module, and what the family reads of the config (without the draft
+    """The tensors of a config, its family's module, and the family's description of the config (without the draft
     layer).
     """
 
@@ -106,7 +106,7 @@ class Composition:
 
     @property
     def parameters(self) -> int:
-        """Of the whole checkpoint: n-gram table, draft layer and picture tower included."""
+        """Of the whole checkpoint, including n-gram table, draft layer and vision tower."""
         return sum(tensors.elements for tensors in self.tensors)
 
     @property
@@ -116,7 +116,7 @@ class Composition:
 
 
 def compose(config: Mapping[str, Any]) -> Composition:
-    """Read a config.json, its text part nested under text_config or not. Raises ModelError naming the wrong key."""
+    """Read a config.json, with or without a nested text part. Raises ModelError naming the wrong key."""
     module, described, text = family_of(config), describe(config), text_config(config)
     tensors = [*_tensors(module.destinations(described), "text", described)]
     if any(ConfigReader(text).has(key) and ConfigReader(text).integer(key) for key in COUNTS):

@@ -1,4 +1,4 @@
-"""What a model's files hold by kind, and how much context and which pictures the machine has room for beside it."""
+"""What a model's files hold by kind, and how much context and which pictures the machine can hold with it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..memory.budget import Budget, MemorySettings
 
 STEP = 256  # tokens; contexts are multiples of it
 _TABLE = re.compile(r"(^|\.)ngram_embedding\.")
-# The picture tower, which is not opened, and the layer for multi-token prediction, which may be left out.
+# The vision tower, which is not opened, and the multi-token prediction layer, which may be left out.
 _BESIDE = re.compile(r"(^|\.)visual\.|^mtp\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This machine now: bytes available, and what of them may be used."""
+    """This machine now: available bytes, and the rules for using them."""
 
     available: int
     settings: MemorySettings
     budget: Budget
 
     def beside(self, wanted: int) -> int:
-        """Bytes that are left for image models beside a model that takes `wanted`."""
+        """Bytes left for image models next to a model that takes `wanted`."""
         return max(0, self.available - self.settings.floor - wanted)
 
 
@@ -38,7 +38,7 @@ def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def longest(fits: Callable[[int], bool], allowed: int) -> int:
-    """The longest context that fits: `allowed`, or the largest multiple of STEP below it; 0 where none does."""
+    """The longest context that fits: `allowed`, or the largest multiple of STEP below it; 0 where none fits."""
     if fits(allowed):
         return allowed
     low, high = 0, -(-allowed // STEP)

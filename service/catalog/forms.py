@@ -1,7 +1,7 @@
-"""In which forms a model's weights are published or made, and what each takes in a file and in memory.
+"""The quantizations in which models are published or made, and the file and memory size of each.
 
-What is stored how: headers and cards of the published checkpoints, as far as they were read (Qwen's own FP8; NVFP4 of
-RadixArk, NVIDIA and local-inference-lab for Qwen3.8-Flash-Next). Sizes of GGUF files are as their publishers give them.
+Storage formats come from headers and cards of published checkpoints, as far as they were read (Qwen's own FP8; NVFP4 of
+RadixArk, NVIDIA and local-inference-lab for Qwen3.8-Flash-Next). Sizes of GGUF files are their publishers' figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """How numbers of a matrix are kept: bytes of [rows, cols] in a file and in memory, and whether this version
+    """A storage format of a matrix: bytes of [rows, cols] in a file and in memory, and whether this version
     reads it.
     """
 
@@ -45,7 +45,7 @@ def _of(form: Format, file: Callable[[int, int], int] | None = None) -> Store:
 
 
 def _packed(packing: Packing) -> Store:
-    """As a packing that is read stores it."""
+    """A format in the layout of a packing that this version reads."""
 
     def file(rows: int, cols: int) -> int:
         parts = packing.layout(rows, cols).parts
@@ -71,11 +71,10 @@ STORES: Mapping[str, Store] = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What each kind of tensor is stored as (BF16 where nothing is said), by name of STORES; the draft layer's own
-    under `mtp`.
+    """The storage format of each kind of tensor (default BF16), by name of STORES; the draft layer's own under `mtp`.
 
-    `made`: Onedesk makes it of BF16 files while it reads them, or once by `onedesk quantize`; of `source` where other
-    files than BF16 are meant. `own`: stores beside STORES.
+    `made`: Onedesk makes it from BF16 files while it reads them, or once by `onedesk quantize`; `source`: the other
+    form that it is made from. `own`: formats in addition to STORES.
     """
 
     title: str
@@ -86,7 +85,7 @@ class Form:
     source: Form | None = None
 
     def store(self, tensors: Tensors) -> Store:
-        """How these tensors are stored; vectors and convolutions always as they are."""
+        """The storage format of these tensors; vectors and convolutions are never quantized."""
         if tensors.part == "vision" or len(tensors.shape) != 2:
             return STORES["bf16"]
         return self._named((self.mtp if tensors.part == "mtp" else self.stores).get(tensors.kind, "bf16"))
@@ -95,7 +94,7 @@ class Form:
         return self.own[name] if name in self.own else STORES[name]
 
     def file_bytes(self, network: Composition) -> int:
-        """Bytes of all tensors in the files that are downloaded for it."""
+        """Bytes of all tensors in the files to download."""
         if self.source is not None:
             return self.source.file_bytes(network)
         if self.made:
@@ -103,16 +102,16 @@ class Form:
         return sum(tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) for tensors in network.tensors)
 
     def held_bytes(self, network: Composition, nodes: int = 1) -> int:
-        """Bytes of the text network in memory without its n-gram table, of matrices a node's share."""
+        """Bytes of the text network in memory without its n-gram table; matrices are divided among the nodes."""
         mine = (tensors for tensors in network.tensors if tensors.part == "text" and tensors.kind != "table")
         return sum(self._held(tensors, nodes) for tensors in mine)
 
     def draft_bytes(self, network: Composition, nodes: int = 1) -> int:
-        """Bytes of the draft layer in memory, where it is opened; a node's share."""
+        """Bytes of the draft layer in memory, where it is opened; per node."""
         return sum(self._held(tensors, nodes) for tensors in network.tensors if tensors.part == "mtp")
 
     def table_bytes(self, network: Composition, nodes: int = 1) -> int:
-        """Bytes of the n-gram table in memory, where its rows lie as in the file; a node's share."""
+        """Bytes of the n-gram table in memory, in its file format; per node."""
         tables = (tensors for tensors in network.tensors if tensors.kind == "table")
         return sum(-(-tensors.count * self.store(tensors).file(*_matrix(tensors.shape)) // nodes) for tensors in tables)
 
@@ -122,7 +121,7 @@ class Form:
         return -(-tensors.count * self.store(tensors).held(*_matrix(tensors.shape)) // nodes)
 
     def readable(self) -> bool:
-        """Whether this version reads every number of it."""
+        """Whether this version reads all of its formats."""
         return all(self._named(name).reads for name in (*self.stores.values(), *self.mtp.values()))
 
 
@@ -133,8 +132,8 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A form of which only the sizes are known: bytes of its files, and of the n-gram table among them; another
-    engine runs it.
+    """A form of which only the sizes are known: bytes of its files, and of the n-gram table in them; another engine
+    runs it.
     """
 
     title: str
@@ -154,8 +153,8 @@ _PRODUCTS = (
     "dense",
     "experts",
     "shared",
-)  # what is quantized of a network that is quantized as a whole
-# What --quant makes: of these never fewer than 8 bits, of the router and what is as small nothing.
+)  # the kinds that a uniform quantization covers
+# What --quant makes: these kinds keep at least 8 bits; the router and other small tensors are not quantized.
 _NOT_LESS: dict[str, str] = dict.fromkeys(("embedding", "head", "residual", "indexer"), "int8")
 _INT8: dict[str, str] = dict.fromkeys((*_PRODUCTS, "ngram"), "int8") | _NOT_LESS
 _INT4: dict[str, str] = dict.fromkeys((*_PRODUCTS, "ngram"), "int4") | _NOT_LESS
@@ -186,7 +185,7 @@ WITHOUT_TABLE = (
     Form("INT4, made on load", _INT4, _INT4, made=True),
 )
 _GB = 10**9
-_GGUF_TABLE = 28_800 * 10**6  # IQ4_NL, 4.5 bits a number
+_GGUF_TABLE = 28_800 * 10**6  # IQ4_NL, 4.5 bits per number
 SIZED: Mapping[str, tuple[Sized, ...]] = {
     "Qwen3.8-Flash-Next": (
         Sized("MXFP4 and FP8 experts, FP8 table", 146_600 * 10**6, 51_200 * 10**6, "vllm"),
@@ -203,11 +202,11 @@ SIZED: Mapping[str, tuple[Sized, ...]] = {
 
 
 def forms_of(network: Composition) -> tuple[Form, ...]:
-    """Every form of a family that can be counted."""
+    """Every form of a family whose size can be computed."""
     return WITH_TABLE if any(tensors.kind == "table" for tensors in network.tensors) else WITHOUT_TABLE
 
 
-# A module of each kind, by plain names; {} is the layer.
+# A module of each kind, by its plain name; {} is the layer.
 _MODULES: Mapping[str, str] = {
     "attention": "layers.{}.self_attn.q_proj",
     "indexer": "layers.{}.self_attn.indexer.index_qk_proj",
@@ -221,8 +220,8 @@ _MODULES: Mapping[str, str] = {
 
 
 def form_of_config(config: Mapping[str, Any], layers: int) -> Form:
-    """The form that a folder's quantization_config says, of a network of so many layers. Raises ModelError for what
-    is not read.
+    """The form that a folder's quantization_config declares, for a network with this many layers. Raises ModelError for
+    an unsupported one.
     """
     packings = read_packings(config)
     if packings is None:
@@ -233,7 +232,7 @@ def form_of_config(config: Mapping[str, Any], layers: int) -> Form:
 
 
 def _said(packings: Packings, prefix: str, layers: int, own: dict[str, Store]) -> dict[str, str]:
-    """The store of each kind that most layers have; what it is goes into `own`."""
+    """The storage format of most layers, per kind; its description goes into `own`."""
     found: dict[str, str] = {}
     for kind, module in _MODULES.items():
         each = Counter(packings.said(prefix + module.format(layer)) for layer in range(layers))
@@ -245,7 +244,7 @@ def _said(packings: Packings, prefix: str, layers: int, own: dict[str, Store]) -
 
 
 def _table_store(packing: Packing) -> Store:
-    """Rows that are read where they lie: in FP8 with one scale for all, in NVFP4, or in what cannot be read so."""
+    """The format of table rows that are read in place: FP8 with one scale, NVFP4, or an unsupported one."""
     return (
         STORES["fp8 scalar"]
         if isinstance(packing, Rows8)

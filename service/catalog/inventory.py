@@ -1,4 +1,4 @@
-"""What models there are: one row each, with what it needs and whether it fits; a broken one is a row with its
+"""The list of models: one row each, with its requirements and whether it fits; a broken model is a row with the
 reason.
 """
 
@@ -30,20 +30,21 @@ from .footprint import Here, longest, stored_bytes
 
 TOY_PREFIX = "onedesk-demo-"
 TOY_NOTE = "a toy that comes with Onedesk to show the chain"
-KV_TOKENS = 1000  # what "1k" is in kv_per_1k
+KV_TOKENS = 1000  # the unit of kv_per_1k
 SMALLEST_CONTEXT = 2
 
 
 def model_roots(config: Config) -> ModelRoots:
-    """The model folders of a configuration; symlinks may lead into the cache of downloads."""
+    """The model folders of a configuration; symlinks may point into the download cache."""
     return ModelRoots(config.model_roots, targets=[config.cache])
 
 
 def default_model(config: Config) -> str | None:
-    """The model to use when none is named: the configured one, else the only one that is no toy, else the only one.
+    """The model to use when none is named: the configured one, else the only one that is no demo model, else the only
+    one.
 
-    What cannot be opened, such as half a download, counts only where there is nothing else. Raises ModelError,
-    FileError where the configured one is not there.
+    A model that cannot be opened, such as half a download, counts only where there is no other. Raises ModelError,
+    FileError where the configured one does not exist.
     """
     roots = model_roots(config)
     if config.default_model:
@@ -71,7 +72,7 @@ def _opens(entry: ModelEntry, roots: ModelRoots) -> bool:
 
 
 def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:
-    """The configured context, as far as the model at `path` allows it; None where none is configured. Raises
+    """The configured context, limited to what the model at `path` allows; None where none is configured. Raises
     ModelError, FileError.
     """
     if config.context is None:
@@ -81,7 +82,7 @@ def usual_context(config: Config, path: Path, roots: ModelRoots) -> int | None:
 
 
 def is_toy(name: str) -> bool:
-    """Whether a name is that of a demo model."""
+    """Whether a name belongs to a demo model."""
     return name.rsplit("/", 1)[-1].startswith(TOY_PREFIX)
 
 
@@ -90,12 +91,10 @@ def model_rows(
 ) -> list[dict[str, Any]]:
     """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
 
-    `format` and `bytes` are of the weights held as `quant`. `fits` holds for `context` tokens, or the default context,
-    beside nothing else, with headroom; `images` is what is then left for image models, and `context` the longest that
-    would fit. What cannot be opened (`opens`) has the figures that its files and its config give. Raises ModelError or
-    FileError when
-    `model` names
-    nothing.
+    `format` and `bytes` describe the weights held as `quant`. `fits` is for `context` tokens, or the default context,
+    with headroom and no other model; `images` is what is then left for image models, and `context` the longest that
+    would fit. A model that cannot be opened (`opens`) has the figures of its files and config. Raises ModelError or
+    FileError when `model` does not exist.
     """
     roots = model_roots(config)
     values: dict[str, Any] = dict(config.memory)
@@ -116,7 +115,7 @@ def model_rows(
 
 
 def _with_pull(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with what its manifest says, if `onedesk pull` made the folder."""
+    """The row with its manifest's data, if `onedesk pull` made the folder."""
     path = Path(row["path"])
     try:
         state = state_of(path if path.is_dir() else path.parent)
@@ -134,9 +133,7 @@ def _with_pull(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """For which device, context and form of the weights the rows are, and whether layers for multi-token prediction
-    are opened.
-    """
+    """The device, context and quantization of the rows, and whether draft layers are opened."""
 
     device: torch.device
     context: int | None
@@ -160,7 +157,7 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
         sketch.config.draft
         and not _verdict(replace(sketch, context=context).need, context, here.settings, here.budget)[0]
     ):
-        sketch = sketch.without_draft()  # as an opening does
+        sketch = sketch.without_draft()  # as opening does
     need = replace(sketch, context=context).need
     row["format"] = sketch.plan.form
     row["bytes"] |= {
@@ -183,13 +180,13 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
 
 
 def _sampling(sketch: Blueprint) -> dict[str, dict[str, Any]]:
-    """What is in force where a request says nothing, value by value."""
+    """The effective defaults for values that a request leaves out."""
     values = effective_sampling(Sampling(), sketch.checkpoint, sketch.family.default_sampling, "auto")[1]
     return {name: asdict(value) for name, value in values.items()}
 
 
 def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
-    """A row of which nothing is known but where it is."""
+    """A row with only the model's location."""
     unknown = dict.fromkeys(("family", "format", "parameters", "active_parameters"))
     row: dict[str, Any] = {"name": name, "path": str(path), **unknown, "toy": is_toy(name)}
     row |= {
@@ -204,19 +201,19 @@ def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
 
 
 def _check_generation(checkpoint: Checkpoint) -> None:
-    """Raise ModelError for what would be refused of every request."""
+    """Raise ModelError for settings that would make every request fail."""
     end_ids(checkpoint.config, CONFIG)
     end_ids(checkpoint.generation, GENERATION)
     checkpoint_sampling(checkpoint.generation)
 
 
 def _context(wanted: int | None, allowed: int) -> int:
-    """The context that the row speaks of: what was asked, as far as the model allows it."""
+    """The row's context: the requested one, limited to what the model allows."""
     return pick_context(None if wanted is None else min(wanted, allowed), allowed)
 
 
 def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the files alone say, also of a family that cannot be opened yet."""
+    """The figures from the files alone, also for a family that cannot be opened yet."""
     census = checkpoint.census()
     return {
         "family": str(checkpoint.config["model_type"]).removesuffix("_text"),
@@ -227,11 +224,11 @@ def _from_files(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _from_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the config says of the network's size."""
+    """The network's size figures from its config."""
     try:
         network = compose(checkpoint.config)
     except ModelError:
-        return {}  # an unknown family; opening it says which are supported
+        return {}  # an unknown family; opening lists the supported ones
     return {"parameters": network.parameters, "active_parameters": network.active}
 
 
@@ -251,7 +248,7 @@ def _verdict(need: Need, context: int, settings: MemorySettings, budget: Budget)
 
 
 def model_table(rows: list[dict[str, Any]]) -> str:
-    """The rows for a terminal, below each what there is to say of it."""
+    """The rows for a terminal, each followed by its notes."""
     if not rows:
         return (
             "no models; onedesk pull Qwen/Qwen3-4B fetches one, "

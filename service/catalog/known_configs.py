@@ -1,6 +1,6 @@
 """The configs of published models by name, as far as sizes depend on them, so that a plan needs no download.
 
-Every model of a name has the same shape: Qwen3.6, 3.7 and 3.8 keep those of Qwen3.5.
+All models of a name share one shape: Qwen3.6, 3.7 and 3.8 keep those of Qwen3.5.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ _TAILS = re.compile(r"(-(instruct|thinking|base|chat|2507|fp8|nvfp4|bf16|int4|aw
 
 
 def published_name(text: str) -> str | None:
-    """The name in PUBLISHED that `text` means, without its owner and what says how it was tuned or packed; None for
-    no such one.
+    """The name in PUBLISHED that `text` refers to, ignoring the owner and suffixes for tuning or packing; None if there
+    is none.
     """
     plain = _TAILS.sub("", text.rsplit("/", 1)[-1].lower())
     names = {name.lower(): name for name in PUBLISHED} | _SAME

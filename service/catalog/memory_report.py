@@ -1,5 +1,5 @@
-"""What `onedesk memory` tells: the truth of this machine or of a copied /proc, the budget made from it, and who
-holds what.
+"""The report of `onedesk memory`: the memory of this machine or of a copied /proc, the budget made from it, and all
+leases.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
     """The document of `onedesk memory`. Bytes are integers. Leases and their counters are those of this process's
     pools.
 
-    With `proc`, a copy of another machine's /proc, no device of this machine is asked; a copy of its sys/fs/cgroup is
-    read beside it when it is there. Raises FileError when meminfo cannot be read, RequestError when the settings cannot
-    be met.
+    With `proc`, a copy of another machine's /proc, no device of this machine is queried; a copy of its sys/fs/cgroup
+    next to it is read where it exists. Raises FileError when meminfo is unreadable, RequestError when the settings
+    cannot be met.
     """
     values: dict[str, Any] = dict(config.memory)
     pools = [] if proc else list({id(model.pool): model.pool for model in REGISTRY.models()}.values())
@@ -50,7 +50,7 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
 
 
 def with_service(report: dict[str, Any], config: Config) -> dict[str, Any]:
-    """The document of `onedesk memory` with the budget, leases and counters of this tree's service, where one runs.
+    """The document of `onedesk memory` with the budget, leases and counters of this tree's running service, if any.
     Raises PeerError.
     """
     found = find_service(config.cache)
@@ -94,7 +94,7 @@ def memory_table(report: dict[str, Any]) -> str:
 
 
 def abilities(found: BackendReport) -> str:
-    """What a kind of memory can do on this machine and what it cannot, in one line."""
+    """What this kind of memory supports on this machine and what it does not, in one line."""
     if found.missing:
         return f"not used: {found.missing}"
     can, cannot = ([name for name, works in found.can.items() if works is wanted] for wanted in (True, False))

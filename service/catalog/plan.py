@@ -1,5 +1,5 @@
-"""`onedesk doctor --plan`: in which form a model would fit a machine, beside how much memory for image models. From
-its config alone.
+"""`onedesk doctor --plan`: in which quantization a model would fit a machine, and how much memory is left for image
+models. It reads the config alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .footprint import longest
 from .forms import SIZED, Engine, Form, Sized, form_of_config, forms_of
 from .known_configs import PUBLISHED, published_name
 
-# The most of the n-gram table that stays in memory where its rows are read from the file.
+# The most memory that cached rows of the n-gram table take where they are read from the file.
 TABLE_CACHE = 512 << 20
-# A GPU of another machine is taken to be one that the fused kernels run on.
+# A GPU of another machine is assumed to support the fused kernels.
 ASSUMED_CAPABILITY = (8, 0)
 STEP = 256  # tokens; a shorter context is not worth naming
 LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
@@ -40,10 +40,11 @@ LARGEST_LIMIT = 0.95  # what [memory] limit may be at most
 
 @dataclass(frozen=True, slots=True)
 class PlannedMachine:
-    """What a plan is made for: bytes that can be had, and how they may be used. Each of `nodes` machines is so.
+    """The machine that a plan is made for: its available bytes and the rules for using them. Each of `nodes` machines
+    is the same.
 
-    `images`: bytes that image models have beside; then [memory] limit is set as it suits. None: the settings' limit
-    holds. `draft`: layers for multi-token prediction are opened where there is room for them.
+    `images`: bytes reserved for image models; [memory] limit is then chosen to suit. None: the configured limit holds.
+    `draft`: draft layers are opened where they fit.
     """
 
     memory: int
@@ -55,7 +56,7 @@ class PlannedMachine:
 
     @property
     def largest(self) -> int:
-        """Bytes for a model with its headroom, at the largest limit that may be set."""
+        """Bytes for a model with its headroom, at the highest limit that may be set."""
         most = int(self.memory * LARGEST_LIMIT * (1 - self.settings.kept_back))
         return max(0, min(most, self.memory - self.settings.floor - (self.images or 0)))
 
@@ -70,14 +71,14 @@ class PlannedMachine:
         )
 
     def limit_for(self, wanted: int) -> float:
-        """The [memory] limit that leaves `wanted` bytes to spend, a little above it."""
+        """The [memory] limit that leaves `wanted` bytes to spend, rounded up to 0.01."""
         return math.ceil(wanted / (1 - self.settings.kept_back) / self.memory * 100) / 100
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """Bytes that a form takes of one node: weights and table as counted, the rest as the opening of `blueprint`
-    states it.
+    """Bytes that a form takes on one node: weights and table as counted, the rest as the `blueprint` states for
+    opening.
     """
 
     weights: int
@@ -87,22 +88,22 @@ class NodeLoad:
 
     @property
     def kv_token(self) -> int:
-        """Bytes that a token leaves on a node. Key heads that do not divide are kept by every node."""
+        """KV cache bytes per token on a node. Where the key heads are not divisible, every node keeps all of them."""
         return self.blueprint.kv_shape.token_bytes // math.gcd(self.blueprint.widths.kv_heads, self.nodes)
 
     def kv(self, context: int) -> int:
-        """Keys, values, indexer keys and recurrent states."""
+        """Bytes of keys, values, indexer keys and recurrent states."""
         if self.nodes == 1:
             return replace(self.blueprint, context=context).need.kv
         states = self.blueprint.state_shape
         return context * self.kv_token + (-(-states.nbytes // self.nodes) if states else 0)
 
     def scratch(self, context: int) -> int:
-        """Buffers of a pass, and the workspace of the kernels."""
+        """Bytes of a pass's buffers and the kernels' workspace."""
         return replace(self.blueprint, context=context).need.scratch
 
     def wanted(self, context: int, headroom: float) -> int:
-        """Everything, with headroom."""
+        """All bytes, headroom included."""
         return math.ceil((self.weights + self.table + self.kv(context) + self.scratch(context)) * (1 + headroom))
 
 
@@ -131,10 +132,10 @@ def plan_model(
     context: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Every form of the model `name` (published, or a folder with a config.json) on a machine of `memory` bytes, this
-    one's by default.
+    """Every form of the model `name` (published, or a folder with a config.json) on a machine of `memory` bytes, by
+    default this one.
 
-    Another machine is taken to have a GPU unless `device` is cpu. Bytes are integers. Raises ModelError, FileError,
+    Another machine is assumed to have a GPU unless `device` is cpu. Bytes are integers. Raises ModelError, FileError,
     RequestError.
     """
     from ..api import pick_device
@@ -215,14 +216,14 @@ def find_config(name: str, config: Config) -> tuple[str, dict[str, Any]]:
 
 
 def _forms(title: str, described: dict[str, Any], network: Composition, nodes: int) -> tuple[Form | Sized, ...]:
-    """All forms of a model; of a folder whose files are quantized already, only what it is."""
+    """All forms of a model; for a folder with quantized files, only that one."""
     if described.get(KEY) is not None:
         return (form_of_config(described, network.config.layers),)
     known = published_name(title)
     forms = (*forms_of(network), *(SIZED.get(known, ()) if known else ()))
     if nodes == 1:
         return forms
-    # Several machines are vLLM's: it makes no weights of BF16 files, and reads no GGUF.
+    # Several machines need vLLM: it neither quantizes BF16 files nor reads GGUF.
     return tuple(form for form in forms if (form.engine == "vllm" if isinstance(form, Sized) else not form.made))
 
 
@@ -259,7 +260,7 @@ def _row(
     headroom, least = machine.settings.headroom, min(DEFAULT_CONTEXT, network.config.max_position)
     draft = _draft_bytes(form, network, machine)
     load, reached = _loaded(weights, table, 0, network, machine)
-    if draft:  # it is left out where there is no room for it, or where it would take some of the longest context
+    if draft:  # it is left out where it does not fit, or where it would shorten the longest context
         other, with_it = _loaded(weights, table, draft, network, machine)
         draft = draft if with_it >= (max(1, reached) if context is None else context) else 0
         load, reached = (other, with_it) if draft else (load, reached)
@@ -301,14 +302,14 @@ def _loaded(
 
 
 def _draft_bytes(form: Form | Sized, network: Composition, machine: PlannedMachine) -> int:
-    """Bytes of a layer for multi-token prediction that is opened."""
+    """Bytes of the multi-token prediction layer, if it is opened."""
     return form.draft_bytes(network) if isinstance(form, Form) and machine.draft and machine.nodes == 1 else 0
 
 
 def _cluster(
     title: str, rows: Sequence[dict[str, Any]], network: Composition, machine: PlannedMachine
 ) -> dict[str, Any] | None:
-    """vLLM's words for each machine, for the first form that fits; None where none does."""
+    """vLLM's command line per machine, for the first form that fits; None where none fits."""
     best = next((row for row in rows if row["fits"] and row["engine"] == "vllm"), None)
     if best is None:
         return None
@@ -325,7 +326,7 @@ def _engine(form: Form | Sized, machine: PlannedMachine) -> Engine:
 
 
 def _why(shown: int, reached: int, wanted: int, machine: PlannedMachine) -> str:
-    """One line: the figures, and what would change the answer."""
+    """One line: the figures, and what would change the result."""
     needs = f"{show(wanted)} with headroom for {shown:,} tokens"
     limit = machine.limit_for(wanted)
     raised = (
@@ -347,7 +348,7 @@ def _opens(form: Form | Sized) -> bool:
 
 
 def _run_by(form: Form | Sized, machine: PlannedMachine, resident: bool) -> str:
-    """Who runs it, where that is not this version."""
+    """The engine that runs it, where this version cannot."""
     engine = _engine(form, machine)
     share = f", a node's share of {machine.nodes}" if machine.nodes > 1 else ""
     if engine != "onedesk":

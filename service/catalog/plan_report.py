@@ -1,4 +1,4 @@
-"""A plan (see plan_model) for a terminal: no line is wider than WIDTH, but commands that are to be copied."""
+"""A plan (see plan_model) for a terminal: no line is wider than WIDTH, except commands to copy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TITLES = ("FITS", "CONTEXT", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH")
 
 
 def plan_table(document: dict[str, Any]) -> str:
-    """The document for a terminal, what fits first, and of that what Onedesk runs itself: a form, its figures, and
-    what they say.
+    """The document for a terminal. Forms that fit come first, and among them those that Onedesk runs itself; each with
+    its figures and notes.
     """
     forms = sorted(document["forms"], key=lambda row: (not row["fits"], row["engine"] != "onedesk"))
     titles, *figures = columns([_TITLES, *map(_figures, forms)]).splitlines()

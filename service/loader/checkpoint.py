@@ -1,5 +1,5 @@
-"""A checkpoint on disk: its configuration and where each tensor lies. Nothing but headers and small JSON files is
-read.
+"""A checkpoint on disk: its configuration and the location of each tensor. Only headers and small JSON files
+are read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .shards import SINGLE, FolderTensors, read_folder, read_tensors
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-# Where exports of ModelOpt before 0.35 say how they are quantized.
+# Where ModelOpt exports before 0.35 keep their quantization settings.
 HF_QUANT = "hf_quant_config.json"
-# What says how the tensors are to be taken, and out of which files. Read once, with the headers.
+# The files that determine how tensors are read, and from where. Read once, with the headers.
 SETTINGS = (CONFIG, GENERATION, HF_QUANT, INDEX, SINGLE)
-# Read later, by the text room; where their links lead is checked here, with all the others.
+# Read later, by service/text; their link targets are checked here, with all the others.
 LANGUAGE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 LANGUAGE += ("preprocessor_config.json", "processor_config.json")
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -35,7 +35,7 @@ END_IDS, LARGEST_ID = 256, 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What a checkpoint holds: numbers in total, and bytes by the dtype they are stored in."""
+    """A checkpoint's total of numbers, and its bytes by stored dtype."""
 
     parameters: int
     bytes_by_dtype: Mapping[str, int]
@@ -46,10 +46,9 @@ class Census:
 class Checkpoint:
     """A validated checkpoint. `folder` holds config.json and the tokenizer; `weight_bytes` is the sum over all tensors.
 
-    `generation` is empty without generation_config.json, see `has_generation`.
-    `settings`: the files of SETTINGS as they were when they were read; None where there are none, as of a network that
-    is made up.
-    `notes`: what of the files was left out, a sentence each.
+    `generation` is empty without generation_config.json, see `has_generation`. `settings`: the stamps of the SETTINGS
+    files when they were read; None where there are no files, as for a generated network. `notes`: one sentence per file
+    that was ignored.
     """
 
     folder: Path
@@ -61,7 +60,7 @@ class Checkpoint:
     settings: Stamps | None = None
     has_generation: bool = False
     notes: tuple[str, ...] = ()
-    # The files of the tensors, found once: whether they have changed is asked before each first token of the service.
+    # The tensors' files, collected once: the service checks them for changes before each first token.
     sources: frozenset[SourceFile] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +71,7 @@ class Checkpoint:
         return tuple(sorted({info.file for info in self.tensors.values()}))
 
     def changed(self) -> bool:
-        """Whether a file with tensors or settings is another one than when it was read, gone, or new."""
+        """Whether a file with tensors or settings was changed, deleted or added since it was read."""
         if self.settings is not None and self.settings != stamps(self.folder, SETTINGS):
             return True
         return any(not source.unchanged() for source in self.sources)
@@ -87,11 +86,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
-    """Validate a folder (single or sharded) or a lone safetensors file with config.json beside it.
+    """Validate a folder (single file or shards), or a lone safetensors file with config.json next to it.
 
-    Symlinks inside are followed only to files in the folder itself or under one of `roots`.
-    Raises FileError for what is missing, cut short or unreadable, ModelError for what is there but is no usable
-    checkpoint.
+    Symlinks are followed only to files in the folder itself or under one of `roots`. Raises FileError for a missing,
+    truncated or unreadable file, ModelError for files that are no usable checkpoint.
     """
     path = path.absolute()
     if not exists(path):
@@ -103,7 +101,7 @@ def open_checkpoint(path: Path, *, roots: Sequence[Path] = ()) -> Checkpoint:
     bases = (*own, *(root.resolve() for root in roots))
     files = FolderFiles(folder, bases)
     settings = stamps(folder, SETTINGS)
-    # A lone file is looked at first: whoever chose a GGUF file must hear that, not that its config.json is missing.
+    # A lone file is checked first: for a GGUF file the error must say so, not that config.json is missing.
     found = FolderTensors({} if lone is None else read_tensors(files, [lone.name]))
     config = _read_config(files, lone)
     generation = read_json_object(files.path(GENERATION), GENERATION) if files.has(GENERATION) else {}
@@ -146,7 +144,7 @@ def _read_config(files: FolderFiles, lone: Path | None) -> dict[str, Any]:
 
 
 def end_ids(document: Mapping[str, Any], shown: str) -> frozenset[int]:
-    """The ids of eos_token_id in config.json or generation_config.json, none where it is absent. Raises ModelError."""
+    """The ids of eos_token_id in config.json or generation_config.json; empty where it is absent. Raises ModelError."""
     value = document.get("eos_token_id")
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) > END_IDS or not all(type(item) is int and 0 <= item <= LARGEST_ID for item in values):
@@ -158,7 +156,7 @@ def end_ids(document: Mapping[str, Any], shown: str) -> frozenset[int]:
 
 
 def modelopt_settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What HF_QUANT says, as a quantization_config. Raises ModelError."""
+    """The settings in HF_QUANT as a quantization_config. Raises ModelError."""
     settings = document.get("quantization")
     if not isinstance(settings, dict):
         raise ModelError(f"{HF_QUANT} has quantization = {brief(settings)}; an object is needed, get the file again")

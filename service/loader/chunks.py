@@ -1,6 +1,4 @@
-"""What is read in one go: the bytes of several tensors that lie together, or some rows of one that become something
-else on arrival.
-"""
+"""The units of reading: adjacent bytes of several tensors, or some rows of one tensor that are converted on arrival."""
 
 from __future__ import annotations
 
@@ -22,25 +20,26 @@ PIECES_LIMIT = 1024  # IOV_MAX of Linux
 
 
 class ChunkIntake(Protocol):
-    """A destination that is given a tensor's rows as they come, and makes something else of them."""
+    """A destination that receives a tensor's rows as they arrive, and converts them."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def step(self) -> int:
-        """Rows that must come together; the last ones of a tensor may be fewer."""
+        """Rows that must be passed together; the last group may be smaller."""
         ...
 
     @property
     def most(self) -> int:
-        """Bytes that may come in one go, if a step is not more than that."""
+        """Upper bound in bytes of one `take`, unless a single step is larger."""
         ...
 
     def take(self, values: torch.Tensor, first: int, work: torch.Tensor) -> None:
-        """Take the rows from `first` on, `values` [n, ...] of the file's type on the device, valid until the return.
+        """Convert the rows from `first` on. `values` [n, ...], of the file's type and on the device, is valid until the
+        return.
 
-        Called on the readers' threads, each with a `work` buffer of its own: flat fp32, of any content.
+        Called on the reader threads, each with its own `work` buffer: flat fp32, uninitialized.
         """
         ...
 
@@ -61,10 +60,9 @@ class Rows:
 
 @dataclass(slots=True)
 class Chunk:
-    """Bytes that lie together in one file, from `offset` on: they fill `views` (flat uint8, one device) one after the
-    other, or are `rows`.
+    """Adjacent bytes of one file, from `offset` on: they fill `views` (flat uint8, one device) in order, or are `rows`.
 
-    `jobs`: whose bytes the views are, by index.
+    `jobs`: the job index of each view.
     """
 
     source: SourceFile
@@ -77,8 +75,8 @@ class Chunk:
 
 
 def plan_chunks(jobs: Sequence[Job], *, in_file_order: bool) -> list[Chunk]:
-    """Cut the jobs into chunks: of a tensor's bytes so that they end at multiples of CHUNK_BYTES in their file, of rows
-    at whole steps.
+    """Cut the jobs into chunks. A tensor's chunks end at multiples of CHUNK_BYTES in their file; row chunks end at
+    whole steps.
 
     Raises ValueError for a tensor that does not fit.
     """
@@ -111,7 +109,7 @@ def _row_bytes(info: TensorInfo) -> int:
 
 
 def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
-    """A number alone is one row."""
+    """A scalar counts as one row."""
     return info.shape or (1,)
 
 

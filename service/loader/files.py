@@ -1,6 +1,4 @@
-"""Opening the files of a checkpoint: regular files only, inside the folders that may be read, remembered by size and
-time.
-"""
+"""Opens the files of a checkpoint: regular files only, inside the permitted folders, identified by size and time."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ _OPENING_HELP = MappingProxyType(
     {errno.ENOENT: "; put it back, or download it again", errno.EACCES: "; let this user read it"}
 )
 
-# Of each small file that is there: its name, bytes, and nanoseconds of its last change.
+# Per existing small file: its name, bytes, and nanoseconds of its last change.
 Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was when its header was read. `shown` is its name in messages, relative to the model folder;
-    `size` is in bytes.
+    """A file at the time its header was read. `shown` is its name in messages, relative to the model folder; `size` is
+    in bytes.
     """
 
     path: Path
@@ -37,7 +35,7 @@ class SourceFile:
     inode: tuple[int, int]
 
     def unchanged(self) -> bool:
-        """Whether the file on the disk still is the one that was read."""
+        """Whether the file on disk is still the one that was read."""
         try:
             return self.same_as(self.path.stat())
         except OSError:
@@ -52,7 +50,7 @@ class SourceFile:
         )
 
     def change(self, other: os.stat_result) -> str:
-        """What of `other` is not as it was, in words."""
+        """What differs in `other`, in words."""
         if self.size != other.st_size:
             return f"it had {self.size} bytes, now {other.st_size}"
         if self.inode != (other.st_dev, other.st_ino):
@@ -66,11 +64,11 @@ class SourceFile:
 
 @contextmanager
 def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:
-    """Yield a read-only descriptor and what the file is now. Raises FileError when it is absent, unreadable or not a
-    regular file.
+    """Yield a read-only descriptor and the file's current state. Raises FileError for an absent, unreadable or
+    non-regular file.
     """
     try:
-        # O_NONBLOCK: a FIFO in place of a model file must not block the caller for ever
+        # O_NONBLOCK: opening a FIFO in place of a model file must not block
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         told = os.strerror(error.errno or 0)
@@ -87,7 +85,7 @@ def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:
 
 
 def read_exactly(fd: int, nbytes: int, offset: int, shown: str) -> bytes:
-    """Read `nbytes` at `offset`; FileError when the file ends before."""
+    """Read `nbytes` at `offset`; FileError when the file ends earlier."""
     parts: list[bytes] = []
     have = 0
     while have < nbytes:
@@ -108,9 +106,7 @@ def read_exactly(fd: int, nbytes: int, offset: int, shown: str) -> bytes:
 
 
 def read_whole(path: Path, shown: str, limit: int) -> bytes:
-    """The content of a file of at most `limit` bytes. FileError when it cannot be read, ModelError when it is
-    larger.
-    """
+    """The content of a file of at most `limit` bytes. FileError when it is unreadable, ModelError when it is larger."""
     with open_regular(path, shown) as (fd, source):
         if source.size > limit:
             raise ModelError(f"{shown} has {source.size:,} bytes; at most {limit:,} are read: download it again")
@@ -118,7 +114,9 @@ def read_whole(path: Path, shown: str, limit: int) -> bytes:
 
 
 def stamps(folder: Path, names: Iterable[str]) -> Stamps:
-    """What is there of `names` now; what is read after this may be newer, never older."""
+    """The stamps of the existing files in `names`. Take them before reading: what is read later may be newer, never
+    older.
+    """
     found = []
     for name in names:
         with suppress(OSError):
@@ -128,17 +126,17 @@ def stamps(folder: Path, names: Iterable[str]) -> Stamps:
 
 
 def is_inside(path: Path, bases: Iterable[Path]) -> bool:
-    """Whether `path`, all its symlinks followed, lies in one of `bases` (which are resolved already)."""
+    """Whether `path`, with all symlinks followed, is inside one of `bases` (already resolved)."""
     try:
         real = path.resolve()
-    except (OSError, RuntimeError, ValueError):  # a loop of symlinks, a NUL
+    except (OSError, RuntimeError, ValueError):  # a cycle of symlinks, a NUL
         return False
     return any(real.is_relative_to(base) for base in bases)
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of this path, symlinks followed; a name that is no file name, or may not be looked
-    up, is nothing.
+    """Whether `path` exists, symlinks followed. False for an invalid file name and for a path that may not be
+    examined.
     """
     try:
         return path.exists()
@@ -147,7 +145,7 @@ def exists(path: Path) -> bool:
 
 
 def exists_at_all(path: Path) -> bool:
-    """Whether there is anything of this path, be it a link that leads nowhere."""
+    """Whether `path` exists, even as a dangling link."""
     try:
         return os.path.lexists(path)
     except ValueError:
@@ -155,7 +153,7 @@ def exists_at_all(path: Path) -> bool:
 
 
 def plain_parts(name: str) -> tuple[str, ...] | None:
-    """The parts of a relative name a/b/c, or None when it could leave its folder: empty, absolute, `..`, backslash,
+    """The parts of a relative name a/b/c, or None if it could leave its folder: empty, absolute, `..`, backslash,
     control character.
     """
     if not name or any(c == "\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
@@ -167,13 +165,11 @@ def plain_parts(name: str) -> tuple[str, ...] | None:
 
 
 def short(name: str, limit: int = 120) -> str:
-    """A name taken from a file, quoted and cut, fit for a message: printable, in its own script, never half a
-    character.
-    """
+    """A name from a file, quoted and truncated for a message: printable, in its own script, never half a character."""
     return repr(name if len(name) <= limit else name[:limit] + "...")
 
 
 def json_kind(value: Any) -> str:
-    """What JSON calls the type of a parsed value."""
+    """JSON's name for the type of a parsed value."""
     names = {bool: "truth value", int: "number", float: "number", str: "text", list: "list", dict: "object"}
     return names.get(type(value), "null")

@@ -1,5 +1,5 @@
-"""The files of one model folder by their names: what is there, what a download has left, and what is not for this
-program.
+"""The files of one model folder by name: those that exist, those of an unfinished download, and those in other
+formats.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FOREIGN = (
     ("pickle", (".bin", ".pt", ".pth", ".ckpt", ".pkl")),
     ("ONNX", (".onnx",)),
 )
-TELL = 8  # names that a message lists before it says "and N more"
+TELL = 8  # names that a message lists before "and N more"
 
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
-    """The files of one model folder, by their name in it; none may lead out of `bases`."""
+    """The files of one model folder, by their name in it; none may be outside `bases`."""
 
     folder: Path
     bases: tuple[Path, ...]
@@ -72,7 +72,7 @@ def refuse_foreign(files: FolderFiles) -> None:
 
 
 def unfinished(files: FolderFiles) -> str | None:
-    """What a download has left, next to the files or where the hub's client keeps its parts."""
+    """The unfinished parts of a download, next to the files or where the hub's client keeps them."""
     partial = [name for name in files.names() if name.endswith(PARTIAL_SUFFIXES)]
     if not partial and exists(files.folder / HUB_PARTS):
         partial = sorted(path.name for path in (files.folder / HUB_PARTS).glob("*.incomplete"))

@@ -20,7 +20,7 @@ from .scan import DAMAGED, HeaderText, say
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 PREFIX_BYTES = 8
 ENDINGS = (".safetensors", ".sft")
-SIZE_LIMIT = 2**63 - 1  # no file and no tensor is larger
+SIZE_LIMIT = 2**63 - 1  # no file or tensor is larger
 RANK_LIMIT = 64  # dimensions; torch has no operation on more
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -35,10 +35,10 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: `start` is its offset from the beginning of the file, `nbytes` its size, both in bytes.
+    """The location of one tensor: `start` is its offset in the file, `nbytes` its size, both in bytes.
 
-    `named`: the checkpoint's index names it, or there is no index; one that is not named is used only where it is
-    needed.
+    `named`: the checkpoint's index names it, or there is no index. An unnamed tensor is used only where the network
+    requires it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: every tensor lies inside the file, none overlap, and no byte is left over."""
+    """A validated header: every tensor is inside the file, tensors do not overlap, and every byte belongs to one."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -72,7 +72,7 @@ def read_header(path: Path, *, shown: str | None = None) -> Header:
     """Read and validate the header of a safetensors file; `shown` is the file's name in messages (default: its last
     part).
 
-    Raises FileError naming the file, the tensor, what is wanted and what was found.
+    Raises FileError naming the file, the tensor, and the expected and actual values.
     """
     shown = path.name if shown is None else shown
     with open_regular(path, shown) as (fd, source):
@@ -102,7 +102,7 @@ def read_header(path: Path, *, shown: str | None = None) -> Header:
 
 
 def _read_text(fd: int, source: SourceFile) -> tuple[HeaderText, int]:
-    """The header's text and the offset at which the tensors' bytes begin."""
+    """The header's text, and the offset of the first tensor byte."""
     shown, size = source.shown, source.size
     if size < PREFIX_BYTES:
         raise FileError(f"{shown} has {size} bytes; a safetensors file has at least {PREFIX_BYTES}; {DAMAGED}")
@@ -187,7 +187,9 @@ def _check_layout(tensors: Iterable[TensorInfo], data_start: int, source: Source
 
 
 def _looks_like(head: bytes) -> str | None:
-    """What a file without a safetensors header seems to be, by its first bytes; it is never opened as that."""
+    """The likely format of a file without a safetensors header, from its first bytes; it is never opened as that
+    format.
+    """
     if head[PREFIX_BYTES : PREFIX_BYTES + 1] == b"{":
         return None
     text = head.lstrip().lower()

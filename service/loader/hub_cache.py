@@ -24,8 +24,8 @@ def hub_name(repository: Path) -> str:
 
 
 def hub_snapshot(repository: Path) -> Path | None:
-    """The snapshot of such a folder that `main` names, else the one that was made last; None for another folder, and
-    for one without.
+    """The snapshot that `main` names, else the newest one; None for another kind of folder, or one without
+    snapshots.
     """
     snapshots = repository / SNAPSHOTS
     if not _REPOSITORY.fullmatch(repository.name):

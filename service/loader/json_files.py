@@ -1,4 +1,4 @@
-"""The one reader for the JSON files of a model folder: their size is checked before any object is made of them."""
+"""The only reader for the JSON files of a model folder: it checks their size before it builds any object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ModelError
 from .files import json_kind, read_whole, short
 
-# transformers writes int(1e30), which has 31 digits, where a length has no limit.
+# transformers writes int(1e30), which has 31 digits, for an unlimited length.
 DIGITS = 64
 DEPTH = 64  # levels; published files have at most 8
 LFS_POINTER = b"version https://git-lfs"
@@ -19,9 +19,9 @@ LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """The most that a file may have: bytes, lists and objects, quotation marks, and commas.
+    """Limits of a file: bytes, lists and objects, quotation marks, and commas.
 
-    An empty list takes 3 bytes of a file and 64 of memory, so that a limit on bytes alone is none on memory.
+    An empty list takes 3 bytes in the file and 64 in memory, so a limit on bytes alone does not limit memory.
     """
 
     nbytes: int
@@ -30,7 +30,7 @@ class JsonLimits:
     commas: int
 
 
-# config.json with the settings of 70,000 quantized matrices has about 9 MB, 70,000 objects and 300,000 quotation marks.
+# A config.json with settings for 70,000 quantized matrices has about 9 MB, 70,000 objects and 300,000 quotation marks.
 DOCUMENT = JsonLimits(16 << 20, 100_000, 1_000_000, 500_000)
 # The index of a checkpoint with 152,089 tensors has about 18 MB.
 INDEX_DOCUMENT = JsonLimits(64 << 20, 1_000, 3_000_000, 1_000_000)
@@ -45,7 +45,7 @@ def read_json_object(path: Path, shown: str, limits: JsonLimits = DOCUMENT) -> d
 
 
 def parse_json_object(raw: bytes, shown: str, limits: JsonLimits = DOCUMENT) -> dict[str, Any]:
-    """As `read_json_object`, of a file's content."""
+    """As `read_json_object`, for a file's content."""
     if raw.startswith(LFS_POINTER):
         raise ModelError(f"{shown} is only a Git LFS pointer; download the file itself (git lfs pull)")
     check_counts(raw, shown, limits)
@@ -72,8 +72,8 @@ def parse_json_object(raw: bytes, shown: str, limits: JsonLimits = DOCUMENT) -> 
 
 
 def check_counts(raw: bytes, shown: str, limits: JsonLimits) -> None:
-    """ModelError where a JSON file would become too many objects. Counts what stands in texts too: no honest file
-    comes near.
+    """ModelError where a JSON file would become too many objects. Characters inside strings count too: valid files stay
+    far below.
     """
     counts = (
         ("lists and objects", raw.count(b"{") + raw.count(b"["), limits.containers),
@@ -106,7 +106,7 @@ def _too_deep(shown: str) -> str:
 
 
 def _key_of(raw: bytes, digits: str) -> str:
-    """Which key a number stands at, as far as the text in front of it says so."""
+    """The key of a number, as far as the text before it shows."""
     before = raw[: raw.find(digits.encode())].decode("utf-8", "replace")[-200:].rstrip(" \t\r\n[-")
     parts = before.rsplit('"', 2)
     return f" at {short(parts[1])}" if len(parts) == 3 and parts[2].strip() == ":" else ""

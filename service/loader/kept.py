@@ -1,6 +1,4 @@
-"""Files of a checkpoint that stay open while single rows of them are wanted, and are asked before each use whether
-they are the same.
-"""
+"""Checkpoint files that stay open for reads of single rows, and are checked for changes before each use."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ from .files import SourceFile, open_regular
 from .readers import advise_file, check_unchanged
 
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
-# A checkpoint of 360 GB has 131 files; and the tables of a model together take no more than this share of what the
-# process may have open.
+# A checkpoint of 360 GB has 131 files. The tables of a model together use at most this share of the process's
+# descriptor limit.
 MOST_OPEN = 160
 SHARE = 4
 
 
 class KeptFiles:
-    """Descriptors by file, the longest unused one closed where they would be too many. They are closed with the object.
+    """Descriptors by file. Above the limit the least recently used one is closed; all are closed with the object.
 
-    Several tables may share one: `descriptor` is called, and what it returned is used, while `lock` is held.
+    Several tables may share one object: hold `lock` while calling `descriptor` and using its result.
     """
 
     def __init__(self) -> None:
@@ -36,22 +34,22 @@ class KeptFiles:
         self._closing = weakref.finalize(self, _close_all, self._open)
 
     def settle(self) -> None:
-        """Give a forked child a lock of its own: one that a thread of its parent held would stay closed. The
-        descriptors are its own.
+        """Give a forked child its own lock: one held by a thread of the parent would never be released. Its
+        descriptors are copies.
         """
         if self._process != os.getpid():
             self._process, self.lock = os.getpid(), threading.Lock()
 
     def descriptor(self, source: SourceFile) -> int:
-        """Of the file, for reads here and there; valid until the next call. FileError where it is no longer the one
-        that was opened.
+        """The file's descriptor for random reads; valid until the next call. FileError where the file has changed since
+        it was opened.
         """
         fd = self._open.get(source)
         if fd is None:
             return self._opened(source)
         if not source.unchanged():
             self._close(source)
-            return self._opened(source)  # says what has become of it
+            return self._opened(source)  # raises with the reason
         self._open.move_to_end(source)
         return fd
 
@@ -72,7 +70,7 @@ class KeptFiles:
         os.close(self._open.pop(source))
 
     def close(self) -> None:
-        """Close all of them; they are opened again when they are wanted."""
+        """Close all of them; they are reopened on demand."""
         _close_all(self._open)
 
 

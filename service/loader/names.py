@@ -1,4 +1,4 @@
-"""Model names: what the model folders hold, and the only way from a name to a path."""
+"""Model names: the content of the model folders, and the only way from a name to a path."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .shards import SHARD, SINGLE
 logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
-IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds live under this folder of the tree
-# Where packs for ComfyUI keep language models: a folder of such a name in a root, or among ComfyUI's own, is a root
-# too.
+IMAGE_MODELS = "comfyui"  # ComfyUI's own kinds are under this folder of the tree
+# Folders in which ComfyUI packs keep language models: one of these names, in a root or among ComfyUI's own folders, is
+# a root too.
 LANGUAGE_MODELS = ("LLM", "llm")
 _MODEL_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model that can be chosen: `name` is unique among all roots, `path` a folder or a lone safetensors file."""
+    """A selectable model: `name` is unique among all roots, `path` a folder or a lone safetensors file."""
 
     name: str
     path: Path
@@ -38,14 +38,14 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class RefusedLink:
-    """A link to a folder that lies in none of the model folders, so that it is not offered."""
+    """A link to a folder outside all model folders; it is not offered."""
 
     name: str
     path: Path
 
     @property
     def reason(self) -> str:
-        """Why not, and what to write into the settings; names the folder that the link leads to."""
+        """The reason, and the setting that would allow it; names the link's target."""
         target = self.path.resolve()
         return (
             f"it is a link to {short(str(target), 300)}, which is in none of the model folders; {_HELP}:"
@@ -57,13 +57,13 @@ _HELP = "add the folder that its target lies in to roots under [models] in onede
 
 
 class ModelRoots:
-    """The folders that hold models, searched in order; `targets` are further folders that symlinks may lead to."""
+    """The folders that hold models, searched in order; `targets` are further folders that symlinks may point to."""
 
     def __init__(self, roots: Sequence[Path], *, targets: Sequence[Path] = ()) -> None:
         self.roots = tuple(
             dict.fromkeys(found for root in roots for found in _with_language_models(Path(root).absolute()))
         )
-        # Every folder that a symlink may lead to, resolved.
+        # Every folder that a symlink may point to, resolved.
         self.bases = tuple(root.resolve() for root in (*self.roots, *(Path(target) for target in targets)))
 
     def list(self) -> list[ModelEntry]:
@@ -71,9 +71,7 @@ class ModelRoots:
         return [entry for entry, _ in self._entries()]
 
     def refused_links(self) -> list[RefusedLink]:
-        """Links in the roots that lead to folders elsewhere, sorted by name within a root; what they lead to is not
-        looked at.
-        """
+        """Links in the roots to folders elsewhere, sorted by name within a root; their targets are not examined."""
         return [
             RefusedLink(path.name, path)
             for root in self.roots
@@ -96,7 +94,7 @@ class ModelRoots:
             path = root.joinpath(*parts)
             if parts[0] in LANGUAGE_MODELS and any(
                 entry.path == path for entry, _ in entries
-            ):  # LLM/NAME, as it was called before
+            ):  # LLM/NAME, the name in earlier versions
                 return path
             if exists(path) and not is_inside(path, self.bases):
                 raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; {_HELP}")
@@ -108,8 +106,8 @@ class ModelRoots:
         raise ModelError(f"there is no model {short(name)}; {_advice(name, [entry.name for entry, _ in entries])}")
 
     def find(self, name_or_path: str | Path) -> Path:
-        """For the command: a listed name, or the path of a folder or file anywhere. FileError or ModelError when it
-        is neither.
+        """For the command: a listed name, or the path of any folder or file. FileError or ModelError when it is
+        neither.
         """
         text = os.fspath(name_or_path)
         if not text or "\0" in text:
@@ -129,13 +127,13 @@ class ModelRoots:
         raise ModelError(f"there is no model {short(text)}, and no folder or file of that path; {_advice(text, known)}")
 
     def _entries(self) -> list[tuple[ModelEntry, str]]:
-        """Each entry with the name that also says its root, which stays valid when another root has the same name."""
+        """Each entry with its name qualified by its root, which stays valid when another root has the same name."""
         found: list[tuple[ModelEntry, str]] = []
         taken: set[str] = set()
         seen: set[Path] = set()
         for root in self.roots:
             here: list[tuple[ModelEntry, str]] = []
-            # A link comes after what it leads to: the folder's own name counts.
+            # A link sorts after its target: the folder's own name counts.
             for name, path in sorted(_scan_root(root, self.bases), key=lambda pair: (_by_link(root, pair[1]), pair[0])):
                 real = path.resolve()
                 if real in seen:
@@ -150,7 +148,7 @@ class ModelRoots:
 
 
 def _by_link(root: Path, path: Path) -> bool:
-    """Whether the way from the root to a model goes over a link, as it may to a model of the root itself."""
+    """Whether the path from the root to a model contains a link; it may point to a model of the root itself."""
     return path.is_symlink() or (path.parent != root and path.parent.is_symlink())
 
 
@@ -163,7 +161,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _scan_root(root: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Names and paths of what one root holds: itself, lone files, folders, and folders one level below (org/name)."""
+    """Names and paths in one root: itself, lone files, folders, and folders one level below (org/name)."""
     names = _names(root)
     if CONFIG in names and _whole(names):
         yield root.name, root
@@ -174,7 +172,7 @@ def _scan_root(root: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _with_language_models(root: Path) -> Iterator[Path]:
-    """The root, and the folders in it that are roots too."""
+    """The root, and its folders that are roots too."""
     yield root
     for folder in (parent / name for parent in (root, root / IMAGE_MODELS) for name in LANGUAGE_MODELS):
         if exists(folder) and folder.is_dir() and not exists(folder / CONFIG):
@@ -201,9 +199,7 @@ def _scan_folder(folder: Path, bases: Sequence[Path]) -> Iterator[tuple[str, Pat
 
 
 def _models(name: str, folder: Path, names: Sequence[str], bases: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """A folder that is meant as a model (broken ones too), or each of its files when there are several with one
-    configuration.
-    """
+    """A model folder (broken ones included), or each of its files when several share one configuration."""
     lone = _lone(folder, names, bases)
     if len(lone) > 1 and not _whole(names):
         yield from ((f"{name}/{file}", folder / file) for file in lone)
@@ -212,12 +208,12 @@ def _models(name: str, folder: Path, names: Sequence[str], bases: Sequence[Path]
 
 
 def _whole(names: Sequence[str]) -> bool:
-    """Whether the safetensors files of a folder together are one model."""
+    """Whether the safetensors files of a folder form one model."""
     return SINGLE in names or INDEX in names or any(SHARD.fullmatch(name) for name in names)
 
 
 def _lone(folder: Path, names: Sequence[str], bases: Sequence[Path]) -> list[str]:
-    """Safetensors files that are a model each: config.json lies beside them and they are no part of another."""
+    """Safetensors files that are one model each: config.json is next to them and they are not shards."""
     if CONFIG not in names:
         return []
     files = [name for name in names if name.endswith(".safetensors") and name != SINGLE and not SHARD.fullmatch(name)]
@@ -231,9 +227,7 @@ def _folders(parent: Path, bases: Sequence[Path]) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder holds without hidden and unprintable names, sorted; nothing when it is absent or may not be
-    read.
-    """
+    """The entries of a folder without hidden and unprintable names, sorted; empty when it is absent or unreadable."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -243,7 +237,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def pull_advice(name: str) -> str:
-    """The command that would fetch a model of this name, to be copied."""
+    """The command that would download a model of this name, ready to copy."""
     fetched = name if _HUB_NAME.fullmatch(name) and ("/" in name or name.lower().startswith("qwen")) else "OWNER/NAME"
     return f"to fetch it: onedesk pull {fetched}"
 

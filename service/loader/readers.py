@@ -1,6 +1,4 @@
-"""The threads that read: from open files into memory, or through a buffer of their own to a device or to whoever
-takes rows.
-"""
+"""The reader threads: from open files into memory, or through a staging buffer to a device or an intake."""
 
 from __future__ import annotations
 
@@ -27,40 +25,37 @@ logger = logging.getLogger(__name__)
 # Into one H200 from the page cache: 1, 2 and 4 readers 5.5, 10.2 and 15.4 GB/s (16 cores); on 2 cores a third reader
 # gains nothing.
 READERS_LEAST, READERS_MOST = 2, 4
-DIRECT_DEVICES = ("cpu",)  # whose memory a read can write to; others get their bytes through a bounce buffer
+DIRECT_DEVICES = ("cpu",)  # a read can write to their memory; others get their bytes through a bounce buffer
 PAGE = os.sysconf("SC_PAGE_SIZE")
-# How many whole chunks of a file are dropped between two looks whether dropping works: 256 MiB. A look maps a page and
-# waits 1.1 ms for the faults of the other readers: every 64 MiB it took 6 to 10 % of reading 1.19 GB from the page
-# cache.
+# Whole chunks of a file (256 MiB) between two checks that dropping works. A check maps a page and waits 1.1 ms for the
+# faults of the other readers: one per 64 MiB took 6 to 10 % of reading 1.19 GB from the page cache.
 LOOK_EVERY = 64
-# Looks in a row that must find a dropped page cached: whoever counts the cached pages (mincore) holds each for a
-# moment, which was met once in 17,000 looks.
+# Consecutive checks that must find a dropped page cached. A process that counts cached pages (mincore) briefly pins
+# each one; that happened once in 17,000 checks.
 LOOKS_TO_BELIEVE = 3
 
-# None where the system has no such advice (macOS).
+# None where the system lacks this advice (macOS).
 _SEQUENTIAL: int | None = getattr(os, "POSIX_FADV_SEQUENTIAL", None)
 _DONTNEED: int | None = getattr(os, "POSIX_FADV_DONTNEED", None)
 _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
-_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # a read that fails where it would have to wait for the disk
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # fails where a read would wait for the disk
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What one reader needs to take rows: `raw` uint8 for a chunk as it lies in the file, `work` flat fp32; both on
-    the rows' device.
-    """
+    """A reader's staging buffers: `raw` uint8 for a chunk as stored, `work` flat fp32; both on the rows' device."""
 
     raw: torch.Tensor
     work: torch.Tensor
 
 
 def default_readers() -> int:
-    """How many threads read, by the cores of this machine."""
+    """The number of reader threads for this machine's cores."""
     return max(READERS_LEAST, min(READERS_MOST, (os.cpu_count() or 1) // 2))
 
 
 def thread_faults() -> tuple[int, int]:
-    """Major and minor faults of the calling thread so far; zeros where the system does not count by thread."""
+    """Major and minor faults of the calling thread so far; zeros where the system has no counts per thread."""
     if not hasattr(resource, "RUSAGE_THREAD"):
         return 0, 0
     usage = resource.getrusage(resource.RUSAGE_THREAD)
@@ -68,8 +63,8 @@ def thread_faults() -> tuple[int, int]:
 
 
 class ReadRun:
-    """What the readers of one stream share: the next chunk, the stop flag, and the queue of chunks done (None: a
-    reader has ended).
+    """State shared by the readers of one stream: the next chunk, the stop flag, and the queue of finished chunks (None:
+    a reader has ended).
     """
 
     def __init__(self, chunks: list[Chunk], files: Mapping[SourceFile, int], drop_behind: bool) -> None:
@@ -78,7 +73,7 @@ class ReadRun:
         self.done: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self.faults = (0, 0)
         self._dropped: dict[SourceFile, int] = {}
-        self._stayed: dict[SourceFile, int] = {}  # looks in a row that found a dropped page cached
+        self._stayed: dict[SourceFile, int] = {}  # consecutive checks that found a dropped page cached
         self._next = 0
         self._lock = threading.Lock()
 
@@ -125,16 +120,15 @@ class ReadRun:
             self._drop_behind(fd, chunk)
 
     def _drop_behind(self, fd: int, chunk: Chunk) -> None:
-        """Drop the chunk's pages; of a file whose pages stay, because another process maps them or they are not written
-        yet, no more.
+        """Drop the chunk's pages. Stop doing so for a file whose pages stay cached: another process maps them, or they
+        are dirty.
 
-        Dropping mapped pages makes the kernel visit every core and then fails: it took 0.5 to 6 ms a chunk instead of
-        0.2.
+        Dropping mapped pages interrupts every core and then fails: it took 0.5 to 6 ms per chunk instead of 0.2.
         """
         if self._stayed.get(chunk.source, 0) >= LOOKS_TO_BELIEVE:
             return
         drop(fd, chunk.offset, chunk.nbytes)
-        if chunk.nbytes < CHUNK_BYTES:  # the page cache holds up to 2 MiB together, which go only together
+        if chunk.nbytes < CHUNK_BYTES:  # the page cache uses folios of up to 2 MiB, dropped only whole
             return
         with self._lock:
             before = self._dropped.get(chunk.source, 0)
@@ -170,9 +164,7 @@ class _Bounce:
 
     @torch.inference_mode()
     def hand_over(self, views: Sequence[torch.Tensor], rows: Rows | None, bench: Bench | None) -> None:
-        """Copy the buffer's beginning into `views`, one after the other, let its rows be taken there, and wait for
-        it.
-        """
+        """Copy the start of the buffer into `views`, in order, let the intake take its rows there, and wait for it."""
         parts = torch.split(self.buffer[: sum(view.numel() for view in views)], [view.numel() for view in views])
         with torch.cuda.stream(self.stream):
             for view, part in zip(views, parts, strict=True):
@@ -183,7 +175,7 @@ class _Bounce:
 
 
 def fill(fd: int, views: list[memoryview], chunk: Chunk) -> None:
-    """Read the chunk's bytes into `views`, one after the other. Raises FileError."""
+    """Read the chunk's bytes into `views`, in order. Raises FileError."""
     at, end = chunk.offset, chunk.offset + chunk.nbytes
     while at < end:
         try:
@@ -202,7 +194,7 @@ def fill(fd: int, views: list[memoryview], chunk: Chunk) -> None:
 
 
 def _rest(views: list[memoryview], got: int) -> list[memoryview]:
-    """What is left of `views` after `got` bytes were written."""
+    """The rest of `views` after `got` bytes."""
     for index, view in enumerate(views):
         if got < len(view):
             return [view[got:], *views[index + 1 :]]
@@ -212,7 +204,7 @@ def _rest(views: list[memoryview], got: int) -> list[memoryview]:
 
 @contextmanager
 def opened(source: SourceFile) -> Iterator[int]:
-    """The file opened again, if it still is the one whose header was read."""
+    """The file, reopened, if it is still the one whose header was read."""
     with open_regular(source.path, source.shown) as (fd, _):
         check_unchanged(source, fd)
         advise_file(fd, 0, 0, _SEQUENTIAL)
@@ -230,15 +222,15 @@ def check_unchanged(source: SourceFile, fd: int) -> None:
 
 
 def drop(fd: int, offset: int, nbytes: int) -> None:
-    """Let the page cache forget the pages that lie in this part of the file."""
+    """Drop the pages of this part of the file from the page cache."""
     advise_file(fd, offset - offset % PAGE, nbytes + offset % PAGE, _DONTNEED)
 
 
 def cached(source: SourceFile, offset: int) -> bool:
-    """Whether the page at `offset` is in the page cache; False where the system or the file system cannot say.
+    """Whether the page at `offset` is in the page cache; False where the system or the file system cannot tell.
 
-    mincore says yes to everything in another user's file. There a read that may not wait decides; it starts to bring
-    its one page in, so that alone it is wrong when the disk is faster than the look.
+    mincore reports every page of another user's file as cached. For such a file a non-blocking read decides. It also
+    starts to fetch its page, so it is wrong only when the disk is faster than the check.
     """
     if _NOWAIT is None:
         return False
@@ -250,13 +242,13 @@ def cached(source: SourceFile, offset: int) -> bool:
         advise_file(fd, 0, 0, _RANDOM)
         try:
             return os.preadv(fd, [bytearray(1)], at, _NOWAIT) == 1
-        except OSError:  # EAGAIN: it is not; EOPNOTSUPP: this file system cannot say
+        except OSError:  # EAGAIN: not cached; EOPNOTSUPP: unsupported file system
             return False
 
 
 def advise_file(fd: int, offset: int, nbytes: int, advice: int | None) -> None:
-    """Give one of posix_fadvise's advices; None, which this system lacks, and a file system that takes none are let
-    be.
+    """Apply one of posix_fadvise's advices; do nothing for None (the system lacks it) or where the file system refuses
+    it.
     """
     if advice is None:
         return

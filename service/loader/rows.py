@@ -1,4 +1,4 @@
-"""Single rows of a matrix in a checkpoint, read before the whole matrix has come."""
+"""Single rows of a matrix in a checkpoint, read before the whole matrix has arrived."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _announce(fd: int, info: TensorInfo, width: int, rows: Sequence[int]) -> Non
 def read_rows(info: TensorInfo, rows: Sequence[int]) -> torch.Tensor:
     """`rows` of the matrix `info`, in this order: [len(rows), ...] of its dtype, on the CPU.
 
-    The reads are announced before the first one is waited for. Raises FileError as stream_tensors does.
+    All reads are announced before the first one blocks. Raises FileError as stream_tensors does.
     """
     width = info.nbytes // info.shape[0]
     if not rows:
@@ -39,7 +39,7 @@ def read_rows(info: TensorInfo, rows: Sequence[int]) -> torch.Tensor:
 
 
 def is_all_zero(info: TensorInfo) -> bool:
-    """Whether every number of a tensor of floats is 0; read a part at a time. Raises FileError as `read_rows`."""
+    """Whether every number of a float tensor is 0; reads it in parts. Raises FileError as `read_rows`."""
     with open_regular(info.source.path, info.source.shown) as (fd, _):
         check_unchanged(info.source, fd)
         for at in range(0, info.nbytes, PART_BYTES):

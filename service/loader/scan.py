@@ -1,6 +1,4 @@
-"""The JSON of a header, read entry by entry: a hostile header is refused where it goes wrong, before it is built up
-in memory.
-"""
+"""The JSON of a header, read entry by entry: a hostile header is refused at its first fault, before it fills memory."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 from ..errors import FileError
 from .files import json_kind, short
 
-ENTRY_LIMIT = 1 << 16  # characters that describe one tensor; honest ones have about 100
+ENTRY_LIMIT = 1 << 16  # characters that describe one tensor; typical ones have about 100
 METADATA_LIMIT = 100_000  # entries
 DAMAGED = "the file is damaged; download it again"
 
@@ -20,7 +18,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class HeaderText:
-    """A cursor over the header's text. Every method raises FileError, naming the file, for what is no header."""
+    """A cursor over the header's text. Every method raises FileError, naming the file, for an invalid header."""
 
     def __init__(self, raw: bytes, shown: str) -> None:
         self._shown = shown
@@ -34,8 +32,8 @@ class HeaderText:
             raise FileError(f"{shown}: the header does not begin with an object; {DAMAGED}")
 
     def keys(self) -> Iterator[str]:
-        """The keys of the object that begins here; the caller reads the value before it asks for the next key. No
-        key comes twice.
+        """The keys of the object that starts here. The caller reads each value before it asks for the next key.
+        Duplicate keys are refused.
         """
         self._take("{")
         if self._peek() == "}":
@@ -53,7 +51,7 @@ class HeaderText:
                 return
 
     def texts(self) -> dict[str, str]:
-        """The object of texts that begins here."""
+        """The object of strings that starts here."""
         if self._peek() != "{":
             raise FileError(f"{self._shown}: __metadata__ is not an object; {DAMAGED}")
         found: dict[str, str] = {}
@@ -66,8 +64,8 @@ class HeaderText:
         return found
 
     def flat_object(self, where: str) -> dict[str, Any]:
-        """The object that begins here; it holds no other object and has at most ENTRY_LIMIT characters. `where`
-        names it in messages.
+        """The object that starts here; it must not nest and has at most ENTRY_LIMIT characters. `where` names it in
+        messages.
         """
         if self._peek() != "{":
             raise FileError(f"{where} is not described by an object; {DAMAGED}")
@@ -84,7 +82,7 @@ class HeaderText:
         return value
 
     def finish(self) -> None:
-        """Nothing but white space may follow."""
+        """Only white space may follow."""
         if self._peek():
             raise self._wrong("the end")
 
@@ -118,7 +116,7 @@ class HeaderText:
 
 
 class _DuplicateKeyError(ValueError):
-    """A key that an object has twice; the only argument is the key."""
+    """A duplicate key in an object; the only argument is the key."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def say(value: Any) -> str:
-    """A value from the header for a message, cut: a shape may have thousands of entries, or one of a thousand
+    """A value from the header, truncated for a message: a shape may have thousands of entries, or one of a thousand
     digits.
     """
     if isinstance(value, list):

@@ -1,6 +1,4 @@
-"""The tensors of a model folder: of one file, of shards with their index, or of shards whose names say how many
-there are.
-"""
+"""The tensors of a model folder: one file, shards with an index, or numbered shards without one."""
 
 from __future__ import annotations
 
@@ -17,27 +15,27 @@ from .json_files import INDEX_DOCUMENT, read_json_object
 
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors")
-CONTROL = ".aria2"  # of a file that has its full size from the start and is not complete while this is there
-# What is not needed for text: layers that draft tokens, and the part that sees.
+CONTROL = ".aria2"  # next to a preallocated file until its download is complete
+# Tensors that text does not need: draft layers and the vision tower.
 SPARE = re.compile(r"(^|\.)(mtp|visual)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class FolderTensors:
-    """The tensors of a folder, and what a user should hear of those that were left out, a sentence each."""
+    """The tensors of a folder, and one sentence for the user per group of ignored tensors."""
 
     tensors: dict[str, TensorInfo]
     notes: tuple[str, ...] = ()
 
 
 def read_folder(files: FolderFiles) -> FolderTensors:
-    """The tensors of the folder. Of copies the one counts that the index names. Raises FileError, ModelError."""
+    """The tensors of the folder. Of duplicates the one that the index names is used. Raises FileError, ModelError."""
     if files.has(INDEX):
         weight_map = _read_weight_map(files)
         if not files.has(SINGLE) or SINGLE in weight_map.values():
             return _read_indexed(files, weight_map)
         if all(files.has(name) for name in set(weight_map.values())):
-            files.path(SINGLE)  # a link that leaves the model folders is refused all the same
+            files.path(SINGLE)  # a link that leaves the model folders is refused here too
             found = _read_indexed(files, weight_map)
             return replace(found, notes=(*found.notes, f"{SINGLE} was left out: {INDEX} names other files"))
         return FolderTensors(
@@ -65,7 +63,7 @@ def read_folder(files: FolderFiles) -> FolderTensors:
 
 
 def read_tensors(files: FolderFiles, names: Iterable[str]) -> dict[str, TensorInfo]:
-    """The tensors of these files, each of which is in one of them alone. Raises FileError, ModelError."""
+    """The tensors of these files; each tensor may be in one file only. Raises FileError, ModelError."""
     tensors: dict[str, TensorInfo] = {}
     for name in names:
         for info in _read_file(files, name):
@@ -85,7 +83,7 @@ def _read_file(files: FolderFiles, name: str) -> Iterable[TensorInfo]:
 
 
 def _read_numbered(files: FolderFiles, shards: list[tuple[str, re.Match[str]]]) -> dict[str, TensorInfo]:
-    """Shards that lack their index: their names say how many there must be."""
+    """Shards without an index: their names give the expected count."""
     stems = sorted({(match["stem"], match["count"]) for _, match in shards})
     if len(stems) > 1:
         raise ModelError(
@@ -114,8 +112,8 @@ def _read_weight_map(files: FolderFiles) -> dict[str, str]:
 def _read_indexed(files: FolderFiles, weight_map: Mapping[str, str]) -> FolderTensors:
     """The tensors of all files that the index names.
 
-    It decides between copies. What it does not name counts where the network needs it (TensorInfo.named); what it names
-    and no file holds may be a layer that drafts, or the part that sees.
+    The index decides between duplicates. A tensor that it does not name counts where the network requires it
+    (TensorInfo.named). A tensor that it names but no file holds may belong to a draft layer or the vision tower.
     """
     present, notes = _present(files, weight_map)
     copies: defaultdict[str, list[TensorInfo]] = defaultdict(list)
@@ -152,7 +150,7 @@ def _read_indexed(files: FolderFiles, weight_map: Mapping[str, str]) -> FolderTe
 
 
 def _present(files: FolderFiles, weight_map: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The index's files that are there, and a note where others hold nothing that is needed. Raises FileError."""
+    """The index's files that exist, and a note where missing ones hold only optional tensors. Raises FileError."""
     wanted = sorted(set(weight_map.values()))
     missing = {name for name in wanted if not files.has(name)}
     needed = {name for tensor, name in weight_map.items() if name in missing and not SPARE.search(tensor)}

@@ -1,4 +1,4 @@
-"""Reading tensors from checkpoint files straight into memory that is already there."""
+"""Reads tensors from checkpoint files straight into existing memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROGRESS_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Bytes read, seconds it took, and the page faults of the threads that read."""
+    """Bytes read, seconds taken, and the page faults of the reader threads."""
 
     bytes: int
     seconds: float
@@ -50,21 +50,22 @@ def stream_tensors(
     arrived: Callable[[int], None] | None = None,
     benches: Sequence[Bench] = (),
 ) -> StreamStats:
-    """Fill each destination with the bytes of its tensor, or hand it its rows, and wait until all are there.
+    """Fill each destination with its tensor's bytes, or pass it its rows, and wait until all have arrived.
 
-    The files are read front to back; with `arrived` they are read in the order of the jobs instead, and it is called
-    with a job's index as soon as its bytes are there, or were taken.
+    The files are read front to back. With `arrived` they are read in the order of the jobs instead, and it is called
+    with a job's index as soon as the job's bytes have arrived or were taken.
 
-    A destination is contiguous, has the tensor's number of bytes, and its dtype or uint8 for the raw bytes; nothing is
-    converted. Or it is an Intake: then each reader takes one of `benches`, whose raw buffers hold the largest chunk
-    (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one bounce buffer a
-    reader. With `drop_behind` the file's pages leave the page cache as soon as they are copied. `readers` is by default
-    half the cores, 2 to 4, and one a bench if there are any.
+    A destination is contiguous, has the tensor's number of bytes, and has its dtype, or uint8 for the raw bytes;
+    nothing is converted. Or it is a ChunkIntake: then each reader uses one of `benches`, whose raw buffers hold the largest
+    chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one bounce
+    buffer per reader. With `drop_behind` the file's pages leave the page cache once they are copied. The default of
+    `readers` is half the cores, 2 to 4, or one per staging buffer if there are any.
+
     `progress`, `cancel` and `arrived` are called on the calling thread.
-    Raises Cancelled when `cancel()` turns true (the destinations are then half filled), FileError when a file is gone,
-    has changed since its header was read, ends early or cannot be read, ValueError for a destination that does not fit,
-    and what an
-    intake raises.
+
+    Raises Cancelled when `cancel()` returns true (the destinations are then partly filled), FileError when a file is
+    gone, has changed since its header was read, ends early or is unreadable, ValueError for a destination that does not
+    fit, and the errors of an intake.
     """
     started, own = time.perf_counter(), thread_faults()
     chunks = plan_chunks(jobs, in_file_order=arrived is None)
@@ -72,7 +73,7 @@ def stream_tensors(
     if cancel is not None and cancel():
         raise Cancelled(f"loading was stopped before the first of {total} bytes was read")
     for device in {chunk.device for chunk in chunks if chunk.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()  # the destinations may still be in use by work queued before
+        torch.cuda.current_stream(device).synchronize()  # queued work may still use the destinations
     with ExitStack() as closing:
         files = {
             source: closing.enter_context(opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)
@@ -106,7 +107,7 @@ def _span(chunks: Sequence[Chunk], source: SourceFile) -> tuple[int, int]:
 
 
 class _Arrivals:
-    """Tells which jobs are complete while chunks come in, in any order."""
+    """Reports which jobs are complete while chunks arrive in any order."""
 
     def __init__(self, jobs: Sequence[Job], chunks: Sequence[Chunk], arrived: Callable[[int], None]) -> None:
         self._arrived = arrived
@@ -133,7 +134,9 @@ def _watch(
     cancel: CancelCheck | None,
     arrivals: _Arrivals | None,
 ) -> None:
-    """Follow the readers until all have ended: report at most every PROGRESS_SECONDS, ask for cancel at every chunk."""
+    """Follow the readers until all have ended: report at most every PROGRESS_SECONDS, check for cancellation at every
+    chunk.
+    """
     got, told = 0, time.monotonic()
     while readers:
         with suppress(queue.Empty):

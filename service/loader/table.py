@@ -1,4 +1,4 @@
-"""A table that stays in its files: single rows are read where they lie, once for each pass that needs them."""
+"""A table that stays in its files: single rows are read in place, once for each pass that needs them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .rows import read_rows
 
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
-# Room for rows as they lie in the files that is kept between passes: the rows of a decode step take some KiB.
+# Buffer for raw file rows that is kept between passes: the rows of a decode step take some KiB.
 KEPT_BYTES = 1 << 20
-# From so many rows on they are read in compiled calls: one by one Python takes 14 us a row, and prompts of Qwen3.8 16
-# rows a token.
+# From this many rows on, they are read in compiled calls: one by one, Python takes 14 us per row, and Qwen3.8 prompts
+# need 16 rows per token.
 MANY = 256
 
 Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
@@ -41,7 +41,9 @@ Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 
 @dataclass(slots=True)
 class _Few:
-    """Rows on their way into `room`, without those that are `missing` still: their places in it, and where they lie."""
+    """Rows being read into the buffer `room`. `missing` lists those not read yet: their slices of the buffer, and their
+    locations in the files.
+    """
 
     rows: Sequence[int]
     room: memoryview
@@ -50,8 +52,8 @@ class _Few:
 
 @dataclass(slots=True)
 class _Many:
-    """Rows that a thread of the table brings in for `asked`, where in them each of those is, and the room that will
-    hold them.
+    """Rows that a thread of the table reads for `asked`: the index of each asked row among them, and the buffer that
+    will hold them.
     """
 
     asked: Sequence[int]
@@ -61,13 +63,11 @@ class _Many:
 
 
 class FileTable:
-    """Rows of matrices that lie one behind the other, `parts` in order. `scale`: one number [1] that all others are
-    multiplied by.
+    """Rows of stacked matrices, `parts` in order. `scale`: one number [1] that multiplies all others.
 
-    `groups`: of each part its E4M3 scales for 16 columns; then the part's rows are E2M1 numbers, two in a byte (NVFP4).
-    The files stay open as long as the table lives; `files` is shared by the tables of a model. `reader`: for many rows
-    at once, where
-    there is one.
+    `groups`: the E4M3 scales of each part, one per 16 columns; then the part's rows are E2M1 numbers, two per byte
+    (NVFP4). The files stay open as long as the table lives; `files` is shared by the tables of a model. `reader`: reads
+    many rows per call, where available.
     """
 
     def __init__(
@@ -83,15 +83,16 @@ class FileTable:
         self._ends = tuple(accumulate(part.shape[0] for part in self.parts))
         self._firsts = (0, *self._ends)
         self._scale_info = scale
-        # What reading has cost so far: seconds that a pass waited, and bytes of rows.
+        # Cost of reading so far: seconds that passes waited, and bytes of rows.
         self.seconds, self.bytes = 0.0, 0
         self._scale: float | None = None if scale is not None else 1.0
         self._files = KeptFiles() if files is None else files
         self._reader = reader
         self._widths = tuple(infos[0].nbytes // infos[0].shape[0] for infos in (self.parts, self._groups) if infos)
         self._room = bytearray()
-        self._coming: _Few | _Many | None = None  # what was announced, until the room is used for something else
-        # Many rows are read while the host hands the first layer to a device: 30 ms for 32,768 rows in the page cache.
+        self._coming: _Few | _Many | None = None  # the announced read, until its buffer is reused
+        # Many rows are read while the host launches the first layer on a device: 30 ms for 32,768 rows in the page
+        # cache.
         self._process, self._thread = os.getpid(), _reading_thread()
         self._may_not_wait = _NOWAIT
 
@@ -100,8 +101,8 @@ class FileTable:
         return self._ends[-1], self.parts[0].shape[1] * (2 if self._groups else 1)
 
     def announce(self, rows: Sequence[int]) -> None:
-        """Say that the rows will be read soon: the system brings their pages in, and few rows that are in memory are
-        read at once. Of many nothing is waited for or raised but an IndexError.
+        """Announce that the rows will be read soon. The system prefetches their pages; few rows that are cached are
+        read at once. For many rows this neither waits nor raises anything but IndexError.
 
         Raises FileError, IndexError.
         """
@@ -116,8 +117,8 @@ class FileTable:
         self.seconds += time.perf_counter() - started
 
     def read(self, rows: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """The rows, in this order: [n, width] fp32, in `out` [n, width] of any floating type if given. Each is read
-        once.
+        """The rows, in this order: [n, width] fp32, or in `out` [n, width] of any floating type. Each distinct row is
+        read once.
 
         Raises FileError, ModelError, IndexError.
         """
@@ -126,7 +127,7 @@ class FileTable:
         coming = self._coming
         if (
             isinstance(coming, _Many) and coming.asked is rows
-        ):  # to sort 32,768 rows takes some ms, while a device waits
+        ):  # sorting 32,768 rows takes some ms, while a device waits
             wanted, places = coming.rows, coming.places
         else:
             wanted, places = self._distinct(rows)
@@ -146,17 +147,15 @@ class FileTable:
         return out
 
     def _settle(self) -> None:
-        """In a forked child make anew what it does not have of its parent: the thread, rows on their way, whoever
-        holds the lock.
-        """
+        """In a forked child, recreate what it does not inherit: the thread, pending rows, and the lock."""
         if self._process != os.getpid():
             self._process, self._thread, self._coming = os.getpid(), _reading_thread(), None
             self._files.settle()
 
     def _distinct(self, rows: Sequence[int]) -> tuple[Rows, torch.Tensor | None]:
-        """Each of the rows once, and where in it each of `rows` is, unless that is the same. In rising order, as an
-        array, where many are
-        read at once. IndexError for one that is not there."""
+        """The distinct rows, and the index of each of `rows` among them, unless both are the same. Many rows come as a
+        sorted array. IndexError for a row that does not exist.
+        """
         if self._reader is not None and len(rows) >= MANY:
             wanted, found = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
             self._require(int(wanted[0]), int(wanted[-1]))
@@ -176,8 +175,8 @@ class FileTable:
     def _spots(
         self, infos: Sequence[TensorInfo], wanted: npt.NDArray[np.int64], width: int
     ) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Descriptors and offsets of rows in rising order, as many at a time as have their files open together:
-        which is the first one.
+        """Descriptors and offsets of sorted rows, in groups whose files can be open together, with each group's first
+        index.
         """
         parts = np.searchsorted(self._ends, wanted, side="right")
         firsts = np.flatnonzero(np.diff(parts, prepend=-1))
@@ -200,7 +199,7 @@ class FileTable:
         yield begun, files[begun:], offsets[begun:]
 
     def _values(self, wanted: Rows) -> torch.Tensor:
-        """The rows without the one scale."""
+        """The rows before the one scale is applied."""
         coming, self._coming = self._coming, None
         if isinstance(wanted, np.ndarray):
             announced = coming.room if isinstance(coming, _Many) and np.array_equal(coming.rows, wanted) else None
@@ -226,7 +225,7 @@ class FileTable:
         return torch.tensor(E2M1)[nibbles.int()] * scales.repeat_interleave(NVFP4.group, 1)
 
     def _refuse(self, infos: Sequence[TensorInfo], row: int, what: str) -> NoReturn:
-        """ModelError that names the part in which a row of the table lies."""
+        """ModelError that names the part of the table with this row."""
         part = bisect_right(self._ends, row)
         own = row - self._firsts[part]
         shown = f"{infos[part].source.shown}: tensor {infos[part].name}"
@@ -239,9 +238,7 @@ class FileTable:
         return memoryview(self._room if size <= KEPT_BYTES else bytearray(size))
 
     def _bring(self, wanted: npt.NDArray[np.int64]) -> memoryview:
-        """Read many rows: numbers, then scales. The system is told of all of them before the first one is waited
-        for.
-        """
+        """Read many rows: numbers, then scales. All reads are announced to the system before the first one blocks."""
         room, behind = np.empty(sum(self._widths) * len(wanted), np.uint8).data, 0
         with self._files.lock:
             for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
@@ -258,7 +255,7 @@ class FileTable:
         for first, files, offsets in self._spots(infos, wanted, width):
             self._reader.announce(files, offsets, width)
             done = self._reader.read(files, offsets, width, places[first * width :])
-            while done < len(offsets):  # read_exactly says where the file ends or what the disk answers, or reads on
+            while done < len(offsets):  # read_exactly reports a truncated file or a disk error, or continues
                 at, row = (first + done) * width, int(wanted[first + done])
                 shown = infos[bisect_right(self._ends, row)].source.shown
                 room[at : at + width] = read_exactly(int(files[done]), width, int(offsets[done]), shown)
@@ -266,9 +263,9 @@ class FileTable:
                 done += self._reader.read(files[done:], offsets[done:], width, places[(first + done) * width :])
 
     def _begin(self, wanted: Sequence[int], flags: int | None) -> _Few:
-        """Read rows, those of a file together. With flags (None: not at all) only what need not be waited for: the
-        system is asked to bring
-        the rest in."""
+        """Read rows, grouped by file. With flags (None: not at all) only those that need no waiting; the system is
+        asked to prefetch the rest.
+        """
         few = _Few(wanted, self._room_for(len(wanted)))
         with self._files.lock:
             self._begin_each(few, flags)
@@ -301,12 +298,12 @@ class FileTable:
         try:
             return flags is not None and os.preadv(fd, [to], offset, flags) == len(to)
         except OSError as error:
-            if flags and error.errno != errno.EAGAIN:  # the file system knows no reading without waiting
+            if flags and error.errno != errno.EAGAIN:  # the file system lacks non-blocking reads
                 self._may_not_wait = None
             return False
 
     def _finish(self, few: _Few) -> memoryview:
-        """Bring what is missing: read_exactly says where the file ends or what the disk answers, or reads on."""
+        """Read what is missing: read_exactly reports a truncated file or a disk error, or continues."""
         for to, info, offset in few.missing:
             with self._files.lock:
                 to[:] = read_exactly(self._files.descriptor(info.source), len(to), offset, info.source.shown)

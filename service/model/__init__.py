@@ -1,1 +1,1 @@
-"""What a network is: one declarative file a model_type over shared layers."""
+"""What a network is: one declarative file per model_type over shared layers."""

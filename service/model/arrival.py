@@ -1,7 +1,6 @@
-"""Weights on their way into leased memory: read in the order of use, while the first prompt is already computed behind
-the reading.
+"""Reads weights into leased memory in the order of use, while the first prompt is computed.
 
-The embedding, a quarter of a small model, comes last: of it the first prompt needs only its own rows.
+The embedding, a quarter of a small model, comes last: the first prompt needs only its own rows of it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .weights import WeightPlan
 
 log = logging.getLogger(__name__)
 
-# How often a wait for a part looks whether the reading has failed.
+# Seconds between two checks, while waiting for a part, whether the reading has failed.
 LOOK_SECONDS = 0.05
 EMBEDDING = 0
 
@@ -35,10 +34,10 @@ EMBEDDING = 0
 class WeightArrival:
     """Fills the tensors of `plan` in `lease` on a thread of its own.
 
-    `tensors` (by destination key) can be built into a network at once; a part may be computed with after `wait` for it,
-    or of the embedding some rows after `fetch_rows`. `waited` is the seconds that whoever computes lost by waiting.
-    `progress` and `cancel` are called on the reading thread. What is converted while it is read goes through `bench`, a
-    lease of plan.bench_bytes, which is returned as soon as nothing is read any more; `faster` quantizes where it can.
+    `tensors` (by destination key) can be built into a network at once. A part may be used after `wait` for it; rows of
+    the embedding may be used after `fetch_rows`. `waited` is the seconds that the computation has waited for weights.
+    `progress` and `cancel` are called on the reading thread. Tensors that are converted while they are read go through
+    `bench`, a lease of plan.bench_bytes, which is returned when the reading ends. `faster` quantizes where it can.
     """
 
     def __init__(
@@ -95,18 +94,18 @@ class WeightArrival:
         return [Bench(room(raw, torch.uint8), room(work, torch.float32)) for _ in range(count)]
 
     def start(self) -> WeightArrival:
-        """Begin to read."""
+        """Start reading."""
         self._thread.start()
         return self
 
     @property
     def complete(self) -> bool:
-        """Whether every byte is there."""
+        """Whether every byte has arrived."""
         return self._stats is not None
 
     def wait(self, part: int) -> None:
-        """Return when all tensors of `part` are there. Raises Cancelled, FileError or ModelError when the reading
-        has ended before.
+        """Return when all tensors of `part` have arrived. Raises Cancelled, FileError or ModelError when the reading
+        ended before.
         """
         event = self._here.get(part)
         if event is None or event.is_set():
@@ -119,10 +118,10 @@ class WeightArrival:
         self.waited += time.perf_counter() - started
 
     def fetch_rows(self, rows: Sequence[int]) -> None:
-        """Return when these rows of the embedding are there, whether or not the rest is. Raises Cancelled, FileError,
+        """Return when these rows of the embedding have arrived; the rest may follow. Raises Cancelled, FileError,
         ModelError.
 
-        A row may be written twice, with the same bytes: here and when the whole embedding comes.
+        A row may be written twice with the same bytes: here, and when the whole embedding arrives.
         """
         if self._here[EMBEDDING].is_set():
             return
@@ -139,7 +138,9 @@ class WeightArrival:
         self.waited += time.perf_counter() - started
 
     def finish(self) -> StreamStats:
-        """Wait until everything is there; returns what the reading took. Raises Cancelled, FileError, ModelError."""
+        """Wait until everything has arrived; return the figures of the reading. Raises Cancelled, FileError,
+        ModelError.
+        """
         started = time.perf_counter()
         self._thread.join()
         self._return_bench()
@@ -151,14 +152,14 @@ class WeightArrival:
         return self._stats
 
     def stop(self) -> None:
-        """End the reading, wait for its thread, and let go of the tensors."""
+        """Stop reading, wait for the thread, and release the tensors."""
         self._stopped.set()
         self._thread.join()
         self._return_bench()
         self.tensors.clear()
 
     def _return_bench(self) -> None:
-        """Nothing is read any more, and so nothing is converted."""
+        """Release the staging buffers: the reading has ended, so nothing is converted any more."""
         self._jobs.clear()
         self._benches.clear()
         self._faster = None  # kernels hold memory of their own
@@ -193,4 +194,4 @@ class WeightArrival:
     def _settle(self, settle: Settle, tensor: Weight) -> None:
         settle(tensor)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # whoever computes uses another stream
+            torch.cuda.current_stream(self._device).synchronize()  # the computation uses another stream

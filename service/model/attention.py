@@ -1,6 +1,4 @@
-"""Attention layers: grouped queries with a norm a head, as Qwen3 has them, and with an output gate, as its hybrid
-successors do.
-"""
+"""Attention layers: grouped queries with a norm per head (Qwen3), and with an output gate (its hybrid successors)."""
 
 from __future__ import annotations
 
@@ -21,7 +19,9 @@ GATED_BUFFER = "projected"
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """Queries (of each head, where gated, its queries and then its gates), keys and values are held together."""
+    """The required tensors. Queries, keys and values are one matrix; gated heads have their queries, then their
+    gates.
+    """
     w, key, part = config.widths, f"{layer}.", layer + 1
     name = f"model.layers.{layer}.self_attn."
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
@@ -41,7 +41,7 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 def build(
     config: DecoderConfig, weights: NamedWeights, layer: int, index: int, rotary: RotaryTable
 ) -> Attention | GatedAttention:
-    """The layer over its weights; `index` is its place among the layers that leave keys and values."""
+    """The layer over its weights; `index` counts only the layers that store keys and values."""
     at = weights.of(layer)
     kind = GatedAttention if config.gated else Attention
     norm = None if config.streams else at.norm("attention_norm", config.eps)
@@ -49,7 +49,7 @@ def build(
 
 
 def heads(config: DecoderConfig, at: NamedWeights, rotary: RotaryTable) -> AttentionHeads:
-    """What a layer has between its projections; `at`: its weights."""
+    """The computation between a layer's projections; `at`: its weights."""
     q_norm, k_norm = (at.norm(which, config.eps) if config.head_norms else None for which in ("q_norm", "k_norm"))
     return AttentionHeads(config.widths.shape, q_norm, k_norm, rotary, at.plain("qkv_bias") if config.bias else None)
 
@@ -92,10 +92,9 @@ class Attention:
 
 @dataclass(slots=True)
 class GatedAttention(Attention):
-    """As Attention, with gates beside the queries that weigh what was mixed, each number through a sigmoid
-    (Qwen3-Next).
+    """Attention with a gate per query element: the mixed values are multiplied by sigmoid(gate) (Qwen3-Next).
 
-    qkv [2 * q + k + v rows, hidden]: of each head its queries, then its gates.
+    qkv [2 * q + k + v rows, hidden]: per head its queries, then its gates.
     """
 
     def run(self, at: Pass, /) -> None:

@@ -1,5 +1,5 @@
-"""Matrices that a checkpoint stores column by column, several in one tensor: read one at a time and turned on the
-way.
+"""Matrices that a checkpoint stores column by column, several per tensor: read one at a time and transposed on
+arrival.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .spec import Source
 
 
 def as_stored(source: Source, info: TensorInfo) -> Source:
-    """The source as the file has it: checkpoints that transformers has saved again store rows, which the shape
-    shows.
+    """The source as the file has it. Checkpoints that transformers has saved again store rows; the shape tells
+    which.
     """
     if not source.by_columns:
         return source
@@ -30,10 +30,10 @@ def as_stored(source: Source, info: TensorInfo) -> Source:
 def read_by_columns(
     source: Source, info: TensorInfo, turned: Format | None
 ) -> tuple[tuple[Reading, ...], Settle | None]:
-    """How the matrices of `info`, stored [count, columns, rows], come into rows [count * rows, columns]; `turned`: into
-    which format.
+    """How the matrices of `info`, stored [count, columns, rows], are read into rows [count * rows, columns]; `turned`:
+    the target format.
 
-    Quantized they are turned one by one while they are read, else in place when all bytes are there.
+    Quantized matrices are transposed one by one while they are read, others in place when all bytes have arrived.
     """
     count, columns, rows = source.stored
     size = info.nbytes // count
@@ -59,7 +59,7 @@ def read_by_columns(
 
 
 def _turn(count: int, target: Weight) -> None:
-    """Rows of each matrix from its columns, in place."""
+    """Transpose each matrix in place, from columns to rows."""
     if isinstance(target, torch.Tensor):
         rows, columns = target.shape[0] // count, target.shape[1]
         for piece in target.view(count, rows, columns):

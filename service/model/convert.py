@@ -1,4 +1,4 @@
-"""Converting a checkpoint once: tensor by tensor from its files into the cache, hashed on the way."""
+"""Converts a checkpoint once: reads it tensor by tensor, writes the cache, and hashes both."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from .requantize import StagedTensor
 from .weights import ALIGNMENT, PlannedTensor, WeightPlan
 
 CPU = torch.device("cpu")
-# The hash of the source is known only when all is written: its place in the header is kept for it.
+# The hash of the source is known only at the end: its bytes in the header are reserved.
 NO_CONTENT = "0" * 64
-# A second writer may publish between our two renames; each attempt needs another one to do so.
+# A second writer may publish between our two renames; each retry needs yet another writer.
 ATTEMPTS = 20
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What to convert: the plan of `checkpoint` with its aim, the name of the choice, the folder it goes to, and who
-    quantizes faster.
+    """What to convert: the plan of `checkpoint` with its target format, the name of the quantization, the target
+    folder, and the kernels that quantize faster, if any.
     """
 
     checkpoint: Checkpoint
@@ -70,15 +70,13 @@ class Conversion:
 
     @property
     def need(self) -> int:
-        """Bytes of memory that it takes: the largest tensor, and what the readers convert in."""
+        """Bytes of memory required: the largest tensor plus the readers' staging buffers."""
         return max(map(_tensor_bytes, self.plan.tensors)) + _bench_bytes(self.plan)
 
 
 @dataclass(slots=True)
 class _Hashed:
-    """An intake that hashes what it is given on its way to where `reading` brings it in `target`, or to nowhere
-    (None).
-    """
+    """An intake that hashes its input and passes it to `target` as `reading` says, or drops it (None)."""
 
     reading: Reading
     target: Weight | None
@@ -110,7 +108,7 @@ class _Hashed:
         place.reshape(-1).view(torch.uint8)[start : start + octets.numel()] = octets
 
     def digest(self) -> bytes:
-        """Of the tensor's name, type, shape and bytes."""
+        """The hash of the tensor's name, type, shape and bytes."""
         info = self.reading.info
         whole = hashlib.sha256(f"{info.name}\0{info.dtype}\0{info.shape}\0".encode())
         for first in sorted(self.digests):
@@ -121,8 +119,8 @@ class _Hashed:
 def is_current(
     conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
 ) -> bool:
-    """Whether the folder holds this conversion already: all its bytes are read and compared with their hash, and where
-    the source's times differ, the source's with its own.
+    """Whether the folder already holds this conversion. All its bytes are hashed and compared; where the source's times
+    differ, the source is hashed too.
 
     `lease` has conversion.need bytes. Raises Cancelled, FileError of the source.
     """
@@ -152,7 +150,7 @@ def is_current(
 
 
 def _hash_of_tensors(found: Converted, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
-    """Of the tensors' bytes in the converted file. Raises Cancelled, FileError."""
+    """The hash of the tensors' bytes in the converted file. Raises Cancelled, FileError."""
     start = min(info.start for info in found.tensors.values())
     digest = hashlib.sha256()
     with open_regular(found.path, WEIGHTS) as (fd, source):
@@ -167,18 +165,17 @@ def _hash_of_tensors(found: Converted, progress: ProgressReport | None, cancel: 
 
 
 def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None) -> str:
-    """Write the folder, or nothing; returns the hash of the source's bytes. Never more than one tensor is in memory, in
-    `lease`.
+    """Write the folder completely or not at all; return the hash of the source's bytes. At most one tensor is in
+    memory, in `lease`.
 
-    What an earlier attempt had converted when it was stopped or ended is gone on from, if neither it nor the source has
-    changed. Two that write the same folder at once both succeed; whoever reads it sees one of them whole. Raises
-    Cancelled, FileError,
+    An attempt that was stopped is resumed if neither its files nor the source have changed. Two processes that write
+    the same folder at once both succeed, and a reader always sees one complete version. Raises Cancelled, FileError,
     ModelError.
     """
     parent, record = conversion.folder.parent, source_record(conversion.checkpoint, "", "")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # Both take away what was left of others first.
+        # Both first remove what other attempts left.
         with (
             work_folder(parent, "unfinished") as work,
             partial_folder(parent, conversion.folder.name, work / "partial") as begun,
@@ -201,7 +198,7 @@ def convert(conversion: Conversion, lease: Lease, progress: ProgressReport | Non
 def _write_weights(
     partial: Partial, conversion: Conversion, lease: Lease, progress: ProgressReport | None, cancel: CancelCheck | None
 ) -> dict[str, str]:
-    """Returns the hashes of what was read (`content`) and of what was written (`made`)."""
+    """Return the hashes of the bytes read (`content`) and of the bytes written (`made`)."""
     written = partial.begin(cancel)
     with partial.path.open("r+b") as file:
         file.seek(0, os.SEEK_END)
@@ -213,7 +210,7 @@ def _write_weights(
                 written.digest.update(octets)
 
         for hashes in _read(conversion, lease, progress, cancel, first=written.tensors, keep=keep):
-            file.flush()  # before the journal says so
+            file.flush()  # before the journal records it
             written.end, written.tensors = file.tell(), written.tensors + 1
             written.content += hashes
             partial.note(written, hashes)
@@ -233,8 +230,8 @@ def _read(
     first: int = 0,
     keep: Callable[[Iterator[torch.Tensor]], None] | None = None,
 ) -> Iterator[list[bytes]]:
-    """Read every tensor from `first` on, and convert it where `keep` takes its parts; yields the hashes of what was
-    read of each.
+    """Read every tensor from `first` on, and convert those whose parts `keep` accepts; yield the source hashes
+    of each.
     """
     plan = conversion.plan
     sizes = [sum(info.nbytes for info in tensor.parts) for tensor in plan.tensors]
@@ -270,7 +267,7 @@ def _read(
 def _turned(
     tensor: StagedTensor, read: Weight, room: _ConversionBuffers, bench: Bench, faster: Quantizer | None
 ) -> Weight:
-    """The tensor in the form that it is to have, of the form that was read."""
+    """The tensor in its target format, made of the format that was read."""
     target = tensor.carve(room.carve)
     if isinstance(read, QuantizedWeight) and isinstance(target, QuantizedWeight):
         tensor.turn(read, target, bench.work, faster)
@@ -282,7 +279,7 @@ def _tensor_bytes(tensor: PlannedTensor) -> int:
 
 
 def _header(conversion: Conversion, content: str) -> bytes:
-    """The safetensors header, padded so that the tensors begin at a multiple of ALIGNMENT."""
+    """The safetensors header, padded so that the tensors start at a multiple of ALIGNMENT."""
     aim = conversion.plan.aim
     if aim is None:
         raise ValueError("there is nothing to convert to")
@@ -313,7 +310,7 @@ def file_bytes(plan: WeightPlan) -> int:
 
 
 def _check_room(begun: Path, plan: WeightPlan) -> None:
-    """`begun`: the folder in which part of it may be."""
+    """Raise an error if the disk is too full; `begun`: the folder with the part that is already written."""
     there = sum(path.stat().st_size for path in begun.iterdir())
     needed, free = max(0, file_bytes(plan) - there), shutil.disk_usage(begun).free
     if needed > free:
@@ -323,7 +320,7 @@ def _check_room(begun: Path, plan: WeightPlan) -> None:
 
 
 def _bench_bytes(plan: WeightPlan) -> int:
-    """As plan.bench_bytes, but for hashing every tensor is handed over in rows."""
+    """As plan.bench_bytes, but every tensor is staged in rows, because it is hashed."""
     count, raw, work = _bench(plan)
     return count * (raw + work)
 
@@ -337,7 +334,7 @@ def _bench(plan: WeightPlan) -> tuple[int, int, int]:
 
 
 class _ConversionBuffers:
-    """The bytes of a lease, given out anew for each tensor."""
+    """The bytes of a lease, reused for each tensor."""
 
     def __init__(self, lease: Lease) -> None:
         self._bytes, self._cursor = lease.tensor, 0
@@ -355,7 +352,7 @@ def _benches(plan: WeightPlan, room: _ConversionBuffers) -> list[Bench]:
 
 
 def _publish(made: Path, folder: Path, aside: Path) -> None:
-    """Move `made` to `folder` as a whole; what is there goes to `aside` first. Raises OSError."""
+    """Move `made` to `folder` in one step; an existing folder first moves to `aside`. Raises OSError."""
     for attempt in range(ATTEMPTS):
         try:
             made.rename(folder)
@@ -376,7 +373,7 @@ def _set_aside(folder: Path, aside: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Replace a small file as a whole. Raises OSError."""
+    """Replace a small file in one step. Raises OSError."""
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     with fresh.open("wb") as file:
         file.write(text.encode())

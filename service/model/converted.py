@@ -1,16 +1,14 @@
-"""Weights that were converted once and are kept in the cache: found by what they were made of, and trusted only while
-that is unchanged.
+"""Converted weights in the cache: found by a key of their source, and trusted only while the source is unchanged.
 
-A folder `quantized/KEY` holds weights.safetensors, the planned tensors as they lie in memory, and source.json. KEY is a
-hash of the source's file names, sizes and headers, and of the first 4 KiB of up to 256 tensors spread over it: it costs
-a megabyte of reading at every opening and tells checkpoints of one shape apart, for a training changes every tensor.
-That alone would not show a change in the middle of a tensor: source.json has size, time of writing and time of change
-(which no program can set) of every source file, and the hash of all its bytes, which `onedesk quantize` compares when
-the times differ. It also has the hash of what was made, which `onedesk quantize` compares whenever it runs. Hashing all
-bytes at
-every opening would
-cost more than
-converting them.
+A folder `quantized/KEY` holds weights.safetensors (the planned tensors in their memory layout) and source.json. KEY is
+a hash of the source's file names, sizes and headers, and of the first 4 KiB of up to 256 evenly spread tensors. It
+costs one megabyte of reading per opening. It distinguishes checkpoints of the same shape, because training changes
+every tensor.
+
+KEY alone would miss a change in the middle of a tensor. So source.json records size, modification time and change time
+(which no program can set) of every source file, and the hash of all its bytes. `onedesk quantize` compares that hash
+when the times differ, and the hash of the converted file on every run. To hash all bytes at every opening would cost
+more than the conversion.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ log = logging.getLogger(__name__)
 FOLDER = "quantized"
 WEIGHTS = "weights.safetensors"
 SOURCE = "source.json"
-# Of the file, of the layout of its tensors, and of how a source's bytes are hashed: another one is another key.
+# Version of the file, of its tensor layout and of the source hash: another version gives another key.
 VERSION = 1
 SAMPLES = 256
 SAMPLE_BYTES = 4096
@@ -50,8 +48,8 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A folder of converted weights whose header is valid. `aim`: what matrices were turned into; `content`: the
-    source's hash.
+    """A folder of converted weights whose header is valid. `aim`: the format of its matrices; `content`: the hash of
+    the source.
     """
 
     path: Path
@@ -63,10 +61,10 @@ class Converted:
 def plan_form(
     wanted: Callable[[], Iterable[Destination]], checkpoint: Checkpoint, quant: str, cache: Path | None
 ) -> WeightPlan:
-    """The plan of `wanted` for the choice `quant`: none, int8 or int4; from the cache where the weights were converted
-    before.
+    """The plan of `wanted` in the quantization `quant` (none, int8 or int4), read from the cache where it has the
+    weights.
 
-    What is in the cache and cannot be trusted is passed over with a line in the log. Raises ModelError, FileError.
+    A cache entry that cannot be trusted is skipped with a log line. Raises ModelError, FileError.
     """
     aim = CHOICES.get(quant)
     folder = None if aim is None or cache is None else converted_folder(checkpoint, quant, cache)
@@ -87,7 +85,7 @@ def plan_form(
 
 
 def converted_folder(checkpoint: Checkpoint, quant: str, cache: Path) -> Path:
-    """Where the weights of `checkpoint`, converted to `quant`, are kept or would be. Raises FileError."""
+    """The cache folder of `checkpoint` converted to `quant`, whether or not it exists. Raises FileError."""
     key = hashlib.sha256(json.dumps([VERSION, quant, checkpoint.config.get(PUBLISHED)], sort_keys=True).encode())
     for path, infos in _by_file(checkpoint).items():
         key.update(f"{infos[0].source.shown}\0{infos[0].source.size}\0".encode())
@@ -98,7 +96,7 @@ def converted_folder(checkpoint: Checkpoint, quant: str, cache: Path) -> Path:
 
 
 def _by_file(checkpoint: Checkpoint) -> dict[Path, list[TensorInfo]]:
-    """The tensors of each file, both in order."""
+    """The tensors of each file, files and tensors in order."""
     found: dict[Path, list[TensorInfo]] = {}
     for info in sorted(checkpoint.tensors.values(), key=lambda info: (str(info.file), info.start)):
         found.setdefault(info.file, []).append(info)
@@ -106,7 +104,7 @@ def _by_file(checkpoint: Checkpoint) -> dict[Path, list[TensorInfo]]:
 
 
 def _sample(path: Path, infos: list[TensorInfo], count: int) -> bytes:
-    """The beginnings of `count` tensors, evenly spread."""
+    """The first bytes of `count` tensors, evenly spread."""
     chosen = [infos[i * len(infos) // count] for i in range(min(count, len(infos)))]
     with open_regular(path, infos[0].source.shown) as (fd, source):
         return b"".join(read_exactly(fd, min(SAMPLE_BYTES, info.nbytes), info.start, source.shown) for info in chosen)
@@ -128,15 +126,15 @@ def open_converted(folder: Path, quant: str) -> Converted:
 
 
 def describe(aim: Format, quant: str, content: str) -> dict[str, str]:
-    """What `open_converted` reads of the header's metadata."""
+    """The header's metadata, as `open_converted` reads it."""
     told = {"format": "onedesk", "version": str(VERSION), "quant": quant, "content": content}
     return told if aim == INT8 else told | {"group": str(aim.group), "symmetric": str(aim.symmetric).lower()}
 
 
 def source_record(checkpoint: Checkpoint, content: str, made: str) -> dict[str, Any]:
-    """What source.json holds: hashes of the source and of what was made of it, and of the files as they are now sizes
-    in bytes and times in
-    nanoseconds."""
+    """The content of source.json: hashes of the source and of the converted tensors, and the current size (bytes) and
+    times (nanoseconds) of each source file.
+    """
     return {
         "content": content,
         "made": made,
@@ -145,9 +143,7 @@ def source_record(checkpoint: Checkpoint, content: str, made: str) -> dict[str, 
 
 
 def unchanged_since(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Whether the source's files are, by size and times, those that source.json tells of. Raises FileError,
-    ModelError.
-    """
+    """Whether the source's files have the sizes and times that source.json records. Raises FileError, ModelError."""
     record = read_json_object(folder / SOURCE, SOURCE).get("files")
     return record == {source: list(figures) for source, figures in _figures(checkpoint).items()}
 
@@ -164,7 +160,7 @@ def _figures(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
 
 
 def replan(plan: WeightPlan, found: Converted) -> WeightPlan:
-    """`plan` with every tensor read as it lies in the converted file. Raises ModelError where that has other ones."""
+    """`plan` with every tensor read from the converted file. Raises ModelError where that file has other tensors."""
     left = dict(found.tensors)
     tensors = tuple(_replanned(tensor, left) for tensor in plan.tensors)
     if left:
@@ -184,7 +180,7 @@ def _replanned(tensor: PlannedTensor, left: dict[str, TensorInfo]) -> PlannedTen
 
 
 def stored_pieces(tensor: PlannedTensor) -> list[tuple[str, str, tuple[int, ...], str]]:
-    """What the converted file has of a planned tensor, in order: name, field of the weight, shape, dtype."""
+    """The stored parts of a planned tensor, in file order: name, field of the weight, shape, dtype."""
     key, held = tensor.destination.key, tensor.held
     if not isinstance(held, Format):
         return [(key, "", tensor.destination.shape, NAMES[held])]

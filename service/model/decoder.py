@@ -1,6 +1,4 @@
-"""The tensors of a decoder in the order in which its layers use them, and the network over them; the families say
-which layers it has.
-"""
+"""The tensors of a decoder in order of use, and the network over them; each family declares its layers."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from .spec import Destination, Source
 
 
 def destinations(config: DecoderConfig) -> Iterator[Destination]:
-    """Every tensor of the network, in the order in which the layers use them."""
+    """Every tensor of the network, in order of use."""
     w = config.widths
     yield Destination("embedding", (Source("model.embed_tokens.weight", (w.vocab, w.hidden)),), 0, bits=8)
     for layer in range(config.layers):
@@ -44,7 +42,7 @@ def destinations(config: DecoderConfig) -> Iterator[Destination]:
 
 
 def drafting(config: DecoderConfig) -> Iterator[Destination]:
-    """The tensors of the layer that drafts, whether or not it is opened."""
+    """The tensors of the draft layer, whether or not it is opened."""
     yield from draft.wanted(config, _wanted(draft.layer_config(config), config.layers))
 
 
@@ -68,9 +66,7 @@ def build(
     rotary: RotaryTable,
     tables: Mapping[str, FileTable] = MappingProxyType({}),
 ) -> Decoder:
-    """The network over `weights` and `tables` (keys of `destinations`); sequences may be as long as the rotary
-    table.
-    """
+    """The network over `weights` and `tables` (by destination key). The rotary table limits the sequence length."""
     named, blocks, paged, stateful = NamedWeights(weights, tables), [], 0, 0
     for layer in range(config.layers):
         before = None
@@ -95,7 +91,7 @@ def build(
 def build_draft(
     config: DecoderConfig, weights: Mapping[str, Weight], network: Decoder, rotary: RotaryTable
 ) -> draft.Draft:
-    """The layer that drafts for `network`, over `weights` (keys of `destinations`); its cache is one of its own."""
+    """The draft layer for `network`, over `weights` (by destination key); it has its own cache."""
     own, named = draft.layer_config(config), NamedWeights(weights, {})
     at = named.of(config.layers)
     mixer, forward = (
@@ -117,8 +113,8 @@ def build_draft(
 def _attention(
     config: DecoderConfig, named: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
 ) -> Layer:
-    """Attention with an indexer or without; `places` among the layers that leave keys and values, and among those
-    that leave states.
+    """Attention with or without an indexer. `places`: its index among the layers that store keys and values, and among
+    those that store states.
     """
     if config.indexer is None:
         return attention.build(config, named, layer, places[0], rotary)
@@ -126,7 +122,7 @@ def _attention(
 
 
 def _joined(config: DecoderConfig, at: NamedWeights, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:
-    """The two halves of a block, behind their connections where there are residual streams."""
+    """The two halves of a block, each wrapped in its hyper-connection where the residual has several streams."""
     if config.streams is None:
         return mixer, forward
     connections = [streams.build(config, at, connection, inject=True) for connection in ("attn", "mlp")]

@@ -1,4 +1,4 @@
-"""Gated delta net layers: tokens are mixed through states of constant size, one a value head."""
+"""Gated delta net layers: tokens are mixed through states of constant size, one per value head."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .spec import Destination, Source
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """What the convolution sees and the gates are held together, and so are the two rates of a head, which are never
-    below 8 bits.
+    """The required tensors. The convolution's inputs and the gates are one matrix, and so are the two rates per head,
+    which keep at least 8 bits.
     """
     shape, hidden, key, part = _shape(config), config.widths.hidden, f"{layer}.", layer + 1
     name, wide = f"model.layers.{layer}.linear_attn.", shape.channels + shape.values
@@ -48,7 +48,7 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 
 
 def build(config: DecoderConfig, weights: NamedWeights, layer: int, index: int) -> GatedDelta:
-    """The layer over its weights; `index` is its place among the layers that leave recurrent states."""
+    """The layer over its weights; `index` counts only the layers that store recurrent states."""
     at, shape = weights.of(layer), _shape(config)
     heads = DeltaHeads(
         *(shape.key_heads, shape.group, shape.key_dim, shape.value_dim, shape.fused, shape.gate),
@@ -69,7 +69,7 @@ def _shape(config: DecoderConfig) -> DeltaShape:
 
 @dataclass(slots=True)
 class GatedDelta:
-    """Pre-norm gated delta net (Yang et al. 2024) behind a short convolution, as Qwen3-Next and Qwen3.5 have it.
+    """Pre-norm gated delta net (Yang et al. 2024) after a short convolution, as in Qwen3-Next and Qwen3.5.
 
     projection [channels + values, hidden], rates [2 * value_heads, hidden], both as DeltaHeads says; output [hidden,
     values].
@@ -100,8 +100,8 @@ class GatedDelta:
         kernels.linear_add(mixed, self.output, at.target, views["normed"])
 
     def _mix(self, at: Pass, states: RecurrentStates, slots: Slots) -> None:
-        """From projections to gated answers; states go on from the slots that the pass reads to those that it
-        writes.
+        """From projections to gated outputs. States are read from the pass's source slots and written to its target
+        slots.
         """
         heads, mixed, count = self.heads, at.views["delta_mixed"], at.ids.shape[0]
         seen, gates, beta, speed = self._split(at.views["delta_projected"], at.views["delta_rates"])
@@ -123,7 +123,7 @@ class GatedDelta:
     def _step(
         self, states: RecurrentStates, slots: Slots, seen: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
     ) -> torch.Tensor:
-        """The next token of each sequence: the answers [S, H, R, E]."""
+        """Decode one token per sequence; returns the outputs [S, H, R, E]."""
         windows, held = states.read(self.index, slots.source)
         convolved, windows = convolve_step(seen, windows, self.heads.taps)
         answers = delta_step(*self._heads(convolved), decay, beta, held)
@@ -133,7 +133,7 @@ class GatedDelta:
     def _split(
         self, projected: torch.Tensor, rates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the convolution sees [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""
+        """The convolution's input [T, channels], gates [T, H, R, E], and the two rates [T, H, R] each."""
         s, count = self.heads, projected.shape[0]
         if not s.fused:
             seen, gates = projected.split((s.channels, s.values), dim=1)

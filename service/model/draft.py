@@ -1,13 +1,11 @@
-"""Multi-token prediction: a layer behind the last one that guesses, of the state that chose a token and of that token,
-the one after it.
+"""Multi-token prediction: a layer after the last one that proposes a draft token from a hidden state and the next
+token.
 
-At place i it reads what the network's head read there and the embedding of token i + 1, each normed, joins them to a
-residual, and sends that through one attention layer with feed-forward, a norm of its own (or mixer of streams) and the
-network's head: scores for token i + 2. What its own head reads stands in for the state of place i + 1 where more is to
-be guessed. Of residual streams it reads and hands on all, before they are mixed. Source of the maths: DeepSeek-V3
-(2024) and the
-published checkpoints' tensors
-`mtp.*`.
+At position i it takes the head's input at i and the embedding of token i + 1, and norms both. It projects them to one
+residual, and applies one attention layer with feed-forward, its own norm (or stream mixer) and the network's head:
+scores for token i + 2. To draft further tokens, its own head's input replaces the hidden state of position i + 1. With
+several residual streams it reads and returns all of them, before they are mixed. Source of the maths: DeepSeek-V3
+(2024) and the published checkpoints' tensors `mtp.*`.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from .spec import ConfigReader, Destination, Source
 log = logging.getLogger(__name__)
 
 PREFIX = "mtp."
-# How configs say how many such layers there are.
+# The config keys that give the number of draft layers.
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 def with_draft(config: DecoderConfig) -> DecoderConfig:
-    """The decoder with the layer that drafts."""
+    """The decoder with its draft layer."""
     hidden = config.widths.hidden
     buffers = (
         BufferSpec("draft_hidden", carried_width(config)),
@@ -46,29 +44,29 @@ def with_draft(config: DecoderConfig) -> DecoderConfig:
 
 
 def without_draft(config: DecoderConfig) -> DecoderConfig:
-    """The decoder alone."""
+    """The decoder without its draft layer."""
     buffers = tuple(buffer for buffer in config.widths.more if not buffer.name.startswith("draft_"))
     return replace(config, draft=False, widths=replace(config.widths, more=buffers))
 
 
 def carried_width(config: DecoderConfig) -> int:
-    """Numbers of a row that the layer goes on from."""
+    """Width of a row that the draft layer continues from."""
     return config.widths.hidden * (config.streams.count if config.streams else 1)
 
 
 def draft_part(config: DecoderConfig) -> int:
-    """Where the layer stands in the order of reading, see Destination.part: behind the head."""
+    """The draft layer's position in the reading order, see Destination.part: after the head."""
     return config.layers + 2
 
 
 def layer_config(config: DecoderConfig) -> DecoderConfig:
-    """A decoder whose layer number `config.layers` is the one that drafts."""
+    """A decoder config whose layer number `config.layers` is the draft layer."""
     whole = replace(config, layers=config.layers + 1, kinds=(), interval=1, dense=frozenset(), sparse_step=1)
     return replace(whole, ngrams=None, draft=False)
 
 
 def wanted(config: DecoderConfig, block: Iterable[Destination]) -> Iterator[Destination]:
-    """Every tensor of the layer; `block` are those of attention and feed-forward by the names of the layer
+    """Every required tensor of the draft layer; `block`: those of attention and feed-forward, named as layer
     `config.layers`.
     """
     part, hidden = draft_part(config), config.widths.hidden
@@ -98,11 +96,10 @@ def _renamed(source: Source, layer: int) -> Source:
 
 
 def is_there(described: Mapping[str, Any], names: Iterable[str], needed: Iterable[Destination], model: str) -> bool:
-    """Whether a checkpoint with tensors `names` has the whole layer, whose tensors are `needed`, and its config does
-    not say otherwise.
+    """Whether a checkpoint with tensors `names` has the complete draft layer (`needed`) and its config agrees.
 
-    Raises ModelError where the config says that there is one and only some of its tensors are there; where there is
-    none of them the checkpoint came without.
+    Raises ModelError where the config declares the layer and the checkpoint has only some of its tensors. A checkpoint
+    with none of them was published without the layer.
     """
     own = {name for name in names if name.startswith(PREFIX)}
     read = ConfigReader(described)
@@ -135,7 +132,7 @@ def is_there(described: Mapping[str, Any], names: Iterable[str], needed: Iterabl
 
 
 def carried(network: Decoder, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """What the layer goes on from behind `state` [T, ...], which Decoder.forward returned: what the head reads, or all
+    """The rows that the draft layer continues from, for `state` [T, ...] of Decoder.forward: the head's input, or all
     streams [T, wide].
 
     Valid until the next pass.
@@ -145,8 +142,7 @@ def carried(network: Decoder, state: torch.Tensor, scratch: Scratch) -> torch.Te
 
 @dataclass(slots=True)
 class Draft:
-    """The layer over its weights, in a network of this one block whose embedding and head are those of the decoder that
-    it drafts for.
+    """The draft layer over its weights: a network of one block that shares embedding and head with its decoder.
 
     projections: [hidden, 2 * hidden], or one [hidden, hidden] each for embedding and streams.
     """
@@ -162,7 +158,7 @@ class Draft:
         return self.network.captured and self.network.kernels.captures(self.network.shape, self.projections)
 
     def forward(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> torch.Tensor:
-        """Read ids [T] int64 behind what is in the buffer "draft_hidden" [T, wide]; returns the residual, valid until
+        """Read ids [T] int64 after the rows in the buffer "draft_hidden" [T, wide]; returns the residual, valid until
         the next pass.
 
         `kv` holds the keys and values of this layer alone. A position in it is that of the state it continues from.
@@ -188,7 +184,7 @@ class Draft:
         kernels.linear(both, self.projections[0], at.target)
 
     def _join_streams(self, at: Pass) -> torch.Tensor:
-        """The norm is over all streams together, the product one stream at a time."""
+        """The norm spans all streams; the product is applied to one stream at a time."""
         kernels, views, (count, hidden) = at.kernels, at.views, at.target.shape
         of_embedding, of_stream = self.projections
         normed, found = views["normed"], views["found"]
@@ -203,8 +199,8 @@ class Draft:
         return streams
 
     def last(self, state: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [1, vocab] behind the last row of what `forward` returned, and that row as the layer goes on from
-        it [1, wide].
+        """Scores [1, vocab] of the last row that `forward` returned, and that row as input of the next draft step [1,
+        wide].
         """
         row = residual(self.network, scratch.rows(1))
         if state.shape[0] > 1:

@@ -1,4 +1,4 @@
-"""Which module reads which model_type; a family is imported when it is first used."""
+"""Maps each model_type to its module; a family is imported at its first use."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ _WRITING = ("qwen2", "qwen3", "qwen3_moe", "qwen3_next")
 FAMILIES = {
     name: name for name in (*_WRITING, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 }
-# The same config and tensors under another name, in some re-uploads.
+# Other names for the same config and tensors, in some re-uploads.
 ALIASES = {"qwen3_8_flash_next": "qwen4_exp"}
-# Where a checkpoint may have what the families call "model."; of one that also sees pictures it is the text part.
+# Prefixes that a checkpoint may use for "model."; a checkpoint with a vision tower nests the text network.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-# The file by which sentence-transformers knows its models.
+# The file that marks a sentence-transformers model.
 SENTENCE_TRANSFORMERS = "modules.json"
 HEADS = ("language_model.lm_head.",)
 QUANTIZATION = "quantization_config"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the text network: of one that nests it under text_config that, and of the rest what it
-    does not say.
+    """The text network's part of a config.json: text_config where it exists, completed from the outer level.
 
-    Whether the head is tied to the embedding the outer level says where it says anything.
+    The outer level decides whether the head is tied to the embedding, where it says so.
     """
     inner = config.get("text_config")
     if inner is None:
@@ -50,7 +49,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def family_of(config: Mapping[str, Any]) -> ModuleType:
-    """The module of a config.json's model_type; ModelError names what it is and what is supported."""
+    """The module for a config.json's model_type; the ModelError names the type and the supported ones."""
     kind = _kind(config)
     if kind in FAMILIES:
         return import_module(f"{__package__}.{FAMILIES[kind]}")
@@ -61,17 +60,16 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
 
 
 def describe(config: Mapping[str, Any]) -> DecoderConfig:
-    """What the family of a config.json reads of it. Raises ModelError."""
+    """The family's description of a config.json. Raises ModelError."""
     described: DecoderConfig = family_of(config).read_config(text_config(config))
     return described
 
 
 def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleType, DecoderConfig, Checkpoint]:
-    """The module, what it reads of the config, and the text network of the checkpoint under the names that the module
+    """The module, its description of the config, and the checkpoint's text network under the names that the module
     uses.
 
-    With the layer for multi-token prediction where the checkpoint has it, unless not even a look at it is wanted
-    (`draft`).
+    Includes the multi-token prediction layer where the checkpoint has it, unless `draft` is false.
     """
     family, text = family_of(checkpoint.config), text_config(checkpoint.config)
     config: DecoderConfig = family.read_config(text)
@@ -102,16 +100,15 @@ def read_family(checkpoint: Checkpoint, *, draft: bool = True) -> tuple[ModuleTy
 
 def _is_headless(checkpoint: Checkpoint, prefix: str, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether the checkpoint is an embedding model, published without an output matrix: the bare network under its own
-    names, or a
-    folder of sentence-transformers. Any other checkpoint without that matrix is incomplete."""
+    names, or a sentence-transformers folder. Any other checkpoint without that matrix is incomplete.
+    """
     if any(name.startswith("lm_head.") for name in tensors):
         return False
     return prefix == "" or (checkpoint.folder / SENTENCE_TRANSFORMERS).is_file()
 
 
 def read_tower(checkpoint: Checkpoint) -> tuple[VisionConfig, Checkpoint] | None:
-    """The seeing part of a model and its tower under the names that tower.py uses; None where config or files have
-    none.
+    """The vision part of a model and its tower under the names of tower.py; None where config or files have none.
 
     Raises ModelError for a config.json that describes a tower wrongly.
     """
@@ -132,13 +129,13 @@ def read_tower(checkpoint: Checkpoint) -> tuple[VisionConfig, Checkpoint] | None
 
 
 def _kind(config: Mapping[str, Any]) -> str:
-    """The model_type of the text network, by the name that has a module."""
+    """The model_type of the text network, under the name that has a module."""
     kind = str(text_config(config).get("model_type")).removesuffix("_text")
     return ALIASES.get(kind, kind)
 
 
 def _without(value: Any, prefix: str) -> Any:
-    """What a quantization says of layers by their names, without the prefix."""
+    """A quantization's layer names without the prefix."""
     if isinstance(value, str):
         return value.removeprefix(prefix)
     if isinstance(value, list):
@@ -149,7 +146,7 @@ def _without(value: Any, prefix: str) -> Any:
 
 
 def _known_names(value: Any, prefix: str) -> Any:
-    """What a quantization says of layers by their names, by those that the families use."""
+    """A quantization's layer names as the families spell them."""
     if isinstance(value, str):
         return _known_name(value, prefix) if prefix else value
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Feed-forward layers: one for every token, or experts of which each token meets a few."""
+"""Feed-forward layers: dense, or experts of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from .spec import FLOATING, Destination, Source
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """Gate and up are held together; experts one behind the other, as one tensor each of both or one for every
-    expert.
-    """
+    """The required tensors. Gate and up are one matrix; experts are stacked, stored as one tensor or one per expert."""
     w, key, part, name = config.widths, f"{layer}.", layer + 1, f"model.layers.{layer}.mlp."
     yield from layer_norm(config, layer, "forward_norm", "post_attention_layernorm")
     if config.experts is not None and config.is_sparse(layer):
@@ -34,7 +32,7 @@ def _gate_up(name: str, width: int, hidden: int) -> tuple[Source, ...]:
 
 
 def _wanted_experts(shape: ExpertShape, hidden: int, key: str, part: int, name: str) -> Iterator[Destination]:
-    """The router keeps its type: rounding changes who is chosen."""
+    """The router keeps its type: rounding would change the choice of experts."""
     count, width, used = shape.count, shape.width, shape.active / shape.count
     yield Destination(key + "router", (Source(name + "gate.weight", (count, hidden)),), part, bits=FLOATING)
     gate_up = tuple(source for expert in range(count) for source in _gate_up(f"{name}experts.{expert}.", width, hidden))
@@ -92,9 +90,7 @@ class FeedForward:
 
 @dataclass(slots=True)
 class Experts:
-    """Sparse experts behind their norm. Where kernels do not take them as a whole, who is chosen is looked at on the
-    host.
-    """
+    """Sparse experts after their norm. Where no fused kernel takes all of them, the host reads the router's choice."""
 
     norm: NormWeight | None
     weights: ExpertWeights
@@ -119,7 +115,7 @@ class Experts:
         chosen, weights = self._choose(at, normed)
         if self.weights.shared is not None:
             self._run_shared(at, normed, self.weights.shared)
-        # The choices in the order of the experts, so that each one's weights are read once.
+        # Sort the choices by expert, so that each expert's weights are read once.
         order = chosen.argsort(stable=True)
         rows, weights = order // self.weights.active, weights[order][:, None]
         done = 0
@@ -147,7 +143,7 @@ class Experts:
     def _run_expert(
         self, at: Pass, normed: torch.Tensor, expert: int, rows: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        """The rows [n] of the pass through one expert, each by its weight [n, 1]."""
+        """Apply one expert to the rows [n] of the pass, scaled by its weight [n, 1]."""
         kernels, count = at.kernels, rows.shape[0]
         views = at.scratch.rows(count)
         gated, routed = views["expert_gated"], views["routed"]

@@ -1,4 +1,4 @@
-"""What the families share whose layers are gated delta nets and, here and there, gated attention."""
+"""What the families share that combine gated delta nets with gated attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .layers import BufferSpec
 from .shape import DecoderConfig, ExpertShape, read_delta, read_hybrid, read_widths
 from .spec import ConfigReader
 
-# Where a config has none: the width of a head, and how many of its pairs each axis of a picture's positions turns.
+# Defaults: the head width, and the pairs per axis of a picture's positions.
 HEAD_DIM = 256
 SECTIONS = (11, 11, 10)
 
@@ -23,7 +23,7 @@ def read_hybrid_decoder(
     dense: frozenset[int] = frozenset(),
     sparse_step: int = 1,
 ) -> DecoderConfig:
-    """Read and check what is not about experts; `fused` as in DeltaShape. Raises ModelError for what would change
+    """Read and check all but the experts; `fused` as in DeltaShape. Raises ModelError for settings that would change
     the arithmetic.
     """
     read = ConfigReader(config)

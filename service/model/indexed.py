@@ -1,8 +1,8 @@
-"""Gated attention to few tokens: an indexer scores blocks of them by a mean key each, and only the best blocks are
-attended to (QSA).
+"""Sparse gated attention (QSA): an indexer scores blocks of tokens by their mean key, and only the best are attended
+to.
 
-A row attends to the tokens of its best blocks and to those behind the last full one. Where it sees no more than that,
-all are attended to.
+A row attends to its best blocks and to the tokens after the last full block. A row that sees no more tokens than the
+budget attends to all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .spec import Destination, Source
 
 
 def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
-    """What the indexer has beside attention; its queries and its one key are one matrix."""
+    """The indexer's tensors, in addition to attention's; its queries and its one key are one matrix."""
     shape, key, part, name = _shape(config), f"{layer}.", layer + 1, f"model.layers.{layer}.self_attn.indexer."
     matrix = Source(name + "index_qk_proj.weight", ((shape.heads + 1) * shape.dim, config.widths.hidden))
     yield Destination(key + "indexer", (matrix,), part, bits=8)
@@ -35,8 +35,8 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 def build(
     config: DecoderConfig, weights: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
 ) -> IndexedAttention:
-    """The layer over its weights; `places` among the layers that leave keys and values, and among those that leave
-    states.
+    """The layer over its weights. `places`: its index among the layers that store keys and values, and among those that
+    store states.
     """
     at, shape = weights.of(layer), _shape(config)
     norms = (at.norm(f"indexer_{which}_norm", config.eps) for which in ("q", "k"))
@@ -60,8 +60,8 @@ def _shape(config: DecoderConfig) -> IndexerShape:
 
 @dataclass(slots=True, kw_only=True)
 class IndexedAttention(GatedAttention):
-    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key; `place`: where the raw keys of a
-    block wait to be full.
+    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key. `place`: the state index of the raw
+    keys of the block that is not full yet.
     """
 
     indexer: Indexer
@@ -109,7 +109,7 @@ class IndexedAttention(GatedAttention):
     def _chosen(
         self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]
     ) -> torch.Tensor:
-        """Numbers of the best blocks of each row, in order, and -1 behind them: int64 [T, most]."""
+        """Indices of the best blocks per row, ascending, padded with -1: int64 [T, most]."""
         shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(places)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, shape.q_norm, wanted)
@@ -125,11 +125,11 @@ class IndexedAttention(GatedAttention):
         return chosen
 
     def _pool(self, at: Pass, keys: torch.Tensor, tail: torch.Tensor, sequence: int, begin: tuple[int, int]) -> None:
-        """Let new raw keys [T, dim] in: the mean of each full block is kept, normed and rotated to its first token's
+        """Add raw keys [T, dim]. The mean of each full block is stored, normed and rotated to its first token's
         position.
 
-        `begin`: where the first of them stands in its sequence and in the pass.
-        tail [ratio - 1, dim] holds the raw keys of the block that is not full, and is changed.
+        `begin`: the first key's index in the sequence and in the pass. tail [ratio - 1, dim] holds the raw keys of the
+        block that is not full, and is changed.
         """
         start, row = begin
         shape, rotary, waiting = self.indexer, self.heads.rotary, start % self.indexer.ratio
@@ -153,15 +153,15 @@ class IndexedAttention(GatedAttention):
         at.cache.pooled[self.index][blocks, firsts % BLOCK // shape.ratio] = pooled[:, 0]
 
     def _tokens(self, chosen: torch.Tensor, length: int) -> torch.Tensor:
-        """The places that a row attends to, of the `length` that it sees: in its chosen blocks, and behind the last
-        full one.
+        """The positions that a row attends to, of the `length` that it sees: its chosen blocks, and those after the
+        last full block.
         """
         ratio, blocks = self.indexer.ratio, chosen[chosen >= 0]
         inside = (blocks[:, None] * ratio + torch.arange(ratio, device=blocks.device)).view(-1)
         return torch.cat((inside, torch.arange(length // ratio * ratio, length, device=blocks.device)))
 
     def _attend_to(self, at: Pass, query: torch.Tensor, tokens: torch.Tensor, sequence: int, out: torch.Tensor) -> None:
-        """out [heads, head_dim] of one row's queries over the places `tokens` of its sequence."""
+        """out [heads, head_dim]: one row's queries over the positions `tokens` of its sequence."""
         blocks, slots = at.batch.tables[sequence][tokens // BLOCK].long(), tokens % BLOCK
         keys, values = (part[self.index][blocks, :, slots].transpose(0, 1) for part in (at.cache.keys, at.cache.values))
         at.kernels.attention(query[None], keys, values, len(tokens) - 1, out[None])

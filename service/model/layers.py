@@ -1,6 +1,4 @@
-"""What a decoder is made of: its widths, the rows of a pass, and blocks of layers that work on them; none asks which
-device it is on.
-"""
+"""The parts of a decoder: widths, the rows of a pass, and blocks of layers; none depends on the device."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from ..quant.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer of a pass beside those of a dense decoder; `read` by a product, not only written; `halves`: only for
-    16-bit activations.
+    """A pass buffer in addition to those of a dense decoder. `read`: a product reads it; `halves`: only for 16-bit
+    activations.
     """
 
     name: str
@@ -34,9 +32,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """The widths of a decoder's intermediate rows, from which its scratch is sized; `intermediate` 0: no dense
-    feed-forward.
-    """
+    """The widths of a decoder's intermediate rows, which size its scratch; `intermediate` 0: no dense feed-forward."""
 
     hidden: int
     heads: int
@@ -66,7 +62,7 @@ class Widths:
         return found | {buffer.name: buffer.width for buffer in self.more if dtype.itemsize == 2 or not buffer.halves}
 
 
-# Views of the scratch for a pass of so many rows, by the names of Widths.rows.
+# Views of the scratch for a pass of a given row count, by the names of Widths.rows.
 PassRows: TypeAlias = Mapping[str, torch.Tensor]
 
 
@@ -86,7 +82,7 @@ class Scratch:
 
     @staticmethod
     def nbytes(widths: Widths, tokens: int, logit_rows: int, dtype: torch.dtype) -> int:
-        """Bytes for passes of `tokens` rows and scores of `logit_rows` of them, alignment included."""
+        """Bytes for passes of `tokens` rows and for the scores of `logit_rows` of them, alignment included."""
         sizes = [(tokens, width) for width in widths.rows(dtype).values()] + [(logit_rows, widths.vocab)]
         return sum(carved_bytes(size, dtype) for size in sizes)
 
@@ -110,11 +106,11 @@ class Scratch:
 
 @dataclass(slots=True)
 class Pass:
-    """What the layers of one pass share: its ids [T] and where their rows stand, the session's cache, the buffers
+    """The state that all layers of a pass share: ids [T], positions of the rows, the session's cache, the buffers
     (`views`: of all rows).
 
-    A layer reads `source` [T, hidden], normed by its own norm if it has one, and adds what it finds to `target` [T,
-    hidden]: both are the residual rows of an ordinary decoder.
+    A layer reads `source` [T, hidden], normed by its own norm if it has one, and adds its output to `target` [T,
+    hidden]. In an ordinary decoder both are the residual rows.
     """
 
     ids: torch.Tensor
@@ -128,31 +124,31 @@ class Pass:
     waiting: ConnectionOperands | None = None
 
     def let_in(self) -> None:
-        """What the last layer found goes into the residual streams, where the next one has not done it on its way
-        (see Streamed).
+        """Add the last layer's output to the residual streams, unless the next layer has already done so (see
+        Streamed).
         """
         if self.waiting is not None:
             self.kernels.inject(self.waiting)
             self.waiting = None
 
     def project(self, norm: NormWeight | None, weight: Weight, out: torch.Tensor) -> None:
-        """out [T, rows] = the source, normed where there is a norm, times a weight."""
+        """out [T, rows] = the source (normed where there is a norm) times a weight."""
         if norm is None:
             self.kernels.linear(self.source, weight, out)
         else:
             self.kernels.norm_linear(self.source, norm, weight, out, self.views["normed"])
 
     def normed(self, norm: NormWeight | None) -> torch.Tensor:
-        """The source, normed where there is a norm, for several products."""
+        """The source (normed where there is a norm), for several products."""
         return self.source if norm is None else self.kernels.rms_norm(self.source, norm, self.views["normed"])
 
 
 class Layer(Protocol):
-    """Half of a block: it reads the source of a pass, computes, and adds what it found to the target.
+    """Half of a block: it reads the source of a pass and adds its output to the target.
 
-    `parts` are what it hands to kernels: these say whether they take all of them without a look at values
-    (ReferenceKernels.captures), so that a graph can hold a decode step. That is made of calls of kernels alone, as long
-    as none of these says False (see ReferenceKernels.run_captured).
+    `parts` are its operands for kernels. Kernels state whether they accept all of them without reading values on the
+    host (ReferenceKernels.captures); then a graph can capture a decode step. The step must consist of kernel calls
+    alone, none of which returns False (see ReferenceKernels.run_captured).
     """
 
     @property
@@ -162,9 +158,7 @@ class Layer(Protocol):
 
 
 class EarlyLayer(Layer, Protocol):
-    """A layer that is told of a pass before the first layer of all computes, and fetches what it needs of files
-    before it runs.
-    """
+    """A layer that sees a pass before the first layer computes, and starts to fetch its file rows then."""
 
     @property
     def table(self) -> FileTable: ...
@@ -175,7 +169,7 @@ class EarlyLayer(Layer, Protocol):
 
 
 class Mixer(Protocol):
-    """What reads the residual streams [T, streams * hidden] of a decoder that has several."""
+    """Reads the residual streams [T, streams * hidden] of a decoder that has several."""
 
     @property
     def parts(self) -> tuple[LayerPart, ...]: ...
@@ -185,7 +179,7 @@ class Mixer(Protocol):
 
 @dataclass(slots=True)
 class Block:
-    """Tokens are mixed, then each for itself goes through a feed-forward; `before` may change the residual first."""
+    """Tokens are mixed, then a feed-forward is applied per token; `before` may change the residual first."""
 
     mixer: Layer
     forward: Layer
@@ -197,8 +191,8 @@ BetweenLayers = Callable[[int, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Decoder:
-    """Embedding, blocks, final norm (or mixer of residual streams) and head over what the sequences of a session
-    leave behind.
+    """Embedding, blocks, final norm (or mixer of residual streams) and head, over the caches of a session's
+    sequences.
     """
 
     shape: HeadShape
@@ -208,7 +202,7 @@ class Decoder:
     head: Weight
     kernels: ReferenceKernels
     early: tuple[EarlyLayer, ...] = field(init=False)
-    # Blocks first..last-1 that compute without a look at files in between.
+    # Ranges first..last-1 of blocks that compute without waiting for file rows in between.
     segments: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,9 +211,7 @@ class Decoder:
         self.segments = tuple(zip(begins, [*begins[1:], len(self.blocks)], strict=True))
 
     def prepare(self, ids: torch.Tensor, batch: ForwardBatch, kv: PagedKV, scratch: Scratch) -> None:
-        """Bring in what a decode step needs of files, before a `forward` that is `prepared`: all in it that the host
-        must see.
-        """
+        """Do the host's part of a decode step, such as reading file rows, before a `forward` that is `prepared`."""
         if self.early:
             views = scratch.rows(ids.shape[0])
             at = Pass(ids, batch, kv, scratch, views, self.kernels, views["x"], views["x"])
@@ -238,10 +230,10 @@ class Decoder:
         *,
         prepared: bool = False,
     ) -> torch.Tensor:
-        """Read ids [T] int64 that stand at `batch`; returns the residual [T, hidden], or [T, streams * hidden], valid
-        until the next call.
+        """Read ids [T] int64 at the positions of `batch`; returns the residual [T, hidden], or [T, streams * hidden],
+        valid until the next call.
 
-        The blocks that `batch` names must belong to their sequences already; their lengths are the caller's to advance.
+        The cache blocks that `batch` names must already belong to their sequences; the caller advances the lengths.
         `between(k, state)` is called with the state after k blocks (k = 0: the embeddings) and may raise to stop.
         """
         views = scratch.rows(ids.shape[0])
@@ -291,7 +283,7 @@ class Decoder:
     def logits(self, state: torch.Tensor, scratch: Scratch, batch: ForwardBatch | None = None) -> torch.Tensor:
         """Scores [rows, vocab] for what `forward` returned, rows <= scratch.logit_rows; valid until the next call.
 
-        `batch`: that of a decode step, if it was one.
+        `batch`: the decode step, if it was one.
         """
         scores = scratch.logits(state.shape[0])
         work = partial(self._score, state, scratch, scores)
@@ -308,21 +300,21 @@ class Decoder:
             self.kernels.linear(self.final(state, scratch), self.head, scores)
 
     def final(self, state: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """What the head reads of what `forward` returned: [rows, hidden], valid until the next call."""
+        """The head's input for what `forward` returned: [rows, hidden], valid until the next call."""
         views = scratch.rows(state.shape[0])
         if isinstance(self.norm, NormWeight):
             return self.kernels.rms_norm(state, self.norm, views["normed"])
         return self.norm.mix(state, views, self.kernels)
 
     def table_cost(self) -> tuple[float, int]:
-        """Seconds that passes have waited for rows of tables in files, and bytes of those, since the network was
+        """Seconds that passes waited for table rows from files, and the bytes of those rows, since the network was
         made.
         """
         return sum(layer.table.seconds for layer in self.early), sum(layer.table.bytes for layer in self.early)
 
     @property
     def captured(self) -> bool:
-        """Whether a decode step can be a CUDA graph, once `prepare` was called for it: its kernels look at no value."""
+        """Whether a decode step can be a CUDA graph after `prepare`: no kernel reads a value on the host."""
         layers = [
             layer for block in self.blocks for layer in (block.mixer, block.forward, block.before) if layer is not None
         ]

@@ -1,4 +1,4 @@
-"""The weights of a network by their keys, and those of one layer."""
+"""The weights of a network, or of one layer, by their keys."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..quant.weight import QuantizedWeight, Weight
 
 @dataclass(frozen=True, slots=True)
 class NamedWeights:
-    """`tensors` by the keys of their destinations, which begin with `prefix`; `tables` by their whole keys."""
+    """`tensors` by the keys of their destinations, which start with `prefix`; `tables` by their full keys."""
 
     tensors: Mapping[str, Weight]
     tables: Mapping[str, FileTable]
     prefix: str = ""
 
     def of(self, layer: int) -> NamedWeights:
-        """Those of one block."""
+        """The weights of one block."""
         return NamedWeights(self.tensors, self.tables, f"{layer}.")
 
     def __getitem__(self, key: str) -> Weight:
@@ -32,7 +32,7 @@ class NamedWeights:
         return self.tables[self.prefix + key]
 
     def plain(self, key: str) -> torch.Tensor:
-        """One that is never quantized. TypeError for one that is."""
+        """A weight that is never quantized. TypeError for a quantized one."""
         weight = self[key]
         if isinstance(weight, QuantizedWeight):
             raise TypeError(f"{self.prefix}{key} is quantized; it is held in a floating type")
@@ -42,7 +42,7 @@ class NamedWeights:
         return NormWeight(self.plain(key), eps)
 
     def parts(self, key: str, count: int) -> list[Weight]:
-        """The weight cut into `count` weights of as many rows each."""
+        """The weight cut into `count` weights with equal row counts."""
         whole = self[key]
         rows = whole.shape[0] // count
         cuts = [(at, at + rows) for at in range(0, rows * count, rows)]

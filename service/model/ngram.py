@@ -1,4 +1,4 @@
-"""Rows of a table, found by hashes of the last few tokens, that are let into the residual streams (Qwen3.8's per-layer
+"""Table rows, found by hashes of the last few tokens, that are added to the residual streams (Qwen3.8's per-layer
 embedding).
 
 Source of the hashes and of the block: transformers' Qwen4Exp modeling file.
@@ -30,9 +30,9 @@ from .spec import FLOATING, Destination, Source
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _LAYER_PRIME = 10007
-# From so many tokens on their rows are found together: one by one Python takes 9 us a token of Qwen3.8.
+# From this many tokens on, rows are computed together: one by one, Python takes 9 us per token of Qwen3.8.
 MANY = 32
-# Below it a score's root has no slope.
+# Below it the root of a score has no slope.
 SMALLEST = 1e-6
 
 
@@ -63,8 +63,8 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 
 
 def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
-    """Compare what a checkpoint has stored of its hashes with what is computed here. ModelError where they differ:
-    rows would be others.
+    """Compare the checkpoint's stored hash constants with those computed here. ModelError where they differ: other rows
+    would be read.
     """
     shape = _shape(config)
     for place, layer in enumerate(shape.layers):
@@ -93,7 +93,7 @@ def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
 
 
 def build(config: DecoderConfig, weights: NamedWeights, layer: int, index: int) -> NgramBlock:
-    """The block before `layer`; `index` is its place among the layers that leave states."""
+    """The block before `layer`; `index` counts only the layers that store states."""
     at, shape, streams = weights.of(layer), _shape(config), config.streams.count if config.streams else 1
     place = shape.layers.index(layer)
 
@@ -129,7 +129,7 @@ def _rows_a_token(shape: NgramShape) -> int:
 
 
 def head_sizes(shape: NgramShape, place: int) -> list[int]:
-    """Rows of each head's part of table `place`: primes from `base` on, going on from table to table."""
+    """Row counts per head of table `place`: consecutive primes from `base` on, across all tables."""
     count, prime, found = _rows_a_token(shape), shape.base - 1, []
     for number in range((place + 1) * count):
         prime = _next_prime(prime)
@@ -139,7 +139,7 @@ def head_sizes(shape: NgramShape, place: int) -> list[int]:
 
 
 def table_rows(shape: NgramShape, place: int) -> int:
-    """Rows of table `place`, those included that only fill it up."""
+    """Rows of table `place`, padding rows included."""
     return -(-sum(head_sizes(shape, place)) // shape.multiple) * shape.multiple
 
 
@@ -189,10 +189,10 @@ def multipliers(shape: NgramShape, vocab: int, place: int) -> list[int]:
 
 @dataclass(slots=True)
 class NgramBlock:
-    """Adds to each stream the value of the tokens' rows, as far as their key and the stream agree, and a convolution of
-    that over time.
+    """Adds the value of each token's table rows to each stream, scaled by the match of key and stream, plus a
+    convolution of it over time.
 
-    `heads`: of each row of a token the size of its part of the table, and where that begins.
+    `heads`: per row of a token the size of its part of the table, and that part's first row.
     """
 
     shape: NgramShape
@@ -201,7 +201,7 @@ class NgramBlock:
     heads: list[tuple[int, int]]
     table: FileTable
     weights: NgramWeights
-    # The rows of the pass under way, all of a token one behind the other.
+    # Rows of the current pass, grouped by token.
     coming: list[int] | None = None
 
     @property
@@ -209,7 +209,7 @@ class NgramBlock:
         return self.weights.key, self.weights.value
 
     def begin(self, at: Pass, /) -> None:
-        """Its rows follow from the ids alone: the files are asked for them before the first layer computes."""
+        """The rows follow from the ids alone: the file reads start before the first layer computes."""
         slots, states = self._states(at)
         held = states.of_layer(self.index)[1]
         pasts = held.numpy() if held.is_cpu else held  # on the host without tensors, which take ten times as long
@@ -221,7 +221,7 @@ class NgramBlock:
             sources = slots.source[: 1 if batch.one_sequence else None]
             found = (
                 pasts[sources.numpy()] if held.is_cpu else held.index_select(0, sources)
-            )  # one wait for a device, not one a row
+            )  # one wait for a device, not one per row
             before = [[int(token) + self.shape.end for token in past] for past in found.tolist()]
         pieces = (
             [[*before[0], *ids]]
@@ -267,7 +267,7 @@ class NgramBlock:
         views["streams"].add_(added.flatten(1)).add_(convolved)
 
     def _convolved(self, states: RecurrentStates, slots: Slots, normed: torch.Tensor, *, step: bool) -> torch.Tensor:
-        """The next rows of each sequence, or a chunk of one, over time; the windows move on."""
+        """The convolution over time of each sequence's next rows, or of one chunk; updates the windows."""
         windows, weights = states.read(self.index, slots.source)[0], self.weights
         if step:
             convolved, windows = convolve_step(normed, windows, weights.taps, weights.apart)
@@ -296,9 +296,9 @@ class NgramBlock:
         return roots.sigmoid()[..., None].to(values.dtype) * values[:, None]
 
     def _rows(self, seen: list[int]) -> list[int]:
-        """The table's rows for each token of `seen` but the first size - 1, which only stand before them.
+        """The table's rows for each token of `seen` except the first size - 1, which are only context.
 
-        An end, or the beginning, is not reached over: what lies before it counts as ends.
+        An n-gram does not cross an end token or the start of the sequence: earlier tokens count as ends.
         """
         if len(seen) > MANY:
             return self._many_rows(np.array(seen, dtype=np.int64)).ravel().tolist()

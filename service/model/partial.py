@@ -1,9 +1,9 @@
-"""A conversion that was stopped or ended half-way: the tensors that it had written, found again and gone on from.
+"""Resumes a conversion that was stopped half-way from the tensors that it had written.
 
-A folder `.partial-KEY` holds the converted file so far and `journal`, a line for each tensor: where it ends in the
-file, the hashes of what it was read from, and the hash of all that is written up to there. Only what agrees with its
-hash is gone on from. Whoever works on the folder holds a lock on it; others of the same key work elsewhere, and folders
-of other keys that nobody holds are taken away: they fill the disk.
+A folder `.partial-KEY` holds the converted file so far and `journal`, one line per tensor: its end in the file, the
+hashes of its source, and the hash of all bytes written up to there. Only bytes that match their hash are reused. A
+process holds a lock on the folder while it works there; another process with the same key uses another folder. Unlocked
+folders of other keys are deleted: they fill the disk.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 PREFIX = ".partial-"
 JOURNAL = "journal"
 LOCK = "lock"
-# Bytes of the file from which on a stopped conversion is kept: less is read again in seconds.
+# Bytes of the file from which on a stopped conversion is kept: less is read again within seconds.
 KEEP_FROM = 1 << 30
-# Bytes that are hashed between two looks at whether to stop.
+# Bytes that are hashed between two checks for cancellation.
 PIECE = 8 << 20
 
 
 @dataclass(slots=True)
 class WrittenPart:
-    """What of the converted file is there: so many tensors, which end at `end`; hashes of their sources in order,
-    and of their bytes.
+    """The written part of the converted file: the tensor count, their `end`, the hashes of their sources in order, and
+    the hash of their bytes.
     """
 
     tensors: int = 0
@@ -49,8 +49,8 @@ class WrittenPart:
 
 
 class Partial:
-    """The file and the journal of one conversion, in `folder`. `identity` tells conversions apart; `header` goes
-    before the tensors.
+    """The file and the journal of one conversion, in `folder`. `identity` distinguishes conversions; `header` precedes
+    the tensors.
     """
 
     def __init__(self, folder: Path, name: str, identity: dict[str, Any], header: bytes) -> None:
@@ -60,7 +60,7 @@ class Partial:
         self._header = header
 
     def begin(self, cancel: CancelCheck | None) -> WrittenPart:
-        """What can be gone on from; both files end there afterwards. Raises Cancelled, OSError."""
+        """The part that can be resumed; both files are truncated to it. Raises Cancelled, OSError."""
         lines = self._lines()
         written = self._verified(lines, cancel)
         with self.path.open("r+b" if written.tensors else "w+b") as file:
@@ -75,15 +75,15 @@ class Partial:
         return written
 
     def note(self, written: WrittenPart, hashes: Sequence[bytes]) -> None:
-        """Write down that one more tensor is in the file, read from what has these hashes; `written` is the state
-        with it. OSError.
+        """Record that one more tensor is in the file, with the hashes of its source; `written` is the state after it.
+        OSError.
         """
         entry = {"end": written.end, "content": [hashed.hex() for hashed in hashes], "made": written.digest.hexdigest()}
         with self._journal.open("a", encoding="ascii") as file:
             file.write(json.dumps(entry) + "\n")
 
     def _lines(self) -> list[str]:
-        """The journal's entries; none of another conversion's, and nothing from a line on that was cut off."""
+        """The journal's entries; none of another conversion's, and nothing from the first truncated line on."""
         try:
             head, *lines = self._journal.read_text(encoding="ascii").split("\n")
         except (OSError, UnicodeDecodeError):
@@ -91,7 +91,7 @@ class Partial:
         return lines[:-1] if head == self._identity and lines else []
 
     def _verified(self, lines: Sequence[str], cancel: CancelCheck | None) -> WrittenPart:
-        """The state behind the last entry if the file has those bytes, else that of nothing."""
+        """The state after the last entry if the file's bytes match, else the empty state."""
         try:
             entries = [json.loads(line) for line in lines]
             ends, last = [int(entry["end"]) for entry in entries], str(entries[-1]["made"]) if entries else ""
@@ -117,10 +117,10 @@ class Partial:
 
 @contextmanager
 def partial_folder(parent: Path, key: str, elsewhere: Path) -> Iterator[Path]:
-    """The folder to convert `key` in, below `parent`: the one of an earlier attempt, or `elsewhere` where somebody
-    works in that.
+    """The folder to convert `key` in, below `parent`: that of an earlier attempt, or `elsewhere` where another process
+    uses that one.
 
-    It is taken away when the block ends, unless that is by a stop and much of the file is there. Raises OSError.
+    It is deleted when the block ends, unless the conversion was stopped and much of the file exists. Raises OSError.
     """
     _tidy(parent, key)
     folder = parent / f"{PREFIX}{key}"
@@ -152,14 +152,14 @@ def partial_folder(parent: Path, key: str, elsewhere: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """An open descriptor that holds the folder's lock; None where another process does. The folder is made. Raises
+    """An open descriptor that holds the folder's lock; None where another process holds it. Creates the folder. Raises
     OSError.
     """
     while True:
         folder.mkdir(exist_ok=True)
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # taken away just now
+        except FileNotFoundError:  # another process has just deleted it
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,11 +169,11 @@ def _locked(folder: Path) -> int | None:
         with suppress(FileNotFoundError):
             if (folder / LOCK).stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
-        os.close(descriptor)  # it was taken away between the two
+        os.close(descriptor)  # the folder was deleted between the two calls
 
 
 def _tidy(parent: Path, key: str) -> None:
-    """Take away the folders of other keys that nobody holds."""
+    """Delete the unlocked folders of other keys."""
     for left in parent.glob(f"{PREFIX}*"):
         if left.name == f"{PREFIX}{key}" or not left.is_dir():
             continue

@@ -1,8 +1,7 @@
-"""Positions of a sequence that holds pictures: three axes (time, row, column), where text has the same number on all of
-them.
+"""Positions of a sequence with pictures: three axes (time, row, column), which are equal for text.
 
-A picture begins at the position after the text before it, spans its merged rows and columns, and the text after it goes
-on after the longer of the two: positions are fewer than rows of the cache. Source: the Qwen2-VL report (2024).
+A picture starts at the position after the text before it and spans its merged rows and columns. The text after it
+continues after the longer side, so there are fewer positions than cache rows. Source: the Qwen2-VL report (2024).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PictureSpan:
-    """A picture in a sequence: its first row, and how many rows and columns of tokens it has."""
+    """A picture in a sequence: its first row, and its size in rows and columns of tokens."""
 
     first: int
     height: int
@@ -32,13 +31,13 @@ class PictureSpan:
 
     @property
     def saved(self) -> int:
-        """Positions that it takes less than rows."""
+        """Cache rows minus positions of the picture."""
         return self.tokens - max(self.height, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class PicturePositions:
-    """Where the rows of a sequence stand that holds pictures, in rising order. ValueError for spans that overlap."""
+    """The rows of a sequence's pictures, in rising order. ValueError for spans that overlap."""
 
     spans: tuple[PictureSpan, ...]
 
@@ -54,7 +53,7 @@ class PicturePositions:
 
     @property
     def delta(self) -> int:
-        """What is added to the row of text after all pictures to get its position; 0 or less."""
+        """The offset from row to position for text after all pictures; 0 or less."""
         return -sum(span.saved for span in self.spans)
 
     def places(self, first: int, last: int) -> torch.Tensor:
@@ -74,9 +73,7 @@ class PicturePositions:
         return found
 
     def within(self, first: int, last: int) -> list[tuple[int, slice, slice]]:
-        """Which pictures the rows first..last - 1 hold: number, rows relative to `first`, and which of the picture's
-        own.
-        """
+        """The pictures in the rows first..last - 1: index, rows relative to `first`, and rows of the picture."""
         found = []
         for number, span in enumerate(self.spans):
             low, high = max(first, span.first), min(last, span.end)
@@ -87,9 +84,8 @@ class PicturePositions:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How the rows of a chunk are turned: `places` int64 [3, n] for the further rows of a rotary table, `turns` int32
-    [rows] and
-    `first_turns` int32 [rows], see Rows.
+    """Rotary positions of a chunk's rows: `places` int64 [3, n] for the extra rows of a rotary table, `turns` int32
+    [rows] and `first_turns` int32 [rows], see Rows.
     """
 
     places: torch.Tensor
@@ -97,13 +93,13 @@ class Turns:
     first_turns: torch.Tensor
 
 
-# Rows before a chunk whose angles an indexer may want: its stretches are shorter.
+# Rows before a chunk whose angles an indexer may need: its key blocks are shorter.
 BEFORE = 32
 
 
 def turns_of(positions: PicturePositions, first: int, last: int, table: int, stretch: int = 1) -> Turns:
-    """Of the rows first..last - 1; `table` is the number of positions of the rotary table, `stretch` the indexer's,
-    which begins with its first row.
+    """Those of the rows first..last - 1; `table` is the number of positions of the rotary table, `stretch` the
+    indexer's key block length, counted from the first row.
     """
     begin = max(0, first - min(BEFORE, stretch - 1))
     places = positions.places(begin, last)
@@ -114,7 +110,7 @@ def turns_of(positions: PicturePositions, first: int, last: int, table: int, str
 
 
 def expand(ids: Sequence[int], image: int, sizes: Sequence[tuple[int, int]]) -> tuple[list[int], PicturePositions]:
-    """Ids in which every `image` token stands as often as its picture has rows, and where the pictures are.
+    """Ids in which every `image` token is repeated once per row of its picture, and the spans of the pictures.
 
     sizes: rows and columns of tokens of each picture, in order. ValueError where the counts differ.
     """

@@ -44,5 +44,5 @@ def read_biased(config: Mapping[str, Any], read: ConfigReader, theta: float, mod
 
 
 def default_sampling(thinking: Thinking) -> Sampling:
-    """Qwen's advice for Qwen2.5 (its generation_config.json, 2024) where the checkpoint brings none."""
+    """Qwen's advice for Qwen2.5 (its generation_config.json, 2024) for checkpoints without one."""
     return Sampling(0.7, 20, 0.8, 0.0, 0.0, 0.0, 1.05)

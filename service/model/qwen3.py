@@ -1,4 +1,5 @@
-"""qwen3: dense decoder with grouped-query attention, a norm a head on queries and keys, full rotary embedding, SwiGLU.
+"""qwen3: dense decoder with grouped-query attention, a norm per head on queries and keys, full rotary embedding,
+SwiGLU.
 
 Source: transformers' Qwen3 configuration and the published checkpoints' tensor names.
 """
@@ -36,7 +37,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def require_plain(read: ConfigReader) -> None:
-    """Refuse what the attention and feed-forward of Qwen3 can be configured to and are not here."""
+    """Refuse settings of Qwen3's attention and feed-forward that are not supported here."""
     read.require("hidden_act", "silu", "the gate of the feed-forward")
     read.require("attention_bias", False, "biases in attention")
     read.require("use_sliding_window", False, "a sliding attention window")
@@ -44,7 +45,7 @@ def require_plain(read: ConfigReader) -> None:
 
 
 def default_sampling(thinking: Thinking) -> Sampling:
-    """Qwen's advice for Qwen3 (model cards, 2025) where the checkpoint brings no generation_config.json."""
+    """Qwen's advice for Qwen3 (model cards, 2025) for checkpoints without a generation_config.json."""
     if thinking == "off":
         return Sampling(0.7, 20, 0.8, 0.0, 0.0, 0.0, 1.0)
     return Sampling(0.6, 20, 0.95, 0.0, 0.0, 0.0, 1.0)

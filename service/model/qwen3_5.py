@@ -1,7 +1,7 @@
 """qwen3_5 (Qwen3.5, and 3.6 to 3.8 where they are dense): gated delta nets, every fourth layer gated attention, SwiGLU.
 
-Source: transformers' Qwen3_5 configuration and the published checkpoints' tensor names. Of a checkpoint that also sees
-pictures the text network is read.
+Source: transformers' Qwen3_5 configuration and the published checkpoints' tensor names. Of a checkpoint with vision the
+text network is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .shape import DecoderConfig
 
 __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
-# What a checkpoint has beside the text network: the part that sees, and a layer that drafts.
+# Tensors in addition to the text network: the vision tower, and a draft layer.
 BESIDE = ("model.visual.", "visual.", "mtp.")
 
 
@@ -26,7 +26,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def default_sampling(thinking: Thinking) -> Sampling:
-    """Qwen's advice for Qwen3.5 and later (model cards, 2026) where the checkpoint brings no generation_config.json."""
+    """Qwen's advice for Qwen3.5 and later (model cards, 2026) for checkpoints without a generation_config.json."""
     if thinking == "off":
         return Sampling(0.7, 20, 0.8, 0.0, 1.5, 0.0, 1.0)
     return Sampling(1.0, 20, 0.95, 0.0, 1.5, 0.0, 1.0)

@@ -17,7 +17,7 @@ from .spec import ConfigReader
 
 __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config"]
 
-# What a checkpoint has beside the text network: a layer that drafts.
+# Tensors in addition to the text network: a draft layer.
 BESIDE = ("mtp.",)
 
 
@@ -30,7 +30,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def default_sampling(thinking: Thinking) -> Sampling:
-    """Qwen's advice for Qwen3-Next (model cards, 2025) where the checkpoint brings no generation_config.json."""
+    """Qwen's advice for Qwen3-Next (model cards, 2025) for checkpoints without a generation_config.json."""
     if thinking == "on":
         return Sampling(0.6, 20, 0.95, 0.0, 0.0, 0.0, 1.0)
     return Sampling(0.7, 20, 0.8, 0.0, 0.0, 0.0, 1.0)

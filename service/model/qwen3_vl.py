@@ -18,7 +18,7 @@ from .vision_config import PREFIXES as BESIDE
 
 __all__ = ["BESIDE", "build", "default_sampling", "destinations", "read_config", "with_axes"]
 
-SECTIONS = (24, 20, 20)  # where a config has none
+SECTIONS = (24, 20, 20)  # where the config has none
 
 
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -27,7 +27,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def without_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what it says of positions: it has axes, which the families that only write refuse."""
+    """The config without its position settings: they have axes, which text-only families refuse."""
     return {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling", "rope_theta")}
 
 
@@ -40,7 +40,7 @@ def with_axes(config: Mapping[str, Any], plain: DecoderConfig) -> DecoderConfig:
 
 
 def default_sampling(thinking: Thinking) -> Sampling:
-    """Qwen's advice for Qwen3-VL (model cards, 2025) where the checkpoint brings no generation_config.json."""
+    """Qwen's advice for Qwen3-VL (model cards, 2025) for checkpoints without a generation_config.json."""
     if thinking == "on":
         return Sampling(1.0, 20, 0.95, 0.0, 0.0, 0.0, 1.0)
     return Sampling(0.7, 20, 0.8, 0.0, 1.5, 0.0, 1.0)

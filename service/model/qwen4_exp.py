@@ -1,5 +1,5 @@
-"""qwen4_exp (Qwen3.8-Flash-Next): four gated residual streams, gated delta nets, every fourth layer attention to chosen
-blocks, experts, and rows of an n-gram table that stays in its file.
+"""qwen4_exp (Qwen3.8-Flash-Next): four gated residual streams, gated delta nets, every fourth layer sparse attention to
+chosen blocks, experts, and rows of an n-gram table that stays in its file.
 
 Source: transformers' Qwen4Exp configuration and the published checkpoint's tensor names.
 """
@@ -124,7 +124,7 @@ def _ngrams(config: Mapping[str, Any], read: ConfigReader, plain: DecoderConfig)
 
 
 def default_sampling(thinking: Thinking) -> Sampling:
-    """Qwen's advice for Qwen3.8 (model cards, 2026) where the checkpoint brings no generation_config.json."""
+    """Qwen's advice for Qwen3.8 (model cards, 2026) for checkpoints without a generation_config.json."""
     if thinking == "off":
         return Sampling(0.7, 20, 0.8, 0.0, 1.5, 0.0, 1.0)
     return Sampling(1.0, 20, 0.95, 0.0, 0.0, 0.0, 1.0)

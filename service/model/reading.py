@@ -1,6 +1,4 @@
-"""How one stored tensor comes into its rows of a planned one: its bytes as they are, or rows that become something
-else on the way.
-"""
+"""How one stored tensor fills its rows of a planned one: its bytes unchanged, or its rows converted on arrival."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from ..quant.formats import weight_of
 from ..quant.quantize_weights import Quantizer, tile_elements
 from ..quant.weight import QuantizedWeight, Weight
 
-# Takes stored rows from a first one on into a weight's rows; then flat fp32 to work in, and who quantizes faster, if
-# anybody does.
+# Takes stored rows from a first index on into a weight's rows; further arguments: flat fp32 workspace, and the kernels
+# that quantize faster, if any.
 TakeRows: TypeAlias = Callable[[torch.Tensor, int, QuantizedWeight, torch.Tensor, Quantizer | None], None]
-# What is left to do when all of a tensor is there.
+# The last step, once all of a tensor has arrived.
 Settle: TypeAlias = Callable[[Weight], None]
 
 
@@ -28,10 +26,9 @@ Settle: TypeAlias = Callable[[Weight], None]
 class Reading:
     """A stored tensor that fills the rows [row, row + rows) of a planned one.
 
-    Without `take` its bytes are the rows of `piece`, a field of the quantized weight, or of a plain tensor. `take` is
-    given `step` rows together and about `most` bytes; `rowwise` says that a row of the file is a row of the weight,
-    whatever its
-    neighbours are.
+    Without `take` its bytes are the rows of `piece`, a field of the quantized weight, or of a plain tensor. `take`
+    receives `step` rows together and about `most` bytes. `rowwise`: each row of the weight depends on one row of the
+    file alone.
     """
 
     info: TensorInfo
@@ -45,11 +42,11 @@ class Reading:
 
     @property
     def bench_bytes(self) -> int:
-        """Bytes of the largest part that is taken in one go; 0 where bytes stay as they are."""
+        """Bytes of the largest part that is converted in one step; 0 where bytes stay unchanged."""
         return 0 if self.take is None else intake_bytes(self.info, self.step, self.most)
 
     def destination(self, target: Weight, faster: Quantizer | None) -> Destination:
-        """Where the loader brings it, in the planned tensor `target`."""
+        """Where the loader puts it, in the planned tensor `target`."""
         if self.take is not None and isinstance(target, QuantizedWeight):
             return _TensorIntake(self, target.row_slice(self.row, self.row + self.rows), faster)
         place = self._place(target)
@@ -105,14 +102,14 @@ class _TensorIntake:
 
 
 def narrow_end(wide: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The last `nbytes` of a tensor as flat bytes: what is stored narrower is read there, and widened from there
-    over the whole.
+    """The last `nbytes` of a tensor as flat bytes: a narrower stored type is read there, then widened over the whole
+    tensor.
     """
     return wide.view(-1).view(torch.uint8)[-nbytes:]
 
 
 def widen(stored: torch.dtype, target: Weight) -> None:
-    """Turn what `narrow_end` took, numbers of the type `stored`, into the tensor's own type, over all of it."""
+    """Convert the bytes of `narrow_end`, numbers of the type `stored`, to the tensor's own type, over all of it."""
     if isinstance(target, torch.Tensor):
         end = narrow_end(target, target.numel() * stored.itemsize)
         target.view(-1).copy_(end.clone().view(stored))

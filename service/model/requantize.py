@@ -1,7 +1,7 @@
-"""Checkpoints that were published in small floats, turned into int8 or int4: read as they are stored, then rounded
-anew, tensor by tensor.
+"""Checkpoints published in small floats, converted to int8 or int4: read as stored, then rounded again, tensor by
+tensor.
 
-Only `onedesk quantize` does it: a matrix is there twice for a moment, which a load has no room for.
+Only `onedesk quantize` does this: it briefly holds a matrix twice, which exceeds the memory of a load.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from ..quant.quantize_weights import Quantizer, quantize_into, tile_elements
 from ..quant.weight import Format, QuantizedWeight, dequantize
 from .weights import ALIGNMENT, PlannedTensor, WeightPlan, turned_into
 
-# Integers are left alone: rounding them to other integers only loses.
+# Integers are left alone: rounding them to other integers would only lose precision.
 FLOATS = ("fp8", NVFP4.name)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor(PlannedTensor):
-    """A tensor that is read as `staged` and held as something else."""
+    """A tensor that is read as `staged` and held in another format."""
 
     staged: Format = NVFP4
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of what is read, alignment included."""
+        """Bytes of the staged tensor, alignment included."""
         rows, cols = self.destination.shape
         return aligned_bytes(self.staged, rows, cols, ALIGNMENT)
 
     def carve_staged(self, carve: Carve) -> QuantizedWeight:
-        """Memory for what is read."""
+        """Memory for the staged tensor."""
         rows, cols = self.destination.shape
         return weight_of(self.staged, rows, cols, carve)
 
     def turn(
         self, read: QuantizedWeight, target: QuantizedWeight, work: torch.Tensor, faster: Quantizer | None
     ) -> None:
-        """Round what was read into `target`; `work` as in quantize_into. Raises ModelError."""
+        """Round the staged tensor into `target`; `work` as in quantize_into. Raises ModelError."""
         rows = target.rows
         step = max(1, tile_elements(read.device) // target.cols)
         for row in range(0, rows, step):
@@ -49,7 +49,7 @@ class StagedTensor(PlannedTensor):
 
 
 def requantized(plan: WeightPlan) -> WeightPlan:
-    """The plan with every matrix that is stored in small floats turned into the plan's aim."""
+    """The plan with every matrix in small floats converted to the plan's target format."""
     return replace(plan, tensors=tuple(_turned(tensor, plan.aim) for tensor in plan.tensors))
 
 

@@ -1,4 +1,4 @@
-"""What the decoders of the Qwen families need of config.json: one description, of which each family reads its part."""
+"""What the Qwen decoders need of config.json: one description, of which each family fills its part."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ATTENTION, DELTA = "full_attention", "linear_attention"
 class DeltaShape:
     """Heads of a gated delta net: `value_heads` states of [key_dim, value_dim], groups of which share a key head.
 
-    `taps` of the convolution before it. `fused`: projections are stored a key head at a time (Qwen3-Next). `gate`: what
-    the gates behind it go through.
+    `taps`: of the convolution before it. `fused`: projections are stored per key head (Qwen3-Next). `gate`: the
+    activation of the gates after it.
     """
 
     key_heads: int
@@ -49,13 +49,13 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Width of what the convolution sees: queries, keys and values."""
+        """Width of the convolution's input: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
     def state(self) -> Pieces:
-        """What a sequence leaves behind in a layer, whatever its length: the last inputs of the convolution, and the
-        heads' states.
+        """The state per sequence and layer, of constant size: the last inputs of the convolution, and the heads'
+        states.
         """
         return (self.taps - 1, self.channels), (self.key_heads, self.group, self.key_dim, self.value_dim)
 
@@ -69,11 +69,11 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """`count` experts of `width`, of which a token meets `active`; `shared` is the width of the one that every token
-    meets (0: none).
+    """`count` experts of `width`, of which a token uses `active`; `shared`: width of the expert that every token uses
+    (0: none).
 
-    `normalized`: the weights of the chosen ones are made to sum up to 1. `by_columns`: where all are one tensor, it has
-    the columns of each one after the other.
+    `normalized`: the weights of the chosen experts are scaled to a sum of 1. `by_columns`: where all are one tensor, it
+    stores the columns of each expert in turn.
     """
 
     count: int
@@ -101,7 +101,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """`count` residual streams that a layer's input is mixed of, by weights of low `rank`."""
+    """`count` residual streams, which a layer's input mixes by weights of low `rank`."""
 
     count: int
     rank: int
@@ -121,12 +121,11 @@ class StreamShape:
 
 @dataclass(frozen=True, slots=True)
 class NgramShape:
-    """Rows of a table, chosen by the last `size` tokens, that are let into the streams before the layers `layers`.
+    """Table rows, chosen by the last `size` tokens, that are added to the streams before the layers `layers`.
 
-    `heads` rows for each length from 2 to `size`, `width` numbers together; `base`, `multiple` and `seed` say how they
-    are found,
-    `end` is the token that no n-gram reaches over, `taps` those of the convolution behind, `parts` how the table is
-    stored.
+    `heads` rows per length from 2 to `size`, together `width` numbers. `base`, `multiple` and `seed` determine the
+    hashes. `end` is the token that no n-gram crosses, `taps` those of the convolution after it, `parts` how the table
+    is stored.
     """
 
     layers: tuple[int, ...]
@@ -141,7 +140,7 @@ class NgramShape:
     parts: int
 
     def state(self, hidden: int, streams: int) -> Pieces:
-        """The last inputs of the convolution, and the last ids less `end`."""
+        """The last inputs of the convolution, and the last ids minus `end`."""
         return ((self.taps - 1) * self.size, streams * hidden), (self.size - 1,)
 
     def buffers(self, hidden: int, streams: int) -> tuple[BufferSpec, ...]:
@@ -154,7 +153,7 @@ class NgramShape:
 
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
-    """Attention to at most `budget` tokens, chosen in blocks of `ratio` by `heads` queries over a mean key a block,
+    """Attention to at most `budget` tokens, chosen in blocks of `ratio` by `heads` queries over one mean key per block,
     `dim` wide.
     """
 
@@ -174,14 +173,14 @@ class IndexerShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder: which of its layers mix tokens how, and which have experts.
+    """A decoder: the kind of each mixing layer, and which layers have experts.
 
-    `kinds` names them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output
-    gate beside its queries, and norms are stored around zero. `dense`: layers without experts; else every
+    `kinds` lists them one by one (attention?), else every `interval`-th is attention. `gated`: attention has an output
+    gate next to its queries, and norms are stored around zero. `dense`: layers without experts; else every
     `sparse_step`-th has them. `draft`: there is a layer for multi-token prediction, see draft.py. `headless`: there is
-    no output matrix, so the network gives states and no scores.
-    `bias`: queries, keys and values have one. `head_norms`: queries and keys are normed per head. `axes`: which axis of
-    a picture's positions turns each pair of a head (0 time, 1 row, 2 column); none where all are text.
+    no output matrix, so the network returns states and no scores. `bias`: queries, keys and values have one.
+    `head_norms`: queries and keys are normed per head. `axes`: the axis of a picture's positions that rotates each pair
+    of a head (0 time, 1 row, 2 column); none where all are text.
     """
 
     widths: Widths
@@ -224,9 +223,7 @@ class DecoderConfig:
 
     @property
     def states(self) -> tuple[Pieces, ...]:
-        """The shapes of what each layer that leaves a state of constant size leaves behind, in the order of the
-        layers.
-        """
+        """The shapes of the constant-size states, for each layer that has one, in layer order."""
         found: list[Pieces] = []
         for layer in range(self.layers if self.delta else 0):
             if self.ngrams is not None and layer in self.ngrams.layers:
@@ -239,7 +236,7 @@ class DecoderConfig:
 
 
 def layer_norm(config: DecoderConfig, layer: int, key: str, name: str) -> Iterator[Destination]:
-    """The norm that a layer begins with; where residual streams are read, that norms already."""
+    """The norm at the start of a layer; with residual streams the connection applies it instead."""
     if config.streams is None:
         source = Source(f"model.layers.{layer}.{name}.weight", (config.widths.hidden,))
         yield Destination(f"{layer}.{key}", (source,), layer + 1, wide=True, turn=config.norm_turn)
@@ -261,7 +258,7 @@ def read_widths(read: ConfigReader, head_dim: int | None, intermediate: int, *bu
 
 
 def read_attention_only(config: Mapping[str, Any], layers: int, model_type: str) -> None:
-    """Refuse layer_types that name another kind than full attention."""
+    """Refuse layer_types with any kind but full attention."""
     kinds = config.get("layer_types")
     if kinds is not None and (
         not isinstance(kinds, list) or len(kinds) != layers or any(kind != ATTENTION for kind in kinds)

@@ -1,4 +1,4 @@
-"""How a family says what its config means and which tensors it needs."""
+"""How a family describes its config and its required tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ..errors import ModelError, brief
 from ..kernels.rotary import Yarn, yarn_attention
 
-# What numbers become when they are all there: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms),
-# or channels and taps of a convolution [C, 1, K] with the taps first, so that the memory holds [K, C].
+# Transforms of a complete tensor: 1 + w (norms stored around zero), -exp(w) (decays stored as logarithms), or a
+# convolution [C, 1, K] transposed to [K, C] in memory.
 Turn = Literal["", "plus_one", "minus_exp", "taps_first"]
 YARN, ORIGINAL = "yarn", "original_max_position_embeddings"
 _YARN_KEYS = {ORIGINAL, "factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
@@ -19,7 +19,7 @@ _AXES = frozenset({"mrope_section", "mrope_interleaved"})
 _PARTIAL = _AXES | {"partial_rotary_factor"}
 # The normal numbers of a 32-bit float.
 SMALLEST_FLOAT, LARGEST_FLOAT = 1.17549435e-38, 3.4028235e38
-# For `Destination.bits`: as stored, or wide; never turned into integers.
+# For `Destination.bits`: keep the stored type, or fp32; never quantize to integers.
 FLOATING = 16
 
 
@@ -44,15 +44,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor of the network: the sources, stacked along the first dimension in this order.
+    """A tensor of the network: its sources, stacked along the first dimension in this order.
 
-    `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: of it a
-    prompt's rows are read when they are needed, and all of it comes last, for a head that is tied to it and for decode.
-    `wide`: held in fp32 (norms).
-    `bits`: the fewest that a number of it may be turned into on load. `joined`: the one tensor that may stand in for
-    all sources.
-    `used`: the share of it that one token meets (of experts the chosen ones). `in_file`: a table that stays in its
-    file.
+    `part` says when it is needed: i + 1 with block i, after the last block with the head. 0 is the embedding: a
+    prompt's rows of it are read when they are needed, and all of it comes last, for a tied head and for decode. `wide`:
+    held in fp32 (norms). `bits`: the fewest bits per number that a load may quantize it to. `joined`: the one tensor
+    that may replace all sources. `used`: the share of it that one token uses (of experts the chosen ones). `in_file`: a
+    table that stays in its file.
     """
 
     key: str
@@ -74,10 +72,10 @@ class Destination:
         return math.prod(self.shape)
 
 
-LARGEST = 2**31 - 1  # of any whole number that a config has for a size
-# What no published network comes near, and what this program makes an object for each of.
+LARGEST = 2**31 - 1  # of any whole number that a config gives as a size
+# Limits far above any published network: this program makes one object for each.
 LAYERS, EXPERTS, EXPERTS_OF_ALL_LAYERS = 1000, 4096, 1 << 18
-ENTRIES = 1000  # of a list with an entry a layer
+ENTRIES = 1000  # of a list with one entry per layer
 
 
 class ConfigReader:
@@ -121,7 +119,7 @@ class ConfigReader:
         return count
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0 that a 32-bit float, which the network computes with, holds and does not make 0 of."""
+        """A positive number that fp32, in which the network computes, holds without rounding it to 0."""
         value = self._config.get(key)
         if value is None and default is not None:
             return default
@@ -161,16 +159,16 @@ class ConfigReader:
         return tuple(value)
 
     def require(self, key: str, allowed: Any, meaning: str, *also: Any) -> None:
-        """Refuse any value of `key` but `allowed` (absent is allowed): it changes the arithmetic in a way that is
-        not supported.
+        """Refuse any value of `key` but `allowed` (absent is allowed): other values change the arithmetic in an
+        unsupported way.
         """
         value = self._config.get(key)
         if value is not None and value != allowed and value not in also:
             raise ModelError(f"config.json has {key} = {brief(value)}; only {allowed!r} is supported ({meaning})")
 
     def rope_theta(self, default: float) -> float:
-        """The base of the rotary embedding, from rope_parameters or the older rope_theta; scaled kinds but YaRN are
-        refused.
+        """The base of the rotary embedding, from rope_parameters or the older rope_theta; of the scaled kinds only YaRN
+        is accepted.
         """
         return (self._rope(frozenset()) or self).number("rope_theta", self.number("rope_theta", default))
 
@@ -179,11 +177,11 @@ class ConfigReader:
         return (self._rope(_AXES) or self).number("rope_theta", self.number("rope_theta", default))
 
     def axes(self, pairs: int, default: tuple[int, ...], *, interleaved: bool) -> tuple[int, ...]:
-        """Which axis turns each of the `pairs` of a head: 0 time, 1 row, 2 column; text has the same position on all
-        three.
+        """The axis that rotates each of the `pairs` of a head: 0 time, 1 row, 2 column; text has the same position on
+        all three.
 
-        The sections say how many pairs each axis has: one after the other, or `interleaved` from the lowest on, time
-        taking the rest.
+        The sections give the pairs per axis: consecutive, or `interleaved` from the lowest pair on, with time taking
+        the rest.
         """
         rope = self._rope(_PARTIAL)
         if rope is not None:
@@ -198,9 +196,9 @@ class ConfigReader:
         return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
 
     def partial_rope(self, head_dim: int, default: float) -> tuple[float, int]:
-        """Base and width of a rotary embedding of part of a head (a quarter where nothing says otherwise).
+        """Base and width of a rotary embedding of part of a head (a quarter by default).
 
-        mrope_section and mrope_interleaved say which axis of a picture turns which pair: for text all axes are the
+        mrope_section and mrope_interleaved assign an axis of a picture to each pair: for text all axes equal the
         token's position.
         """
         rope = self._rope(_PARTIAL) or self
@@ -214,13 +212,13 @@ class ConfigReader:
         return rope.number("rope_theta", self.number("rope_theta", default)), width
 
     def max_position(self) -> int:
-        """Positions that prompt and answer may have together: with YaRN those of training times its factor."""
+        """The most positions of prompt and answer together: with YaRN the trained length times its factor."""
         stated = self.integer("max_position_embeddings", 32768)
         yarn = self.yarn()
         return stated if yarn is None else max(1, min(LARGEST, yarn.reach))
 
     def yarn(self) -> Yarn | None:
-        """How rope_parameters or rope_scaling stretch the rotary embedding by YaRN; None where they do not."""
+        """The YaRN scaling in rope_parameters or rope_scaling; None where there is none."""
         rope = next((rope for rope in self._ropes() if _kind(rope) == YARN), None)
         if rope is None:
             return None
@@ -255,9 +253,7 @@ class ConfigReader:
             yield rope
 
     def _rope(self, understood: frozenset[str]) -> ConfigReader | None:
-        """rope_parameters or rope_scaling where one says the base, once nothing in it asks for more than is
-        `understood`.
-        """
+        """rope_parameters or rope_scaling, whichever gives the base; refuses any key outside `understood`."""
         found: dict[str, Any] = {}
         for rope in self._ropes():
             kind = _kind(rope)

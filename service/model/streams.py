@@ -1,5 +1,5 @@
-"""A residual of several streams: each layer reads a mix of them, weighed number by number, and adds what it found to
-each by a weight.
+"""Hyper-connections: a residual of several streams. A layer reads a weighted mix of them and adds its output to each by
+a weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .spec import FLOATING, Destination, Source
 
 
 def wanted(config: DecoderConfig, key: str, name: str, part: int, *, inject: bool) -> Iterator[Destination]:
-    """Of one connection `name`; what it injects by is small and keeps its type."""
+    """The required tensors of one connection `name`; its write-back weights are small and keep their type."""
     shape, hidden = _shape(config), config.widths.hidden
     wide = shape.count * hidden
     norm = Source(name + ".hc_norm.weight", (wide,))
@@ -51,7 +51,7 @@ def _shape(config: DecoderConfig) -> StreamShape:
 
 @dataclass(slots=True)
 class GatedResidual:
-    """What a layer, or the head, reads of residual streams."""
+    """The input of a layer, or of the head, mixed from residual streams."""
 
     connection: HyperConnection
 
@@ -66,7 +66,7 @@ class GatedResidual:
     def read(
         self, at: ConnectionOperands, kernels: ReferenceKernels, /, *, waiting: bool = False
     ) -> ConnectionOperands:
-        """Fills `at` in as ConnectionOperands says; `waiting`: once what it says of the connection before is let in."""
+        """Fill `at` as ConnectionOperands says; `waiting`: the previous connection's output is added first."""
         connection = self.connection
         if waiting:
             if kernels.inject_and_read(connection, at):
@@ -93,8 +93,8 @@ def _rows(streams: torch.Tensor, views: PassRows) -> ConnectionOperands:
 
 @dataclass(slots=True)
 class Streamed:
-    """A layer that reads a mix of the streams and adds to all of them: what it found waits for the next one, or for
-    Pass.let_in.
+    """A layer that reads a mix of the streams and adds to all of them. Its output is added by the next connection, or
+    by Pass.let_in.
     """
 
     residual: GatedResidual

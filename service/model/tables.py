@@ -1,4 +1,4 @@
-"""Tables that stay in their files: where their rows lie, planned beside the weights."""
+"""Tables that stay in their files: the location of their rows, planned with the weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .spec import Destination
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """A table that stays in its file: where its rows lie, the one number that all are multiplied by, and the scales of
-    each part's groups of columns, if there are such.
+    """A table that stays in its file: the location of its rows, the one scale of all numbers, and the scales per group
+    of columns in each part, if any.
     """
 
     destination: Destination
@@ -30,7 +30,7 @@ class PlannedTable:
 
 
 def open_tables(planned: Sequence[PlannedTable], reader: FileRowReader | None = None) -> dict[str, FileTable]:
-    """The tables of a model by their keys. Together they keep no more files open than one may."""
+    """The tables of a model by their keys. Together they keep at most as many files open as one table may."""
     files = KeptFiles()
     return {
         table.destination.key: FileTable(table.parts, table.scale, table.groups, reader, files) for table in planned
@@ -38,5 +38,5 @@ def open_tables(planned: Sequence[PlannedTable], reader: FileRowReader | None = 
 
 
 def scale_name(name: str) -> str:
-    """The scale's name beside that of a table, or of the first of its parts."""
+    """The name of a table's scale, or of its first part's."""
     return name.removesuffix(".weight").removesuffix(".shard_0") + ".weight_scale"

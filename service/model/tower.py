@@ -1,5 +1,5 @@
-"""Vision towers: one picture's patches to rows of the decoder. The families differ in their config only, qwen2_5_vl
-also in its parts.
+"""Vision towers: from one picture's patches to rows of the decoder. The families differ in their config; qwen2_5_vl
+also differs in its parts.
 
 Sources: the Qwen2.5-VL and Qwen3-VL reports (2025) and transformers' configurations. Attention never makes a patches x
 patches matrix (torch's fused attention).
@@ -22,9 +22,9 @@ from .spec import FLOATING, Destination, Source
 from .tower_layout import PatchLayout, Segments, lay_out, position_weights
 from .vision_config import CHANNELS, NORM_EPS, TowerShape
 
-# Rows that an operation takes at once where it need not see all: their intermediate values stay small.
+# Rows per step of operations that can be split: this bounds their intermediate values.
 ROWS = 1024
-# Heads times patches that attention takes at once: so long, at most, until a wish to stop is seen.
+# Heads times patches per attention call: this bounds the time until a cancellation is seen.
 HEAD_ROWS = 1 << 16
 
 Check = Callable[[], None]
@@ -41,8 +41,8 @@ class Patches(Protocol):
 
 
 def destinations(shape: TowerShape) -> Iterator[Destination]:
-    """Every tensor of a tower under the names without a prefix, in the order of use; none is quantized unless it is
-    stored so.
+    """Every tensor of a tower, without a name prefix, in order of use; none is quantized unless it is stored
+    quantized.
     """
     d, last = shape.hidden, shape.depth + 1
     stored = (d, CHANNELS, shape.frames, shape.patch, shape.patch)
@@ -131,8 +131,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """merge x merge patches to one row of the decoder: norm (of each patch, or where `after` of all together), fc1,
-    GELU, fc2.
+    """merge x merge patches to one row of the decoder: norm (per patch, or with `after` over all together), fc1, GELU,
+    fc2.
     """
 
     norm: Norm
@@ -149,7 +149,7 @@ class Merger:
 
 @dataclass(frozen=True, slots=True)
 class TowerBlock:
-    """Attention and feed-forward, each behind its norm. fc1: one product and tanh GELU, or two (gate, up) and SiLU."""
+    """Attention and feed-forward, each after its norm. fc1: one product and tanh GELU, or two (gate, up) and SiLU."""
 
     norm1: Norm
     norm2: Norm
@@ -205,8 +205,7 @@ class Tower:
     def run(
         self, picture: Patches, scratch: TowerScratch, out: torch.Tensor, check: Check, seen: Seen | None = None
     ) -> None:
-        """The picture into out [1 + taps, rows of the decoder, out]: what stands for its tokens, then what each tap
-        adds.
+        """The picture into out [1 + taps, rows of the decoder, out]: the rows of its tokens, then what each tap adds.
 
         `check` is called within every block and may raise to stop. `seen` gets the state after each stage by name.
         """

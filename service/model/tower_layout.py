@@ -1,6 +1,4 @@
-"""Where the patches of a picture stand: rows and columns in merge-block order, weights of learned positions,
-windows.
-"""
+"""The layout of a picture's patches: rows and columns in merge-block order, weights of learned positions, windows."""
 
 from __future__ import annotations
 
@@ -33,9 +31,8 @@ class Segments:
 class PatchLayout:
     """One frame of `grid` patches in the order in which a tower reads them.
 
-    rows, columns: int64 [patches], the places in the grid. order: int64 [merged rows], where windows want them in
-    another order;
-    `rows` and `columns` are in that order already. frame, windows: which rows attend to each other.
+    rows, columns: int64 [patches], the positions in the grid. order: int64 [merged rows], where windows need another
+    order; `rows` and `columns` are in that order already. frame, windows: which rows attend to each other.
     """
 
     rows: torch.Tensor
@@ -45,8 +42,8 @@ class PatchLayout:
     windows: Segments
 
     def angles(self, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin fp32 [patches, head_dim / 2] of the rotary embedding: rows turn the first half of them,
-        columns the others.
+        """cos and sin fp32 [patches, head_dim / 2] of the rotary embedding: rows rotate the first half, columns the
+        second.
         """
         half = head_dim // 2
         frequencies = 1.0 / THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
@@ -73,9 +70,7 @@ def lay_out(shape: TowerShape, grid: tuple[int, int]) -> PatchLayout:
 
 
 def _windows(height: int, width: int, window: int) -> tuple[torch.Tensor, list[int]]:
-    """Merged rows in the order of their windows, and the rows of each; windows at the lower and right edges may be
-    smaller.
-    """
+    """Merged rows in window order, and the rows per window; windows at the lower and right edges may be smaller."""
     numbers = torch.arange(height * width).view(height, width)
     pieces = [
         numbers[top : top + window, left : left + window].reshape(-1)
@@ -88,7 +83,7 @@ def _windows(height: int, width: int, window: int) -> tuple[torch.Tensor, list[i
 def position_weights(
     shape: TowerShape, grid: tuple[int, int], layout: PatchLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each patch the four learned positions around it and their weights: int64 and fp32 [patches, 4].
+    """The four learned positions around each patch and their weights: int64 and fp32 [patches, 4].
 
     The grid is spread over the square of positions so that the corners meet (align_corners), bilinear in FP32.
     """

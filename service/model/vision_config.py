@@ -1,6 +1,4 @@
-"""What config.json says of the part of a model that sees: the shape of its tower and the ids that stand for
-pictures.
-"""
+"""The vision part of config.json: the shape of the tower and the token ids of pictures."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from typing import Any
 from ..errors import ModelError
 from .spec import LARGEST, LAYERS, ConfigReader
 
-# What checkpoints call the tensors of the tower.
+# Prefixes of the tower's tensors in checkpoints.
 PREFIXES = ("model.visual.", "visual.")
-# Families whose towers have taps (deepstack); in the configs of later ones such a list has no meaning.
+# Families whose towers have taps (deepstack); later families ignore such a list in their configs.
 TAPPED = frozenset({"qwen3_vl", "qwen3_vl_moe"})
 WINDOWED = frozenset({"qwen2_5_vl"})
 SEEING = frozenset({"qwen3_5", "qwen3_5_moe", "qwen4_exp"}) | TAPPED | WINDOWED
@@ -28,9 +26,9 @@ class TowerShape:
     """A vision tower: `depth` blocks of `hidden` with `heads` and a feed-forward of `intermediate`, rows of `out` for
     the decoder.
 
-    `patch` pixels per side and `frames` frames per patch, `merge` x `merge` patches per row. `side`: the learned
-    positions are a square of so many, 0 without. `taps`: blocks after which a further row is taken. `window`: merged
-    rows per side of a window that blocks attend in, except those in `full`; 0: all attend to their whole frame.
+    `patch` pixels per side and `frames` frames per patch, `merge` x `merge` patches per row. `side`: side length of the
+    square of learned positions, 0 without. `taps`: blocks after which a further row is taken. `window`: merged rows per
+    side of an attention window, for all blocks except those in `full`; 0: every block attends to the whole frame.
     `gated`: RMS norms and SiLU gates (qwen2_5_vl) instead of layer norms and GELU.
     """
 
@@ -59,7 +57,7 @@ class TowerShape:
 
     @property
     def merged(self) -> int:
-        """Width of the patches that become one row, side by side."""
+        """Width of the patches that are merged into one row."""
         return self.hidden * self.merge**2
 
     @property
@@ -74,7 +72,7 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The tower and the token ids around pictures: `image` and `video` stand for their rows, between `start` and
+    """The tower and the token ids of pictures: `image` and `video` are replaced by their rows, between `start` and
     `end`.
     """
 
@@ -91,7 +89,7 @@ def sees(config: Mapping[str, Any], kind: str) -> bool:
 
 
 def read_vision(config: Mapping[str, Any], kind: str, hidden: int) -> VisionConfig:
-    """The seeing part of a config.json of text family `kind` whose decoder is `hidden` wide. Raises ModelError."""
+    """The vision part of a config.json of text family `kind` whose decoder is `hidden` wide. Raises ModelError."""
     shape = read_tower_shape(config, kind)
     if shape.out != hidden:
         raise ModelError(
@@ -121,7 +119,7 @@ class _Within(ConfigReader):
     def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
         name = f"vision_config.{key}"
         value = self._config.get(name)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):  # one for each dimension
+        if isinstance(value, list) and value and all(item == value[0] for item in value):  # one per dimension
             return ConfigReader({name: value[0]}).integer(name, default, most=most)
         return super().integer(name, default, most=most)
 

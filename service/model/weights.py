@@ -1,5 +1,5 @@
-"""From a family's list of tensors and a checkpoint's header to a plan: what lies where in leased memory, and how it
-gets there.
+"""From a family's required tensors and a checkpoint's header to a plan: the memory layout and the way each tensor is
+read.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .tables import PlannedTable, scale_name
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in STORED.items()}
 ALIGNMENT = 256
-# Factors of quantized keys and values, which are held in full here.
+# Scales of quantized keys and values; here these are held unquantized.
 CACHE_SCALES = re.compile(
     r".*\.self_attn\.(?:[qkv]_proj\.)?(?:[qkv]_(?:scale|zero_point)|output_(?:scale|zero_point))$"
 )
-# Unpacking a part takes some seven times its bytes for a moment.
+# Unpacking a part briefly takes about seven times its bytes.
 UNPACK_BYTES = 1 << 20
-# Buffers that some exporters store and that are recomputed, and what a tied head may be stored as again.
+# Buffers that some exporters store although they are recomputed, and the copy of a tied head.
 RECOMPUTED = re.compile(
     r".*rotary_emb\.inv_freq$|^lm_head\.weight$|.*\.ple_embedding\.(layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
 )
@@ -56,11 +56,10 @@ RECOMPUTED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the network: its place (`destination`), the type it is held in, and the stored tensors it is read
-    from.
+    """One tensor of the network: its `destination`, the type it is held in, and the stored tensors it is read from.
 
-    `stored` is the floating type of the checkpoint's numbers, None where they are quantized there. `settle` is called
-    when all is read.
+    `stored` is the floating type of the checkpoint's numbers, None where they are quantized. `settle` is called when
+    all of it has been read.
     """
 
     destination: Destination
@@ -75,16 +74,16 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes of the lease, alignment included."""
+        """Bytes in the lease, alignment included."""
         return _held_bytes(self.destination, self.held)
 
     @property
     def form(self) -> str:
-        """How tables name the type it is held in."""
+        """The name of the held type in tables."""
         return title(self.held) if isinstance(self.held, Format) else NAMES[self.held]
 
     def carve(self, carve: Carve) -> Weight:
-        """Its memory, of a `carve(shape, dtype)` that aligns to ALIGNMENT; the content is whatever the bytes hold."""
+        """Its memory, from a `carve(shape, dtype)` that aligns to ALIGNMENT; the content is uninitialized."""
         if isinstance(self.held, Format):
             rows, cols = self.destination.shape
             return weight_of(self.held, rows, cols, carve)
@@ -93,10 +92,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """All tensors of a network, checked against the checkpoint, before anything is allocated. `aim`: what they were to
-    be turned into.
+    """All tensors of a network, checked against the checkpoint before any allocation. `aim`: the requested target
+    format.
 
-    `tables` stay in their files and are no part of any figure here but `parameters`.
+    `tables` stay in their files and count in no figure here but `parameters`.
     """
 
     tensors: tuple[PlannedTensor, ...]
@@ -122,7 +121,7 @@ class WeightPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating type that most of the checkpoint's numbers have; BF16 where none has one."""
+        """The most frequent floating type of the checkpoint's numbers; BF16 where there is none."""
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors:
             if tensor.stored is not None:
@@ -131,7 +130,7 @@ class WeightPlan:
 
     @property
     def form(self) -> str:
-        """The types that matrices are held in, by bytes: "BF16", "int4-g128+int8"."""
+        """The types of the matrices, by bytes: "BF16", "int4-g128+int8"."""
         sizes: Counter[str] = Counter()
         for tensor in (one for one in self.tensors if not one.destination.wide):
             sizes[tensor.form] += tensor.nbytes
@@ -139,7 +138,7 @@ class WeightPlan:
 
     @property
     def note(self) -> str:
-        """What a user should hear of the plan; empty if nothing."""
+        """A message for the user about the plan; may be empty."""
         aim = self.aim
         if aim is None or aim.bits > 4:
             return ""
@@ -158,7 +157,9 @@ class WeightPlan:
 
     @property
     def weights_of(self) -> Mapping[str, int]:
-        """Bytes of the weights lease by choice of quantization; empty where it is made already, or stored so."""
+        """Bytes of the weights lease per quantization option; empty where the weights are already converted or stored
+        quantized.
+        """
         if self.aim is not None or all(tensor.stored is None for tensor in self.tensors if not tensor.destination.wide):
             return MappingProxyType({})
         return MappingProxyType(
@@ -166,12 +167,12 @@ class WeightPlan:
         )
 
     def changed(self) -> bool:
-        """Whether a file that is to be read is another one than when the plan was made, or gone."""
+        """Whether a file to be read was changed or deleted since the plan was made."""
         return any(not source.unchanged() for source in self.sources)
 
     def bench(self, device: torch.device) -> tuple[int, int, int]:
-        """How many benches converting while reading takes, and of each the bytes of its raw and of its work buffer;
-        zeros for none.
+        """How many staging buffers the conversion needs, and the bytes of each one's raw buffer and workspace; zeros
+        for none.
         """
         taken = [tensor for tensor in self.tensors if any(reading.take for reading in tensor.readings)]
         if not taken:
@@ -186,15 +187,15 @@ class WeightPlan:
         return default_readers(), _aligned(raw), _aligned(4 * max(*rows, 1, tile))
 
     def bench_bytes(self, device: torch.device) -> int:
-        """Bytes that are needed while the weights are read, and not after."""
+        """Bytes that are needed only while the weights are read."""
         count, raw, work = self.bench(device)
         return count * (raw + work)
 
 
 def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: Format | None = None) -> WeightPlan:
-    """Match `wanted` with the checkpoint; floating matrices are to become `aim` on load, or stay as they are (None).
+    """Match `wanted` with the checkpoint; floating matrices become `aim` on load, or stay unchanged (None).
 
-    ModelError names the first tensor that is missing, of another shape or type, or not known. `wanted` is followed only
+    ModelError names the first tensor that is missing, unknown, or of another shape or type. `wanted` is followed only
     as far as the checkpoint has its tensors: a config may ask for any number of layers.
     """
     packings = read_packings(checkpoint.config)
@@ -220,7 +221,7 @@ def plan_weights(wanted: Iterable[Destination], checkpoint: Checkpoint, aim: For
 
 
 def _zero_biases(planned: Iterable[PlannedTensor], checkpoint: Checkpoint) -> Iterator[str]:
-    """Biases that quantizers store with every matrix, which are 0 in these families. ModelError for one that is not."""
+    """Biases that quantizers store with every matrix, which are 0 in these families. ModelError for a nonzero one."""
     for source in (source for tensor in planned for source in tensor.destination.sources):
         bias = checkpoint.tensors.get(f"{_module(source)}.bias")
         if bias is None or bias.shape != source.shape[:1] or bias.dtype not in STORED:
@@ -234,7 +235,7 @@ def _zero_biases(planned: Iterable[PlannedTensor], checkpoint: Checkpoint) -> It
 
 
 def _planned_table(destination: Destination, checkpoint: Checkpoint) -> PlannedTable:
-    """Its rows in a floating type, in FP8 with one scale for all, or in NVFP4."""
+    """A table with rows in a floating type, in FP8 with one scale, or in NVFP4."""
     destination = _as_stored(destination, checkpoint)
     name, groups = scale_name(destination.sources[0].name), ()
     scale = checkpoint.tensors.get(f"{name}_2")
@@ -253,7 +254,7 @@ def _planned_table(destination: Destination, checkpoint: Checkpoint) -> PlannedT
 
 
 def _table_parts(destination: Destination, checkpoint: Checkpoint, which: int) -> tuple[TensorInfo, ...]:
-    """Of a table in NVFP4 the numbers (0) or the scales (1) of every part."""
+    """The numbers (0) or the scales (1) of every part of an NVFP4 table."""
     packing = Nvfp4("NVFP4")
     found = (
         _packed_part(source, packing.layout(source.shape[0], source.shape[1]).parts[which], checkpoint, packing)
@@ -311,8 +312,8 @@ def _planned(
 
 
 def _as_stored(destination: Destination, checkpoint: Checkpoint) -> Destination:
-    """The destination with the one tensor that stands for all its sources where the checkpoint has that. ModelError
-    if it has both.
+    """The destination with the one tensor that replaces all its sources, where the checkpoint has it. ModelError if it
+    has both.
     """
     joined = destination.joined
     if joined is None or joined.name not in checkpoint.tensors:
@@ -327,7 +328,7 @@ def _as_stored(destination: Destination, checkpoint: Checkpoint) -> Destination:
 
 
 def _widen_and_turn(stored: torch.dtype, turn: Turn, target: Weight) -> None:
-    """Make fp32 of what was read as `stored`, then what the network computes with."""
+    """Widen the `stored` type to fp32, then apply the network's transform."""
     if not isinstance(target, torch.Tensor):
         return
     if target.dtype != stored:
@@ -342,7 +343,7 @@ def _widen_and_turn(stored: torch.dtype, turn: Turn, target: Weight) -> None:
 
 
 def turned_into(destination: Destination, aim: Format | None) -> Format | None:
-    """The format that a floating tensor gets where matrices are to become `aim`; None where it stays as it is."""
+    """The format of a floating tensor where matrices become `aim`; None where it stays unchanged."""
     if aim is None or destination.wide or len(destination.shape) != 2 or destination.bits >= FLOATING:
         return None
     unsuited = aim.bits == 4 and destination.shape[1] % BLOCK_COLUMNS
@@ -350,7 +351,7 @@ def turned_into(destination: Destination, aim: Format | None) -> Format | None:
 
 
 def _stacked(parts: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, int]]:
-    """Each part with the row at which it begins."""
+    """Each part with its first row."""
     row = 0
     for part in parts:
         yield part, row
@@ -373,7 +374,7 @@ def _module(source: Source) -> str:
 
 
 def _is_packed(source: Source, checkpoint: Checkpoint, packing: Packing) -> bool:
-    """Whether the checkpoint has this matrix in its packing rather than in a floating type."""
+    """Whether the checkpoint stores this matrix packed rather than in a floating type."""
     found = checkpoint.tensors.get(source.name)
     if len(source.shape) != 2 or (found is not None and found.dtype in STORED):
         return False

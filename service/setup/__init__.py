@@ -1,1 +1,1 @@
-"""Making and checking an installation: tree, ComfyUI, doctor, demo."""
+"""Making and checking an installation: directory tree, ComfyUI, environments, systemd unit."""

@@ -1,6 +1,4 @@
-"""The record of an installation, also of one that an earlier install.sh made, which kept none. Standard library
-only.
-"""
+"""Finds or reconstructs an installation's record; earlier versions of install.sh wrote none. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ _STAMPS = ("torch", "packages", "comfyui", "service", "operators")
 
 
 def is_installation(tree: Tree) -> bool:
-    """Whether an install.sh of ours has worked at this prefix."""
+    """Whether our install.sh has installed at this prefix."""
     file = tree.prefix / FILE
     return (file.is_file() and not file.is_symlink()) or _made_earlier(tree)
 
 
 def find_record(tree: Tree) -> Record | None:
-    """The record of the installation in `tree`; one is made from what an earlier install.sh left. None if there is no
+    """The record of the installation in `tree`, reconstructed if an earlier install.sh left none. None if there is no
     installation.
 
-    Call it with the installation locked. Raises SetupError for a record that is damaged.
+    Call it with the installation locked. Raises SetupError for a damaged record.
     """
     return load_record(tree.prefix) or (_adopted(tree) if _made_earlier(tree) else None)
 
@@ -42,7 +40,7 @@ def _made_earlier(tree: Tree) -> bool:
 
 
 def _adopted(tree: Tree) -> Record:
-    """A record of what stands there and is surely ours. It is saved with the marks that belong to it."""
+    """A record of everything there that is certainly ours. It is saved with its marks."""
     record = Record(tree.prefix)
     made = [
         folder

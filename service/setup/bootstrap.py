@@ -1,7 +1,7 @@
 """Run a module of this package before the package is installed anywhere: `python bootstrap.py MODULE [arguments ...]`.
 
-Only the standard library is needed. The name `onedesk` is given to the checkout that this file lies in, without running
-its __init__.py and without writing anything into it.
+Only the standard library is needed. The name `onedesk` is given to the checkout that contains this file, without
+running its __init__.py and without writing anything into it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Import onedesk.service.setup.MODULE and return what its main(arguments) returns."""
+    """Import onedesk.service.setup.MODULE and return the result of its main(arguments)."""
     sys.dont_write_bytecode = True
     package = types.ModuleType("onedesk")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]

@@ -1,5 +1,5 @@
-"""What ./install.sh --test runs after installing: style, types, shell, tests. All of them run, whatever the first
-ones say.
+"""The checks of ./install.sh --test after installing: style, types, shell, tests. All of them run, even after a
+failure.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .steps import Steps
 
 LOG = logging.getLogger(__name__)
 SCRIPTS = ("install.sh", ".ci/run")
-# Its interpreter runs the CUDA kernels on a CPU. Not on the list of pins: a CUDA build of torch brings the version that
-# it needs.
+# Triton's interpreter runs the CUDA kernels on a CPU. It is not in the list of pins: a CUDA build of torch brings its
+# own version.
 TRITON = "triton==3.6.0"
 
 
 def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[str]]:
-    """The checks by name, pytest last so that its closing line is; `more` are further arguments of pytest."""
+    """The checks by name, pytest last so that its summary ends the output; `more`: further arguments for pytest."""
     python = str(environment.python)
     checks = {
         "ruff check": isolated_command("-m", "ruff", "check", ".", python=python),
@@ -34,7 +34,7 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
         checks["shellcheck"] = [str(shellcheck), *SCRIPTS]
     else:
         LOG.info("checks    shellcheck has no package for this processor: the shell scripts are not checked")
-    # The cache of pytest would be written into the checkout.
+    # The pytest cache would be written into the checkout.
     checks["pytest"] = isolated_command("-m", "pytest", "-q", "-p", "no:cacheprovider", *more, python=python)
     return checks
 
@@ -44,7 +44,7 @@ def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Seq
     environment.add_pins("tests", TEST_PINS)
     environment.add_missing("triton", TRITON)
     caches = {"RUFF_CACHE_DIR": "ruff", "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis"}
-    # Not in the tree's cache: links from model folders may lead into it, and tests make links that may not.
+    # Not in the tree's cache: links from model folders may point into it, and tests need links that may not.
     temporary = steps.tree.envs / "tmp"
     temporary.mkdir(exist_ok=True)
     variables = (

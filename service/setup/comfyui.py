@@ -1,4 +1,4 @@
-"""A ComfyUI as a child process: how it is started, asked and ended."""
+"""A ComfyUI as a child process: starting, querying and ending it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OUTSIDE_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def operators_missing(python: Path) -> bool:
-    """Whether the environment of `python` has a torchvision whose compiled operators the installer took away."""
+    """Whether the environment of `python` has a torchvision whose compiled operators the installer removed."""
     packages = [folder / "torchvision" for folder in python.parent.parent.glob("lib/python3*/site-packages")]
     return any(folder.is_dir() and not any(folder.glob("_C*.so")) for folder in packages)
 
 
 def command(python: Path, comfyui: Path) -> list[str]:
-    """The command line that runs main.py of the folder `comfyui`, without arguments; through our launcher only if it
-    must be.
+    """The command line that runs main.py of the folder `comfyui`, without arguments; uses our launcher only where
+    required.
     """
     if operators_missing(python):
         return [str(python), str(LAUNCHER), str(comfyui)]
@@ -42,7 +42,7 @@ def command(python: Path, comfyui: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on at this moment."""
+    """A TCP port of 127.0.0.1 that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -55,7 +55,7 @@ class Client:
     port: int
 
     def ask(self, route: str, body: Mapping[str, Any] | None = None, *, timeout: float = ANSWER_SECONDS) -> Any:
-        """GET `route`, or POST `body` to it as JSON; returns the decoded answer, None for an empty one. PeerError if
+        """GET `route`, or POST `body` to it as JSON; returns the decoded response, None for an empty one. PeerError if
         it is refused.
         """
         data = None if body is None else json.dumps(body).encode()
@@ -77,7 +77,7 @@ class Client:
         return self.ask("/prompt", {"prompt": prompt, "client_id": client_id})["prompt_id"]
 
     def history(self, prompt_id: str) -> dict[str, Any] | None:
-        """The entry of a finished prompt (keys outputs, status), None while it waits or runs."""
+        """The entry of a finished prompt (keys outputs, status), None while it is queued or running."""
         return self.ask(f"/history/{prompt_id}").get(prompt_id)
 
     def wait(self, prompt_id: str, *, timeout: float) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Client:
 
 
 class ComfyProcess:
-    """A ComfyUI that runs as our child on a port of 127.0.0.1, and is ended by its process id. A context manager.
+    """A ComfyUI as our child on a port of 127.0.0.1, ended by its process id. A context manager.
 
     `arguments` follow main.py; port and listen address are added here. Its output goes to the file `log`.
     """
@@ -116,7 +116,7 @@ class ComfyProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def start(self, *, timeout: float = 240.0) -> Client:
-        """Start it and return once it answers; PeerError with the end of its log if it ends or does not answer in
+        """Start it and return once it responds; PeerError with the end of its log if it exits or does not respond in
         `timeout` seconds.
         """
         with self.log.open("wb") as log:
@@ -128,7 +128,7 @@ class ComfyProcess:
             self._await_answer(self.child, time.monotonic() + timeout, timeout)
             answered = True
         finally:
-            if not answered:  # an interrupt too must not leave it behind
+            if not answered:  # an interrupt must not leave it running either
                 self.stop()
         return self.client
 
@@ -152,7 +152,7 @@ class ComfyProcess:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
     def stop(self, *, patience: float = 15.0) -> None:
-        """End the child: asked first, killed after `patience` seconds. Does nothing if it has ended already."""
+        """End the child: SIGTERM first, SIGKILL after `patience` seconds. Does nothing if it has already ended."""
         if self.child is None or self.child.poll() is not None:
             return
         self.child.terminate()

@@ -27,11 +27,10 @@ from .tree import Desk, Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 PORT = 8188
-# An interrupt ends ComfyUI and what it started, as Ctrl-C does; a background job of a shell may heed none, and is told
-# to end.
+# SIGINT ends ComfyUI and its children, as Ctrl-C does. A shell's background job may ignore it and then gets SIGTERM.
 INTERRUPT_SECONDS, PATIENCE_SECONDS = 10.0, 20.0
 POLL_SECONDS = 0.1
-# A process is the one that we started if it began at the same moment; the clock of /proc has steps of 10 ms.
+# A process is ours if its start time matches; the clock of /proc has steps of 10 ms.
 SAME_START_SECONDS = 0.05
 DEMO_IDEA = "a red circle on blue"
 TRY_DEVICE = "import torch; a = getattr(torch, 'accelerator', torch.cuda); print(bool(a.is_available()))"
@@ -39,7 +38,7 @@ TRY_DEVICE = "import torch; a = getattr(torch, 'accelerator', torch.cuda); print
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The ComfyUI that run.sh has started."""
+    """A ComfyUI started by run.sh."""
 
     pid: int
     started: float
@@ -47,14 +46,12 @@ class Running:
 
 
 def pid_file(tree: Tree) -> Path:
-    """Where the running ComfyUI is noted."""
+    """The file that records the running ComfyUI."""
     return tree.cache / "comfyui.json"
 
 
 def find_running(tree: Tree) -> Running | None:
-    """The ComfyUI that was started from `tree` and still runs. A note about another process that got the same id
-    counts for nothing.
-    """
+    """The running ComfyUI that was started from `tree`. A record whose process id was reused is ignored."""
     try:
         running = Running(**json.loads(pid_file(tree).read_text(encoding="utf-8")))
         alive = abs(psutil.Process(running.pid).create_time() - running.started) < SAME_START_SECONDS
@@ -72,7 +69,7 @@ def need_desk(tree: Tree) -> Desk:
 
 
 def device_arguments(python: Path) -> list[str]:
-    """--cpu for a Python whose torch sees no accelerator."""
+    """--cpu for a Python whose torch finds no accelerator."""
     answer = subprocess.run(
         probe_command(python, TRY_DEVICE),
         stdin=subprocess.DEVNULL,
@@ -89,7 +86,7 @@ def device_arguments(python: Path) -> list[str]:
 
 
 def folder_arguments(tree: Tree, desk: Desk, *, own_folders: bool) -> list[str]:
-    """Where ComfyUI finds models and keeps files. `own_folders` puts input, output, user and temp files into the
+    """ComfyUI's options for model and file folders. `own_folders` puts input, output, user and temp files into the
     tree.
     """
     arguments = ["--extra-model-paths-config", str(tree.model_paths)]
@@ -102,8 +99,8 @@ def folder_arguments(tree: Tree, desk: Desk, *, own_folders: bool) -> list[str]:
 
 
 def start(tree: Tree, port: int, more: Sequence[str]) -> None:
-    """Become ComfyUI, in the foreground, on a port of 127.0.0.1. Does not return; raises an OnedeskError if it
-    cannot begin.
+    """Become ComfyUI, in the foreground, on a port of 127.0.0.1. Does not return; raises an OnedeskError if it cannot
+    start.
     """
     if running := find_running(tree):
         raise PeerError(
@@ -157,7 +154,7 @@ def stop(tree: Tree) -> bool:
 
 
 def _ended(process: psutil.Process, seconds: float) -> bool:
-    """Whether it ends within so many seconds."""
+    """Whether it ends within this many seconds."""
     try:
         process.wait(seconds)
     except psutil.TimeoutExpired:
@@ -166,7 +163,7 @@ def _ended(process: psutil.Process, seconds: float) -> bool:
 
 
 def status(tree: Tree) -> tuple[str, bool]:
-    """One line on what runs, and whether it answers."""
+    """One line: what runs, and whether it responds."""
     running = find_running(tree)
     if running is None:
         return "ComfyUI does not run", False
@@ -182,7 +179,7 @@ def status(tree: Tree) -> tuple[str, bool]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line of run.sh, with the prefix before it; exits with 2 for a wrong one."""
+    """Parse the command line of run.sh, preceded by the prefix; exits with 2 for an invalid one."""
     words = list(arguments)
     more = words[words.index("--") + 1 :] if "--" in words else []
     parser = argparse.ArgumentParser(prog="run.sh", description="Start, stop and ask the ComfyUI of this folder.")
@@ -201,7 +198,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what run.sh was asked; returns the exit status."""
+    """Run the requested action of run.sh; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     options = parse(arguments)
     tree = Tree(options.prefix.resolve())
@@ -214,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
             line, answers = status(tree)
             LOG.info("%s", line)
             return 0 if answers else 1
-        else:  # become the command: who ends this process ends the demo with its ComfyUI
+        else:  # exec: ending this process must end the demo and its ComfyUI
             sys.stdout.flush()
             argv = package_command("onedesk.service", "demo", options.idea)
             os.execv(argv[0], argv)  # noqa: S606 - fixed argv

@@ -1,4 +1,6 @@
-"""Our own virtual environment: how it is made, what goes in, and the proof that no installed torch is ever replaced."""
+"""Our own virtual environment: how it is made, what is installed, and the check that an existing torch is never
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ TRY_LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment at `folder`, worked on through the installer's `steps`."""
+    """A virtual environment at `folder`, managed through the installer's `steps`."""
 
     folder: Path
     steps: Steps
@@ -53,7 +55,7 @@ class Environment:
         return found[0]
 
     def make(self, python: str, record: Record) -> None:
-        """Make it with `python` unless it stands and works."""
+        """Create it with `python` unless it already works."""
         if self.python.exists() and self.steps.ask(self.python, "import pip") is not None:
             return
         advice = (
@@ -65,7 +67,7 @@ class Environment:
             self.steps.run("python", isolated_command("-m", "venv", self.folder, python=python), advice)
 
     def versions(self) -> dict[str, str]:
-        """Every package that its Python sees, with its version."""
+        """Every package visible to its Python, with its version."""
         answer = self.steps.ask(self.python, VERSIONS)
         if answer is None:
             raise SetupError(f"the Python of {self.folder} does not run; delete that folder and run install.sh again")
@@ -80,7 +82,7 @@ class Environment:
         self.steps.run(step, isolated_command("-m", "pip", "install", *arguments, python=self.python), advice)
 
     def add_torch(self, spec: str) -> None:
-        """Install torch if there is none. One that is there stays, whatever its version."""
+        """Install torch if there is none. An existing one stays, whatever its version."""
         there = self.versions().get("torch")
         if there and (self.steps.done("torch", there) or self.steps.ask(self.python, TRY_TORCH)):
             LOG.info("torch     %s is there and stays as it is", there)
@@ -98,8 +100,8 @@ class Environment:
         self.steps.mark("torch", self.versions()["torch"])
 
     def add_pins(self, step: str, pins: Path) -> None:
-        """Install exactly the packages of the list `pins`, without their dependencies: nothing that is not on the
-        list changes.
+        """Install exactly the packages of the list `pins`, without their dependencies: packages not listed do not
+        change.
         """
         key = f"{hashlib.sha256(pins.read_bytes()).hexdigest()} {self.packages.parent.name} {self.folder.name}"
         if self.steps.done(step, key):
@@ -109,14 +111,14 @@ class Environment:
         self.steps.mark(step, key)
 
     def add_missing(self, name: str, pin: str) -> None:
-        """Install `pin` of the package `name`, without its dependencies, where no version of it is installed."""
+        """Install `pin` of the package `name`, without its dependencies, unless some version is already installed."""
         if name in self.versions():
             return
         with self.steps.step(name, f"installing {pin}"):
             self.pip(name, "--no-deps", pin)
 
     def settle_operators(self) -> None:
-        """Take away the compiled operators of torchvision and torchaudio if they do not load beside this torch.
+        """Remove the compiled operators of torchvision and torchaudio if they do not load with this torch.
 
         ComfyUI needs only the plain Python of the two; it is then started through launch_comfyui.py.
         """
@@ -142,7 +144,7 @@ class Environment:
 
     @contextmanager
     def torch_unchanged(self) -> Iterator[None]:
-        """Compare torch before and after; SetupError if one that was there has changed."""
+        """Compare torch before and after; SetupError if an existing one has changed."""
         before = self.versions().get("torch")
         yield
         after = self.versions().get("torch")

@@ -1,4 +1,4 @@
-"""A ComfyUI that somebody has already: its environment is only read, and the pack is linked into its custom_nodes."""
+"""The user's existing ComfyUI: its environment is only read, and the pack is linked into its custom_nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .steps import SetupError, Steps
 from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
-# Where people keep the environment of a ComfyUI, from its folder.
+# Where a ComfyUI's environment usually is, relative to its folder.
 PYTHONS = (
     ".venv/bin/python",
     "venv/bin/python",
@@ -58,7 +58,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Somebody's ComfyUI in `folder`, run by `python`."""
+    """The user's ComfyUI in `folder`, run by `python`."""
 
     folder: Path
     python: Path
@@ -75,7 +75,7 @@ class Foreign:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Compare its packages before and after; SetupError if one of them has changed."""
+        """Compare its packages before and after; SetupError if any has changed."""
         before = self.versions()
         if "torch" not in before:
             raise SetupError(
@@ -93,11 +93,11 @@ class Foreign:
         LOG.info("comfyui   its environment is as it was: %d packages, torch %s", len(after), after["torch"])
 
     def share_packages(self, service: Environment, project: Project) -> None:
-        """Let our environment see what that environment has, behind its own packages, and add there what is missing."""
+        """Make that environment's packages visible in ours, after our own, and install the missing ones in ours."""
         answer = self.steps.ask(self.python, FOLDERS)
         folders = dict.fromkeys(json.loads(answer or "[]"))
         write_if_changed(service.packages / PATH_FILE, "".join(f"{folder}\n" for folder in folders))
-        # The one marker among our dependencies is for Python 3.10, which has no TOML parser.
+        # The only marker among our dependencies is for Python 3.10, which has no TOML parser.
         old = service.packages.parent.name == "python3.10"
         needed = (*project.dependencies, *project.service)
         names = [re.split(r"[ ;<>=~\[]", dependency)[0] for dependency in needed if old or ";" not in dependency]
@@ -109,11 +109,11 @@ class Foreign:
             self.steps.mark("service", " ".join(wanted))
 
     def add_pack(self, checkout: Path, tree: Tree, record: Record) -> tuple[str, Path]:
-        """Link the pack into its custom_nodes, through the tree's own link to it: so it finds its tree (see
+        """Link the pack into its custom_nodes through the tree's own link, so that the pack finds its tree (see
         config.installed_file).
 
-        If the checkout itself stands there, the link leads from it to the tree. Returns the pack's name there and the
-        link.
+        If the checkout itself is in custom_nodes, the link goes from it to the tree. Returns the pack's name there and
+        the link.
         """
         nodes = self.folder / "custom_nodes"
         if nodes.is_dir() and checkout.parent.samefile(nodes):
@@ -127,7 +127,7 @@ class Foreign:
 
 
 def no_comfyui(folder: Path) -> str | None:
-    """Why `folder` is not a ComfyUI, None if it is one."""
+    """Why `folder` is not a ComfyUI; None if it is one."""
     if (folder / "main.py").is_file() and (folder / "comfy").is_dir():
         return None
     return f"{folder} is no ComfyUI: it has no main.py and comfy/; name the folder that holds them with --comfyui"
@@ -148,10 +148,9 @@ def find_foreign(folder: Path, python: Path | None, steps: Steps) -> Foreign:
 
 
 def model_paths(tree: Tree, kinds: Sequence[str] = KINDS) -> str:
-    """A model path file that makes ComfyUI look into the tree as well: language models, and these kinds of image
-    models.
+    """A model path file that adds the tree's language models and these kinds of image models to ComfyUI's folders.
 
-    JSON texts are valid YAML, so any path can stand in it.
+    JSON strings are valid YAML, so any path can be written.
     """
     lines = ["onedesk:", f"  base_path: {json.dumps(str(tree.models), ensure_ascii=False)}", '  llm: "."']
     return "\n".join([*lines, *(f'  {kind}: "comfyui/{kind}"' for kind in kinds)]) + "\n"

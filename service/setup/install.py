@@ -1,6 +1,4 @@
-"""install.sh, as far as it can be Python: makes the tree, fills it step by step, and takes it away again. Standard
-library only.
-"""
+"""The Python part of install.sh: makes the tree, fills it step by step, and removes it again. Standard library only."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ MACHINES = ("x86_64", "aarch64")
 PYTHONS = ((3, 10), (3, 13))
 TEST_PYTHON = (3, 11)
 GIB = 1 << 30
-# A fresh installation was 2.0 GB with the CPU build of torch and 5.7 GB with the CUDA build; pip unpacks one wheel at a
-# time beside it.
+# A new installation took 2.0 GB with the CPU build of torch and 5.7 GB with the CUDA build; in addition pip unpacks one
+# wheel at a time.
 ROOM = 3 * GIB
 ROOM_CUDA = 8 * GIB
 ROOM_SERVICE = GIB // 4
@@ -52,7 +50,7 @@ class _InstallParser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line of install.sh; exits with 2 for a wrong one."""
+    """Parse the command line of install.sh; exits with 2 for an invalid one."""
     parser = _InstallParser(prog="install.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("--prefix", type=Path, default=Path.home() / "dgx-local")
     parser.add_argument("--comfyui", type=Path)
@@ -79,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def bad_prefix(prefix: Path) -> str | None:
-    """Why `prefix` cannot hold an installation, None if it can."""
+    """Why `prefix` cannot hold an installation; None if it can."""
     if any(sign in str(prefix) for sign in ":\n\r"):
         return "colons and line ends cannot stand in the path of a Python environment"
     if prefix in (Path("/"), Path.home().resolve()):
@@ -100,7 +98,7 @@ def bad_prefix(prefix: Path) -> str | None:
 
 
 def check_prefix(tree: Tree) -> None:
-    """Refuse a prefix that has folders of the names that we need, made by somebody else. SetupError names them."""
+    """Refuse a prefix with folders of the names that we need, made by others. SetupError names them."""
     for folder in tree.folders():
         if os.path.lexists(folder) and not folder.is_dir():
             raise SetupError(f"{folder} is there and is no folder; name another --prefix")
@@ -121,7 +119,7 @@ def check_prefix(tree: Tree) -> None:
 
 
 def check_machine(options: argparse.Namespace) -> None:
-    """Refuse a machine that cannot run it: system, processor, Python, room on the disk. SetupError says what to do."""
+    """Refuse an unsupported machine: system, processor, Python, free disk space. SetupError says what to do."""
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
         raise SetupError(
             f"this is {platform.system()} on {platform.machine()}; Onedesk installs on Linux, {' and '.join(MACHINES)}"
@@ -174,7 +172,7 @@ def install_all(tree: Tree, options: argparse.Namespace, record: Record) -> Envi
 
 
 def install_beside(tree: Tree, options: argparse.Namespace, record: Record) -> Environment:
-    """The service in an environment of its own, next to a ComfyUI whose environment is only read."""
+    """The service in its own environment, next to a ComfyUI whose environment is only read."""
     steps = Steps(tree)
     foreign = find_foreign(options.comfyui.expanduser().resolve(), options.comfyui_python, steps)
     service = Environment(tree.envs / "service", steps)
@@ -195,7 +193,7 @@ def install_beside(tree: Tree, options: argparse.Namespace, record: Record) -> E
 
 
 def install(tree: Tree, options: argparse.Namespace) -> int:
-    """Make or complete the installation, then what else was asked for."""
+    """Make or complete the installation, then run the other requested actions."""
     check_machine(options)
     if not is_installation(tree):
         check_prefix(tree)
@@ -221,7 +219,7 @@ def install(tree: Tree, options: argparse.Namespace) -> int:
 
 
 def new_record(tree: Tree, made: Sequence[Path]) -> Record:
-    """The record of a new installation; `made` are the folders down to the prefix that had to be made for it."""
+    """The record of a new installation; `made`: the folders down to the prefix that were created for it."""
     record = Record(tree.prefix)
     record.folders = ["." if folder == tree.prefix else str(folder) for folder in made]
     record.save()
@@ -229,12 +227,10 @@ def new_record(tree: Tree, made: Sequence[Path]) -> Record:
 
 
 def prepare(tree: Tree, record: Record) -> None:
-    """Make the folders of the tree that are missing, and its files."""
+    """Make the missing folders of the tree, and its files."""
     record.save()
     for folder in tree.folders():
-        if folder != tree.logs or not record.behind_link(
-            tree.cache
-        ):  # what is made behind that link is left to its owner
+        if folder != tree.logs or not record.behind_link(tree.cache):  # content under that link belongs to its owner
             record.make_folder(folder)
     for folder in (tree.pack, Steps(tree).stamps):
         record.make_tree(folder)
@@ -254,7 +250,7 @@ def run_demo(environment: Environment) -> list[str]:
 
 
 def noted_process(tree: Tree) -> int | None:
-    """The id of the ComfyUI that run.sh started and that still runs, by /proc and the tree's own note; see
+    """The process id of the running ComfyUI that run.sh started, by /proc and the tree's own record; see
     desk.find_running.
     """
     try:
@@ -267,7 +263,7 @@ def noted_process(tree: Tree) -> int | None:
 
 
 def uninstall(tree: Tree) -> int:
-    """Take away what this installation has made, by its record; models, data, changed settings and what people added
+    """Remove what this installation has made, by its record; models, data, changed settings and the user's additions
     stay.
     """
     if not is_installation(tree):
@@ -302,7 +298,7 @@ def uninstall(tree: Tree) -> int:
 
 
 def clear_cache(tree: Tree, record: Record) -> None:
-    """Remove what our programs write into cache/; what else is there stays and is named."""
+    """Remove the files that our programs write into cache/; anything else there stays and is named."""
     if record.behind_link(tree.cache):
         LOG.info("kept      %s, which is a link; what it leads to was not touched", tree.cache)
         return
@@ -318,7 +314,7 @@ def clear_cache(tree: Tree, record: Record) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what install.sh was asked; returns the exit status."""
+    """Run the requested action of install.sh; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     options = parse(arguments)
     tree = Tree(options.prefix)

@@ -1,6 +1,6 @@
-"""Start ComfyUI's main.py beside a torch for which PyPI's torchvision has no compiled operators.
+"""Start ComfyUI's main.py with a torch for which PyPI's torchvision has no compiled operators.
 
-torchvision and torchaudio on PyPI are compiled against PyPI's torch and do not load beside another build of it. All
+torchvision and torchaudio on PyPI are compiled against PyPI's torch and do not load with another build of it. All
 that ComfyUI imports of them is plain Python, except that torchvision describes its operators to torch at import; they
 are declared just before.
 
@@ -22,7 +22,7 @@ OPERATORS = ("nms", "qnms")
 
 
 class OperatorsFirst(MetaPathFinder):
-    """Declares torchvision's operators, without an implementation, at the moment that somebody imports torchvision.
+    """Declares torchvision's operators, without an implementation, at the moment that torchvision is imported.
 
     Not earlier: ComfyUI sets torch's options in the environment before it imports torch.
     """
@@ -31,7 +31,7 @@ class OperatorsFirst(MetaPathFinder):
         self.library: object = None
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Find nothing; the operators are declared for as long as `library` lives."""
+        """Always returns None: it only declares the operators, for as long as `library` lives."""
         if name == "torchvision" and self.library is None:
             import torch
 

@@ -1,5 +1,5 @@
-"""What of the checkout goes into the tree: the links to it, the command `onedesk`, the demo models. Nothing is
-written into it.
+"""The checkout's part of the tree: the links to it, the command `onedesk`, the demo models. The checkout is never
+written to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .steps import SetupError
 from .tree import Tree, write_if_changed
 
 NAME = "onedesk"
-# -I: no file of the working directory, of PYTHONPATH or of the user's site-packages is imported, on Python 3.10 too.
+# -I: import nothing from the working directory, PYTHONPATH or the user's site-packages, on Python 3.10 too.
 COMMAND = """\
 #!/bin/sh
 here=$(dirname -- "$(readlink -f -- "$0")")
@@ -28,8 +28,8 @@ PREFIX_OF_DEMO = "onedesk-demo-"
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What the installer must know of pyproject.toml; `service` is that extra. Read without a TOML parser: Python
-    3.10 has none.
+    """The installer's view of pyproject.toml; `service` is that extra. Read without a TOML parser: Python 3.10 has
+    none.
     """
 
     version: str
@@ -61,9 +61,9 @@ def is_onedesk(folder: Path) -> bool:
 
 
 def link(place: Path, target: Path) -> bool:
-    """Make `place` a link to `target`, the checkout or a link to it; returns whether anything had to be done.
+    """Make `place` a link to `target` (the checkout or a link to it); returns whether anything changed.
 
-    A link to another checkout of this project, or to nothing, is replaced. Anything else there is somebody's:
+    A link to another checkout of this project, or a dangling one, is replaced. Anything else there belongs to the user:
     SetupError.
     """
     if place.readlink() == target if place.is_symlink() else place.exists() and place.samefile(target):
@@ -83,14 +83,14 @@ def link(place: Path, target: Path) -> bool:
 
 
 def recorded_link(record: Record, place: Path, target: Path) -> None:
-    """Make a link as `link` does, with its folder, and record both as made by this installation."""
+    """Make a link as `link` does, with its folder, and record both as ours."""
     record.make_folder(place.parent)
     record.note_link(place, target)
     link(place, target)
 
 
 def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
-    """Make `import onedesk` and the command `onedesk` work in `environment`: a path file, the package's record, a
+    """Make `import onedesk` and the command `onedesk` work in `environment`: a path file, the package's metadata, a
     script.
 
     The package is the checkout itself, by the link in tree.pack; pip lists it and can uninstall it.
@@ -125,10 +125,10 @@ def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
 
 
 def link_demo_models(tree: Tree, checkout: Path, record: Record) -> list[Path]:
-    """Link the demo models that the checkout ships into the tree's models; returns the links that had to be made.
+    """Link the checkout's demo models into the tree's models; returns the new links.
 
-    A writer is a folder, the image models are files in the folders of their kinds. What is there already stays, unless
-    it is a link that this installation made, or one that leads nowhere.
+    A writer is a folder; image models are files in the folders of their kinds. Existing files stay, except a link that
+    this installation made, or a dangling one.
     """
     shipped = checkout / "models"
     made = []

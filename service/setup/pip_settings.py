@@ -1,8 +1,8 @@
-"""What the installer's pip may see of the user's pip settings: how to reach an index. Standard library only.
+"""Passes the user's pip settings for reaching an index to the installer's pip. Standard library only.
 
-PIP_TARGET, PIP_PYTHON, `target` or `python` in a pip.conf and their like would install into another environment than
-ours. So pip reads no configuration file here, and gets the settings below, from the user's files and variables, as
-variables.
+PIP_TARGET, PIP_PYTHON, `target` or `python` in a pip.conf and similar settings would install into another environment
+than ours. So pip reads no configuration file here. The settings below are taken from the user's files and variables,
+and passed as variables.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PASSED = (
     *("index-url", "extra-index-url", "no-index", "find-links", "trusted-host", "proxy", "cert", "client-cert"),
     *("timeout", "retries", "constraint"),
 )
-# Later sections win; `download` is for the source package that ComfyUI comes in.
+# Later sections win; `download` applies to ComfyUI's source package.
 _SECTIONS = ("global", "download", "install")
 _PREFIX = "PIP_"
 
 
 def pip_environment(variables: Mapping[str, str], environment: Path | None = None) -> dict[str, str]:
-    """`variables` with what pip may know of the user's settings, and all else of pip's taken out.
+    """`variables` with the permitted pip settings of the user, and without all other pip variables.
 
     `environment` is the folder of the virtual environment whose pip runs; it can have a pip.conf too.
     """
@@ -40,7 +40,7 @@ def pip_environment(variables: Mapping[str, str], environment: Path | None = Non
 
 
 def _files(variables: Mapping[str, str], environment: Path | None) -> Iterator[Path]:
-    """pip's configuration files, as its documentation has them, the strongest last."""
+    """pip's configuration files as documented, the highest priority last."""
     named = variables.get("PIP_CONFIG_FILE")
     if named == os.devnull:
         return
@@ -58,7 +58,7 @@ def _files(variables: Mapping[str, str], environment: Path | None) -> Iterator[P
 
 
 def _read(file: Path) -> dict[str, str]:
-    """The settings of a file that may be passed on; a file that cannot be read is left out, with a line about it."""
+    """The permitted settings of a file; an unreadable file is skipped with a log line."""
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(file.read_text(encoding="utf-8"), str(file))
@@ -75,5 +75,5 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _setting(name: str) -> str:
-    """A setting's name as on pip's command line, without the dashes in front."""
+    """A setting's name as on pip's command line, without the leading dashes."""
     return name.lower().replace("_", "-").removeprefix("--")

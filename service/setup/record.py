@@ -1,10 +1,8 @@
-"""What an installation has made, and which installation made it: uninstall acts by this record alone. Standard library
-only.
+"""The record of what an installation has made, and of its id: uninstall uses this record alone. Standard library only.
 
-The record is PREFIX/.installation.json. Paths under the prefix are relative there, others absolute. Each folder that
-goes with all of its content also holds a mark with the installation's id: a folder that somebody else made under the
-same name has none,
-and stays.
+The record is PREFIX/.installation.json. Paths under the prefix are relative to it, others absolute. Each folder that is
+removed with all of its content also holds a mark with the installation's id. A folder of the same name that others made
+has no mark, and stays.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ _FORMAT = 1
 class Record:
     """The things that the installation at `prefix` has made; each method that makes something records it first.
 
-    `folders` go when they are empty, `trees` with all of their content, `files` if their content still has the recorded
-    SHA-256,
-    `links` if they still lead to the recorded target.
+    `folders` are removed when they are empty, `trees` with all of their content, `files` if their content still has the
+    recorded SHA-256, `links` if they still point to the recorded target.
     """
 
     prefix: Path
@@ -50,46 +47,45 @@ class Record:
         return self.prefix / FILE
 
     def save(self) -> None:
-        """Write the record if it has changed."""
+        """Save the record if it has changed."""
         document = {"format": _FORMAT} | asdict(self) | {"prefix": str(self.prefix)}
         write_if_changed(self.path, json.dumps(document, indent=1) + "\n")
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its missing parents; those that were there before are not recorded."""
+        """Make a folder and its missing parents; existing ones are not recorded."""
         for folder in reversed([path, *path.parents]):
             if folder.is_dir():
                 continue
             if os.path.lexists(folder):
                 raise SetupError(f"{folder} is there already and is no folder; move it away, then run install.sh again")
-            # Behind a link it is recorded by where it really is: another folder that the link leads to later is not
-            # ours.
+            # Below a link its real path is recorded: if the link later points to another folder, that one is not ours.
             self._note(self.folders, folder.resolve() if self.behind_link(folder) else folder)
             folder.mkdir(exist_ok=True)
 
     def make_tree(self, path: Path) -> None:
-        """Make a folder that is ours with all of its content. SetupError if there is one that this installation did
-        not make.
+        """Make a folder that is ours with all of its content. SetupError if one exists that this installation did not
+        make.
         """
         if self.owns_tree(path):
             return
         self.check_free(path)
         self.make_folder(path.parent)
         self._note(self.trees, path)
-        # Under its own name it never stands without its mark, whenever this is interrupted.
+        # It gets its final name only with its mark inside, wherever this is interrupted.
         part = path.with_name(f".{path.name}.{self.id}")
         part.mkdir(exist_ok=True)
         self.mark(part)
         part.rename(path)
 
     def empty_tree(self, path: Path) -> None:
-        """Make a folder as `make_tree` does, and take everything out of it but the mark."""
+        """Make a folder as `make_tree` does, and delete everything in it but the mark."""
         self.make_tree(path)
         for entry in path.iterdir():
             if entry.name != MARK:
                 remove(entry)
 
     def take_tree(self, made: Path, path: Path) -> None:
-        """Put the folder `made`, which this installation has filled, in the place of the tree `path`."""
+        """Replace the tree `path` by the folder `made`, which this installation has filled."""
         self.mark(made)
         if self.owns_tree(path):
             remove(path)
@@ -98,13 +94,13 @@ class Record:
         made.rename(path)
 
     def check_free(self, path: Path) -> None:
-        """SetupError if something stands at `path` that this installation did not make."""
+        """SetupError if `path` exists and this installation did not make it."""
         if os.path.lexists(path) and not self.owns_tree(path):
             kind = "a link" if path.is_symlink() else "not made by this installation"
             raise SetupError(f"{path} is there already and is {kind}; move it away, then run install.sh again")
 
     def owns_tree(self, path: Path) -> bool:
-        """Whether a real folder stands at `path` that this installation made: by record, and by the mark in it."""
+        """Whether `path` is a real folder that this installation made: by the record, and by the mark in it."""
         if self._name(path) not in self.trees or self.behind_link(path) or not path.is_dir():
             return False
         try:
@@ -117,15 +113,13 @@ class Record:
         write_if_changed(folder / MARK, f"{self.id}\n")
 
     def write_file(self, path: Path, text: str, *, executable: bool = False) -> bool:
-        """Write a file of ours in one step; returns whether anything had to be written."""
+        """Write a file of ours in one step; returns whether it was written."""
         self.make_folder(path.parent)
         self._note_value(self.files, path, digest(text.encode()))
         return write_if_changed(path, text, executable=executable)
 
     def note_link(self, path: Path, target: Path) -> None:
-        """Record a link that is about to be made. One that stands there already, and that is not recorded, is
-        somebody's own.
-        """
+        """Record a link that is about to be made. An existing, unrecorded link belongs to the user."""
         if not (path.is_symlink() and path.readlink() == target):
             self._note_value(self.links, path, str(target))
 
@@ -135,11 +129,11 @@ class Record:
         self.save()
 
     def owns_link(self, path: Path) -> bool:
-        """Whether a link stands at `path` that this installation made."""
+        """Whether `path` is a link that this installation made."""
         return path.is_symlink() and self.links.get(self._name(path)) == str(path.readlink())
 
     def forget_link(self, path: Path) -> None:
-        """Take a link of ours away, if it still leads where it was made to lead."""
+        """Remove a link of ours if it still points to its original target."""
         target = self.links.pop(self._name(path), None)
         if target is not None and path.is_symlink() and str(path.readlink()) == target:
             path.unlink()
@@ -149,8 +143,8 @@ class Record:
         self.save()
 
     def remove(self) -> None:
-        """Take away all that is recorded and still ours, the record last. What is not ours, or is a link now, stays
-        and is named.
+        """Remove all that is recorded and still ours, the record last. Anything else, or a path that is a link now,
+        stays and is named.
         """
         for name in list(self.links):
             self.forget_link(self._path(name))
@@ -203,10 +197,10 @@ class Record:
 
 
 def load_record(prefix: Path) -> Record | None:
-    """The record of the installation at `prefix`, None if there is none. SetupError if it cannot be read as one.
+    """The record of the installation at `prefix`, None if there is none. SetupError if it is unreadable.
 
-    A prefix that was moved keeps its record; a copy of an installation becomes one of its own, to which nothing outside
-    its prefix belongs.
+    A prefix that was moved keeps its record. A copied installation becomes a separate one, to which nothing outside its
+    prefix belongs.
     """
     file = prefix / FILE
     if file.is_symlink() or not file.exists():
@@ -238,7 +232,7 @@ def _check_fields(record: Record) -> None:
 
 
 def _as_copy(record: Record) -> Record:
-    """The record of a copied installation under an id of its own, with the marks of its folders written anew."""
+    """The record of a copied installation under a new id, with new marks in its folders."""
     owned = [path for name in record.trees if record.owns_tree(path := record.prefix / name)]
     record.id = uuid.uuid4().hex
     for path in owned:
@@ -251,7 +245,7 @@ def _as_copy(record: Record) -> Record:
 
 
 def digest(content: bytes) -> str:
-    """The SHA-256 of a content, in hexadecimal."""
+    """The SHA-256 of `content`, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

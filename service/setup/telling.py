@@ -1,4 +1,4 @@
-"""What a long step of the installer is doing, read from the log that its command writes. Standard library only."""
+"""Progress of a long step of the installer, read from the log of its command. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 LOG = logging.getLogger(__name__)
-# Seconds between two lines where nobody watches (a file, a pipe), and between two looks on a terminal, whose line is
-# written over.
+# Seconds between two lines in a file or pipe, and between two updates on a terminal, whose line is overwritten.
 EVERY = 20.0
 LOOK = 1.0
-LARGE = 5.0  # MB from which on a file's size is told
+LARGE = 5.0  # MB from which on a file's size is shown
 
-# pip's words; it speaks English everywhere and gives sizes in bytes, kB and MB of 1,000.
+# pip's messages; they are always English and give sizes in bytes, kB and MB of 1,000.
 _FETCHING = re.compile(r"^\s*Downloading (\S+)(?: \(([\d.]+) (bytes|kB|MB)\))?", re.MULTILINE)
 _LOOKING = re.compile(r"^Collecting (\S+)", re.MULTILINE)
 _UNPACKING = re.compile(r"^Installing collected packages: (.+)$", re.MULTILINE)
@@ -27,9 +26,9 @@ _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0}
 
 
 def doing(log: str, temporary: Path, environment: Path) -> str:
-    """The last thing that pip began by its log; "working" where it says none. It downloads into `temporary`, and
-    installs into
-    `environment`."""
+    """pip's latest action by its log; "working" where the log has none. pip downloads into `temporary`, and installs
+    into `environment`.
+    """
     last = max(
         (match for kind in (_FETCHING, _LOOKING, _UNPACKING) for match in kind.finditer(log)),
         key=re.Match.start,
@@ -51,7 +50,9 @@ def doing(log: str, temporary: Path, environment: Path) -> str:
 
 
 def _unpacking(names: list[str], environment: Path) -> str:
-    """pip unpacks one after the other, and says of none that it is done: then it has its record."""
+    """The package being unpacked. pip unpacks one after the other and reports no end: a package with metadata
+    is done.
+    """
     there = {
         record.name.partition("-")[0].lower() for record in environment.glob("lib/python3*/site-packages/*.dist-info")
     }
@@ -61,7 +62,7 @@ def _unpacking(names: list[str], environment: Path) -> str:
 
 
 def _fetched(temporary: Path, name: str) -> float:
-    """MB of the file that are there; pip takes it away when it is unpacked."""
+    """MB of the file so far; pip deletes it after unpacking."""
     with suppress(OSError):
         return max((path.stat().st_size for path in temporary.rglob(name)), default=0) / 1e6
     return 0.0
@@ -69,7 +70,7 @@ def _fetched(temporary: Path, name: str) -> float:
 
 @dataclass(slots=True)
 class Teller:
-    """Tells every now and then what the command of `step` does; a terminal has one line, which is written over."""
+    """Reports the progress of `step` at intervals; on a terminal it overwrites one line."""
 
     step: str
     log: Path
@@ -81,10 +82,10 @@ class Teller:
     start: int = 0
 
     def __post_init__(self) -> None:
-        self.start = self.log.stat().st_size  # earlier runs stand before it
+        self.start = self.log.stat().st_size  # earlier runs precede it
 
     def tell(self) -> None:
-        """Say it, unless it was said a moment ago."""
+        """Report the progress, unless it was just reported."""
         now, live = time.monotonic(), sys.stdout.isatty()
         if not live and now - self.told < self.every:
             return
@@ -100,7 +101,7 @@ class Teller:
             LOG.info("%s", line)
 
     def end(self) -> None:
-        """Take the line of a terminal away."""
+        """Clear the terminal's line."""
         if sys.stdout.isatty():
             sys.stdout.write("\r\x1b[K")
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The fixed directory tree of an installation: where models, environments, caches and the user's data lie. Standard
+"""The fixed directory tree of an installation: models, environments, caches and the user's data. Standard
 library only.
 """
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ..places import FILE_NAME
 
-# The caches that tools under our roof write, by the variable that moves each; values are folders under the tree's
-# cache/.
+# The caches of the tools that we run, by the variable that moves each; values are folders under the tree's cache/.
 CACHES: Mapping[str, str] = {
     "XDG_CACHE_HOME": "xdg",
     "PIP_CACHE_DIR": "pip",
@@ -32,8 +31,8 @@ CACHES: Mapping[str, str] = {
     "PYRIGHT_PYTHON_CACHE_DIR": "pyright",
 }
 
-# What else the installer, the service, the command and ComfyUI write into cache/, as patterns of names. uninstall
-# removes what these and CACHES name, and nothing else there.
+# Other entries that the installer, the service, the command and ComfyUI write into cache/, as name patterns. uninstall
+# removes those that match these and CACHES, and nothing else there.
 CACHE_ENTRIES = (
     *("tmp", "temp", "logs", "source", "rustup", "ruff", "hypothesis", "peers", "quantized", "bench"),
     *(
@@ -50,7 +49,7 @@ CACHE_ENTRIES = (
     ),
 )
 
-# Nothing is asked of any hub at run time, and no tool reports home.
+# No hub is contacted at run time, and no tool sends telemetry.
 OFFLINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -91,7 +90,7 @@ exit 1
 
 
 def run_script() -> str:
-    """The text of run.sh. It finds its own folder, so that no path stands in it."""
+    """The text of run.sh. It locates its own folder, so it contains no path."""
     exports = [f'export {name}="$here/cache/{folder}"' for name, folder in CACHES.items()]
     return (
         RUN_HEAD
@@ -102,11 +101,11 @@ def run_script() -> str:
 
 
 def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool:
-    """Write `text` to `path` in one step unless it is there already; returns whether anything was written."""
+    """Write `text` to `path` in one step unless the content is equal; returns whether it was written."""
     mode = 0o755 if executable else 0o644
     part = path.with_name(f".{path.name}.part")
     if path.is_file() and path.read_text(encoding="utf-8") == text:
-        part.unlink(missing_ok=True)  # of a run that was interrupted
+        part.unlink(missing_ok=True)  # left by an interrupted run
         return False
     part.write_text(text, encoding="utf-8")
     part.chmod(mode)
@@ -116,10 +115,10 @@ def write_if_changed(path: Path, text: str, *, executable: bool = False) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What run.sh must know of an installation: which ComfyUI it starts, with which Python, and whose it is.
+    """What run.sh needs to know of an installation: which ComfyUI it starts, with which Python, and who made it.
 
-    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is the link
-    that we put into somebody else's ComfyUI.
+    `made` is true for a ComfyUI that install.sh made; `pack` is the pack's name in its custom_nodes; `link` is our link
+    in the user's own ComfyUI.
     """
 
     comfyui: str
@@ -129,19 +128,19 @@ class Desk:
     link: str | None = None
 
     def text(self) -> str:
-        """How it is kept."""
+        """Its stored text."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """An installation at `prefix`. Nothing of ours is written outside it."""
+    """An installation at `prefix`. We write nothing outside it."""
 
     prefix: Path
 
     @property
     def models(self) -> Path:
-        """Language models, a folder each."""
+        """Language models, one folder each."""
         return self.prefix / "models"
 
     @property
@@ -151,7 +150,7 @@ class Tree:
 
     @property
     def envs(self) -> Path:
-        """Virtual environments and ComfyUI; can be made again by install.sh."""
+        """Virtual environments and ComfyUI; install.sh can rebuild them."""
         return self.prefix / "envs"
 
     @property
@@ -166,12 +165,12 @@ class Tree:
 
     @property
     def logs(self) -> Path:
-        """One log a step of the installer, and ComfyUI's."""
+        """One log per installer step, and ComfyUI's."""
         return self.cache / "logs"
 
     @property
     def data(self) -> Path:
-        """The user's own: input, output, user, knowledge."""
+        """The user's files: input, output, user, knowledge."""
         return self.prefix / "data"
 
     @property
@@ -186,28 +185,28 @@ class Tree:
 
     @property
     def pack(self) -> Path:
-        """The folder whose only entry is the link `onedesk` to the checkout; it stands on the Python path of our
+        """The folder whose only entry is the link `onedesk` to the checkout; it is on the Python path of our
         environment.
         """
         return self.envs / "pack"
 
     @property
     def record(self) -> Path:
-        """Where the Desk of this installation is kept."""
+        """The stored Desk of this installation."""
         return self.envs / "desk.json"
 
     @property
     def model_paths(self) -> Path:
-        """The file that tells ComfyUI of the tree's models."""
+        """The file that adds the tree's models to ComfyUI."""
         return self.envs / "model_paths.yaml"
 
     def folders(self) -> tuple[Path, ...]:
-        """Every folder that an installation has, parents first."""
+        """Every folder of an installation, parents first."""
         data = tuple(self.data / name for name in ("input", "output", "user", "knowledge"))
         return (self.models, self.image_models, self.envs, self.cache, self.logs, self.data, *data)
 
     def make(self) -> None:
-        """Make what is missing of the tree; existing folders are left as they are."""
+        """Make the missing folders of the tree; existing folders do not change."""
         for folder in (*self.folders(), *(self.cache / name for name in dict.fromkeys(("tmp", *CACHES.values())))):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -224,9 +223,9 @@ class Tree:
         return written
 
     def save_desk(self, desk: Desk) -> None:
-        """Keep `desk` for run.sh."""
+        """Store `desk` for run.sh."""
         write_if_changed(self.record, desk.text())
 
     def load_desk(self) -> Desk | None:
-        """The Desk of this installation, None before the installer has come so far."""
+        """The Desk of this installation, None if the installer has not reached that step."""
         return Desk(**json.loads(self.record.read_text(encoding="utf-8"))) if self.record.is_file() else None

@@ -1,6 +1,4 @@
-"""The systemd user unit of `onedesk serve`: written only when asked for, removed by uninstall. Standard library
-only.
-"""
+"""The systemd user unit of `onedesk serve`: written only on request, removed by uninstall. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from .tree import Tree, write_if_changed
 
 LOG = logging.getLogger(__name__)
 NAME = "onedesk.service"
-# Seconds between SIGTERM and SIGKILL: [service] grace is 10, and a model that is being read is let go of after it.
+# Seconds between SIGTERM and SIGKILL: [service] grace is 10, and a model that is being loaded is released after it.
 STOP_SECONDS = 45
 _ASK_SECONDS = 30
 _HEAD = "# Onedesk: written by install.sh --service for the installation in "
@@ -48,7 +46,7 @@ WantedBy=default.target
 
 
 def unit_path() -> Path:
-    """Where the user's units are."""
+    """The path of this unit among the user's."""
     home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(home) / "systemd" / "user" / NAME
 
@@ -69,9 +67,9 @@ def unit_text(tree: Tree, command: Path, checkout: Path, installation: str) -> s
 
 
 def add_unit(tree: Tree, command: Path, checkout: Path, record: Record) -> None:
-    """Write the unit and let it start now and at each login, or say what to run where systemd cannot be asked.
+    """Write the unit, then start it now and at each login; print the commands where systemd cannot be reached.
 
-    Raises SetupError where another program's unit, or another installation's, has the name.
+    Raises SetupError where the name belongs to another program's unit, or to another installation's.
     """
     path = unit_path()
     _check_ours(path, record)
@@ -93,7 +91,7 @@ def add_unit(tree: Tree, command: Path, checkout: Path, record: Record) -> None:
 
 
 def remove_unit(record: Record) -> None:
-    """End the service and take its unit away, if this installation wrote it; anything else stays."""
+    """Stop the service and remove its unit if this installation wrote it; any other unit stays."""
     if record.unit is None:
         return
     path = Path(record.unit)
@@ -119,8 +117,8 @@ def _check_ours(path: Path, record: Record) -> None:
 
 
 def is_unit_of(path: Path, record: Record) -> bool:
-    """Whether this installation wrote the unit: by its id; one of an earlier version, which had no id, by the prefix
-    in it.
+    """Whether this installation wrote the unit: by its id, or for an earlier version, which had no id, by the prefix in
+    it.
     """
     first, second = _head(path)
     if second.startswith(_ID):
@@ -137,7 +135,7 @@ def _head(path: Path) -> tuple[str, str]:
 
 
 def _systemctl(*words: str) -> str:
-    """Ask the user's systemd; returns why that did not work, "" where it did."""
+    """Call the user's systemd; returns the reason of a failure, "" on success."""
     program = shutil.which("systemctl")
     if program is None:
         return "there is no systemctl here"
@@ -162,7 +160,7 @@ def _systemctl(*words: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text in which systemd expands nothing."""
+    """The text, escaped so that systemd expands nothing."""
     return text.replace("%", "%%")
 
 

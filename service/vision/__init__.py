@@ -1,1 +1,1 @@
-"""From files and tensors to the patches that a vision tower reads; torch is used for resizing and cutting only."""
+"""From files and tensors to the patches that a vision tower reads; torch is used only for resizing and cutting."""

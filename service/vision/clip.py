@@ -1,4 +1,4 @@
-"""Frames of a clip: which of them are read, when they were, and the pairs that a tower reads as one."""
+"""Frames of a clip: which are sampled, their times, and the pairs that a tower reads as one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .preprocessor import Preprocessor
 
 RATE = 2.0  # frames per second that are read
 LEAST_FRAMES, MOST_FRAMES = 4, 768
-# Tokens of one frame at most, as qwen-vl-utils has it; without, a short clip costs almost as many tokens as a long one.
+# The most tokens per frame, as in qwen-vl-utils; without it, a short clip costs almost as many tokens as a long one.
 FRAME_TOKENS = 768
 
 
@@ -28,12 +28,12 @@ class FramePair:
 
     @property
     def label(self) -> str:
-        """The text that stands before the pair in a prompt."""
+        """The text before the pair in a prompt."""
         return f"<{self.time:.1f} seconds>"
 
 
 def sampled_frames(total: int, rate: float, wanted: float = RATE) -> tuple[int, ...]:
-    """Indices of the frames of a clip of `total` frames at `rate` per second that are read, `wanted` per second.
+    """Indices of the frames to sample from a clip of `total` frames at `rate` per second, `wanted` per second.
     RequestError.
     """
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1000:
@@ -50,7 +50,7 @@ def clip_pairs(
     """The pairs of a clip whose `frames` come at `rate` per second; `preprocessor` is that of clips. Raises
     RequestError.
 
-    All frames become one size. The last frame stands twice where their count is odd.
+    All frames are resized to one size. Of an odd number of frames the last is repeated.
     """
     chosen = list(sampled_frames(len(frames), rate))
     height, width = frames[0].height, frames[0].width

@@ -1,4 +1,4 @@
-"""Picture files to RGB pixels. Sizes are checked before anything is decoded; what is damaged is refused by name."""
+"""Picture files to RGB pixels. Sizes are checked before anything is decoded; a damaged file is refused by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from PIL import Image, ImageOps
 from ..core import Picture
 from ..errors import FileError, RequestError
 
-# The decoders that are used. Pillow has more, some of which start other programs (EPS).
+# The decoders in use. Pillow has more, some of which start other programs (EPS).
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# What Pillow's decoders raise on damaged input.
+# The exceptions of Pillow's decoders on damaged input.
 _DAMAGED = (
     OSError,
     SyntaxError,
@@ -43,7 +43,7 @@ class DecodeLimits:
 
 
 def read_picture(path: Path, limits: DecodeLimits | None = None) -> Picture:
-    """Decode the file at `path`. Raises FileError if it cannot be read, RequestError if it is no picture or too
+    """Decode the file at `path`. Raises FileError if it is unreadable, RequestError if it is no picture or too
     large.
     """
     limits = limits or DecodeLimits()
@@ -56,10 +56,10 @@ def read_picture(path: Path, limits: DecodeLimits | None = None) -> Picture:
 
 
 def decode_picture(data: bytes, name: str, limits: DecodeLimits | None = None) -> Picture:
-    """The upright first frame of a picture file as RGB; `name` is what errors call it. Raises RequestError.
+    """The upright first frame of a picture file as RGB; `name` identifies it in errors. Raises RequestError.
 
-    The content decides the format, not the name. The EXIF orientation is applied. Transparent pixels are laid on white.
-    Of 16 bits per value the upper 8 are kept, as Pillow does for colour.
+    The content decides the format, not the name. The EXIF orientation is applied. Transparent pixels are blended onto
+    white. Of 16 bits per value the upper 8 are kept, as Pillow does for colour.
     """
     limits = limits or DecodeLimits()
     if not data:

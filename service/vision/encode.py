@@ -1,4 +1,4 @@
-"""Pictures as data: URIs, as other engines take them."""
+"""Pictures as data: URIs, as other engines accept them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DATA = re.compile(r"data:(image/[a-z0-9.+-]+)?((?:;[a-z0-9=.+-]+)*?)(;base64)?,
 
 
 def picture_of_uri(uri: str, name: str, limits: DecodeLimits | None = None) -> Picture:
-    """Decode a data: URI of a picture in base64. Nothing is fetched: any other URL is a RequestError, and so is
-    damage.
+    """Decode a data: URI of a picture in base64. Nothing is fetched: any other URL and damaged data raise
+    RequestError.
     """
     limits = limits or DecodeLimits()
     head = _DATA.match(uri)
@@ -40,7 +40,7 @@ def picture_of_uri(uri: str, name: str, limits: DecodeLimits | None = None) -> P
 
 
 def uri_of_picture(picture: Picture, pixels: int | None = None) -> str:
-    """The picture as PNG in a data: URI, made smaller where it has more than `pixels`."""
+    """The picture as PNG in a data: URI, scaled down where it has more than `pixels`."""
     image = Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
     area = picture.width * picture.height
     if pixels is not None and area > pixels:

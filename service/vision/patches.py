@@ -16,7 +16,7 @@ from ..core import Picture
 from ..errors import RequestError
 from .preprocessor import Preprocessor
 
-# Changes whenever the same file gives other patches, so that no stored result of the earlier way is used again.
+# Increment it when the same file gives other patches, so that no older stored result is used.
 VERSION = 1
 
 
@@ -48,7 +48,7 @@ class ResizedPicture:
 
     @property
     def tokens(self) -> int:
-        """Rows that it takes in the language model."""
+        """Its rows in the language model."""
         return self.preprocessor.tokens(self.height, self.width)
 
     @property
@@ -78,7 +78,7 @@ class ResizedPicture:
 
 
 def resize_picture(picture: Picture, preprocessor: Preprocessor) -> ResizedPicture:
-    """The picture at the size that the preprocessor wants. Raises RequestError for a ratio that no model reads."""
+    """The picture at the preprocessor's size. Raises RequestError for an aspect ratio that no model reads."""
     size = preprocessor.target_size(picture.height, picture.width, picture.name)
     levels = resize_levels(levels_of(picture), size)
     return resized(levels, preprocessor, picture.name, (picture.width, picture.height))
@@ -103,7 +103,7 @@ def resize_levels(levels: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 def resized(levels: torch.Tensor, preprocessor: Preprocessor, name: str, source: tuple[int, int]) -> ResizedPicture:
-    """The levels with the digest that tells them from all others."""
+    """The levels with the digest that identifies them."""
     cut = (
         preprocessor.patch,
         preprocessor.merge,

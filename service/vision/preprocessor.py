@@ -1,6 +1,4 @@
-"""What a checkpoint's preprocessor_config.json says: how large a picture becomes, how it is cut, how its values are
-scaled.
-"""
+"""A checkpoint's preprocessor_config.json: how a picture is resized and cut, and how its values are scaled."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from ..errors import Field, ModelError, RequestError
 
 FILE, OLD_FILE = "preprocessor_config.json", "processor_config.json"
 MAX_RATIO = 200
-BICUBIC = 3  # Pillow's number, which the files use
+BICUBIC = 3  # Pillow's number, as in the files
 Triple = tuple[float, float, float]
 
 
@@ -40,7 +38,7 @@ class Preprocessor:
         return self.patch * self.merge
 
     def with_pixels(self, pixels: int) -> Preprocessor:
-        """The same with pictures of at most `pixels`. Raises RequestError below what the model needs."""
+        """The same with pictures of at most `pixels`. Raises RequestError below the model's minimum."""
         if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < self.min_pixels:
             raise RequestError(
                 Field("pixels"), f" is {pixels!r}; this model reads pictures of at least {self.min_pixels:,} pixels"
@@ -89,7 +87,7 @@ class Preprocessor:
         return rows, columns
 
     def tokens(self, height: int, width: int) -> int:
-        """Rows in the language model of a resized picture."""
+        """Rows in the language model for a resized picture."""
         return height * width // self.factor**2
 
 
@@ -104,8 +102,7 @@ def _check_ratio(height: int, width: int, name: str) -> None:
 def read_preprocessor(document: Mapping[str, Any], which: str = "image_processor", file: str = FILE) -> Preprocessor:
     """The preprocessor of pictures ("image_processor") or clips ("video_processor") from the content of `file`.
 
-    Where the document holds both, the one named is read. Raises ModelError for what is missing and for steps that are
-    not done.
+    Where the document holds both, the named one is read. Raises ModelError for missing values and unsupported steps.
     """
     inner = document.get(which)
     if isinstance(inner, Mapping):

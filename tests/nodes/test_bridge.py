@@ -49,7 +49,7 @@ def test_a_model_is_listed_once_with_what_it_really_holds(comfyui: Comfy):
 
 
 @pytest.mark.parametrize("wanted", [1, 1 << 40], ids=["a byte", "more than there is"])
-def test_comfyui_evicts_a_model_with_its_own_code_and_it_comes_back(comfyui: Comfy, wanted: int):
+def test_comfyui_evicts_a_model_and_it_reloads(comfyui: Comfy, wanted: int):
     graph = writing("evict me", seed=3, max_tokens=20)
     text = shown(comfyui.run(graph), "text")
     asking = {"room": node("TestRoom", value="nothing", bytes=wanted, busy=False, turn=wanted % 1000)}
@@ -89,7 +89,7 @@ def boundless(comfyui: Comfy) -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-def test_what_cannot_fit_is_refused_with_its_figures_before_anything_is_loaded(comfyui: Comfy, boundless: str):
+def test_an_oversized_model_is_refused_before_loading(comfyui: Comfy, boundless: str):
     outcome = comfyui.run(writing("too much", model=boundless, context=2**31 - 1))
     assert outcome.end == "execution_error"
     assert outcome.last["exception_type"].endswith("MemoryFull")

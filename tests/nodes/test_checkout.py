@@ -74,20 +74,20 @@ def cloned(comfyui_folder: Path, pack: Path) -> Iterator[Comfy]:
     process.stop()
 
 
-def test_it_offers_its_own_models_those_of_comfyui_and_those_of_the_settings_beside_it(cloned: Comfy) -> None:
+def test_it_offers_models_of_all_three_sources(cloned: Comfy) -> None:
     inputs = cloned.object_info("OnedeskLoadModel")["input"]
     assert set(inputs["required"]["model"][1]["options"]) == {"in-comfyui", "elsewhere", "onedesk-demo-writer"}
     assert inputs["optional"]["where"][1]["options"] == ["in this process", "local service", "other server: far"]
 
 
-def test_it_writes_and_leaves_nothing_but_its_cache_in_the_checkout(cloned: Comfy, pack: Path) -> None:
+def test_only_its_cache_is_left_in_the_checkout(cloned: Comfy, pack: Path) -> None:
     before = files(pack)
     outcome = cloned.run(writing(model="elsewhere"))
     assert len(shown(outcome, "text")) >= 12
     assert files(pack) == before
 
 
-def test_a_pack_that_is_there_twice_under_other_names_is_registered_once(cloned: Comfy) -> None:
+def test_a_duplicate_pack_is_registered_once(cloned: Comfy) -> None:
     scripts = [name for name in cloned.client.ask("/extensions") if name.endswith("/onedesk.js")]
     assert len(scripts) == 1, scripts
     log = cloned.process.log.read_text()

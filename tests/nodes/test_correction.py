@@ -18,7 +18,7 @@ def ask(comfyui: Comfy, **special: Any) -> dict[str, Any]:
     return comfyui.client.ask("/onedesk_tests/correction", special)
 
 
-def test_the_corrected_figure_is_the_truths_and_undo_brings_the_very_function_back(comfyui: Comfy):
+def test_the_figure_is_corrected_and_undo_restores_it(comfyui: Comfy):
     figures = ask(comfyui)
     assert figures["applied"]
     assert figures["replaced"]

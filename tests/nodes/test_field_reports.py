@@ -39,7 +39,7 @@ def memory(comfyui: Comfy, graph: dict[str, Any], value: str) -> dict[str, Any]:
     return json.loads(shown(comfyui.run(graph), "seen"))
 
 
-def test_1_give_way_returns_every_byte_and_the_process_really_has_less(comfyui: Comfy):
+def test_1_give_way_returns_every_byte(comfyui: Comfy):
     free(comfyui)
     graph = writing("one", seed=1, policy=GIVE_WAY, context=1024)
     seen = memory(comfyui, graph, "write")
@@ -77,7 +77,7 @@ def test_2_six_runs_of_one_workflow_do_not_grow(comfyui: Comfy):
     assert len(set(seen)) == 1
 
 
-def test_6_after_an_interruption_memory_is_what_it_was_and_the_next_run_does_not_load(comfyui: Comfy):
+def test_6_an_interruption_keeps_memory_and_model(comfyui: Comfy):
     assert comfyui.run(writing("before", seed=1)).ok
     before = state(comfyui)
     run = comfyui.start(writing("stop me", seed=2, max_tokens=900))
@@ -100,7 +100,7 @@ def test_7_a_refused_prompt_gives_way_too(comfyui: Comfy):
     assert held(comfyui, MODEL) == 0
 
 
-def test_11_a_folder_that_is_dropped_in_is_offered_at_once_and_one_that_is_taken_away_is_not(comfyui: Comfy):
+def test_11_added_and_removed_folders_are_noticed_at_once(comfyui: Comfy):
     def offered() -> list[str]:
         return comfyui.object_info("OnedeskLoadModel")["input"]["required"]["model"][1]["options"]
 
@@ -115,7 +115,7 @@ def test_11_a_folder_that_is_dropped_in_is_offered_at_once_and_one_that_is_taken
     assert place.name not in offered()
 
 
-def test_16_the_system_prompt_is_in_what_the_model_reads_as_its_template_has_it(comfyui: Comfy):
+def test_16_the_system_prompt_follows_the_template(comfyui: Comfy):
     def read(**messages: str) -> int:
         graph = writing("a cat", seed=16, max_tokens=1) | {"prompt": prompt("a cat", **messages)}
         found = re.search(r"(\d+) tokens read", shown(comfyui.run(graph), "stats"))
@@ -135,7 +135,7 @@ def test_23_options_reach_every_writer_of_a_chain(comfyui: Comfy):
     assert set(shown(outcome, "text")) == set(shown(outcome, "text2")) == {"Q"}
 
 
-def test_22_of_chained_answers_only_those_behind_a_change_are_written_anew(comfyui: Comfy):
+def test_22_only_answers_after_a_change_are_rewritten(comfyui: Comfy):
     def written(first: int, second: int) -> set[str]:
         graph = writing("first turn", seed=first)
         graph["prompt2"] = prompt("second turn", history=["write", 2])
@@ -160,7 +160,7 @@ def test_26_a_runaway_repetition_ends_by_itself_and_says_so(comfyui: Comfy):
 
 
 @pytest.mark.parametrize(("size", "free_now"), [(24, 2), (21, 1)], ids=["24 GB", "21 GB"])
-def test_8_a_full_page_cache_does_not_count_as_used_on_one_memory(size: int, free_now: int):
+def test_8_page_cache_is_not_used_memory(size: int, free_now: int):
     def probe(device: str) -> DeviceFigures:
         return DeviceFigures(True, free_now * GIB, 121 * GIB, 0, 0)
 

@@ -111,7 +111,7 @@ def refused(comfyui: Comfy, **inputs: Any) -> str:
     return outcome.error
 
 
-def test_bad_values_give_the_pools_own_messages_and_change_nothing(comfyui: Comfy):
+def test_bad_values_raise_the_pools_messages(comfyui: Comfy):
     before = line(report(comfyui), "limit ")
     assert "memory budget is 5%; use 10% to 95%" in refused(comfyui, budget=5)
     assert "memory budget is 100%; use 10% to 95%" in refused(comfyui, budget=100)
@@ -151,7 +151,7 @@ def test_give_way_means_the_end_of_this_workflow(comfyui: Comfy):
     assert held(comfyui, MODEL) == 0
 
 
-def test_a_policy_is_for_one_model_or_for_all_and_lasts_until_the_next_use(comfyui: Comfy):
+def test_a_policy_lasts_until_the_next_use(comfyui: Comfy):
     assert comfyui.run(writing("one", seed=7, context=512)).ok
     assert comfyui.run(writing("one", seed=7, context=1024)).ok
     # The loader of looking() chooses the context of 1024.
@@ -163,7 +163,7 @@ def test_a_policy_is_for_one_model_or_for_all_and_lasts_until_the_next_use(comfy
     assert "policy stay" in report(comfyui)
 
 
-def test_evictions_and_what_came_back_are_shown_in_the_text_and_in_the_statistics(comfyui: Comfy):
+def test_evictions_are_shown_in_text_and_statistics(comfyui: Comfy):
     assert comfyui.run(writing("evicted", seed=8)).ok
     assert comfyui.run({"room": node("TestRoom", value="x", bytes=1, busy=False, turn=8)}).ok
     assert held(comfyui, MODEL) == 0

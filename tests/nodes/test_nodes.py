@@ -97,7 +97,7 @@ def test_inputs_outputs_and_choices_begin_as_they_always_did(comfyui: Comfy, nam
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_every_input_and_output_has_a_tooltip_and_the_category_is_plain(comfyui: Comfy, name: str):
+def test_every_input_and_output_has_a_tooltip(comfyui: Comfy, name: str):
     info = comfyui.object_info(name)
     assert all(len(spec[1]["tooltip"]) > 10 for spec in inputs_of(info).values())
     assert all(len(tip) > 5 for tip in info["output_tooltips"])

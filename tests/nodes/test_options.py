@@ -41,7 +41,7 @@ def test_below_the_lowest_meaning_is_the_models_default():
     assert or_default(-2, -2) == -2
 
 
-def test_presets_of_the_pack_are_readable_and_their_names_are_plain():
+def test_the_packs_presets_are_readable():
     files = preset_files([PACK_FOLDER])
     assert {"natural", "tags", "json"} <= set(files)
     for name in files:

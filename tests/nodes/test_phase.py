@@ -59,7 +59,7 @@ def test_only_those_that_lead_to_an_output_remain():
     assert remaining(two_writers(end=node("Preview", x=["a", 0]))) == set()
 
 
-def test_another_model_does_not_matter_and_a_computed_choice_might():
+def test_other_models_are_ignored_computed_choices_count():
     other = {"load2": node("OnedeskLoadModel", model="other"), "b": node("OnedeskTextEncoder", model=["load2", 0])}
     assert remaining(two_writers(**other)) == {"a"}
     assert remaining(two_writers(**other), model="other") == {"b"}
@@ -82,7 +82,7 @@ def test_ancestors_end_in_circles_too():
     assert signature(graph, "x") is None
 
 
-def test_a_signature_follows_the_inputs_of_all_ancestors_and_their_fingerprints():
+def test_a_signature_covers_all_ancestors_and_fingerprints():
     base = signature(two_writers(), "a")
     assert base == signature(two_writers(), "a")
     assert base == signature(two_writers(b=node("OnedeskGenerate", model=["load", 0], seed=9)), "a")
@@ -103,7 +103,7 @@ def test_a_link_is_not_taken_for_a_list_of_the_same_look():
     )
 
 
-def test_the_tracker_knows_answers_for_as_long_as_somebody_keeps_them():
+def test_the_tracker_knows_answers_that_are_alive():
     tracker, answer = Tracker(), Conversation(())
     first = two_writers()
     tracker.begin(first)
@@ -119,7 +119,7 @@ def test_the_tracker_knows_answers_for_as_long_as_somebody_keeps_them():
     assert tracker.needed(second, "m", is_output)
 
 
-def test_the_tracker_waits_for_those_that_run_and_for_nobody_once_the_workflow_fails():
+def test_the_tracker_waits_only_until_the_workflow_fails():
     tracker, graph = Tracker(), two_writers()
     tracker.begin(graph)
     tracker.begin(graph)

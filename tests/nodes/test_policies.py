@@ -39,7 +39,7 @@ def test_stay_keeps_the_model(comfyui: Comfy):
     assert held(comfyui, MODEL) > 0
 
 
-def test_give_way_returns_the_bytes_and_shows_the_measured_amount(comfyui: Comfy):
+def test_give_way_returns_bytes_and_shows_the_amount(comfyui: Comfy):
     comfyui.run(writing("loaded before", seed=1))
     before = held(comfyui, MODEL)
     statistics = shown(comfyui.run(writing("give way", policy=GIVE_WAY, seed=2)), "stats")
@@ -73,7 +73,7 @@ def test_a_writer_answered_from_the_cache_is_not_waited_for(comfyui: Comfy, cach
     assert held(comfyui, MODEL) == 0
 
 
-def test_a_writer_that_is_never_reached_is_not_waited_for_beyond_the_end(comfyui: Comfy):
+def test_an_unreached_writer_is_not_awaited_after_the_end(comfyui: Comfy):
     graph = two_writers(70, 71)
     del graph["stats2"]
     graph["switch"] = node("ComfySwitchNode", switch=False, on_false=["prompt", 0], on_true=["write2", 2])
@@ -119,7 +119,7 @@ def test_ten_times_away_and_back_is_the_same_text_and_no_growth(comfyui: Comfy):
     assert len(set(used)) == 1
 
 
-def test_release_lets_one_model_or_all_give_way_and_passes_the_value_on(comfyui: Comfy):
+def test_release_evicts_and_passes_the_value_on(comfyui: Comfy):
     graph = writing("release", seed=95)
     graph["release"] = node("OnedeskRelease", value=["write", 0], model=["load", 0])
     graph["passed"] = show("release", 0)
@@ -167,7 +167,7 @@ def test_thoughts_have_their_own_output_and_their_own_budget(comfyui: Comfy, thi
     assert "<think>" not in shown(outcome, "text")
 
 
-def test_thoughts_reach_no_text_of_a_list_and_one_that_only_thinks_refuses_it(comfyui: Comfy, thinker: str):
+def test_reasoning_stays_out_and_reasoning_alone_is_refused(comfyui: Comfy, thinker: str):
     def thinking(budget: int) -> Outcome:
         graph = writing(["list", 0], model=thinker, context=256, max_tokens=10)
         graph["list"] = node("TestList", texts=json.dumps(["one", "two", "three"]))
@@ -190,7 +190,7 @@ def test_an_empty_answer_is_an_error(comfyui: Comfy):
     assert "the model gave an empty answer (1 tokens, ended by stop)" in outcome.error
 
 
-def test_nothing_is_loaded_when_a_page_is_opened_or_a_loader_runs_alone(comfyui: Comfy):
+def test_opening_a_page_or_a_lone_loader_loads_nothing(comfyui: Comfy):
     free(comfyui)
     assert wait_for_nothing_held(comfyui, MODEL)
     comfyui.object_info()

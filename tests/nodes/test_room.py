@@ -56,7 +56,7 @@ def kept(comfyui: Comfy, seed: int, **choice: Any) -> None:
     assert held(comfyui, MODEL) > 0
 
 
-def test_an_idle_model_gives_way_before_comfyui_loads_what_would_not_fit(comfyui: Comfy, machine: Machine):
+def test_an_idle_model_gives_way_before_comfyui_loads(comfyui: Comfy, machine: Machine):
     kept(comfyui, 1)
     before = memory(comfyui, {"seen": node("TestMemory", value="nothing")})["evictions"]
     minimum = machine.offers(100 * GIB)
@@ -74,7 +74,7 @@ def test_it_stays_when_everything_fits(comfyui: Comfy, machine: Machine):
     assert memory(comfyui, loading())["ours"] == held(comfyui, MODEL) > 0
 
 
-def test_a_node_that_computes_with_a_model_wants_comfyuis_minimum(comfyui: Comfy, machine: Machine):
+def test_a_computing_node_needs_comfyuis_minimum(comfyui: Comfy, machine: Machine):
     minimum = machine.offers(100 * GIB)
     kept(comfyui, 3)
     use = {"model": node("TestLargeModel", bytes=1024), "use": node("TestUseModel", model=["model", 0])}
@@ -106,7 +106,7 @@ def test_a_pinned_model_stays(comfyui: Comfy, machine: Machine):
     assert held(comfyui, MODEL) == 0
 
 
-def test_a_text_node_of_the_same_workflow_runs_first_and_is_not_asked_to_go_twice(comfyui: Comfy, machine: Machine):
+def test_a_text_node_runs_first_and_gives_way_once(comfyui: Comfy, machine: Machine):
     free(comfyui)
     graph = writing("words for a picture", seed=6)
     graph |= {"later": prompt("", history=["write", 2]), "later shown": show("later")}
@@ -133,7 +133,7 @@ def neighbour(comfyui: Comfy, nbytes: int, turn: int) -> dict[str, Any]:
     return json.loads(shown(comfyui.run({"ask": node("TestNeighbour", bytes=nbytes, turn=turn)}), "ask"))
 
 
-def test_comfyuis_models_of_earlier_workflows_are_a_neighbour_that_frees(comfyui: Comfy):
+def test_models_of_earlier_workflows_are_freed(comfyui: Comfy):
     free(comfyui)
     use = {"model": node("TestLargeModel", bytes=LARGE), "use": node("TestUseModel", model=["model", 0])}
     assert comfyui.run(use).ok
@@ -148,7 +148,7 @@ def test_comfyuis_models_of_earlier_workflows_are_a_neighbour_that_frees(comfyui
     assert alive(comfyui) == 0
 
 
-def test_it_is_asked_for_what_a_language_model_lacks_before_that_is_refused(comfyui: Comfy, machine: Machine):
+def test_comfyui_is_asked_before_a_language_model_is_refused(comfyui: Comfy, machine: Machine):
     graph = {"model": node("TestLargeModel", bytes=LARGE), "use": node("TestUseModel", model=["model", 0])} | writing(
         ["use", 0], seed=8, context=CONTEXT
     )

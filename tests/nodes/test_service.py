@@ -148,7 +148,7 @@ def test_the_loader_offers_places_and_starts_nothing(desk: Desk) -> None:
     assert not taken(desk.cache)
 
 
-def test_the_service_is_started_by_the_first_text_and_writes_what_this_process_writes(desk: Desk) -> None:
+def test_the_first_text_starts_the_service_with_equal_output(desk: Desk) -> None:
     outcome = desk.writes(SERVICE, seed=2**64 - 1, max_tokens=200)
     text = shown(outcome, "text")
     assert len(text) == 200
@@ -246,7 +246,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-def test_the_service_knows_what_comfyuis_models_hold_and_asks_them_for_room(desk: Desk) -> None:
+def test_the_service_asks_comfyuis_models_for_memory(desk: Desk) -> None:
     large = 32 << 20
     graph = {
         "model": node("TestLargeModel", bytes=large),
@@ -274,7 +274,7 @@ def test_hidden_states_stay_in_the_process(desk: Desk) -> None:
     assert "gives no hidden states; load it 'in this process'" in outcome.error
 
 
-def test_a_service_that_is_killed_is_told_plainly_and_the_next_run_starts_another(desk: Desk) -> None:
+def test_a_killed_service_is_reported_and_restarted(desk: Desk) -> None:
     """While it loads, and while it streams."""
     first = desk.note.pid
     nbytes = write_hole(desk.models / "llm" / MODEL, desk.models / "llm" / "bulky")
@@ -292,7 +292,7 @@ def test_a_service_that_is_killed_is_told_plainly_and_the_next_run_starts_anothe
     assert not alive(first)
 
 
-def test_another_server_by_its_entry_and_nothing_of_its_address_and_key_anywhere(desk: Desk) -> None:
+def test_a_peers_address_and_key_appear_nowhere(desk: Desk) -> None:
     graph = writing("far away", where=FAR)
     graph["picture"] = node("EmptyImage", width=8, height=8, batch_size=1, color=0)
     graph["save"] = node("SaveImage", images=["picture", 0], filename_prefix="far")

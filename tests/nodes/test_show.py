@@ -78,7 +78,7 @@ def test_a_view_tells_each_change_once():
     assert view.changes() == ("ac", None)
 
 
-def test_a_load_is_shown_until_it_is_done_even_while_the_prompt_is_read():
+def test_a_load_is_shown_until_done_even_during_prefill():
     view = View("7")
     view.report(Progress("load", 10, 100))
     view.report(Progress("prefill", 0, 50))

@@ -61,7 +61,7 @@ def test_a_changed_seed_writes_anew(comfyui: Comfy):
     assert shown(other, "text") != shown(first, "text")
 
 
-def test_the_same_seed_gives_the_same_text_after_the_cache_is_gone(comfyui: Comfy):
+def test_the_same_seed_repeats_the_text_without_cache(comfyui: Comfy):
     first = shown(comfyui.run(writing("repeat me", seed=2**64 - 1, max_tokens=30)), "text")
     free(comfyui)
     again = comfyui.run(writing("repeat me", seed=2**64 - 1, max_tokens=30))
@@ -104,7 +104,7 @@ def test_one_workflow_many_times_does_not_grow(comfyui: Comfy):
     )
 
 
-def test_a_list_of_prompts_is_one_execution_that_loads_once_and_gives_way_once(comfyui: Comfy):
+def test_a_list_of_prompts_loads_and_gives_way_once(comfyui: Comfy):
     def allocations_of(texts: list[str]) -> tuple[int, Outcome]:
         graph = writing(["list", 0], context=640, policy=GIVE_WAY, max_tokens=4)
         graph["list"] = node("TestList", texts=json.dumps(texts))
@@ -124,7 +124,7 @@ def test_a_list_of_prompts_is_one_execution_that_loads_once_and_gives_way_once(c
     assert shown(comfyui.run(writing("prompt 3", context=640, max_tokens=4)), "text") == texts[3]
 
 
-def test_the_items_of_a_list_are_written_together_and_are_what_they_are_alone(comfyui: Comfy):
+def test_list_items_are_batched_and_equal_single_runs(comfyui: Comfy):
     answer = {"seed": 61, "max_tokens": 400, "context": 4096}  # long enough to be seen on the way, ten times a second
     graph = writing(["list", 0], **answer)
     graph["list"] = node("TestList", texts=json.dumps([f"item {place}" for place in range(10)]))

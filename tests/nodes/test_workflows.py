@@ -115,7 +115,7 @@ def test_the_demo_runs_as_it_comes(comfyui: Comfy):
     assert "circle" in written
 
 
-def test_text_to_image_draws_through_the_stock_encoder_and_sampler(comfyui: Comfy):
+def test_text_to_image_uses_stock_encoder_and_sampler(comfyui: Comfy):
     check_picture(comfyui, comfyui.run(with_tiny_models(queued("text_to_image"))), 64)
 
 

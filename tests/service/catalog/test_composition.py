@@ -64,9 +64,7 @@ def counted(network: Composition) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("family", "vision"), [(f, False) for f in FAMILIES] + [(f, True) for f in WITH_VISION])
-def test_every_tensor_that_transformers_writes_is_counted_and_no_other(
-    tmp_path: Path, family: str, vision: bool
-) -> None:
+def test_exactly_the_tensors_of_transformers_are_counted(tmp_path: Path, family: str, vision: bool) -> None:
     checkpoint = open_checkpoint(write_family(tmp_path / "tiny", family, vision=vision))
     network = compose(checkpoint.config)
     assert network.family == family
@@ -104,7 +102,7 @@ def test_other_widths_of_every_part_are_followed(tmp_path: Path) -> None:
     assert network.parameters == sum(info.elements for info in checkpoint.tensors.values() if info.dtype != "I64")
 
 
-def test_flash_next_is_counted_to_the_byte_of_its_published_index():
+def test_flash_next_matches_its_published_index_in_bytes():
     network = compose(PUBLISHED["Qwen3.8-Flash-Next"])
     # total_size of the BF16 checkpoint; 35 of its numbers are the hash's, I64
     assert 2 * network.parameters + 8 * 35 == 359_999_963_128
@@ -145,7 +143,7 @@ def test_the_n_gram_table_has_the_published_number_of_rows():
         ("NVFP4 experts, MXFP8 layers, 4-bit table", 105.9, 5e-3),
     ],
 )
-def test_the_files_of_each_published_form_are_as_large_as_published(title: str, gigabytes: float, tolerance: float):
+def test_file_sizes_match_each_published_form(title: str, gigabytes: float, tolerance: float):
     form = next(form for form in WITH_TABLE if form.title == title)
     assert form.file_bytes(compose(PUBLISHED["Qwen3.8-Flash-Next"])) / 1e9 == pytest.approx(gigabytes, rel=tolerance)
 
@@ -160,7 +158,7 @@ def test_sizes_of_the_names_are_those_of_the_names():
         assert math.isclose(sum(network.kinds.values()), network.parameters)
 
 
-def test_names_are_found_whoever_published_them_and_however_packed():
+def test_names_are_found_for_any_publisher_and_packing():
     assert published_name("Qwen/Qwen3-4B-Instruct-2507") == "Qwen3-4B"
     assert published_name("nvidia/Qwen3-30B-A3B-NVFP4") == "Qwen3-30B-A3B"
     assert published_name("qwen3.8-27b") == "Qwen3.5-27B"

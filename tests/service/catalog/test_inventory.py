@@ -82,7 +82,7 @@ def test_longest_context_and_room_for_images_follow_the_budget(tmp_path: Path):
     assert at_most["images"] < plenty["images"]
 
 
-def test_packed_numbers_are_counted_as_the_parameters_that_they_are(tmp_path: Path):
+def test_packed_numbers_count_as_parameters(tmp_path: Path):
     case = next(case for case in CASES if case.name == "gptq-asym-128")
     write_published(tmp_path / "packed", case)
     row = rows_of(tmp_path)["packed"]
@@ -99,7 +99,7 @@ def test_the_table_has_a_column_for_each_figure(models: Path):
     assert "256 KiB" in next(line for line in lines if line.startswith("qwen4_exp"))
 
 
-def test_half_a_download_is_not_the_default_where_there_is_a_whole_model(tmp_path: Path):
+def test_a_partial_download_is_not_the_default(tmp_path: Path):
     (tmp_path / "models" / "half").mkdir(parents=True)
     (tmp_path / "models" / "half" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     config = Config(model_roots=(tmp_path / "models",))

@@ -87,7 +87,7 @@ def test_a_plan_is_what_an_opening_states(tmp_path: Path, name: str, layers: int
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-4B", FLASH_NEXT])
-def test_a_plan_for_a_gpu_counts_the_layer_that_drafts_as_an_opening_does(tmp_path: Path, name: str):
+def test_a_gpu_plan_counts_the_draft_layer_as_opening_does(tmp_path: Path, name: str):
     checkpoint = hollow(tmp_path / name, name, 8)
     blueprint = draw_blueprint(checkpoint, torch.device("cuda"), 4096)
     rows = rows_of(plan_model(str(tmp_path / name), Config(), memory=SPARK, context=4096, device="cuda"))
@@ -97,7 +97,7 @@ def test_a_plan_for_a_gpu_counts_the_layer_that_drafts_as_an_opening_does(tmp_pa
     assert sum(sizes[part] for part in ("weights", "kv", "scratch")) == pytest.approx(blueprint.need.total, rel=0.03)
 
 
-def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the_file():
+def test_flash_next_in_four_bits_fits_next_to_image_models():
     document = plan_model(FLASH_NEXT, Config(), memory=SPARK, images=24 * GIB)
     assert (document["model"], document["family"], document["memory"], document["images"]) == (
         FLASH_NEXT,
@@ -135,7 +135,7 @@ def test_flash_next_lives_beside_image_models_in_four_bits_with_its_table_in_the
     assert "96.5 GiB can be had: 57 GiB lacking" in lacking
 
 
-def test_without_images_the_limit_of_the_settings_holds_and_a_larger_one_is_named():
+def test_without_images_the_configured_limit_holds():
     title = "NVFP4 experts, FP8 table; table in its file"
     row = rows_of(plan_model(FLASH_NEXT, Config(), memory=SPARK))[title]
     assert row["fits"] is False
@@ -145,7 +145,7 @@ def test_without_images_the_limit_of_the_settings_holds_and_a_larger_one_is_name
     assert raised["context"] >= 4096
 
 
-def test_several_machines_take_a_share_each_and_only_what_can_be_divided():
+def test_several_machines_divide_what_is_divisible():
     alone = rows_of(plan_model("Qwen3-30B-A3B", Config(), memory=SPARK, images=0))
     shared = rows_of(plan_model("Qwen3-30B-A3B", Config(), memory=SPARK, images=0, nodes=2))
     assert set(shared) == {title for title in alone if "made" not in title}
@@ -264,7 +264,7 @@ def test_a_model_of_the_folders_is_found_by_its_name(tmp_path: Path):
     assert (document["model"], document["parameters"]) == ("mine", 230_208)
 
 
-def test_several_machines_get_their_words_for_the_first_form_that_fits():
+def test_several_machines_get_commands_for_the_first_fit():
     document = plan_model("Qwen3-30B-A3B", Config(), memory=40 * GIB, nodes=2)
     words = document["cluster"]
     best = next(row for row in document["forms"] if row["fits"])

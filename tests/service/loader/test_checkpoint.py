@@ -307,7 +307,7 @@ def test_a_tensor_in_another_file_than_the_index_says_is_found(folder: Path) -> 
     assert checkpoint.notes == ()
 
 
-def test_a_tensor_that_the_index_does_not_name_counts_where_it_is_needed(folder: Path) -> None:
+def test_an_unindexed_tensor_counts_where_required(folder: Path) -> None:
     weight_map = write_shards(folder, 2)
     write_index(folder, {name: file for name, file in weight_map.items() if name != "layers.1.up.weight"})
     checkpoint = open_checkpoint(folder)
@@ -351,7 +351,7 @@ def test_what_text_does_not_need_may_be_missing(folder: Path, name: str) -> None
     assert "1 of 3 shards are missing" in refusal(folder, FileError)
 
 
-def test_a_single_file_next_to_an_index_counts_where_the_shards_are_not_there(folder: Path) -> None:
+def test_a_single_file_replaces_missing_shards(folder: Path) -> None:
     weight_map = write_shards(folder, 2)
     write_model(folder / "model.safetensors", "old")
     checkpoint = open_checkpoint(folder)

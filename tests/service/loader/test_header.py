@@ -213,7 +213,7 @@ def test_an_honest_header_may_begin_like_another_format(tmp_path: Path, first: b
     assert read_header(path).tensors["w"].start == 8 + length
 
 
-def test_a_damaged_file_that_begins_like_a_pickle_is_not_called_one(tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_mistaken_for_a_pickle(tmp_path: Path) -> None:
     path = write_tensors(tmp_path / "m.safetensors", {"w": ("U8", [4], b"abcd")}, header_bytes=0x0480)
     path.write_bytes(path.read_bytes()[:300])
     assert "pickle" not in refusal(path)

@@ -90,7 +90,7 @@ def test_all_rows_come_once_in_whole_steps(
     assert all(part.nbytes <= max(most, step * cols * dtype.itemsize) for part in mine.parts.values())
 
 
-def test_each_reader_has_a_bench_of_its_own_and_there_are_no_more_readers_than_benches(tmp_path: Path) -> None:
+def test_each_reader_has_its_own_staging_buffer(tmp_path: Path) -> None:
     save_file({"m": torch.randn(400, 50)}, tmp_path / "m.safetensors")
     mine = Collector(most=1000)
     stream_tensors([(read_header(tmp_path / "m.safetensors").tensors["m"], mine)], benches=benches(2, 1000), readers=4)

@@ -38,7 +38,7 @@ def open_here(folder: Path) -> int:
     return found
 
 
-def test_files_stay_open_up_to_a_number_and_are_closed_with_the_table(tmp_path: Path) -> None:
+def test_open_files_are_limited_and_closed_with_the_table(tmp_path: Path) -> None:
     parts = [part(tmp_path, number) for number in range(5)]
     table = FileTable(parts)
     table._files.most = 3

@@ -62,7 +62,7 @@ def test_folders_are_offered_as_they_are_dropped_in(root: Path) -> None:
         "model.safetensors.part",
     ],
 )
-def test_a_broken_folder_is_offered_so_that_its_reason_can_be_told(root: Path, file: str) -> None:
+def test_a_broken_folder_is_offered_with_its_reason(root: Path, file: str) -> None:
     make_file(root / "Broken" / file)
     make_file(root / "org" / "Broken" / file)
     assert names(root) == ["Broken", "org/Broken"]
@@ -176,7 +176,7 @@ def test_a_name_that_could_leave_the_roots_is_refused(root: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("link", ["folder", "org/folder", "link.safetensors"])
-def test_a_symlink_that_leaves_the_roots_is_neither_offered_nor_opened(tmp_path: Path, root: Path, link: str) -> None:
+def test_a_symlink_out_of_the_roots_is_refused(tmp_path: Path, root: Path, link: str) -> None:
     outside = make_model(tmp_path / "outside" / "secret")
     make_file(root / "config.json", b'{"model_type": "qwen3"}')
     (root / link).parent.mkdir(exist_ok=True)
@@ -196,7 +196,7 @@ def test_a_symlink_may_lead_to_another_root_or_target(tmp_path: Path, root: Path
     assert open_checkpoint(roots.resolve("Qwen"), roots=roots.bases).weight_bytes == 2
 
 
-def test_a_link_to_a_folder_elsewhere_says_what_to_write_into_the_settings(tmp_path: Path, root: Path) -> None:
+def test_a_refused_link_names_the_setting_to_change(tmp_path: Path, root: Path) -> None:
     target = make_model(tmp_path / "disk" / "Linked")
     (root / "Linked").symlink_to(target)
     (root / "comfyui").symlink_to(tmp_path / "disk")

@@ -39,7 +39,7 @@ def test_a_file_that_changed_is_refused(tmp_path):
         read_rows(info, [1])
 
 
-def test_a_file_that_was_cut_behind_its_header_is_told_with_the_place(tmp_path):
+def test_a_file_truncated_after_its_header_is_located(tmp_path):
     info = written(torch.ones(ROWS, 24), tmp_path)
     before = (tmp_path / "model.safetensors").stat()
     os.truncate(tmp_path / "model.safetensors", before.st_size - 10)

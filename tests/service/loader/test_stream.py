@@ -337,7 +337,7 @@ def test_of_two_files_the_one_that_nobody_maps_is_still_dropped(
     assert len(dropped) == 1 + readers_module.LOOKS_TO_BELIEVE + 1 + pieces(other) + 1
 
 
-def test_dropping_ends_when_the_file_begins_to_be_used_by_another(
+def test_dropping_ends_when_another_process_maps_the_file(
     large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([False, True, True])
@@ -350,7 +350,7 @@ def test_dropping_ends_when_the_file_begins_to_be_used_by_another(
     )  # the cut one, two until the second look, the two that stay, the file at the end
 
 
-def test_a_page_that_somebody_holds_for_a_moment_does_not_end_dropping(
+def test_a_briefly_pinned_page_does_not_end_dropping(
     large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([True, True, False])
@@ -359,7 +359,7 @@ def test_a_page_that_somebody_holds_for_a_moment_does_not_end_dropping(
     assert len(dropped) == pieces(large) + 1
 
 
-def test_where_nobody_can_say_what_is_cached_everything_is_dropped(
+def test_without_cache_information_everything_is_dropped(
     large: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers_module, "_NOWAIT", None)

@@ -46,9 +46,7 @@ def opened(path: Path) -> FileTable:
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=30))
-def test_rows_in_four_bits_are_those_of_their_meaning_in_any_order(
-    file: tuple[Path, torch.Tensor], rows: list[int]
-) -> None:
+def test_four_bit_rows_are_right_in_any_order(file: tuple[Path, torch.Tensor], rows: list[int]) -> None:
     path, wanted = file
     table = opened(path)
     assert table.shape == (ROWS, WIDTH)
@@ -71,9 +69,7 @@ def test_a_scale_that_is_nan_is_named_when_its_row_is_read(file: tuple[Path, tor
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x80, 0x9A])
-def test_a_scale_of_zero_over_other_numbers_or_below_zero_is_named(
-    file: tuple[Path, torch.Tensor], tmp_path: Path, byte: int
-) -> None:
+def test_an_invalid_scale_is_named(file: tuple[Path, torch.Tensor], tmp_path: Path, byte: int) -> None:
     raw = bytearray(file[0].read_bytes())
     tensors = read_header(file[0], shown="table").tensors
     info, numbers = tensors["table.shard_2.weight_scale"], tensors["table.shard_2.weight"]
@@ -134,7 +130,7 @@ def evict(path: Path) -> None:
 
 
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_token_costs_its_sixteen_pages_of_the_file_and_a_repeated_one_nothing(large: Path, announced: bool) -> None:
+def test_a_new_token_reads_sixteen_pages_a_repeated_one_none(large: Path, announced: bool) -> None:
     info = read_header(large, shown="table").tensors["table"]
     table = FileTable([info])
     table.read([0])
@@ -167,7 +163,7 @@ def test_what_was_read_is_counted(file: tuple[Path, torch.Tensor]) -> None:
         table.announce([ROWS])
 
 
-def test_announced_rows_that_are_in_memory_are_there_without_another_look_at_the_file(
+def test_announced_cached_rows_need_no_second_read(
     file: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, rows = opened(file[0]), [35, 2, 2, 11, 39]
@@ -196,7 +192,7 @@ def refusing(refusal: int, seen: list[int]) -> object:
 
 
 @pytest.mark.parametrize(("refusal", "asked"), [(errno.EAGAIN, 8), (errno.EOPNOTSUPP, 4)])
-def test_rows_that_must_be_waited_for_are_read_when_they_are_wanted(
+def test_uncached_rows_are_read_on_demand(
     file: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch, refusal: int, asked: int
 ) -> None:
     table, rows, seen = opened(file[0]), [5, 38], list[int]()
@@ -207,7 +203,7 @@ def test_rows_that_must_be_waited_for_are_read_when_they_are_wanted(
     assert torch.equal(table.read(rows), file[1][rows])
 
 
-def test_a_file_that_is_cut_before_announced_rows_have_come_is_named(
+def test_a_file_truncated_after_announcing_is_named(
     file: tuple[Path, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.safetensors"

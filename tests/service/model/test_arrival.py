@@ -127,7 +127,7 @@ def test_stopping_gives_everything_back(folder: Path, pool: Pool, tmp_path: Path
         session.settle()
 
 
-def test_a_file_that_changes_while_it_is_read_is_told_to_who_waits(folder: Path, pool: Pool, tmp_path: Path) -> None:
+def test_a_file_changed_while_read_fails_the_wait(folder: Path, pool: Pool, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in folder.iterdir():

@@ -163,9 +163,7 @@ def test_the_form_that_was_asked_for_is_the_one_that_is_found(folder: Path, cach
     assert [path.name for path in (cache / FOLDER).iterdir()] == [conversion(folder, cache).folder.name]
 
 
-def test_what_others_published_quantized_can_be_converted_as_far_as_it_is_not(
-    tmp_path: Path, cache: Path, pool: Pool
-) -> None:
+def test_the_float_rest_of_a_quantized_checkpoint_is_converted(tmp_path: Path, cache: Path, pool: Pool) -> None:
     case = next(case for case in CASES if case.name == "awq-32")
     folder, _ = write_published(tmp_path / "awq", case)
     made(folder, cache, pool)
@@ -211,9 +209,7 @@ def test_a_source_that_changed_is_not_taken_for_what_it_was(
     assert_equal(loaded(plan_of(folder, cache), pool), loaded(plan_of(folder, None), pool))
 
 
-def test_a_source_that_was_only_touched_or_copied_is_compared_by_its_bytes(
-    folder: Path, cache: Path, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_touched_or_copied_source_is_compared_by_bytes(folder: Path, cache: Path, pool: Pool, tmp_path: Path) -> None:
     written = (made(folder, cache, pool).folder / WEIGHTS).stat().st_mtime_ns
     copy = tmp_path / "copies" / "tiny"
     shutil.copytree(folder, copy)
@@ -285,7 +281,7 @@ def other_shape(place: Path) -> None:
         (other_shape, r"is to have norm, F32 \[64\], and has F32 \[3\]"),
     ],
 )
-def test_a_damaged_folder_is_passed_over_with_a_line_and_made_anew(
+def test_a_damaged_folder_is_logged_and_rebuilt(
     folder: Path, cache: Path, pool: Pool, caplog: pytest.LogCaptureFixture, damage: Damage, why: str
 ) -> None:
     whole = made(folder, cache, pool)
@@ -344,9 +340,7 @@ def test_a_source_that_changes_while_it_is_read_is_told(folder: Path, cache: Pat
     assert list((cache / FOLDER).iterdir()) == []
 
 
-def test_progress_goes_from_nothing_to_all_and_a_tensor_at_a_time_is_in_memory(
-    folder: Path, cache: Path, pool: Pool
-) -> None:
+def test_progress_is_complete_and_one_tensor_is_in_memory(folder: Path, cache: Path, pool: Pool) -> None:
     whole = conversion(folder, cache)
     largest = max(tensor.nbytes for tensor in whole.plan.tensors)
     assert largest <= whole.need < largest + (9 << 20)
@@ -358,9 +352,7 @@ def test_progress_goes_from_nothing_to_all_and_a_tensor_at_a_time_is_in_memory(
     assert told[-1].done == told[-1].total == open_checkpoint(folder).weight_bytes
 
 
-def test_two_writers_at_once_both_succeed_and_a_reader_sees_one_of_them_whole(
-    folder: Path, cache: Path, pool: Pool
-) -> None:
+def test_two_writers_succeed_and_a_reader_sees_one_complete(folder: Path, cache: Path, pool: Pool) -> None:
     wholes = [conversion(folder, cache), conversion(folder, cache, aim=int4(32))]
     made(folder, cache, pool)
     stop, seen = threading.Event(), set()

@@ -197,7 +197,7 @@ def test_its_scores_are_those_of_the_equations(folder: Path) -> None:
     session.release()
 
 
-def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: Path) -> None:
+def test_further_draft_tokens_use_the_draft_layers_own_state(folder: Path) -> None:
     """Guess by guess the same as reading one token more; nothing of it stays in the layer's sequence."""
     session = start(folder)
     runner, drafting = session.runner, session.runner.drafting
@@ -226,7 +226,7 @@ def test_guesses_of_several_tokens_go_on_from_what_the_layer_handed_on(folder: P
     session.release()
 
 
-def test_half_of_the_layer_is_refused_and_none_of_it_or_no_word_of_it_is_as_before(small: Path, tmp_path: Path) -> None:
+def test_a_partial_draft_layer_is_refused_an_absent_one_ignored(small: Path, tmp_path: Path) -> None:
     folder = copied(small, tmp_path / "half")
     whole = draw_blueprint(open_checkpoint(small), CPU, CONTEXT)
     change(
@@ -261,7 +261,7 @@ def test_half_of_the_layer_is_refused_and_none_of_it_or_no_word_of_it_is_as_befo
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.", ""])
-def test_it_may_lie_under_other_names_and_its_experts_in_one_tensor(small: Path, tmp_path: Path, prefix: str) -> None:
+def test_other_names_and_stacked_experts_are_read(small: Path, tmp_path: Path, prefix: str) -> None:
     folder = copied(small, tmp_path / "moved")
 
     def packed(tensors: Tensors) -> Tensors:
@@ -286,7 +286,7 @@ def test_it_may_lie_under_other_names_and_its_experts_in_one_tensor(small: Path,
         session.release()
 
 
-def test_it_is_converted_as_the_other_layers_are_and_quantize_keeps_it(small: Path, tmp_path: Path) -> None:
+def test_the_draft_layer_is_converted_and_kept_by_quantize(small: Path, tmp_path: Path) -> None:
     config = Config(tree=tmp_path)
     done = quantize_model(str(small), "int8", None, True, config)
     assert done.written

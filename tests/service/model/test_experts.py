@@ -114,7 +114,7 @@ def test_both_layouts_are_the_same_in_memory(original: Path, tmp_path: Path, qua
         ("gptq-sym-32-no-order", BY_NAME["gptq-sym-32-no-order"].config, "int4-g32"),
     ],
 )
-def test_experts_that_are_quantized_each_by_itself_mean_what_they_mean(
+def test_experts_quantized_one_by_one_keep_their_values(
     original: Path, tmp_path: Path, name: str, config: dict[str, Any], form: str
 ) -> None:
     """Only the experts, as Qwen's FP8 and the NVFP4 checkpoints of Qwen3.8-Flash-Next have it; everything else in
@@ -236,7 +236,7 @@ def test_an_expert_that_lacks_its_scale_is_named(original: Path, tmp_path: Path)
         plan_of(folder)
 
 
-def test_a_download_that_is_half_there_says_which_shards_are_missing(original: Path, tmp_path: Path) -> None:
+def test_a_partial_download_names_its_missing_shards(original: Path, tmp_path: Path) -> None:
     folder = copy(original, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

@@ -340,7 +340,7 @@ def test_every_family_that_is_listed_is_tried_here() -> None:
     assert {family for family, _ in MODELS.values()} | {"qwen3"} == set(FAMILIES)
 
 
-def test_layers_that_a_quantization_names_are_found_under_other_names_too(sparse: Path, tmp_path: Path) -> None:
+def test_quantized_layers_are_found_under_other_names(sparse: Path, tmp_path: Path) -> None:
     moved = copied(sparse, tmp_path / "moved")
     change(
         moved,
@@ -453,7 +453,7 @@ def test_a_table_that_does_not_fit_is_refused(hashed: Path, tmp_path: Path, edit
         ),
     ],
 )
-def test_a_config_of_streams_and_tables_that_does_not_fit_is_refused(
+def test_an_invalid_stream_or_table_config_is_refused(
     hashed: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = copied(hashed, tmp_path / "tiny")
@@ -463,7 +463,7 @@ def test_a_config_of_streams_and_tables_that_does_not_fit_is_refused(
         draw_blueprint(open_checkpoint(folder), CPU, 64)
 
 
-def test_the_hashes_of_the_published_model_are_those_of_its_index() -> None:
+def test_published_hashes_match_the_index() -> None:
     """Figures of Qwen3.8-Flash-Next's checkpoint: rows of each head, rows of the table, and the factors that it
     stores.
     """

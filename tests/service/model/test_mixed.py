@@ -50,7 +50,7 @@ def check(folder: Path, wanted: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", ""])
-def test_layers_that_are_named_are_read_as_named_and_the_others_as_they_are(tmp_path: Path, prefix: str) -> None:
+def test_named_layers_use_their_format_and_others_stay_plain(tmp_path: Path, prefix: str) -> None:
     config = MODELOPT | {
         "quant_algo": "MIXED_PRECISION",
         "quantized_layers": mixed_layers(prefix),
@@ -87,7 +87,7 @@ def test_groups_say_it_where_no_layer_is_named(tmp_path: Path) -> None:
     assert set(check(folder, wanted).values()) == {"fp8", "nvfp4", "BF16", "F32"}
 
 
-def test_groups_of_compressed_tensors_are_chosen_by_their_targets(tmp_path: Path) -> None:
+def test_compressed_tensors_groups_are_chosen_by_target(tmp_path: Path) -> None:
     config = compressed("mixed-precision", strategy="channel")
     eight = compressed("float-quantized", type="float", strategy="channel")["config_groups"]["group_0"]
     four = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)[
@@ -121,7 +121,7 @@ def test_an_older_export_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_scales_of_a_quantized_cache_are_let_be_beside_floats_too(tmp_path: Path) -> None:
+def test_kv_cache_scales_are_ignored_next_to_floats(tmp_path: Path) -> None:
     named = {"model.layers.0.mlp": {"quant_algo": "NVFP4", "group_size": 16}}
     config = MODELOPT | {
         "quant_algo": "MIXED_PRECISION",
@@ -167,7 +167,7 @@ def test_a_layer_that_is_stored_otherwise_than_named_is_refused(tmp_path: Path) 
         plan_of(folder)
 
 
-def test_names_are_compared_without_what_stands_before_the_network():
+def test_layer_names_are_compared_without_prefix():
     assert plain_name("model.language_model.layers.3.mlp.experts") == plain_name("language_model.layers.3.mlp.experts")
     assert plain_name("lm_head") == "lm_head"
     packings = read_packings(

@@ -212,7 +212,7 @@ def test_a_line_that_was_cut_off_costs_its_tensor_alone(folder: Path, whole: byt
     assert (work.folder / WEIGHTS).read_bytes() == whole
 
 
-def test_a_source_that_was_changed_meanwhile_is_converted_from_the_beginning(tmp_path: Path) -> None:
+def test_a_changed_source_restarts_the_conversion(tmp_path: Path) -> None:
     source = write_tiny_qwen3(tmp_path / "tiny", layers=2, dtype="bfloat16", tied=False)
     work = conversion(source, tmp_path / "cache")
     stopped(work, 14)
@@ -222,7 +222,7 @@ def test_a_source_that_was_changed_meanwhile_is_converted_from_the_beginning(tmp
     assert told[0].done <= sum(info.nbytes for info in work.plan.tensors[0].parts)
 
 
-def test_the_work_of_another_model_is_taken_away_unless_somebody_does_it(folder: Path, tmp_path: Path) -> None:
+def test_partial_work_of_another_model_is_deleted_unless_locked(folder: Path, tmp_path: Path) -> None:
     other = stopped(conversion(folder, tmp_path, "int8"), 14)
     work = conversion(folder, tmp_path)
     with (other / "lock").open("r+b") as held:

@@ -108,7 +108,7 @@ def logprobs(folder: Path, ids: list[int], pool: Pool) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def test_what_is_stored_in_floats_is_still_turned_where_that_is_asked(tmp_path: Path, pool: Pool) -> None:
+def test_float_matrices_are_still_quantized_on_request(tmp_path: Path, pool: Pool) -> None:
     """The embedding beside GPTQ matrices: 8 bits are the fewest for it."""
     folder, wanted = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"])
     assert plan_of(folder).form == "int4-g128+BF16"
@@ -120,7 +120,7 @@ def test_what_is_stored_in_floats_is_still_turned_where_that_is_asked(tmp_path: 
     assert (values(embedding) - wanted[name]).abs().max() <= wanted[name].abs().max() / 253
 
 
-def test_layers_that_were_left_out_of_the_quantization_are_taken_as_they_are(tmp_path: Path, pool: Pool) -> None:
+def test_layers_excluded_from_quantization_stay_plain(tmp_path: Path, pool: Pool) -> None:
     folder, wanted = write_published(tmp_path / "model", BY_NAME["awq-32"], tied=False)
 
     def restore(tensors: dict[str, torch.Tensor]) -> None:
@@ -150,9 +150,7 @@ def test_a_whole_quantized_head_is_read_too(tmp_path: Path, pool: Pool) -> None:
     assert torch.equal(values(loaded(plan_of(folder), pool)["head"]), wanted)
 
 
-def test_a_prompt_waits_for_an_embedding_that_is_stored_quantized(
-    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_waits_for_a_quantized_embedding(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "choose_kernels", lambda *_: ReferenceKernels())
     folder, wanted = write_published(tmp_path / "model", BY_NAME["int8-channel"])
     change_tensors(folder, quantize_embedding)
@@ -356,7 +354,7 @@ def test_gptq_with_exclusions_reads_what_they_leave_in_floats(tmp_path: Path, po
     assert values_are(folder, wanted, pool).form == "BF16+int4-g128"
 
 
-def test_gptq_with_other_bits_for_some_matrices_reads_each_as_it_is(tmp_path: Path, pool: Pool) -> None:
+def test_gptq_reads_bits_per_matrix(tmp_path: Path, pool: Pool) -> None:
     config = BY_NAME["gptq-sym-128"].config
     folder, wanted = write_published(tmp_path / "model", BY_NAME["gptq-sym-128"], hidden=256, intermediate=384)
     generator = torch.Generator().manual_seed(9)

@@ -95,9 +95,7 @@ def test_they_are_what_turning_them_as_a_whole_gives(
     assert formats["0.q_norm"] == torch.float32
 
 
-def test_the_memory_is_what_was_stated_before_and_the_readers_part_of_it_comes_back(
-    folder: Path, pool: Pool, tmp_path: Path
-) -> None:
+def test_memory_matches_the_estimate_and_buffers_are_returned(folder: Path, pool: Pool, tmp_path: Path) -> None:
     blueprint = drawn(folder, "int4")
     need = blueprint.need
     assert blueprint.bench_bytes > 0
@@ -151,7 +149,7 @@ def test_rows_of_the_embedding_are_there_before_all_of_it(folder: Path, pool: Po
     assert_turned(blueprint, arrival.tensors, stored(folder))
 
 
-def test_a_prompt_computes_the_same_beside_the_reading_and_after_it(folder: Path, pool: Pool, tmp_path: Path) -> None:
+def test_a_prompt_is_the_same_during_and_after_loading(folder: Path, pool: Pool, tmp_path: Path) -> None:
     scores = []
     for settled in (False, True):
         opened = open_session("tiny", drawn(folder, "int8"), Opening(pool, tmp_path))
@@ -164,9 +162,7 @@ def test_a_prompt_computes_the_same_beside_the_reading_and_after_it(folder: Path
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_weights_that_are_no_numbers_are_refused_by_name_and_everything_is_given_back(
-    tmp_path: Path, pool: Pool, quant: str
-) -> None:
+def test_nan_weights_are_refused_and_memory_is_returned(tmp_path: Path, pool: Pool, quant: str) -> None:
     folder = write_tiny_qwen3(tmp_path / "tiny", layers=LAYERS, dtype="bfloat16")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.2.mlp.down_proj.weight"][5, 6] = float("nan")
@@ -181,7 +177,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_everything_is_given
     assert pool.used() == 0
 
 
-def test_tensors_that_suit_no_group_fall_to_int8_and_that_is_said_once(
+def test_tensors_without_whole_groups_become_int8_with_one_note(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_tiny_qwen3(tmp_path / "tiny", layers=LAYERS, intermediate=100)

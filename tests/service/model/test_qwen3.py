@@ -185,7 +185,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str,
         draw_blueprint(open_checkpoint(folder), CPU, 64)
 
 
-def test_a_config_with_layers_beyond_number_is_followed_only_as_far_as_the_file_goes(tmp_path: Path) -> None:
+def test_a_huge_layer_count_is_read_only_as_far_as_the_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny_qwen3(tmp_path / "tiny", layers=4))
     taken: list[Destination] = []
 

@@ -180,7 +180,7 @@ def by_columns_and_by_rows(tmp_path: Path, cache: Path, quant: str) -> list[torc
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
-def test_experts_stored_by_columns_are_turned_while_they_are_quantized(tmp_path: Path, cache: Path, quant: str):
+def test_column_stored_experts_are_transposed_on_quantizing(tmp_path: Path, cache: Path, quant: str):
     assert torch.equal(*by_columns_and_by_rows(tmp_path, cache, quant))
 
 

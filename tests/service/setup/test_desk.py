@@ -181,9 +181,7 @@ def test_start_without_a_comfyui_or_a_free_port(empty: Tree, tree: Tree) -> None
             start(tree, port, [])
 
 
-def test_run_sh_demo_becomes_the_command_so_that_a_signal_reaches_what_started_comfyui(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_sh_demo_replaces_itself_and_forwards_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append([path, *argv]))
     main([str(tmp_path), "demo", "a red cat"])

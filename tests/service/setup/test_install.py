@@ -183,7 +183,7 @@ def test_the_environment_of_a_given_comfyui_is_left_as_it_is(beside: Beside) -> 
     assert list(beside.home.iterdir()) == []
 
 
-def test_the_pack_is_linked_and_the_service_sees_that_environment(beside: Beside, repository: Path) -> None:
+def test_the_pack_is_linked_and_sees_that_environment(beside: Beside, repository: Path) -> None:
     pack = beside.comfyui / "custom_nodes" / "onedesk"
     assert (pack.readlink(), pack.resolve()) == (beside.tree.pack / "onedesk", repository)
     desk = beside.tree.load_desk()
@@ -231,13 +231,11 @@ def load(prefix: Path) -> Record:
     return record
 
 
-def test_the_pack_in_a_given_comfyui_reads_the_settings_of_its_tree(beside: Beside) -> None:
+def test_the_pack_in_a_given_comfyui_reads_its_trees_settings(beside: Beside) -> None:
     assert settings_of(beside.comfyui / "custom_nodes" / "onedesk") == str(beside.tree.settings)
 
 
-def test_a_checkout_that_stands_in_custom_nodes_reads_the_settings_of_the_tree_made_from_it(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_checkout_in_custom_nodes_reads_its_trees_settings(repository: Path, tmp_path: Path) -> None:
     pack = tmp_path / "ComfyUI" / "custom_nodes" / "Onedesk"
     shutil.copytree(repository / "service", pack / "service", ignore=shutil.ignore_patterns("__pycache__"))
     envs = Path(sys.prefix).absolute().parent  # of the tree whose Python runs this, if one does
@@ -290,7 +288,7 @@ def test_an_interrupted_installation_goes_on(beside: Beside, repository: Path) -
     assert beside.tree.load_desk() is not None
 
 
-def test_a_failing_pip_shows_the_end_of_its_log_and_leaves_no_stamp(
+def test_a_failing_pip_shows_its_log_and_leaves_no_stamp(
     beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -388,7 +386,7 @@ def test_operators_decide_how_comfyui_is_started(tmp_path: Path) -> None:
     assert [Path(word).name for word in command(python, tmp_path)] == ["python", "main.py"]
 
 
-def test_no_package_of_an_installation_is_for_one_processor_alone() -> None:
+def test_no_installed_package_is_for_one_processor_only() -> None:
     """aarch64 is as good a machine: of the tests' packages only shellcheck is left out there, and what lacks is
     told.
     """

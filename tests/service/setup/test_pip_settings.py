@@ -99,7 +99,7 @@ NAMES = st.sampled_from(PASSED + LEADS_ELSEWHERE) | st.from_regex(r"[a-z][a-z_-]
 
 
 @given(variables=st.dictionaries(NAMES, st.text("abc:/ ", min_size=1)), upper=st.booleans())
-def test_of_all_variables_of_pip_only_those_pass_that_reach_an_index(variables: dict[str, str], upper: bool) -> None:
+def test_only_pip_variables_for_an_index_pass(variables: dict[str, str], upper: bool) -> None:
     spelled = {
         ("PIP_" if upper else "pip_") + name.replace("-", "_").upper(): value for name, value in variables.items()
     }

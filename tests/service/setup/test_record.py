@@ -77,7 +77,7 @@ def ground(tmp_path: Path, repository: Path) -> Ground:
 
 
 @pytest.mark.parametrize("name", ["envs", "cache"])
-def test_a_prefix_with_such_a_folder_of_somebody_else_is_refused_and_left_as_it_is(ground: Ground, name: str) -> None:
+def test_a_prefix_with_foreign_folders_is_refused_unchanged(ground: Ground, name: str) -> None:
     theirs = ground.tree.prefix / name / "mine" / "work.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("precious")
@@ -88,7 +88,7 @@ def test_a_prefix_with_such_a_folder_of_somebody_else_is_refused_and_left_as_it_
     assert f"{ground.tree.prefix / name} is there and no installation of ours" in ground.install().stderr
 
 
-def test_a_cache_that_is_a_link_is_refused_before_and_not_followed_after(ground: Ground) -> None:
+def test_a_linked_cache_is_refused_and_never_followed(ground: Ground) -> None:
     disk = ground.folder / "disk"
     disk.mkdir()
     (disk / "pip").mkdir()
@@ -182,7 +182,7 @@ def added_by(tree: Tree, later: dict[tuple[str, ...], str]) -> dict[str, str]:
     }
 
 
-def test_files_of_others_are_the_same_after_a_real_install_and_uninstall(ground: Ground) -> None:
+def test_install_and_uninstall_leave_foreign_files_unchanged(ground: Ground) -> None:
     """In and around the prefix, put there before and after the installation."""
     before = {
         ("a",): "text",
@@ -290,7 +290,7 @@ def test_a_folder_that_took_the_place_of_ours_stays(tmp_path: Path, capfd: pytes
     assert tree.pack.is_symlink()
 
 
-def test_a_copy_is_an_installation_of_its_own_and_a_moved_one_stays_itself(tmp_path: Path) -> None:
+def test_a_copied_installation_is_new_a_moved_one_is_not(tmp_path: Path) -> None:
     tree, record = made(tmp_path / "desk")
     link = tmp_path / "custom_nodes" / "onedesk"
     link.parent.mkdir()
@@ -309,7 +309,7 @@ def test_a_copy_is_an_installation_of_its_own_and_a_moved_one_stays_itself(tmp_p
     assert not (tmp_path / "moved").exists()
 
 
-def test_an_installation_of_an_earlier_version_is_known_by_what_it_left(tmp_path: Path, repository: Path) -> None:
+def test_an_earlier_versions_installation_is_recognized(tmp_path: Path, repository: Path) -> None:
     tree = Tree(tmp_path / "desk")
     tree.make()
     tree.write_files()
@@ -348,7 +348,7 @@ def test_an_interrupted_removal_is_ended_by_the_next(tmp_path: Path) -> None:
     assert not tree.prefix.exists()
 
 
-def test_additions_are_whole_folders_where_nothing_of_the_release_is_in_them(tmp_path: Path) -> None:
+def test_additions_are_folders_without_release_files(tmp_path: Path) -> None:
     for name in ("main.py", "custom_nodes/a/b/c.py", "custom_nodes/shipped.py", "empty/x/"):
         path = tmp_path / name
         path.mkdir(parents=True) if name.endswith("/") else path.parent.mkdir(parents=True, exist_ok=True)

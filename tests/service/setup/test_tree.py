@@ -37,7 +37,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_tree_has_its_fixed_folders_and_a_second_run_changes_nothing(tree: Tree) -> None:
+def test_the_tree_is_fixed_and_making_it_is_idempotent(tree: Tree) -> None:
     folders = ["models/comfyui", "envs", "cache/logs", "data/input", "data/output", "data/user", "data/knowledge"]
     assert all((tree.prefix / folder).is_dir() for folder in folders)
     before = state(tree.prefix)
@@ -53,7 +53,7 @@ def test_settings_of_the_user_are_kept_and_readable(tree: Tree) -> None:
     assert load_config(tree.settings).model_roots[0] == tree.prefix / "elsewhere"
 
 
-def test_run_script_sets_every_cache_inside_the_tree_and_hands_its_arguments_on(tree: Tree) -> None:
+def test_run_script_sets_caches_and_passes_arguments(tree: Tree) -> None:
     python = tree.envs / "onedesk" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(
@@ -143,9 +143,7 @@ def test_link_never_replaces_what_is_not_ours(tmp_path: Path, repository: Path) 
         link(folder, repository)
 
 
-def test_package_is_importable_and_listed_without_a_file_in_the_checkout(
-    tree: Tree, checkout: Path, repository: Path
-) -> None:
+def test_package_is_importable_without_touching_the_checkout(tree: Tree, checkout: Path, repository: Path) -> None:
     environment = Environment(tree.envs / "onedesk", Steps(tree))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment.folder], check=True)
     package = checkout / "service"
