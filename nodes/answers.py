@@ -55,7 +55,8 @@ def seed_input() -> io.Input:
         max=SEED_MAX,
         control_after_generate=True,
         tooltip=(
-            "The same inputs and seed give the same text on the same machine, from the cache; another seed gives another text."
+            "The same inputs and seed give the same text on the same machine, from the cache; another seed gives"
+            " another text."
         ),
     )
 

@@ -98,8 +98,10 @@ class OpenModel:
         self.companion: object = None
         self.language = Language(blueprint.checkpoint.folder)
         indexer = blueprint.config.indexer
-        stretch = indexer.ratio if indexer else 1
-        self.reader = PictureReader(name, whole or blueprint.checkpoint, pool, blueprint.device, kernel_cache, stretch)
+        key_block = indexer.ratio if indexer else 1
+        self.reader = PictureReader(
+            name, whole or blueprint.checkpoint, pool, blueprint.device, kernel_cache, key_block
+        )
 
     @property
     def sees(self) -> bool:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(path for room in ("service", "nodes") for path in (ROOT / room).rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "nodes" / "web").rglob("*.md")])
-# A file here is named after the subcommand, the node or the route that it holds, so the same word may stand in each of them.
+# A file in these rooms is named after the subcommand, node or route that it holds, so one word may stand in each.
 FACES = ("service/cli", "nodes", "service/server")
 # Files that may share a name, because each room has exactly one thing of that kind.
 SHARED = {

@@ -152,7 +152,7 @@ class PictureTask:
         """
         last = first + batch.positions.shape[0]
         device = batch.positions.device
-        turns = turns_of(self.positions, first, last, rotary.positions, self.reader.stretch)
+        turns = turns_of(self.positions, first, last, rotary.positions, self.reader.key_block)
         rotary.turn_axes(turns.places)
         batch.turns, batch.first_turns = turns.turns.to(device), turns.first_turns.to(device)
         with ExitStack() as held:
@@ -182,10 +182,16 @@ class PictureReader:
     """The tower of one open model. One picture is read at a time; `give_way` may be called from any thread."""
 
     def __init__(
-        self, owner: str, checkpoint: Checkpoint, pool: Pool, device: torch.device, kernel_cache: Path, stretch: int = 1
+        self,
+        owner: str,
+        checkpoint: Checkpoint,
+        pool: Pool,
+        device: torch.device,
+        kernel_cache: Path,
+        key_block: int = 1,
     ) -> None:
-        """`stretch`: rows of the decoder's indexer that are chosen together, 1 without."""
-        self.stretch = stretch
+        """`key_block`: rows of the decoder's indexer that are chosen together, 1 without."""
+        self.key_block = key_block
         self._owner, self._checkpoint, self._pool = owner, checkpoint, pool
         self._device, self._kernel_cache = device, kernel_cache
         self._lock = threading.Lock()

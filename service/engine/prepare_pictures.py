@@ -46,9 +46,9 @@ def place_pictures(
             *(Field("pixels"), " per picture or open the model with a larger ", Field("context")),
         )
     last = positions.spans[-1].end
-    if reader.stretch > 1 and len(found) - last < reader.stretch:
+    if reader.key_block > 1 and len(found) - last < reader.key_block:
         raise RequestError(
-            f"the prompt ends {len(found) - last} tokens after a picture; this model needs {reader.stretch}: "
+            f"the prompt ends {len(found) - last} tokens after a picture; this model needs {reader.key_block}: "
             "add some text"
         )
     return found, reader.task(pictures, [preprocessor for preprocessor, _ in sizes], positions)

@@ -56,8 +56,8 @@ def stream_tensors(
     with a job's index as soon as the job's bytes have arrived or were taken.
 
     A destination is contiguous, has the tensor's number of bytes, and has its dtype, or uint8 for the raw bytes;
-    nothing is converted. Or it is a ChunkIntake: then each reader uses one of `benches`, whose raw buffers hold the largest
-    chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one bounce
+    nothing is converted. Or it is a ChunkIntake: then each reader uses one of `benches`, whose raw buffers hold the
+    largest chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one bounce
     buffer per reader. With `drop_behind` the file's pages leave the page cache once they are copied. The default of
     `readers` is half the cores, 2 to 4, or one per staging buffer if there are any.
 

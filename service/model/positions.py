@@ -97,15 +97,15 @@ class Turns:
 BEFORE = 32
 
 
-def turns_of(positions: PicturePositions, first: int, last: int, table: int, stretch: int = 1) -> Turns:
-    """Those of the rows first..last - 1; `table` is the number of positions of the rotary table, `stretch` the
+def turns_of(positions: PicturePositions, first: int, last: int, table: int, key_block: int = 1) -> Turns:
+    """Those of the rows first..last - 1; `table` is the number of positions of the rotary table, `key_block` the
     indexer's key block length, counted from the first row.
     """
-    begin = max(0, first - min(BEFORE, stretch - 1))
+    begin = max(0, first - min(BEFORE, key_block - 1))
     places = positions.places(begin, last)
     turns = torch.arange(last - begin, dtype=torch.int32) + table
     rows = torch.arange(first, last)
-    firsts = rows - rows % stretch - begin
+    firsts = rows - rows % key_block - begin
     return Turns(places, turns[first - begin :], turns[firsts.clamp(min=0)])
 
 

@@ -176,9 +176,7 @@ CHAT: Mapping[str, Any] = {
         "tools": _optional("array", items=_TOOL, maxItems=TOOLS_LIMIT),
         "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": _optional("boolean", description="false: at most one call."),
-        "add_generation_prompt": _optional(
-            "boolean", description="false: without the template's start of an answer."
-        ),
+        "add_generation_prompt": _optional("boolean", description="false: without the template's start of an answer."),
         "continue_final_message": _optional("boolean", description="true: the answer goes on in the last message."),
         "thinking_budget": _optional("integer", minimum=0, description="Tokens of reasoning, within max_tokens."),
         "reasoning_effort": _optional(

@@ -82,8 +82,8 @@ class Pair:
 
     def turned(self, rows: ForwardBatch, positions: PicturePositions, first: int, last: int) -> ForwardBatch:
         rotary = self.rotary
-        stretch = self.config.indexer.ratio if self.config.indexer else 1
-        turns = turns_of(positions, first, last, rotary.positions, stretch)
+        key_block = self.config.indexer.ratio if self.config.indexer else 1
+        turns = turns_of(positions, first, last, rotary.positions, key_block)
         rotary.turn_axes(turns.places)
         return replace(rows, turns=turns.turns, first_turns=turns.first_turns)
 
