@@ -57,9 +57,9 @@ def stream_tensors(
 
     A destination is contiguous, has the tensor's number of bytes, and has its dtype, or uint8 for the raw bytes;
     nothing is converted. Or it is a ChunkIntake: then each reader uses one of `benches`, whose raw buffers hold the
-    largest chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one bounce
-    buffer per reader. With `drop_behind` the file's pages leave the page cache once they are copied. The default of
-    `readers` is half the cores, 2 to 4, or one per staging buffer if there are any.
+    largest chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one
+    bounce buffer per reader. With `drop_behind` the file's pages leave the page cache once they are copied. The
+    default of `readers` is half the cores, 2 to 4, or one per staging buffer if there are any.
 
     `progress`, `cancel` and `arrived` are called on the calling thread.
 
