@@ -17,7 +17,7 @@ from onedesk.service.registry import REGISTRY
 from onedesk.service.text.template import ChatTemplate
 from tiny_qwen3 import write_tiny_qwen3
 
-RESULT_KEYS = {"text", "reasoning", "ids", "finish", "seed", "usage", "seconds", "stages", "logprob"}
+RESULT_KEYS = {"text", "reasoning", "ids", "finish", "seed", "usage", "seconds", "stages", "logprob", "sampling"}
 
 
 def test_generate_prints_one_document_with_every_key(run):
@@ -213,7 +213,7 @@ def test_another_file_of_a_model_is_not_called_damaged(run, tree, name):
     ("options", "message"),
     [
         (["--max-tokens", "0"], "--max-tokens is 0; use a whole number from 1"),
-        (["--temperature", "-1"], "--temperature is -1.0; use a number from 0"),
+        (["--temperature", "-1"], "--temperature is -1.0; use a number from 0 to 3.403e+38"),
         (["--top-p", "0"], "--top-p is 0.0; use a number above 0 to 1"),
         (["--min-p", "2"], "--min-p is 2.0; use a number from 0 to 1"),
         (["--top-k", "-1"], "--top-k is -1; use a whole number, 0 for no limit"),
