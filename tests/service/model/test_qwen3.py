@@ -138,7 +138,7 @@ def test_an_unfinished_chunk_leaves_the_sequence_as_it_was(pair: tuple[Session, 
     [
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-            r"model_type 'llama' \(LlamaForCausalLM\) is not supported; supported: qwen3",
+            r"model_type 'llama' \(LlamaForCausalLM\) is not supported; supported: qwen2, ",
         ),
         ({"hidden_size": "64"}, r"hidden_size = '64'; a whole number from 1"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers = 0"),
