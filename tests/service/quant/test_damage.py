@@ -42,8 +42,8 @@ def test_first_zeroed_group_is_found(
     monkeypatch_module: pytest.MonkeyPatch, held: object, rows: int, cols: int, zeros: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
-    weight = weight_of(held, rows, cols, zeros)  # pyright: ignore[reportArgumentType]
+    allocate = lambda shape, dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
+    weight = weight_of(held, rows, cols, allocate)  # pyright: ignore[reportArgumentType]
     groups = weight.scales.shape[1]
     numbers = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     numbers[torch.rand(rows, cols, generator=generator) < zeros] = 0
