@@ -206,7 +206,9 @@ def test_a_message_bound_to_a_schema_and_a_forced_call(claude: Anthropic) -> Non
     )
     assert json.loads(answer.content[-1].text) == {"answer": "17"}
     choice: Any = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
-    forced = claude.messages.create(model="thinker", max_tokens=900, messages=turns, tools=[TOOL], tool_choice=choice)
+    forced = claude.messages.create(
+        model="thinker", max_tokens=900, extra_body=COLD, messages=turns, tools=[TOOL], tool_choice=choice
+    )
     assert [block.name for block in forced.content if block.type == "tool_use"] == ["look"]
 
 
