@@ -25,6 +25,7 @@ WHOLE_LIMIT = 2**63 - 1  # the largest count of tokens in a request
 FP32_MAX, FP32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # the largest and the smallest normal number
 LOGPROBS_LIMIT = 20  # likeliest tokens shown at each position
 # The most choices of one request, and the most beams of a search (as many rows as one decode step has).
+PICTURES_LIMIT = 64  # of one request
 CHOICES_LIMIT, BEAMS_LIMIT = 128, 8
 _SHOWN_CHARACTERS = 60
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -62,7 +62,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise FileError(
             f"{path.name} is nested too deeply to be a configuration; write tables of plain values"
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a number of more digits than Python reads
         raise FileError(f"{path.name} is not valid TOML: {error}") from error
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..core import CancelCheck, Picture
+from ..core import PICTURES_LIMIT, CancelCheck, Picture
 from ..errors import FileError, ModelError, RequestError
 from ..kernels.choose import choose_kernels
 from ..kernels.forward_batch import ForwardBatch, HeadShape, RotaryTable
@@ -38,7 +38,6 @@ from ..vision.preprocessor import FILE, OLD_FILE, Preprocessor, read_preprocesso
 ALIGNMENT = 256
 # Rows of pictures that are kept: 1,024 tokens of 2,560 numbers in BF16 are 5 MB, with three taps 20 MB.
 KEPT_BYTES = 64 << 20
-PICTURES_LIMIT = 64  # of one request
 # Default pixels of a picture after resizing: a vision tower takes about a minute for a million on a CPU of 2 cores.
 GPU_PIXELS, CPU_PIXELS = 1_048_576, 262_144
 

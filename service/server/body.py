@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from .bounded_json import parse
+from .bounded_json import DEPTH_LIMIT, parse
 from .check import Schema, check
 from .error_documents import SOON, ApiError
 from .service import Service
@@ -82,7 +82,9 @@ def _checked(raw: bytes, schema: Schema) -> Any:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from error
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+        raise ApiError(
+            400, f"the body is nested too deeply; at most {DEPTH_LIMIT} levels are read", code="invalid_json"
+        ) from error
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     check(document, schema)

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 # A conversation of 10,000 messages has 50,000 strings. A prompt that fills the longest context of a Qwen is a list of 1
 # million numbers.
 LISTS_LIMIT, TEXTS_LIMIT, ITEMS_LIMIT = 65_536, 131_072, 1_500_000
+# Levels of lists and objects. Schemas, templates and grammars recurse over them, with several Python frames per level.
+DEPTH_LIMIT = 128
 
 
 def parse(raw: bytes) -> Any:
@@ -20,7 +22,19 @@ def parse(raw: bytes) -> Any:
     strings or items than the limits; RecursionError for a document that is nested too deeply.
     """
     _check_counts(raw)
-    return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+    document = json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+    _check_depth(document)
+    return document
+
+
+def _check_depth(document: Any) -> None:
+    level = [document] if isinstance(document, list | dict) else []
+    for _ in range(DEPTH_LIMIT):
+        inner = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        level = [item for item in inner if isinstance(item, list | dict)]
+        if not level:
+            return
+    raise RecursionError(f"it is nested more than {DEPTH_LIMIT} levels deep")
 
 
 def _check_counts(raw: bytes) -> None:

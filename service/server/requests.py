@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..core import CHOICES_LIMIT, Message, Picture, Request, Sampling, Thinking
+from ..core import CHOICES_LIMIT, PICTURES_LIMIT, Message, Picture, Request, Sampling, Thinking
 from ..errors import RequestError
 from ..memory.policy import Policy
 from ..text.tool_calls import CLOSE, FRAME, call_schema
@@ -17,6 +17,8 @@ from .error_documents import ApiError
 from .schemas import TOOLS_LIMIT
 
 ANY_OBJECT = '{"type":"object"}'
+# Pixels of all pictures of a request as they are stored, 3 bytes each in memory: 300 MB.
+DECODED_PIXELS = 100_000_000
 # Pixels of an image after resizing, by its `detail`; None: the device decides.
 DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
@@ -79,7 +81,7 @@ def chat_ask(body: Mapping[str, Any], context: int) -> ParsedRequest:
         shared = replace(shared, stop=(*shared.stop, CLOSE))  # nothing after the first call is wanted
     request = replace(
         shared,
-        messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(body["messages"])),
+        messages=_messages(body["messages"]),
         thinking=thinking,
         thinking_budget=whole(body.get("thinking_budget")),
         json_schema=call_schema(forced) if forced else schema,
@@ -225,11 +227,25 @@ def _json_schema(response_format: Mapping[str, Any] | None) -> str | None:
     return json.dumps(schema)
 
 
-def _message(message: Mapping[str, Any], path: str) -> Message:
+def _messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """The messages with their pictures decoded, one after the other, within the limits of one request."""
+    parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
+    count = sum(part.get("type") == "image_url" for part in parts)
+    if count > PICTURES_LIMIT:
+        text = f"the request has {count} pictures; at most {PICTURES_LIMIT} are read at once"
+        raise ApiError(400, text, code="wrong_picture", param="messages")
+    found, pixels = list[Message](), 0
+    for at, message in enumerate(messages):
+        found.append(_message(message, f"messages[{at}]", DECODED_PIXELS - pixels))
+        pixels += sum(picture.width * picture.height for picture in found[-1].pictures)
+    return tuple(found)
+
+
+def _message(message: Mapping[str, Any], path: str, pixels: int) -> Message:
     calls = tuple(
         _tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.get("tool_calls") or ())
     )
-    parts = _content(message.get("content"), f"{path}.content")
+    parts = _content(message.get("content"), f"{path}.content", pixels)
     return Message(
         "system" if message["role"] == "developer" else message["role"],
         "".join(part for part in parts if isinstance(part, str)),
@@ -240,10 +256,18 @@ def _message(message: Mapping[str, Any], path: str) -> Message:
     )
 
 
-def _content(content: Any, path: str) -> tuple[str | Picture, ...]:
+def _content(content: Any, path: str, pixels: int) -> tuple[str | Picture, ...]:
     if content is None or isinstance(content, str):
         return (content or "",)
-    return tuple(_part(part, f"{path}[{at}]") for at, part in enumerate(content))
+    found = list[str | Picture]()
+    for at, part in enumerate(content):
+        found.append(one := _part(part, f"{path}[{at}]"))
+        if isinstance(one, Picture):
+            pixels -= one.width * one.height
+        if pixels < 0:
+            text = f"the pictures of the request have more than {DECODED_PIXELS:,} pixels; send fewer or smaller ones"
+            raise ApiError(400, text, code="wrong_picture", param=path)
+    return tuple(found)
 
 
 def _part(part: Mapping[str, Any], path: str) -> str | Picture:

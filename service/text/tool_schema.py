@@ -12,6 +12,9 @@ from typing import Any, NoReturn
 Kinds = frozenset[str] | None
 
 _DEPTH = 16  # references and combinations followed; deeper or circular ones count as "any type"
+# Schemas looked at for all parameters of a tool: references that branch would multiply with each level of depth.
+_STEPS = 10_000
+_INDEX_DIGITS = 9  # of a list index in a reference
 _LITERAL_LIMIT = 1 << 16  # characters of a list or object in Python's notation
 _DATA = frozenset({"const", "enum", "default", "example", "examples"})  # hold values, not schemas
 
@@ -19,9 +22,8 @@ _DATA = frozenset({"const", "enum", "default", "example", "examples"})  # hold v
 def parameter_kinds(parameters: Any) -> dict[str, Kinds]:
     """JSON types by parameter of a tool's `parameters`, with $ref, allOf, anyOf, oneOf, enum, const and nullable
     resolved."""
-    return {
-        name: _kinds(schema, parameters, _DEPTH) for name, schema in _properties(parameters, parameters, _DEPTH).items()
-    }
+    walk = _Walk(parameters)
+    return {name: walk.kinds(schema) for name, schema in walk.properties(parameters).items()}
 
 
 def argument(text: str, kinds: Kinds) -> Any:
@@ -56,36 +58,48 @@ def embedded_schema(schema: Any, name: str) -> Any:
     return _moved({key: value for key, value in schema.items() if key not in ("$schema", "$id")}, f"#/$defs/{name}")
 
 
-def _properties(schema: Any, root: Any, depth: int) -> dict[str, Any]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return {}
-    found: dict[str, Any] = {}
-    if "$ref" in schema:
-        found |= _properties(_resolved(schema["$ref"], root), root, depth - 1)
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        branches = schema.get(keyword)
-        for branch in branches if isinstance(branches, list) else ():
-            found |= _properties(branch, root, depth - 1)
-    own = schema.get("properties")
-    return found | (dict(own) if isinstance(own, Mapping) else {})
+class _Walk:
+    """Follows the references and combinations of one document, in at most _STEPS steps altogether."""
 
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _STEPS
 
-def _kinds(schema: Any, root: Any, depth: int) -> Kinds:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return None
-    kinds = _own_kinds(schema)
-    if isinstance(schema.get("allOf"), list):
-        for branch in schema["allOf"]:
-            kinds = _both(kinds, _kinds(branch, root, depth - 1))
-    for keyword in ("anyOf", "oneOf"):
-        branches = schema.get(keyword)
-        if isinstance(branches, list) and branches:
-            kinds = _both(kinds, _any_of([_kinds(branch, root, depth - 1) for branch in branches]))
-    if "$ref" in schema:
-        kinds = _both(kinds, _kinds(_resolved(schema["$ref"], root), root, depth - 1))
-    if kinds is not None and schema.get("nullable") is True:
-        kinds |= {"null"}
-    return kinds
+    def _stops(self, schema: Any, depth: int) -> bool:
+        self._left -= 1
+        return not isinstance(schema, Mapping) or depth == 0 or self._left < 0
+
+    def properties(self, schema: Any, depth: int = _DEPTH) -> dict[str, Any]:
+        """The schemas of the properties by name; those that are out of reach are left out."""
+        if self._stops(schema, depth):
+            return {}
+        found: dict[str, Any] = {}
+        if "$ref" in schema:
+            found |= self.properties(_resolved(schema["$ref"], self._root), depth - 1)
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            branches = schema.get(keyword)
+            for branch in branches if isinstance(branches, list) else ():
+                found |= self.properties(branch, depth - 1)
+        own = schema.get("properties")
+        return found | (dict(own) if isinstance(own, Mapping) else {})
+
+    def kinds(self, schema: Any, depth: int = _DEPTH) -> Kinds:
+        """The types that a value may have; None for any, also where the steps are used up."""
+        if self._stops(schema, depth):
+            return None
+        kinds = _own_kinds(schema)
+        if isinstance(schema.get("allOf"), list):
+            for branch in schema["allOf"]:
+                kinds = _both(kinds, self.kinds(branch, depth - 1))
+        for keyword in ("anyOf", "oneOf"):
+            branches = schema.get(keyword)
+            if isinstance(branches, list) and branches:
+                kinds = _both(kinds, _any_of([self.kinds(branch, depth - 1) for branch in branches]))
+        if "$ref" in schema:
+            kinds = _both(kinds, self.kinds(_resolved(schema["$ref"], self._root), depth - 1))
+        if kinds is not None and schema.get("nullable") is True:
+            kinds |= {"null"}
+        return kinds
 
 
 def _own_kinds(schema: Mapping[str, Any]) -> Kinds:
@@ -171,11 +185,15 @@ def _resolved(reference: Any, root: Any) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping):
             found = found.get(key)
-        elif isinstance(found, list) and key.isdigit() and int(key) < len(found):
+        elif isinstance(found, list) and _is_index(key) and int(key) < len(found):
             found = found[int(key)]
         else:
             return None
     return found
+
+
+def _is_index(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= _INDEX_DIGITS
 
 
 def _moved(value: Any, base: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -48,7 +50,10 @@ def read_picture(path: Path, limits: DecodeLimits | None = None) -> Picture:
     """
     limits = limits or DecodeLimits()
     try:
-        with path.open("rb") as file:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileError(f"{path.name} is not a regular file; name a picture file")
             data = file.read(limits.file_bytes + 1)
     except OSError as error:
         raise FileError(f"the picture {path.name} cannot be read: {error.strerror}") from None

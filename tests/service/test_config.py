@@ -101,6 +101,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
         ("[comfyui]\ncorrect_free_memory = 'no'\n", "correct_free_memory in [comfyui] is 'no'; use true or false"),
         ("[comfyui]\nfree_memory = true\n", "unknown key 'free_memory' in [comfyui]; known keys: correct_free_memory"),
         ("[service\n", "is not valid TOML"),
+        ("[service]\nport = " + "9" * 5000 + "\n", "is not valid TOML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, text, wanted):

@@ -127,6 +127,22 @@ def counted(document: Any) -> tuple[int, int, int]:
     return lists + 1, texts + (len(document) if isinstance(document, dict) else 0), commas + max(0, len(document) - 1)
 
 
+@pytest.mark.parametrize("depth", [129, 700, 960])
+def test_a_deep_document_is_refused_with_the_limit(server: Server, depth: int) -> None:
+    deep = '{"properties": ' * depth + "{}" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "a", "parameters": {deep}}}}}'
+    data = json.dumps({**ASK, "tools": []})[:-2] + tool + "]}"
+    status, _, document = server.ask("POST", CHAT, data.encode())
+    assert (status, document["error"]["code"]) == (400, "invalid_json")
+    assert "at most 128 levels" in document["error"]["message"]
+
+
+def test_a_document_of_the_deepest_level_is_parsed() -> None:
+    assert parse(b"[" * 128 + b"]" * 128)
+    with pytest.raises(RecursionError, match="more than 128"):
+        parse(b"[" * 129 + b"]" * 129)
+
+
 def test_long_texts_and_long_lists_of_tokens_are_taken() -> None:
     text = "".join(random.Random(1).choices('[]{},:"\\ab', k=4 << 20))
     assert parse(json.dumps({"a": text}).encode()) == {"a": text}

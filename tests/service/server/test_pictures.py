@@ -96,6 +96,12 @@ def test_users_cannot_type_pictures_and_send_too_many(client: OpenAI) -> None:
         ask(client, "Compare them.", *[url(drawn(8, 8))] * 100)
 
 
+def test_pictures_of_one_request_are_bounded_together_before_all_are_decoded(client: OpenAI) -> None:
+    large = url(Picture(8000, 5000, bytes(3 * 8000 * 5000)))
+    with pytest.raises(openai.BadRequestError, match=r"more than 100,000,000 pixels; send fewer or smaller"):
+        ask(client, "Compare them.", *[large] * 3)
+
+
 def test_the_further_apis_take_pictures_too(seeing: Server, client: OpenAI) -> None:
     one = url(drawn(96, 64, 1))
     wanted = ask(client, "What is it?", one).choices[0].message.content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -118,6 +119,12 @@ def test_a_bomb_is_refused_before_it_is_decoded():
         decode_picture(png(12_000, 12_000, 8, 2, b"\0"), "large.png")
     with pytest.raises(RequestError, match=r"24 x 16 = 384 pixels, more than the 383"):
         decode_picture(encoded(pillow(PICTURE)), "a", DecodeLimits(pixels=383))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(FileError, match=r"pipe\.png"):
+        read_picture(tmp_path / "pipe.png")
 
 
 def test_bytes_are_limited_before_decoding(tmp_path: Path):
